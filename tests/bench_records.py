@@ -1,4 +1,4 @@
-"""Records as benchmarks write them, for tests that need some: none of it was measured."""
+"""Benchmark records for tests. None of the numbers were measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODELS: dict[str, Any] = {
 
 
 def make_speed(contestant: str = "drafted", plan: Any = (1, 3, 4), ratio: float = 1.5, **more: Any) -> dict[str, Any]:
-    """A contestant on a prompt."""
+    """A speed record of one contestant on one prompt."""
     rounds = 64 if contestant == "drafted" else 127
     return {
         **MODELS,
@@ -66,7 +66,7 @@ def make_speed(contestant: str = "drafted", plan: Any = (1, 3, 4), ratio: float 
 
 
 def make_costs(**more: Any) -> dict[str, Any]:
-    """What the parts of a round take: a forward of N rows 10 + N ms, a level of a draft 1 ms."""
+    """A cost record: a forward of N rows takes 10 + N ms, one draft level 1 ms."""
     return {
         **MODELS,
         "kind": "costs",
@@ -87,12 +87,12 @@ def make_costs(**more: Any) -> dict[str, Any]:
 
 
 def make_line(record: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The same as a line of a file, which says where it was measured."""
+    """The record with its machine added, as in a results file."""
     return {**record, "machine": {**MACHINE, **more}}
 
 
 def parse_flags(module: Any, *words: str) -> argparse.Namespace:
-    """What a command makes of these words."""
+    """Parses command-line flags for one benchmark command."""
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     return parser.parse_args(words)

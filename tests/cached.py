@@ -1,4 +1,4 @@
-"""Heads with a KV cache: published ones with their targets' parts, and small random ones."""
+"""Heads with a KV cache: published ones with parts of their targets, and small random ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_redrafter.engine.types import Kept
 
 
 def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:
-    """A target with the embedding and the output matrix of a golden file, and otherwise random."""
+    """A random target with the embedding and output matrix of a golden file."""
     weights, golden, _, _ = read_golden(name)
     model = small_llama(
         hidden=drafter.args.hidden_size, vocab=drafter.args.vocab_size, layers=layers, tie_word_embeddings=False
@@ -41,21 +41,21 @@ def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:
 
 
 def tell(source: Source, hidden: mx.array, tokens: mx.array, position: int) -> None:
-    """Tells a source of positions with these states (T, X), which stand side by side."""
+    """Calls `source.keep` for consecutive positions; `hidden` (T, X) holds the captured layers side by side."""
     parts = mx.split(hidden, len(source.capture), axis=-1)
     states = dict(zip(source.capture, parts, strict=True))
     source.keep(Kept(tokens.astype(mx.int32), states, None, len(tokens), position))
 
 
 class Reading:
-    """A text and the target's hidden states of it, of which a source is told piece by piece."""
+    """A text with the target's hidden states, passed to a source piece by piece."""
 
     def __init__(self, source: Source, model: nn.Module, tokens: Sequence[int]) -> None:
         self._tokens = mx.array(tokens)
         self._hidden = Target(model, capture=source.capture).forward(self._tokens).hidden
 
     def tell(self, source: Source, start: int = 0, stop: int | None = None, *, known: bool = True) -> None:
-        """Tells a source of positions `start` to `stop`; that they stay is not known yet unless `known`."""
+        """Passes positions `start` to `stop`. With `known=False` the number of kept ones stays an unread array."""
         stop = len(self._tokens) if stop is None else stop
         part = {name: states[start:stop] for name, states in self._hidden.items()}
         count = stop - start
@@ -78,17 +78,17 @@ LAYERS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 12, "first_k_dense_replace": 3,
     },
 }  # fmt: skip
-"""Configs of small layers of multi-token prediction, but for what they have in common with their targets."""
+"""Configs of small multi-token-prediction layers, without the keys they share with their targets."""
 
 PLACES = {"qwen": "mtp.", "deepseek": "model.layers.3."}
-"""What stands before the names of published layers of multi-token prediction, of models of three layers."""
+"""Prefixes of published multi-token-prediction layers, for models of three layers."""
 
 
 def name_as_published(drafter: mtp.Drafter, *, fused: bool = False) -> Arrays:
-    """A layer of multi-token prediction by the names and in the form in which its authors store it.
+    """A multi-token-prediction layer under its published names and layout.
 
     Args:
-        fused: whether all experts are in one tensor.
+        fused: whether one tensor holds all experts.
     """
     model_type, arrays = drafter.args.layer_config["model_type"], dict(tree_flatten(drafter.parameters()))
     is_qwen, made = model_type.startswith("qwen"), Arrays()
@@ -113,9 +113,9 @@ def name_as_published(drafter: mtp.Drafter, *, fused: bool = False) -> Arrays:
 
 
 def save_base(directory: Path, config: dict[str, Any], arrays: Arrays) -> Path:
-    """A model's directory: two shards with these tensors of a multi-token-prediction layer, one with the model's.
+    """A model directory: two shards hold the multi-token-prediction layer, a third the model.
 
-    That one is no safetensors file, so that whoever reads it fails.
+    The third is not valid safetensors, so reading it fails.
     """
     directory.mkdir(parents=True)
     files = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -131,7 +131,7 @@ def save_base(directory: Path, config: dict[str, Any], arrays: Arrays) -> Path:
 
 
 def save_tensors(file: Path, arrays: Arrays) -> None:
-    """A safetensors file in which arrays of uint8 are numbers of FP8 (e4m3), which no writer of MLX's makes."""
+    """Writes safetensors with uint8 arrays declared as FP8 (e4m3), which MLX cannot write."""
     types = {mx.uint8: "F8_E4M3", mx.float32: "F32"}
     header, data = dict[str, Any](), b""
     for name, array in arrays.items():
@@ -149,7 +149,7 @@ CACHED_KINDS = ("eagle 1", "eagle 3", *LAYERS, *BLOCK_KINDS)
 
 
 def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2) -> Drafter:
-    """A head of random weights for a target of these sizes."""
+    """A random head for a target of these sizes."""
     if kind in LAYERS:
         own = {"hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": 4, "rms_norm_eps": 1e-6}
         layer: Drafter = randomised(mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0)

@@ -1,4 +1,4 @@
-"""Synthetic drafter checkpoints in every form that `convert` reads, all made from one drafter's tensors."""
+"""Synthetic drafter checkpoints in every layout that `convert` reads, all made from the same tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mlx_redrafter.convert.conversion import Conversion
 from mlx_redrafter.drafters.recurrent import Drafter
 
 Arrays = dict[str, mx.array]
-"""Tensors by Apple's names."""
+"""Tensors under Apple's names."""
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 
@@ -36,52 +36,51 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no blocks": {"layers": 0},
     "three blocks, no rnn": {"layers": 3, "rnn": False},
 }
-"""What a drafter may consist of. Every size can be cut into 1, 2, 3 or 4 slices."""
+"""Drafter variants. Every size can be split into 1, 2, 3 or 4 slices."""
 
 
 def make(variant: str = "rnn", seed: int = 0, **sizes: Any) -> Drafter:
-    """A drafter of random weights: D = 24, V = 60, X = 48, one block, rnn, unless the variant says otherwise."""
+    """A random drafter: D = 24, V = 60, X = 48, one block, rnn, unless the variant or `sizes` differ."""
     return small_drafter(**{"hidden": 24, "vocab": 60, "exit_dim": 48, "seed": seed, **VARIANTS[variant], **sizes})
 
 
 def tensors(drafter: nn.Module) -> Arrays:
-    """A module's parameters by name."""
     return dict(tree_flatten(drafter.parameters()))
 
 
 def same(one: Arrays, other: Arrays) -> bool:
-    """Whether names, dtypes and bits are the same."""
+    """Whether names, dtypes and values are identical."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and mx.array_equal(one[name], other[name]) for name in one
     )
 
 
 def came_through(done: Conversion, drafter: Drafter) -> bool:
-    """Whether what was written is this drafter: its sizes and its tensors, to the bit."""
+    """Whether the written drafter has the same sizes and bit-identical tensors."""
     found = load_drafter(done.path)
     return done.args == found.args == drafter.args and same(tensors(found), tensors(drafter))
 
 
 def save(path: Path, arrays: Mapping[str, mx.array]) -> None:
-    """A safetensors file, as torch's own writer marks it."""
+    """Writes safetensors with the metadata that torch's writer adds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(path), dict(arrays), {"format": "pt"})
 
 
 def configure(directory: Path, **config: Any) -> None:
-    """A `config.json`."""
+    """Writes `config.json`."""
     (directory / CONFIG).write_text(json.dumps(config))
 
 
 def apple(directory: Path, arrays: Arrays, **config: Any) -> Path:
-    """Apple's directory: one safetensors file and a config."""
+    """Apple's layout: one safetensors file and a config."""
     save(directory / WEIGHTS, arrays)
     configure(directory, **{"model_type": "recurrent_drafting_drafter", **config})
     return directory
 
 
 def base(hidden: int = 24, vocab: int = 60) -> Arrays:
-    """Some tensors of a base model."""
+    """A few base-model tensors."""
     shapes = {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.layers.0.self_attn.q_proj.weight": (hidden, hidden),
@@ -93,12 +92,11 @@ def base(hidden: int = 24, vocab: int = 60) -> Arrays:
 
 
 def prefixed(prefix: str, arrays: Arrays) -> Arrays:
-    """The same tensors, with something before each name."""
     return {prefix + name: array for name, array in arrays.items()}
 
 
 def shard(directory: Path, arrays: Arrays, count: int, *, index: bool) -> None:
-    """The tensors dealt out to so many files, with or without the index that names them."""
+    """Splits the tensors over `count` files, with or without an index."""
     names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     placed = {name: names[at % count] for at, name in enumerate(sorted(arrays))}
     for file in names:
@@ -118,14 +116,13 @@ def older(arrays: Arrays, head: str) -> Arrays:
 
 
 def tensorrt_llm(arrays: Arrays) -> Arrays:
-    """TensorRT-LLM's names."""
     head = max(name for name in arrays if re.fullmatch(r"lm_head.\d.weight", name))
     blocks = {name: "layers." + name.removeprefix("lm_head.") for name in arrays if ".linear." in name}
     return prefixed("drafter.", {({head: "lm_head.weight"} | blocks).get(name, name): arrays[name] for name in arrays})
 
 
 def ranks(directory: Path, arrays: Arrays, size: int, *, padding: int = 0, **config: Any) -> Path:
-    """TensorRT-LLM's directory: each tensor cut along its first axis, the vocabulary padded before."""
+    """TensorRT-LLM's layout: the vocabulary is padded, then each tensor is split along its first axis."""
     named = tensorrt_llm(arrays)
     head = named["drafter.lm_head.weight"]
     named["drafter.lm_head.weight"] = mx.pad(head, [(0, padding), (0, 0)])
@@ -148,7 +145,7 @@ def ranks(directory: Path, arrays: Arrays, size: int, *, padding: int = 0, **con
 
 
 def command(*arguments: str | Path) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of `convert` with these arguments; whatever would be a traceback is raised."""
+    """Runs `convert`. Returns (exit status, stdout, stderr); anything but SystemExit propagates."""
     out, said = io.StringIO(), io.StringIO()
     with mock.patch.object(sys, "argv", ["convert", *map(str, arguments)]), redirect_stdout(out), redirect_stderr(said):
         try:
@@ -159,10 +156,10 @@ def command(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 def refused(source: str | Path, pattern: str, into: Path, *flags: str, origin: str = "--hf-path") -> None:
-    """Asserts that a conversion ends with exit code 1 and one line, and that there is nothing where it would write.
+    """Asserts that a conversion exits with 1, one line of error and no output.
 
     Args:
-        origin: the flag that `source` is given with.
+        origin: the flag that takes `source`.
     """
     into.mkdir(exist_ok=True)
     status, out, said = command(origin, source, "--mlx-path", into / "out", *flags)
@@ -172,7 +169,7 @@ def refused(source: str | Path, pattern: str, into: Path, *flags: str, origin: s
 
 
 class Trap:
-    """An object whose unpickling calls a function: what a malicious pickle does."""
+    """An object whose unpickling calls a function, as in a malicious pickle."""
 
     def __init__(self, function: Callable[[Any], Any], argument: Any) -> None:
         self.call = function, (argument,)
@@ -182,7 +179,7 @@ class Trap:
 
 
 def trap(path: Path) -> Path:
-    """A pickle that shows whether it was executed; the path of the file that it would write."""
+    """Writes a pickle that creates a file if executed. Returns the path of that file."""
     mark = path.with_name(path.name + ".executed")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps({"rnn_w.weight": Trap(Path.touch, mark)}))
@@ -190,7 +187,7 @@ def trap(path: Path) -> Path:
 
 
 def trainer(directory: Path, arrays: Arrays) -> Path:
-    """What HF's Trainer leaves: the drafter beside its base model, no config, and pickles that must stay closed."""
+    """HF Trainer's layout: the drafter beside its base model, no config, and pickles that must not be opened."""
     save(directory / WEIGHTS, prefixed("drafter.", arrays) | prefixed("llm.", base()))
     for name in ("optimizer.pt", "training_args.bin", "scheduler.pt", "rng_state.pth"):
         trap(directory / name)
@@ -199,20 +196,20 @@ def trainer(directory: Path, arrays: Arrays) -> Path:
 
 
 def modelopt(directory: Path, arrays: Arrays) -> Path:
-    """ModelOpt's directory: the drafter in the shards of its base model, under a config that is not its own."""
+    """ModelOpt's layout: the drafter in its base model's shards, with the base model's config."""
     shard(directory, prefixed("drafter.", arrays) | base(), 2, index=True)
     configure(directory, model_type="llama", hidden_size=24, num_draft_layers=7, redrafter={"num_draft_layers": 7})
     return directory
 
 
 def single(directory: Path, arrays: Arrays) -> Path:
-    """One safetensors file of any name."""
+    """A single safetensors file with an arbitrary name."""
     save(directory / "the drafter.safetensors", arrays)
     return directory / "the drafter.safetensors"
 
 
 def stored(change: Callable[[Arrays], Arrays]) -> Callable[[Path, Arrays], Path]:
-    """A form that is one file of changed names."""
+    """A layout of one safetensors file with renamed tensors."""
 
     def write(directory: Path, arrays: Arrays) -> Path:
         save(directory / WEIGHTS, change(arrays))
@@ -222,7 +219,7 @@ def stored(change: Callable[[Arrays], Arrays]) -> Callable[[Path, Arrays], Path]
 
 
 def sharded(directory: Path, arrays: Arrays, count: int, *, index: bool) -> Path:
-    """Several shards, and a config that says nothing."""
+    """Several shards, and a config without usable sizes."""
     shard(directory, arrays, count, index=index)
     configure(directory, hidden_size=-1, vocab_size=-1, exit_dim=-1, num_draft_layers=-1)
     return directory
@@ -257,4 +254,4 @@ FORMS: dict[str, Callable[[Path, Arrays], Path]] = {
     **{f"prefix {prefix}": stored(lambda arrays, prefix=prefix: prefixed(prefix, arrays)) for prefix in PREFIXES},
     **{f"TensorRT-LLM, {size} ranks": partial(ranks, size=size) for size in (1, 2, 4)},
 }
-"""A form's name -> writes a checkpoint of these tensors under a directory; the path to give to `convert`."""
+"""Layout name -> function that writes a checkpoint under a directory and returns the path for `convert`."""

@@ -1,4 +1,4 @@
-"""Simulated texts: cost curves, texts that grant more or less of a drafter's acceptance, and decoding by a planner."""
+"""Cost curves, acceptance over the course of a text, and simulated decoding with a planner."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ TEXTS: dict[str, Callable[[int], float]] = {
     "every seventh": lambda at: float(at % 7 == 0),
 }
 START = 100
-"""Tokens of the prompt."""
+"""Prompt tokens."""
 
 
 def make_costs(curve: str = "flat", *, replay: float = 0.0) -> CostTable:
-    """Plain steps of a millisecond, a fifth more after 1,024 tokens; chains alone where tokens are replayed."""
+    """Plain steps of 1 ms, 1.2 ms after 1,024 tokens. Models that replay tokens draft only chains."""
     counts = tuple(range(1, 17))
     row = tuple(CURVES[curve](count) for count in counts)
     rows = (row, tuple(1.2 * ms for ms in row))
@@ -49,7 +49,7 @@ def make_costs(curve: str = "flat", *, replay: float = 0.0) -> CostTable:
 
 
 def scale_rounds(costs: CostTable, times: float) -> CostTable:
-    """Costs with which everything of a round but its root takes so many times as long."""
+    """Multiplies the cost of everything in a round except its root."""
     rows = tuple((row[0], *(times * ms for ms in row[1:])) for row in costs.verify)
     return costs._replace(verify=rows, level=tuple(times * ms for ms in costs.level))
 
@@ -58,7 +58,7 @@ _cumulative = cache(cumulative_acceptance)
 
 
 def draw_accepted(plan: Plan, scale: float, generator: random.Random) -> int:
-    """How many drafted tokens a round keeps, by the law that the planner assumes."""
+    """Draws the number of accepted drafts from the planner's own distribution."""
     drawn = generator.random()
     return sum(drawn < chance for chance in _cumulative(ACCEPTANCE, plan, scale)[1:])
 
@@ -72,12 +72,12 @@ def simulate(
     *,
     stalls: float = 0.0,
 ) -> float:
-    """Speed over plain decoding's, of text that repeats nothing.
+    """Speed relative to plain decoding, for a text without repetition.
 
     Args:
-        costs: what everything really takes.
-        scale: of the acceptance, by how many tokens were made.
-        stalls: how often the clock shows five times as long.
+        costs: the actual costs.
+        scale: acceptance scale after n tokens.
+        stalls: share of rounds that appear five times slower.
     """
     generator, clock = random.Random(seed), random.Random(seed)
     return simulation.simulate(
@@ -93,5 +93,5 @@ def simulate(
 def simulate_auto(
     table: CostTable, scale: Callable[[int], float], tokens: int = 256, seed: int = 0, *, truth: float = 1.0, **how: Any
 ) -> float:
-    """The same of a new planner with that table, where rounds really take `truth` times as long."""
+    """As `simulate`, with a new planner for `table` and rounds that take `truth` times as long."""
     return simulate(AutoPlanner(table, ACCEPTANCE), scale_rounds(table, truth), scale, tokens, seed, **how)

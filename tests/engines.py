@@ -1,4 +1,4 @@
-"""Engines of toys: what is asked of them, and what plain decoding answers."""
+"""Engines over toy models, requests for them, and plain decoding's answers."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from mlx_redrafter.serving.request import Request
 from mlx_redrafter.serving.types import TokenEvent
 
 Asked = dict[str, Any]
-"""The keywords of `Engine.submit`."""
+"""Keywords of `Engine.submit`."""
 
 TURNS: dict[str, tuple[str, dict[str, Any]]] = {
     "quantized": ("llama", {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}),
     "rings that keep rows": ("qwen2", {"max_kv_size": 16}),
 }
-"""Caches that mlx-lm cannot batch: a kind of toy, and options."""
+"""Caches that mlx-lm cannot batch: (toy model, options)."""
 
 FAMILIES = ("mamba2", "gemma3_text", "qwen3_next")
 SHARING: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ("llama", *FAMILIES)} | TURNS
-"""Caches that can be trimmed, and that cannot; in batches, and alternately."""
+"""Trimmable and other caches; batchable and others."""
 
 
 @contextmanager
 def running(
     model: Any = None, drafter: Any = None, *, eos: tuple[int, ...] = (), options: Any = None, **settings: Any
 ) -> Iterator[Engine]:
-    """An engine of a toy, whose config is not asked how long texts may be."""
+    """An engine over a toy model, with a fixed context length."""
     settings = {"context_length": 4096} | settings
     options = Options(**({"context": False} | (options or {})))
     engine = Engine(make_model() if model is None else model, make_tokenizer(eos), drafter, options=options, **settings)
@@ -52,7 +52,7 @@ async def collect(request: Request) -> list[TokenEvent]:
 
 
 def generate(engine: Engine, *requests: Asked) -> list[list[TokenEvent]]:
-    """The events of requests that are submitted at once."""
+    """Events of requests submitted together."""
 
     async def main() -> list[list[TokenEvent]]:
         return await asyncio.gather(*[collect(engine.submit(**request)) for request in requests])
@@ -65,7 +65,7 @@ def tokens_of(events: list[TokenEvent]) -> list[int]:
 
 
 def plain(request: Asked, model: Any = None, **options: Any) -> list[int]:
-    """The tokens of plain decoding, as from the command line."""
+    """Plain decoding's tokens."""
     names = ("max_tokens", "temp", "top_p", "top_k", "min_p", "seed")
     fields = {name: request[name] for name in names if name in request}
     return ids(run(make_model() if model is None else model, request["prompt"], **fields, **options))

@@ -23,11 +23,11 @@ from mlx_redrafter.generate import Step
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 
 WIDE_STREAMS = ("deepseek_v41", "gemma3n", "iquestloopcoder")
-"""Modules whose layers do not pass on one row of the embedding's width for each token."""
+"""Modules whose layers do not return one row of the embedding's width per token."""
 
 
 def modules() -> list[str]:
-    """The names of the modules that define a model, read from their sources: some cannot be imported everywhere."""
+    """Names of modules that define a model, read from the sources: some cannot be imported on every platform."""
     found = []
     for module in iter_modules(mlx_lm.models.__path__):
         source = (Path(mlx_lm.models.__path__[0]) / f"{module.name}.py").read_text(encoding="utf-8")
@@ -37,12 +37,12 @@ def modules() -> list[str]:
 
 
 def make_family(name: str, **more: Any) -> nn.Module:
-    """A random model of a module, in float32: matrices as they are made, twice as large; what is made constant, random.
+    """A random float32 model. Matrices are scaled by two; constant parameters become random.
 
-    Routers, sinks, gates and states that begin as zeros would otherwise hide what is wrong with them.
+    Constant routers, sinks, gates and states would hide errors.
 
     Args:
-        more: keys of its config instead of those in models.json; of `text_config` where it has one.
+        more: replaces keys of the config in models.json, or of its `text_config` if it has one.
     """
     home = import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
@@ -66,7 +66,7 @@ def make_family(name: str, **more: Any) -> nn.Module:
 
 @contextmanager
 def record_hidden_states(model: nn.Module) -> Iterator[list[mx.array]]:
-    """What the final norm of every forward meanwhile gives, (1, T, D) each."""
+    """Records the final norm's output of every forward, (1, T, D) each."""
     parent, name = find_parts(model).final_norm
     child = parent[name]
     recorder = parent[name] = Recorder(child)
@@ -77,7 +77,7 @@ def record_hidden_states(model: nn.Module) -> Iterator[list[mx.array]]:
 
 
 def hidden_states(model: nn.Module, text: Sequence[int], size: int, cache: kv_cache.Cache) -> list[mx.array]:
-    """Those of a text whose first `size` tokens are the prompt, read into an empty cache as plain decoding reads it."""
+    """Hidden states of `text`, read as plain decoding reads it: a prompt of `size` tokens, then token by token."""
     with record_hidden_states(model) as recorded:
         for part in ([text[: size - 1]] if size > 1 else []) + [[token] for token in text[size - 1 :]]:
             mx.eval(model(mx.array([part]), cache=cache), recorded[-1])
@@ -91,15 +91,15 @@ def make_follower(
 
     Args:
         model: the target.
-        text: a prompt and its plain continuation, longer than what will be decoded.
-        recorded: what `record_hidden_states` or `hidden_states` gave for `text`; a check of the model may have run
-            something before.
+        text: a prompt and its plain continuation, longer than the decoded text.
+        recorded: hidden states of `text` from `record_hidden_states` or `hidden_states`; a model check may have
+            recorded others before them.
         script, seed: see `make_ranks`.
         width: W.
     """
     with record_hidden_states(model) as once:
         model(mx.array([[0]]))
-    last = recorded[len(once) - 1 :: len(once)]  # some models go through their final norm more than once
+    last = recorded[len(once) - 1 :: len(once)]  # some models apply the final norm more than once
     hidden = mx.concatenate([part[0] for part in last])[-len(text) :]
     assert hidden.shape[0] == len(text)
     return Scripted(model, text, make_ranks(script, len(text), width, seed=seed, share=0.5), width, hidden)
@@ -115,7 +115,7 @@ def follow_plain(
     script_seed: int = 5,
     **options: Any,
 ) -> tuple[list[Step], Scripted]:
-    """(`count` steps of plain decoding, a drafter that follows `script` on that text), as `with_plain` in toys.py."""
+    """Returns (`count` plain steps, a drafter that follows `script` on that text), as `with_plain` in toys.py."""
     with record_hidden_states(model) as recorded:
         steps = run(model, prompt, max_tokens=count + 8, **options)
     return steps[:count], make_follower(model, [*prompt, *ids(steps)], recorded, script, width, script_seed)

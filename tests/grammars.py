@@ -1,4 +1,4 @@
-"""A grammar over the tokens of the toys, and what plain decoding makes with it by another way."""
+"""A toy grammar over token ids, and an independent implementation through a logits processor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mlx_redrafter.pair import find_pair
 
 
 class Stuck(Exception):
-    """Nothing may follow."""
+    """No token may follow."""
 
 
 def find_allowed(answer: Sequence[int], vocab: int) -> list[int]:
-    """What may follow an answer: one token after three of eight lengths, half of them after four, any after one."""
+    """Allowed tokens. By answer length modulo 8: one token for 3, 4 and 5, all for 7, about half otherwise."""
     total, place = 3 * sum(answer) + len(answer), len(answer) % 8
     if place in (3, 4, 5):
         return [total % vocab]
@@ -28,10 +28,10 @@ def find_allowed(answer: Sequence[int], vocab: int) -> list[int]:
 
 
 class ToyGrammar:
-    """Follows `find_allowed`.
+    """A `Grammar` that follows `find_allowed`.
 
     Args:
-        stuck_at: the answer's length after which nothing may follow.
+        stuck_at: answer length after which no token is allowed.
     """
 
     def __init__(self, vocab: int = VOCAB, stuck_at: int = -1) -> None:
@@ -39,30 +39,25 @@ class ToyGrammar:
 
     @property
     def length(self) -> int:
-        """See `Grammar`."""
         return len(self._answer)
 
     def fork(self) -> ToyGrammar:
-        """Another one after the same answer."""
         other = ToyGrammar(self._vocab, self._stuck_at)
         other._answer = list(self._answer)
         return other
 
     def take(self, token: int) -> bool:
-        """Appends it to the answer."""
         is_allowed = token in find_allowed(self._answer, self._vocab)
         self._answer.append(token)
         return is_allowed
 
     def find_mask(self) -> Any:
-        """None where all tokens are allowed."""
         if len(self._answer) == self._stuck_at:
             raise Stuck("nothing may follow")
         allowed = find_allowed(self._answer, self._vocab)
         return None if len(allowed) == self._vocab else np.isin(np.arange(self._vocab), allowed)
 
     def find_forced(self) -> list[int]:
-        """As far as one token alone is allowed."""
         found = list[int]()
         while len(allowed := find_allowed(self._answer + found, self._vocab)) == 1:
             found += allowed
@@ -70,7 +65,7 @@ class ToyGrammar:
 
 
 def mask_history(size: int, vocab: int = VOCAB) -> Any:
-    """The same grammar as a logits processor of a prompt of `size` tokens, which keeps nothing."""
+    """The same grammar as a stateless logits processor, for a prompt of `size` tokens."""
 
     def mask(history: mx.array, logits: mx.array) -> mx.array:
         allowed = find_allowed(cast(list[int], history[size:].tolist()), vocab)
@@ -80,14 +75,14 @@ def mask_history(size: int, vocab: int = VOCAB) -> Any:
 
 
 def decode_plainly(model: nn.Module, prompt: list[int], **options: Any) -> list[int]:
-    """The tokens of plain decoding with the grammar."""
+    """Plain decoding's tokens with the grammar."""
     own = options.pop("logits_processors", [])
     processors = [*own, mask_history(len(prompt), options.pop("vocab", VOCAB))]
     return ids(run(model, prompt, logits_processors=processors, **options))
 
 
 def start_rounds(model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, **options: Any) -> Rounds:
-    """The rounds after a prompt with the grammar, without end."""
+    """Endless rounds after a prompt with the grammar."""
     pair, source = find_pair(model, drafter)
     return pair.open(prompt, Options(**options), source=source, grammar=grammar)[1]
 
@@ -95,7 +90,7 @@ def start_rounds(model: nn.Module, prompt: list[int], drafter: Any, grammar: Toy
 def decode_rounds(
     model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, count: int, **options: Any
 ) -> list[Round]:
-    """The rounds of `count` tokens."""
+    """Rounds of at least `count` tokens."""
     rounds, made = start_rounds(model, prompt, drafter, grammar, **options), list[Round]()
     while sum(len(each.tokens) for each in made) < count:
         made.append(next(rounds))

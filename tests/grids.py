@@ -1,4 +1,4 @@
-"""Parametrised tests without the whole product of their parameters."""
+"""Pairwise test cases instead of full products of parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """A few cases of the product of three or more axes, in which any two values of two axes still meet."""
+    """A small subset of the product of three or more axes that contains every pair of values."""
     values = [list(axis) for axis in axes]
 
     def meetings(case: tuple[int, ...]) -> set[Any]:

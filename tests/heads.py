@@ -1,4 +1,4 @@
-"""Small random drafters of every kind that keeps nothing of a text."""
+"""Small random stateless drafters of every kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("recurrent", "medusa", "mlp_speculator", "tied mlp_speculator", "arctic
 
 
 def make_head(kind: str, hidden: int = 64, vocab: int = 40, *, inner_dim: int = 24) -> Drafter:
-    """A drafter of random weights that drafts four tokens at most."""
+    """A random drafter that drafts at most four tokens."""
     speculator: dict[str, Any] = {"inner_dim": inner_dim, "n_predict": 4, "scale_input": True}
     made: dict[str, Any] = {
         "recurrent": lambda: recurrent.Drafter(recurrent.DrafterArgs(hidden, vocab, 32, 1)),
@@ -30,7 +30,7 @@ def make_head(kind: str, hidden: int = 64, vocab: int = 40, *, inner_dim: int = 
 
 
 def draft_logits(drafter: Drafter, hidden: mx.array, tokens: mx.array) -> mx.array:
-    """(K, W, V) what it says after each of tokens (W, K), at hidden states (W, D)."""
+    """(K, W, V) logits after each of tokens (W, K), given hidden states (W, D)."""
     advance, state, found = drafter.begin(hidden, lambda tokens: mx.zeros((*tokens.shape, hidden.shape[-1]))), None, []
     for depth in range(tokens.shape[1]):
         logits, state = advance(tokens[:, depth], state)

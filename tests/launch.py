@@ -1,4 +1,4 @@
-"""Several processes that share one model, started without `mlx.launch`, which takes a processor of its own."""
+"""Runs ranks that share one model without `mlx.launch`, which would use a core of its own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).parent
 PATIENCE = 600.0
-"""Seconds for what must end, however many others share the machine."""
+"""Timeout in seconds, generous for busy machines."""
 
 
 class Ended(NamedTuple):
-    """A rank that has ended."""
+    """A finished rank."""
 
     status: int
     out: str
@@ -30,11 +30,11 @@ class Ended(NamedTuple):
 def start_ranks(
     count: int, *command: str, each: Sequence[Sequence[str]] | None = None, **environment: str
 ) -> list[subprocess.Popen[str]]:
-    """Starts `python COMMAND` as ranks of a ring on this machine.
+    """Starts `python COMMAND` as the ranks of a local ring.
 
     Args:
-        each: more arguments, for every rank its own.
-        environment: more variables; `XDG_CACHE_HOME` should be the test's own.
+        each: additional arguments, one list per rank.
+        environment: additional variables; `XDG_CACHE_HOME` should be private to the test.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -58,7 +58,7 @@ def start_ranks(
 
 
 def wait_for_ranks(ranks: Sequence[subprocess.Popen[str]], stdin: str | None = None) -> list[Ended]:
-    """How each rank ended; `stdin` is given to rank 0. One that has not ended in `PATIENCE` is killed."""
+    """Waits for all ranks, killing them after `PATIENCE`; rank 0 gets `stdin`."""
     end, ended = time.monotonic() + PATIENCE, []
     for rank, process in enumerate(ranks):
         try:

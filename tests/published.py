@@ -1,4 +1,4 @@
-"""Heads as others publish them, from the golden files."""
+"""Published heads, from the golden files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GOLDEN = {file.stem: file for file in sorted((Path(__file__).parent / "golden").
 
 
 def list_golden(*patterns: str) -> tuple[str, ...]:
-    """The names of the golden files that match one of these patterns, each of which begins with a folder."""
+    """Names of golden files that match the patterns; each pattern begins with a folder."""
     return tuple(name for name, file in GOLDEN.items() if any(file.match(pattern) for pattern in patterns))
 
 
 def read_golden(name: str) -> tuple[Arrays, Arrays, dict[str, Any], str]:
-    """(tensors by their published names, what the original computes of them, the config, the file's name)."""
+    """Returns (tensors under their published names, the original's results, the config, the file's name)."""
     arrays, metadata = mx.load(str(GOLDEN[name]), return_metadata=True)
     weights, golden = (
         {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
@@ -29,11 +29,11 @@ def read_golden(name: str) -> tuple[Arrays, Arrays, dict[str, Any], str]:
 
 
 def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **config: Any) -> Path:
-    """A head in its published directory.
+    """Writes a head as its authors publish it.
 
     Args:
-        arrays: other tensors than those of the golden file.
-        config: other values than the published; None leaves a key out.
+        arrays: replaces the golden file's tensors.
+        config: replaces config values; None removes a key.
     """
     weights, _, said, file = read_golden(name)
     directory.mkdir(parents=True)

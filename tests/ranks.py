@@ -1,6 +1,8 @@
-"""What each rank of a divided model decodes, as JSON: run by test_sharded.py, once for each number of ranks.
+"""Prints what each rank of a sharded model decodes, as JSON. test_sharded.py runs it.
 
-python tests/ranks.py FOLDER    of the caches, one for each rank
+    python tests/ranks.py FOLDER
+
+FOLDER holds one cache folder per rank.
 """
 
 from __future__ import annotations
@@ -32,23 +34,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 4},
     "qwen3_5": {"num_hidden_layers": 8, "tie_word_embeddings": False, **LINEAR},
 }
-"""A dense, a mixture-of-experts and a hybrid module that mlx-lm divides both ways, by up to four: its config."""
+"""Configs of a dense, a mixture-of-experts and a hybrid module that shard both ways over up to four ranks."""
 
 
 def divide(model: nn.Module, how: str) -> None:
-    """Leaves this rank its part of a model."""
+    """Keeps this rank's part of a model."""
     group = mx.distributed.init()
     model.model.pipeline(group) if how == "pipeline" else model.shard(group)
     mx.eval(model.parameters())
 
 
 def choose_among_few(logprobs: mx.array) -> mx.array:
-    """The likeliest of the first six tokens: texts that repeat themselves."""
+    """The likeliest of the first six tokens, so that texts repeat themselves."""
     return mx.argmax(logprobs[:, :6], axis=-1)
 
 
 def decode(kind: str, how: str, length: int) -> dict[str, Any]:
-    """The texts of a whole model and of its parts, and how many drafted tokens were accepted, of the context too."""
+    """Texts of the whole and of the sharded model, with counts of accepted drafts."""
     whole, model = (make_family(kind, **HEADS, **KINDS[kind]) for _ in range(2))
     divide(model, how)
     hidden = mx.random.normal((2, 64), key=mx.random.key(3))
@@ -77,7 +79,7 @@ def decode(kind: str, how: str, length: int) -> dict[str, Any]:
 
 
 def measure_together() -> dict[str, Any]:
-    """What is measured of a pair of models, and a text that is planned with it."""
+    """Measured costs of a pair of models, and a text planned with them."""
     whole, model = make_family("qwen2", **HEADS), make_family("qwen2", **HEADS)
     divide(model, "tensor")
     drafter = DraftModel(whole)
@@ -89,7 +91,7 @@ def measure_together() -> dict[str, Any]:
 
 
 def decide_otherwise() -> str:
-    """The error where the last rank drafts one token less than the others."""
+    """The error when the last rank drafts one token fewer than the others."""
     model = make_family("qwen2", **HEADS)
     divide(model, "tensor")
     text = PROMPT * 3
@@ -102,7 +104,7 @@ def decide_otherwise() -> str:
 
 
 def main() -> None:
-    """Decodes with every kind of model, in both ways."""
+    """Decodes with every kind of model, sharded both ways."""
     os.environ["XDG_CACHE_HOME"] = str(Path(sys.argv[1], str(ranks.index())))
     measure.SECONDS, store.MIN_NEW = 0.2, 1
     found: dict[str, Any] = {"rank": ranks.index()}

@@ -1,10 +1,10 @@
-"""Runs each shell block of the documentation once, on the packaged demo where a model is named.
+"""Runs every shell block of the documentation once, with the packaged demo instead of named models.
 
     python tests/run_documented.py [--shell zsh] [--seconds 60] [--only TEXT]
 
-For a release, in an environment with the `dev` extra: it takes half an hour. Blocks run as they are written, except for
-`pip install` and the names in `NAMES`, in a copy of the checkout. One that still runs after `--seconds` is interrupted
-and counts as started. Exit status 1 if one fails.
+Run it before a release, in an environment with the `dev` extra. It takes half an hour. Blocks run unchanged in a copy
+of the checkout, except for `pip install` lines and the names in `NAMES`. After `--seconds` a block is interrupted and
+counts as started. The exit status is 1 if any block fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAMES = {
     r"--drafter D(?!\w)": f"--drafter {DRAFTER}",
     r"~/": "./",
 }
-"""What a reader puts in the place of a name, or has from an earlier block."""
+"""Replacements of names that a reader fills in, or that an earlier block creates."""
 SKIPPED = {
     "git clone": "needs a published repository; .ci/run installs from a clone",
     "python3 -m venv": ".ci/run runs it",
@@ -49,13 +49,13 @@ SKIPPED = {
     "question.jsonl": "needs Spec-Bench's questions",
     "--answers DIR --model": "needs more past answers than one chat makes",
 }
-"""What a block has that cannot run here, and why."""
+"""Text of blocks that cannot run here -> the reason."""
 STOPPED = re.compile(r"mlx_redrafter\.(server|race)\b")
-"""Commands that serve until they are stopped."""
+"""Commands that run until they are stopped."""
 
 
 def prepare(folder: Path) -> None:
-    """The files that blocks name."""
+    """Creates the files that blocks name."""
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "*.egg-info"), dirs_exist_ok=True)
     (folder / "FILE.py").write_text("def double(x):\n    return 2 * x\n", encoding="utf-8")
     texts = [f'{{"prompt": "def f_{i}(x):"}}\n' for i in range(40)]
@@ -65,11 +65,11 @@ def prepare(folder: Path) -> None:
 
 
 def run(block: Block, shell: list[str], folder: Path, seconds: float) -> tuple[str, str]:
-    """("passed", "started", "failed" or "skipped", why or the last lines of the output)."""
+    """Returns ("passed", "started", "failed" or "skipped", the reason or the last lines of output)."""
     for part, reason in SKIPPED.items():
         if part in block.text:
             return "skipped", reason
-    text = re.sub(r"(?m)^pip install .*\n", "", block.text)  # of what this environment has
+    text = re.sub(r"(?m)^pip install .*\n", "", block.text)  # the current environment is used
     for pattern, name in NAMES.items():
         text = re.sub(pattern, name, text)
     variables = {"MODEL": TARGET, "HF_HUB_OFFLINE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -105,7 +105,6 @@ def run(block: Block, shell: list[str], folder: Path, seconds: float) -> tuple[s
 
 
 def main() -> None:
-    """Runs them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shell", default="bash", help="bash or zsh (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each block (default: %(default)s)")
@@ -135,7 +134,7 @@ def main() -> None:
 
 
 def start_server(folder: Path) -> subprocess.Popen[str]:
-    """The demo's, once it listens."""
+    """Starts the demo's server and waits until it listens."""
     command = [sys.executable, "-m", "mlx_redrafter.server"]
     server = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None

@@ -1,4 +1,4 @@
-"""Servers in this process, on free ports: over the packaged demo, or over an engine that says what a test wants."""
+"""Servers in this process on free ports, over the packaged demo or a scripted engine."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from mlx_redrafter.serving.types import (
 )
 
 PATIENCE = 60.0
-"""Seconds for what must come, however many others share the machine: a test that passes never waits so long."""
+"""Timeout in seconds, generous for busy machines; passing tests never wait that long."""
 
 CHAT_TEMPLATE = """{%- for tool in tools or [] %}<tool_call> is how to call {{ tool.function.name }}
 {% endfor %}{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for tool_call in m.tool_calls or [] %}
 <tool_call>{{ tool_call.function.name }} {{ tool_call.function.arguments | tojson }}</tool_call>{% endfor %}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and enable_thinking is true %}
 <think>{% endif %}{% endif %}{# tool_call.name #}"""
-"""Shows all that requests may say; mlx-lm takes it for one whose tool calls are JSON objects with a name."""
+"""Shows every part of a request. mlx-lm parses its tool calls as JSON objects with a name."""
 
 
 @dataclass
 class Running:
-    """A server that answers."""
+    """A running server."""
 
     url: str
     service: Service
@@ -58,13 +58,13 @@ class Running:
 
 
 def parse_flags(*flags: str, make: Callable[[], argparse.ArgumentParser] = make_parser) -> argparse.Namespace:
-    """What the server's flags say, on a port of its own."""
+    """Parses server flags, adding a free port."""
     return check_args(make().parse_args(["--port", "0", *flags]))
 
 
 @contextmanager
 def start_server(service: Service, make: Callable[[Service], ASGIApp] = make_app) -> Iterator[Running]:
-    """A server in a thread, until the context ends."""
+    """Runs a server in a thread until the context ends."""
     with bind(service.args.host, service.args.port) as bound:
         server = Server(make(service), service)
         thread = threading.Thread(target=server.run, args=([bound],))
@@ -86,7 +86,7 @@ def start_demo(*flags: str) -> Iterator[Running]:
 
 
 class Reply(NamedTuple):
-    """Of a plain HTTP request."""
+    """The reply to a plain HTTP request."""
 
     status: int
     headers: dict[str, str]
@@ -94,19 +94,19 @@ class Reply(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """What the body holds."""
+        """The body as JSON."""
         return json.loads(self.body)
 
     @property
     def error(self) -> str:
-        """What it says is wrong."""
+        """The error message."""
         return str(self.json["error"]["message"])
 
 
 def ask(
     server: Running, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
 ) -> Reply:
-    """One request by hand; `body` is sent as JSON unless it is bytes. Without one it is a GET."""
+    """Sends one request: a GET without `body`, otherwise a POST of bytes or JSON."""
     connection = http.client.HTTPConnection(*server.address, timeout=PATIENCE)
     try:
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
@@ -118,26 +118,26 @@ def ask(
 
 
 def events_of(reply: Reply) -> list[Any]:
-    """The data of a stream's events, but the "[DONE]" at its end."""
+    """The data of a stream's events, without the final "[DONE]"."""
     assert reply.status == 200, reply
     lines = [line[6:] for line in reply.body.decode().split("\n") if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def until(is_true: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Waits for something that another thread does.
+    """Waits until a condition holds.
 
     Raises:
-        AssertionError: it does not come.
+        AssertionError: it did not hold in time.
     """
     end = time.monotonic() + seconds
     while not is_true():
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
 
 
 def save_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> Any:
-    """mlx-lm's wrapper of the demo's tokenizer with a chat template, reasoning and tool calls."""
+    """mlx-lm's wrapper of the demo's tokenizer, with a chat template, reasoning and tool calls."""
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORY / "target")
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
     tokenizer.chat_template = template
@@ -149,7 +149,7 @@ def save_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> Any:
 
 @dataclass
 class ScriptedRequest:
-    """A request that is answered with a text."""
+    """A request answered with a fixed text."""
 
     asked: dict[str, Any]
     events_to_come: list[TokenEvent | Exception | threading.Event]
@@ -164,7 +164,7 @@ class ScriptedRequest:
     cancelled: bool = False
 
     async def events(self) -> AsyncIterator[TokenEvent]:
-        """The tokens, once the gate is open."""
+        """Yields the tokens once the gate is open."""
         for event in [self.gate, *self.events_to_come]:
             while isinstance(event, threading.Event) and not (event.is_set() or self.cancelled):
                 await asyncio.sleep(0.005)
@@ -176,20 +176,20 @@ class ScriptedRequest:
                 yield event
 
     def cancel(self) -> None:
-        """Ends it."""
+        """Cancels the request."""
         self.cancelled = True
 
 
 @dataclass
 class ScriptedEngine:
-    """An engine that answers each request with the next of its texts, and the last one from then on.
+    """An engine that answers each request with its next text, repeating the last one.
 
     Attributes:
-        texts: a token's id may stand instead of a text's part; an exception is raised where it stands, and nothing is
-            said until an event is set.
-        gate: nothing is said before it is set.
-        refusal: what `submit` raises.
-        requests: those that came, with what was asked.
+        texts: the parts of each answer. A part may be a token id; an exception, which is raised; or an event, which is
+            waited for.
+        gate: nothing is generated until it is set.
+        refusal: raised by `submit` if set.
+        requests: all requests with their arguments.
     """
 
     tokenizer: Any
@@ -205,7 +205,7 @@ class ScriptedEngine:
         self.gate.set()
 
     def submit(self, prompt: list[int], **asked: Any) -> ScriptedRequest:
-        """A request that gets the next text; an end-of-text token ends it where `max_tokens` does not."""
+        """Starts the next text; it ends at an end-of-text token or after `max_tokens`."""
         if self.refusal is not None:
             raise self.refusal
         if not prompt:
@@ -228,11 +228,11 @@ class ScriptedEngine:
 
     @property
     def prompt(self) -> str:
-        """The text of the last request's prompt."""
+        """Text of the last request's prompt."""
         return str(self.tokenizer.decode(self.requests[-1].asked["prompt"]))
 
     def close(self, timeout: float) -> None:
-        """Nothing runs here."""
+        """Nothing to close."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Toy sessions, and what a fresh run says over the same tokens."""
+"""Sessions over toy models, and fresh runs to compare them with."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CHAT = (
     "{{ m.content }}{{ 'z' }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 )
 END = 26
-"""The id of z, which ends each message of `CHAT`."""
+"""Id of z, which ends each message of `CHAT`."""
 
 FAMILIES = ["qwen3", "gemma3_text", "mamba", "qwen3_5"]
-"""KV caches, rings, recurrent states, and KV caches besides states."""
+"""KV caches, ring buffers, recurrent states, and KV caches with states."""
 
 
 @functools.cache
@@ -33,12 +33,12 @@ def make_model(family: str) -> nn.Module:
 
 
 def make_drafter(model: nn.Module, **more: Any) -> Drafter:
-    """A random one, never evaluated; `more` are its arguments."""
+    """A random, unevaluated drafter; `more` goes to its arguments."""
     return Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1, **more))
 
 
 def chat_tokenizer(template: str = CHAT) -> Any:
-    """One token a letter, and a chat template."""
+    """One token per letter, with a chat template."""
     tokenizer = make_tokenizer([END], vocab=53)
     tokenizer._tokenizer.chat_template = template
     tokenizer.has_chat_template = True
@@ -46,19 +46,19 @@ def chat_tokenizer(template: str = CHAT) -> Any:
 
 
 def make_session(family: str = "qwen3", *, drafter: bool = True, **options: Any) -> Session:
-    """Over a toy, with a random drafter."""
+    """A session over a toy model with a random drafter."""
     model = make_model(family)
     options = {"max_tokens": 9, "beam_width": 1, "draft_depth": 2} | options
     return Session(model, chat_tokenizer(), make_drafter(model) if drafter else None, **options)
 
 
 def plain_session(family: str = "qwen3", **options: Any) -> Session:
-    """Without a chat template and a drafter: a token is a letter."""
+    """A session without template and drafter; a token is a letter."""
     return Session(make_model(family), make_tokenizer(vocab=53), **options)
 
 
 def assert_fresh(session: Session, answer: Answer, **options: Any) -> None:
-    """Asserts that the last answer is what plain decoding from an empty cache generates after the same tokens."""
+    """Asserts that the last answer is plain decoding's, from an empty cache and the same tokens."""
     assert answer.tokens and session.tokens[-len(answer.tokens) :] == answer.tokens
     read = session.tokens[: -len(answer.tokens)]
     steps = generate_step(read, session.model, max_tokens=len(answer.tokens), context=False, **options)
@@ -66,5 +66,5 @@ def assert_fresh(session: Session, answer: Answer, **options: Any) -> None:
 
 
 def forbid(token: int) -> Callable[[mx.array, mx.array], mx.array]:
-    """A logits processor."""
+    """A logits processor that bans a token."""
     return lambda history, logits: mx.where(mx.arange(logits.shape[-1]) == token, -mx.inf, logits)

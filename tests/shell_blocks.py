@@ -1,4 +1,4 @@
-"""The shell blocks of the documentation, as a reader would paste them."""
+"""Shell blocks of the documentation, as readers paste them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ PROGRAMS = r"python3?(\.\d+)? |pip |git |curl |brew |export |mlx(\.|_lm)\w+ |pyt
 COMMAND = re.compile(rf"\s*(\$ )?\(?([A-Z0-9_]+=\S* )*({PROGRAMS})")
 LANGUAGES = {"bash", "json", "python", "swift", "text", "toml", "yaml", ""}
 WAITS = re.compile(r"mlx_redrafter[. ](chat|server|race|stdio)\b")
-"""Commands that go on until they are stopped, and read what is pasted after them."""
+"""Commands that run until stopped and read the lines pasted after them."""
 
 
 class Block(NamedTuple):
-    """A fenced block of a page.
+    """A fenced block.
 
     Attributes:
-        place: file and line of its first line.
-        language: after the fence; None for an indented line.
+        place: file and line number of its first line.
+        language: as given after the fence; None for an indented line.
         text: without the fences.
     """
 
@@ -30,13 +30,13 @@ class Block(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """The Markdown files of the project."""
+    """The project's Markdown files."""
     folders = ("docs", "examples", "benchmarks", "tests")
     return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))])
 
 
 def find_blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page, and each of its indented lines."""
+    """The fenced blocks of a page, and each indented line."""
     fence, language, lines = "", "", list[str]()
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         found, name = re.match(r"\s*(```+|~~~+)\s*(.*)", line), f"{page.relative_to(ROOT)}"
@@ -52,5 +52,5 @@ def find_blocks(page: Path) -> Iterator[Block]:
 
 
 def shell_blocks() -> list[Block]:
-    """All blocks that are commands."""
+    """All shell blocks."""
     return [block for page in pages() for block in find_blocks(page) if block.language == "bash"]

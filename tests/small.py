@@ -1,4 +1,4 @@
-"""Small things that several tests of single stages share: the running example of `types.py`, and tiny models."""
+"""Helpers for tests of single stages: the running example of `types.py` and tiny models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THE, CAT, DOG, SAT, RAN, AWAY = 7, 11, 12, 13, 14, 15
 
 
 def example_beams() -> Beams:
-    """The (cat, dog) and then (cat sat, cat ran) of the running example, likelier first."""
+    """Beams of the running example: (cat, dog), then (cat sat, cat ran); likelier first."""
     return Beams(
         mx.array([[CAT, DOG], [SAT, RAN]], mx.int32),
         mx.array([[0, 0], [0, 0]], mx.int32),
@@ -33,7 +33,7 @@ def example_beams() -> Beams:
 
 
 def make_tree(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
-    """The tree of these nodes; node 0 is the root, every other stands after its parent."""
+    """A tree from tokens and parents. Node 0 is the root; each node follows its parent."""
     size = len(tokens)
     depths, ancestors = [0] * size, [[False] * size for _ in range(size)]
     for node, parent in enumerate(parents):
@@ -44,7 +44,7 @@ def make_tree(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
 
 
 def random_advance(seed: int, vocab: int, scale: float = 1.0) -> Advance:
-    """A drafter for `beam_search.search` whose logits depend on every token so far: its state is a hash of them."""
+    """A drafter for `beam_search.search` whose logits depend on all tokens so far, through a hash as its state."""
     rng = np.random.default_rng(seed)
     table = mx.array((scale * rng.normal(size=(997, vocab))).astype(np.float32))
 
@@ -57,7 +57,7 @@ def random_advance(seed: int, vocab: int, scale: float = 1.0) -> Advance:
 
 
 def hypotheses(beams: Beams) -> list[list[int]]:
-    """The tokens of each hypothesis on the last level, best first, read along the back-pointers."""
+    """Tokens of each hypothesis on the last level, best first, read along the back-pointers."""
     tokens, parents = np.array(beams.tokens), np.array(beams.parents)
     found = []
     for rank in range(tokens.shape[1]):
@@ -70,7 +70,7 @@ def hypotheses(beams: Beams) -> list[list[int]]:
 
 
 def randomised(module: nn.Module, seed: int, scale: float = 0.3) -> Any:
-    """`module` with every parameter drawn at random, so that no test depends on how layers start."""
+    """Draws every parameter at random, so that tests do not depend on initial values."""
     rng = np.random.default_rng(seed)
     module.update(tree_map(lambda x: mx.array(rng.normal(0, scale, x.shape).astype(np.float32)), module.parameters()))
     mx.eval(module.parameters())
@@ -80,13 +80,12 @@ def randomised(module: nn.Module, seed: int, scale: float = 0.3) -> Any:
 def small_drafter(
     *, hidden: int = 32, vocab: int = 64, exit_dim: int = 64, layers: int = 1, rnn: bool = True, seed: int = 0
 ) -> Drafter:
-    """A drafter of random weights."""
     drafter: Drafter = randomised(Drafter(DrafterArgs(hidden, vocab, exit_dim, layers, rnn)), seed)
     return drafter
 
 
 def partial_drafter(whole: Drafter, guessed: np.ndarray) -> Drafter:
-    """`whole`, without the rows of its head for other tokens than `guessed`."""
+    """Removes the head's rows of all tokens that are not in `guessed`."""
     args = replace(whole.args, draft_vocab_size=len(guessed))
     drafter = Drafter(args)
     arrays = dict(tree_flatten(whole.parameters()))
@@ -99,7 +98,6 @@ def partial_drafter(whole: Drafter, guessed: np.ndarray) -> Drafter:
 def small_llama(
     *, hidden: int = 32, vocab: int = 64, layers: int = 2, kv_heads: int = 1, seed: int = 0, **more: Any
 ) -> llama.Model:
-    """A llama of random weights."""
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=hidden,
@@ -116,7 +114,7 @@ def small_llama(
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 257 tokens, the end of the text and the bytes, that `AutoTokenizer` reads again."""
+    """A tokenizer of an end token and 256 bytes that `AutoTokenizer` can load."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(alphabet, 1)}}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -125,11 +123,11 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_target(directory: Path, model: Any, tokenizer: Any, **config: Any) -> None:
-    """A target as `mlx_lm.load` reads it.
+    """Saves a target for `mlx_lm.load`.
 
     Args:
-        model: of mlx-lm's classes.
-        tokenizer: of transformers.
+        model: an mlx-lm model.
+        tokenizer: a transformers tokenizer.
         config: more keys for config.json.
     """
     tokenizer.save_pretrained(directory)

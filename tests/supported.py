@@ -1,4 +1,4 @@
-"""The list of models in docs/models.md, made from `supported_models.py`: `python tests/supported.py` writes it."""
+"""Writes the model list in docs/models.md from `supported_models.py`: `python tests/supported.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEW_NOTE = "untested: new in mlx-lm"
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """(module, mode, note) of every module of the installed mlx-lm."""
+    """(module, mode, note) of every module in the installed mlx-lm."""
     known = {
         **dict.fromkeys(TREES, ("trees", "")),
         **{name: ("chains", note) for name, note in CHAINS.items()},
@@ -30,7 +30,7 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def table() -> str:
-    """The rows in Markdown, models of one mode and note together."""
+    """The Markdown table; one row per mode and note."""
     order = ["trees", "chains", "refused"]
     found = sorted(rows(), key=lambda row: (order.index(row[1]), row[2] != REPLAY_NOTE, row[2], row[0].lower()))
     lines = ["| model | mode | note |", "|---|---|---|"]
@@ -42,7 +42,7 @@ def table() -> str:
 
 
 def insert_table(text: str) -> str:
-    """The page with the table in its place."""
+    """Inserts the table into the page."""
     head, rest = text.split(BEGIN)
     return head + BEGIN + table() + END + rest.split(END)[1]
 

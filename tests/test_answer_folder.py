@@ -1,4 +1,4 @@
-"""Past answers in a folder: what is kept, what damage and full disks cost, and that it is one user's alone."""
+"""The folder of past answers: saved texts, damage, full disks and permissions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_answers(folder: Path) -> AnswerFolder:
 
 
 def texts_in(answers: AnswerFolder) -> list[list[int]]:
-    """The texts of the file, which are those that another process would read."""
+    """Texts in the file, as another process would read them."""
     return [text.ids.tolist() for text in decode_texts(answers.path.read_bytes()).texts]
 
 
@@ -50,7 +50,7 @@ def join(number: int) -> list[int]:
 
 
 def fill(folder: Path, count: int) -> tuple[AnswerFolder, list[list[int]]]:
-    """A folder of so many texts."""
+    """A folder of `count` texts."""
     answers, texts = open_answers(folder), [make_text(number) for number in range(count)]
     for read, made in texts:
         answers.add(read, made)
@@ -58,11 +58,11 @@ def fill(folder: Path, count: int) -> tuple[AnswerFolder, list[list[int]]]:
 
 
 def find_all(answers: AnswerFolder, text: list[int]) -> bool:
-    """Whether the index has a text."""
+    """Whether the index contains a text."""
     return text in [list(map(int, part.split())) for part in re.split("-1", " ".join(map(str, answers.index().tokens)))]
 
 
-def test_what_is_kept_is_read_again_by_its_tokenizer(tmp_path: Path) -> None:
+def test_saved_texts_are_read_with_the_same_tokenizer(tmp_path: Path) -> None:
     answers, texts = fill(tmp_path / "answers", 3)
     assert texts_in(answers) == texts
     for text in texts:
@@ -71,11 +71,11 @@ def test_what_is_kept_is_read_again_by_its_tokenizer(tmp_path: Path) -> None:
     assert not find_all(other, texts[0]) and other.path != answers.path
     answers.add([], [1] * 15)  # too short
     answers.add([1] * 30, [])  # no answer
-    answers.add([1] * 30, [40])  # no token of this tokenizer
+    answers.add([1] * 30, [40])  # not a token of this tokenizer
     assert texts_in(answers) == texts
 
 
-def test_a_request_is_known_however_much_of_it_was_cached(tmp_path: Path) -> None:
+def test_a_request_is_identified_however_much_was_cached(tmp_path: Path) -> None:
     answers, (prompt, made) = open_answers(tmp_path), make_text(1)
     for known in (0, 5, len(prompt) - 1):
         answers.add(prompt, made, known)
@@ -106,8 +106,8 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4, 7, 12, 13, 14, 100, 140])
-def test_a_process_that_was_killed_loses_its_last_answer(tmp_path: Path, cut: int) -> None:
-    """Its record is not there, or not whole; what is added later is."""
+def test_a_killed_process_loses_only_its_last_answer(tmp_path: Path, cut: int) -> None:
+    """Its record is missing or incomplete; later records are intact."""
     answers, texts = fill(tmp_path, 3)
     size = len(answers.path.read_bytes()) // 3
     os.truncate(answers.path, 2 * size + cut)
@@ -132,7 +132,7 @@ def test_a_damaged_byte_costs_one_text(tmp_path: Path) -> None:
         open_answers(tmp_path).index()
 
 
-def test_two_processes_write(tmp_path: Path) -> None:
+def test_two_processes_can_write(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(n)], env=environment) for n in (1, 2)]
     assert [writer.wait(120) for writer in writers] == [0, 0]
@@ -142,30 +142,30 @@ def test_two_processes_write(tmp_path: Path) -> None:
         assert own == [[number] * 15 + [at] * 20 for at in range(40)]
 
 
-def test_a_full_disk_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_stop_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, texts = fill(tmp_path, 2)
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
     model, tokenizer = make_model(), make_tokenizer()
     with pytest.warns(UserWarning, match="could not be kept in .*: .*No space left"):
         text = generate(model, tokenizer, make_prompt(9), max_tokens=30, answers=answers)
-    assert generate(model, tokenizer, make_prompt(9), max_tokens=30, answers=answers) == text, "one warning will do"
+    assert generate(model, tokenizer, make_prompt(9), max_tokens=30, answers=answers) == text, "only one warning"
     monkeypatch.undo()
     assert texts_in(answers) == texts
     answers.add(*make_text(5))
     assert texts_in(answers)[2:] == [join(5)]
 
 
-def test_a_lock_that_is_held_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_lock_does_not_stop_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, texts = fill(tmp_path, 1)
     monkeypatch.setattr(module, "PATIENCE", 0.01)
     with lock_file(tmp_path / ".lock"), pytest.warns(UserWarning, match="another process is at work"):
         answers.add(*make_text(5))
     assert texts_in(answers) == texts
-    assert find_all(answers, join(5)), "this process has it all the same"
+    assert find_all(answers, join(5)), "this process still has it"
 
 
-def test_the_oldest_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_texts_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TOKENS", 100)
     monkeypatch.setattr(module, "MAX_TEXT", 60)
     answers, texts = fill(tmp_path, 50)
@@ -174,7 +174,7 @@ def test_the_oldest_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert find_all(each, texts[-1]) and not find_all(each, texts[40])
     assert answers.path.stat().st_size < 2 * 4 * 100 and answers.path.stat().st_mode & 0o777 == 0o600
     answers.add(make_prompt(200), [1, 2])
-    assert texts_in(answers)[-1] == [*make_prompt(200), 1, 2][-60:], "of a long text the end"
+    assert texts_in(answers)[-1] == [*make_prompt(200), 1, 2][-60:], "only the end of a long text"
 
 
 def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         open_answers(tmp_path)
 
 
-def test_clearing_removes_all_and_another_process_goes_on(tmp_path: Path) -> None:
+def test_clearing_removes_all_and_other_processes_continue(tmp_path: Path) -> None:
     answers, _ = fill(tmp_path, 3)
     left = tmp_path / f".partial-01234567-{answers.path.name}"
     left.write_bytes(answers.path.read_bytes())
@@ -197,7 +197,7 @@ def test_clearing_removes_all_and_another_process_goes_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"temp": 0.9, "seed": 3}], ids=["greedy", "sampled"])
-def test_the_second_time_it_is_drafted(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_repeated_answer_is_drafted(tmp_path: Path, options: dict[str, Any]) -> None:
     model, tokenizer, prompt = make_model(), make_tokenizer([2]), make_prompt(9)
     given: dict[str, Any] = {"max_tokens": 40, "plan": (1, 1), "context": True} | options
     plain = list(stream_generate(model, tokenizer, prompt, **given | {"plan": "off", "context": None}))
@@ -211,14 +211,14 @@ def test_the_second_time_it_is_drafted(tmp_path: Path, options: dict[str, Any]) 
     for _ in range(8):
         next(responses)
     responses.close()
-    assert texts_in(AnswerFolder(tmp_path, tokenizer))[2] == text[: 9 + 8], "as far as it came"
+    assert texts_in(AnswerFolder(tmp_path, tokenizer))[2] == text[: 9 + 8], "the tokens so far"
     with pytest.raises(RedrafterError, match="answers must be an AnswerFolder"):
         generate(model, tokenizer, prompt, answers=3)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mamba"])
 @pytest.mark.parametrize("options", [{}, {"temp": 0.9, "seed": 3}], ids=["greedy", "sampled"])
-def test_sessions_and_forks_say_the_same(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+def test_sessions_and_forks_give_the_same_texts(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     given: dict[str, Any] = {"context": True, "plan": (1, 1), "beam_width": None, "draft_depth": None} | options
 
     def talk(answers: AnswerFolder | None) -> list[list[int]]:
@@ -231,12 +231,12 @@ def test_sessions_and_forks_say_the_same(tmp_path: Path, family: str, options: d
     for _ in range(3):
         assert talk(AnswerFolder(tmp_path, WIDE)) == without
     texts = texts_in(AnswerFolder(tmp_path, WIDE))
-    assert len(texts) >= 9, "but for those that are too short"
+    assert len(texts) >= 9, "all but the shortest"
     assert all(any(text[-len(made) :] == made for made in without) for text in texts)
-    assert len(texts[1]) < len(without[0]) + len(without[1]), "a turn has what it has read, not the turns before it"
+    assert len(texts[1]) < len(without[0]) + len(without[1]), "without the turns before it"
 
 
-def test_a_session_takes_the_folder_for_all_turns(tmp_path: Path) -> None:
+def test_a_session_uses_the_folder_for_all_turns(tmp_path: Path) -> None:
     session = Session(make_model(), make_tokenizer(), answers=tmp_path, max_tokens=20)
     session.send("abcdefgh")
     session.send("abcdefgh", answers=None)

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all."""
+"""Files are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_locked_file_is_refused_until_released(tmp_path: Path) -> None:
             pass
 
 
-def test_a_lock_that_is_released_meanwhile_still_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_released_in_between_still_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, first, real = tmp_path / "lock", ExitStack(), fcntl.flock
 
     def release_first(file: int, operation: int) -> None:
-        """The second holder has opened the file, and locks it when the first holder has gone."""
+        """The second holder opens the file, but the first releases its lock before the second locks it."""
         monkeypatch.setattr(fcntl, "flock", real)
         first.close()
         real(file, operation)

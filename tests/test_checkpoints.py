@@ -1,4 +1,4 @@
-"""Checkpoints of models and drafters: what is loaded, what is saved, and what is refused in one line."""
+"""Model and drafter checkpoints: loading, saving, and one-line errors."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Change = Callable[[Path], object]
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """A sound checkpoint directory: D = 32, V = 64, X = 64, one block, rnn."""
+    """A valid checkpoint directory: D = 32, V = 64, X = 64, one block, rnn."""
     save_drafter(tmp_path, small_drafter())
     return tmp_path
 
 
 def same(one: Drafter, other: Drafter) -> bool:
-    """Whether two drafters have the same sizes and weights, to the bit."""
+    """Whether two drafters have the same sizes and bit-identical weights."""
     a, b = (dict(tree_flatten(each.parameters())) for each in (one, other))
     return one.args == other.args and a.keys() == b.keys() and all(mx.array_equal(a[k], b[k]) for k in a)
 
 
 def config(**changes: Any) -> Change:
-    """Changes keys of the config."""
+    """Changes config keys."""
     return lambda path: (path / CONFIG).write_text(json.dumps(json.loads((path / CONFIG).read_text()) | changes))
 
 
@@ -99,7 +99,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
 
 
 def assert_refused(directory: Path, pattern: str, model: nn.Module | None = None) -> None:
-    """Asserts that a drafter is refused with one line, `pattern`, in which DIR stands for its directory."""
+    """Asserts a one-line error that matches `pattern`; DIR stands for the directory."""
     with pytest.raises(CheckpointError) as raised:
         load_drafter(directory, model)
     message = str(raised.value)
@@ -131,7 +131,7 @@ def test_missing_directory_is_refused(loader: Callable[[str | Path], Any], store
     assert same(load_drafter(stored / WEIGHTS), small_drafter())
 
 
-def test_a_hub_name_that_is_not_there_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_hub_name_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(name: str) -> Path:
         raise OSError(f"no\n\n  connection for {name}")
 
@@ -141,7 +141,7 @@ def test_a_hub_name_that_is_not_there_is_refused_in_one_line(monkeypatch: pytest
         load("some/other")
 
 
-def test_sizes_and_shards_are_read_off_the_tensors(stored: Path) -> None:
+def test_sizes_come_from_the_tensors(stored: Path) -> None:
     config(hidden_size=-1, vocab_size=-1, exit_dim=-1)(stored)
     assert same(load_drafter(stored), small_drafter())
     tensors = dict(tree_flatten(small_drafter().parameters()))
@@ -161,7 +161,7 @@ def test_every_kind_loads_as_it_was_saved(kind: str, tmp_path: Path) -> None:
     drafter.args = replace(drafter.args, hidden_state="before_norm", acceptance=[[0.5, 0.1]])
     save_drafter(tmp_path, drafter)
     assert same(load_drafter(tmp_path), drafter)
-    # Negative control: another stage than the tensors have.
+    # Negative control: a different stage.
     if kind in ("medusa", "mlp_speculator"):
         config(num_heads=5, n_predict=5)(tmp_path)
         assert_refused(tmp_path, "incomplete drafter: DIR is of kind .*, and has no .*")
@@ -200,7 +200,7 @@ def test_model_unknown_or_without_tokenizer_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_the_packaged_drafter_says_for_which_model_it_is() -> None:
+def test_the_packaged_drafter_names_its_model() -> None:
     drafter = load_drafter("smollm2")
     assert (drafter.args.hidden_size, drafter.args.vocab_size) == (576, 49152)
     assert (checkpoints.PACKAGED["smollm2"] / WEIGHTS).stat().st_size < 8e6

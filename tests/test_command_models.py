@@ -1,4 +1,4 @@
-"""The models that a command's flags name."""
+"""Loading the models that a command's flags name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_weights_that_are_slow_on_a_cpu_are_noted(
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
-    """Those of the target and of its drafter; packed numbers stay packed."""
+    """Target and drafter; packed weights stay packed."""
     model, drafter = small_llama(hidden=64), small_drafter(hidden=64)
     config = {"quantization": {"group_size": 32, "bits": 8}} if quantized else {}
     for module in (model, drafter):
@@ -77,7 +77,7 @@ def test_the_demo_is_cast(with_draft_model: bool) -> None:
         assert {array.dtype for array in list_weights(module).values()} <= {mx.bfloat16, mx.int32, mx.uint32}
 
 
-def test_what_a_model_keeps_from_casting_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_excluded_from_casting_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.Model, "cast_predicate", property(lambda model: lambda name: "norm" not in name), False)
     save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
     model, _, _ = load_pair(parse("--dtype", "bfloat16"), str(tmp_path), None)
@@ -93,7 +93,7 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     load_pair(parse("--dtype", "bfloat16"), str(tmp_path), None)
 
 
-def test_a_models_own_layer_is_asked_for_before_the_model_is_loaded() -> None:
+def test_the_builtin_drafter_is_refused_before_loading() -> None:
     flags = Namespace(adapter_path=None, trust_remote_code=False)
     with pytest.raises(CheckpointError, match=r"convert --from-base ORIGINAL --mlx-path OUT', then give --drafter OUT"):
         load_pair(flags, "no/such-model", "builtin")
@@ -103,7 +103,7 @@ def test_a_models_own_layer_is_asked_for_before_the_model_is_loaded() -> None:
         load_pair(Namespace(**vars(flags), no_drafter=True), "no/such-model", "builtin")
 
 
-def test_the_dtype_of_a_drafter_to_train_is_not_its_targets(tmp_path: Path) -> None:
+def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path) -> None:
     save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
     args = TrainingArgs(model=str(tmp_path), prompts="prompts.jsonl", dtype="float16")
     model, _ = load_target(args, args.model)
@@ -111,10 +111,8 @@ def test_the_dtype_of_a_drafter_to_train_is_not_its_targets(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("own", [None, "{{ messages }}"])
-def test_a_tokenizers_default_chat_template_is_used_where_it_has_none(
-    own: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As older tokenizers have one: one of these is put in place of the loader's."""
+def test_the_default_chat_template_fills_in(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older tokenizers have a default template; a fake one replaces the loader."""
     tokenizer = Namespace(chat_template=own, default_chat_template="default")
     monkeypatch.setattr(checkpoints, "load", lambda name, **options: (small_llama(), tokenizer))
     for asked, expected in ((False, own), (True, own or "default")):
@@ -123,8 +121,8 @@ def test_a_tokenizers_default_chat_template_is_used_where_it_has_none(
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_a_drafter_of_16_bits_is_computed_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Path) -> None:
-    """Beside a model in float32; one in 16 bits keeps its drafter as it is."""
+def test_a_16_bit_drafter_runs_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Path) -> None:
+    """With a float32 model; a 16-bit model leaves its drafter unchanged."""
     model, drafter = small_llama(hidden=64), small_drafter(hidden=64)
     model.set_dtype(dtype)
     drafter.set_dtype(mx.float16)

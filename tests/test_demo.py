@@ -1,4 +1,4 @@
-"""The packaged demo: real text, offline, the same with and without the drafter; and the README's Python."""
+"""The packaged demo: real text, offline, identical with and without the drafter; and the README's Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_redrafter.generate import encode
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 README = Path(__file__).parent.parent / "README.md"
 PROMPT, TOKENS = 48, 24
-"""How many tokens of each prompt are read, and how many are made."""
+"""Tokens of each prompt, and generated tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def test_drafted_text_is_the_plain_text(demo: tuple[Any, Any, Any], plan: tuple[
     assert accepted > 0.2 * rounds, "the packaged drafter is trained for the packaged target"
 
 
-def test_the_shown_edit_is_done(demo: tuple[Any, Any, Any]) -> None:
+def test_the_demo_edit_is_done(demo: tuple[Any, Any, Any]) -> None:
     model, tokenizer, drafter = demo
     shown = json.loads((DIRECTORY / "edits.json").read_text(encoding="utf-8"))[0]
     assert shown["text"] == demo_prompts("edits")[0] == demo_prompts()[0]
-    fixed: dict[str, Any] = {"plan": (1, 3), "context": True}  # as auto drafts less on a busy machine
+    fixed: dict[str, Any] = {"plan": (1, 3), "context": True}  # because auto drafts less on a busy machine
     for options in ({}, fixed):
         responses = list(stream_generate(model, tokenizer, shown["text"], drafter=drafter, max_tokens=400, **options))
         assert "".join(each.text for each in responses) == shown["answer"] and responses[-1].finish_reason == "stop"
@@ -76,7 +76,7 @@ def test_the_demo_is_small_and_in_eight_bits() -> None:
     for module in (model, drafter):
         assert {weight.dtype for _, weight in tree_flatten(module.parameters())} == {mx.float32}
     ids = mx.array([[5, 6, 7]])
-    assert mx.allclose(stored(ids), model(ids), atol=0.5), "the weights are those that are stored"
+    assert mx.allclose(stored(ids), model(ids), atol=0.5), "the weights are the stored ones"
 
 
 def test_notice_names_every_package_of_the_recipe() -> None:

@@ -1,4 +1,4 @@
-"""Every shell block of the documentation can be pasted into a terminal: also into zsh, the shell of macOS."""
+"""Every shell block of the documentation can be pasted into bash and zsh (the macOS default)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shell_blocks import COMMAND, LANGUAGES, ROOT, WAITS, Block, find_blocks, pa
 BLOCKS = shell_blocks()
 ZSH = shutil.which("zsh")
 PASTE = "command_not_found_handler() { print -r -- ran: ${(q)@} }; cd() { : }; function . { : }; PATH=\n"
-"""Before a block is read, so that each command only says its arguments, quoted."""
+"""Read before each block, so that commands only print their quoted arguments."""
 
 
 def arguments(text: str) -> list[str]:
-    """The words of some shell lines, as a shell that knows no comments splits them."""
+    """Words of shell lines, split without support for comments."""
     return shlex.split(text, comments=False)
 
 
 def paste(text: str) -> tuple[str, list[str]]:
-    """What an interactive zsh says when a block is pasted: (the commands it would run, its errors)."""
+    """Pastes text into an interactive zsh. Returns (commands it would run, errors)."""
     done = subprocess.run([str(ZSH), "-f", "-i"], input=PASTE + text, capture_output=True, text=True, timeout=30)
     return done.stdout, [line for line in done.stderr.splitlines() if "zsh: " in line]
 
@@ -32,14 +32,14 @@ def paste(text: str) -> tuple[str, list[str]]:
 def test_a_block_can_be_pasted(block: Block) -> None:
     assert not [word for word in arguments(block.text) if word.startswith("#")], "zsh takes no comment"
     *others, _ = block.text.replace("\\\n", "").splitlines()
-    assert not any(map(WAITS.search, others)), "what waits would read the lines after it"
+    assert not any(map(WAITS.search, others)), "a waiting command would read the following lines"
     if ZSH:
         ran, errors = paste(block.text)
         assert not errors and "\\#" not in ran and (ran.count("ran: ") >= 1 or "export" in block.text), (ran, errors)
 
 
 def stray_commands(page: Path) -> list[str]:
-    """Where a page has a command outside of its shell blocks, or a block in a language that is not known."""
+    """Commands outside shell blocks, and blocks in unknown languages."""
     blocks = [block for block in find_blocks(page) if block.language != "bash"]
     unknown = [block.place for block in blocks if block.language is not None and block.language not in LANGUAGES]
     return unknown + [block.place for block in blocks for line in block.text.splitlines() if COMMAND.match(line)]
@@ -70,7 +70,7 @@ def test_commands_are_found_in_every_form(text: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(ZSH is None, reason="zsh is not installed")
-def test_what_zsh_does_not_take_is_found() -> None:
+def test_zsh_errors_are_detected() -> None:
     """Negative control."""
     assert "\\#" in paste('pip install -e ".[server]"  # macOS\n')[0]
     (error,) = paste("pip install -e .[server]\n")[1]

@@ -1,4 +1,4 @@
-"""Decoding goes on, from the context alone, where a drafter fails."""
+"""If a drafter fails, decoding continues with the context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_redrafter import GenerationResponse, Session, stream_generate
 from mlx_redrafter.drafters.source import StepwiseSource
 from mlx_redrafter.pair import Pair
 
-VOCAB = 8  # so few that the text repeats itself
+VOCAB = 8  # few, so that the text repeats itself
 PROMPT = make_prompt(7, vocab=VOCAB, seed=4)
 PLANS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -29,12 +29,11 @@ TEMPS = pytest.mark.parametrize("temp", [0.0, 0.8])
 
 
 def failing_drafter(calls: int) -> Any:
-    """A drafter that raises from this call on."""
+    """A drafter that raises from call number `calls` on."""
     return fail_at(small_drafter(hidden=64, vocab=VOCAB), calls)
 
 
 def stream(**options: Any) -> list[GenerationResponse]:
-    """Every response of one text."""
     model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
     return list(stream_generate(model, tokenizer, PROMPT, max_tokens=60, seed=5, **options))
 
@@ -45,25 +44,25 @@ def tokens(responses: Iterable[GenerationResponse]) -> list[int]:
 
 @pytest.fixture
 def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets auto draft at once, whatever this machine takes."""
+    """Makes auto draft at once, whatever the machine's speed."""
     monkeypatch.setattr(Pair, "costs", lambda pair, **how: make_costs())
 
 
 @pytest.mark.parametrize(("calls", "plan", "temp"), pairs((0, 1, 5, 9, 16), PLANS, (0.0, 0.8)))
-def test_the_context_goes_on_drafting(calls: int, plan: str, temp: float, cheap_rounds: None) -> None:
+def test_the_context_continues_drafting(calls: int, plan: str, temp: float, cheap_rounds: None) -> None:
     options = PLANS[plan] | {"temp": temp}
     processors = {name: value for name, value in options.items() if name == "logits_processors"}
     errors: list[Exception] = []
     found = stream(drafter=failing_drafter(calls), on_drafter_failure=errors.append, **options)
     assert tokens(found) == tokens(stream(plan="off", temp=temp, **processors))
-    assert [str(error) for error in errors] == [f"call {calls}"], "once, and then never again"
+    assert [str(error) for error in errors] == [f"call {calls}"], "reported once"
     assert any(each.draft_source == "context" for each in found[-30:]) is options.get("context", True)
     with pytest.raises(Broken):
         stream(drafter=failing_drafter(calls), **options)
 
 
 @TEMPS
-def test_a_failure_while_costs_are_measured_is_none_of_the_text(temp: float) -> None:
+def test_a_failure_while_measuring_does_not_affect_the_text(temp: float) -> None:
     errors: list[Exception] = []
     found = stream(drafter=failing_drafter(0), on_drafter_failure=errors.append, temp=temp)
     assert tokens(found) == tokens(stream(plan="off", temp=temp))
@@ -74,8 +73,8 @@ def test_a_failure_while_costs_are_measured_is_none_of_the_text(temp: float) -> 
 
 @TEMPS
 @pytest.mark.parametrize("plan", [{}, PLANS["tree"]], ids=["auto", "tree"])
-def test_a_session_goes_on(plan: dict[str, Any], temp: float, cheap_rounds: None) -> None:
-    """In the turn that fails, and in the next one, which tries again."""
+def test_a_session_continues(plan: dict[str, Any], temp: float, cheap_rounds: None) -> None:
+    """In the failing turn and in the next, which retries."""
     errors: list[Exception] = []
     model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
     options: dict[str, Any] = {"max_tokens": 40, "seed": 5, "temp": temp}
@@ -87,22 +86,22 @@ def test_a_session_goes_on(plan: dict[str, Any], temp: float, cheap_rounds: None
 
 
 class WaitingSource(StepwiseSource):
-    """The drafter's, asked only once the round before was read."""
+    """The drafter's source, asked only after the previous round was read."""
 
     waits = True
 
 
 @pytest.mark.parametrize("calls", [0, 4, 12, 28])
-def test_a_draft_that_failed_is_not_counted(calls: int) -> None:
-    """Where the context's proposal is known already, as the drafter fails, the round is the context's alone."""
+def test_a_failed_draft_is_not_counted(calls: int) -> None:
+    """If the context's proposal is already known when the drafter fails, the round uses the context alone."""
     source = WaitingSource(failing_drafter(calls), make_model(vocab=VOCAB))
     found = stream(drafter=source, plan=(1, 4), context=True, on_drafter_failure=lambda error: None)
     assert tokens(found) == tokens(stream(plan="off"))
-    assert found[-1].drafted - found[-1].context_drafted == calls, "a call for each token of a chain"
+    assert found[-1].drafted - found[-1].context_drafted == calls, "one call per token of a chain"
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 5, 9])
-def test_a_state_that_cannot_be_had_is_a_failure_of_the_drafter(calls: int) -> None:
+def test_an_unreadable_state_is_a_drafter_failure(calls: int) -> None:
     class Failing(StepwiseSource):
         @property
         def state(self) -> Any:

@@ -1,4 +1,4 @@
-"""The examples run: the demo's recipe on models too small to learn anything, sessions, docs/embedding.md's Python."""
+"""The examples run: the demo's recipe on tiny models, the sessions, and the Python of docs/embedding.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_texts_are_the_targets_own_and_are_written_once(tmp_path: Path) -> None:
+def test_the_targets_texts_are_written_once(tmp_path: Path) -> None:
     model, tokens = small_llama(vocab=VOCAB), np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     texts = drafter.write_texts(model, tokens, tmp_path / "texts", 0.0, batches=2)
     assert texts.shape == (8, 24)
@@ -67,7 +67,7 @@ def make_one(kind: str) -> edits.Edit:
 @pytest.mark.parametrize(
     ("kind", "instruction", "changes"),
     [
-        ("variable", "rename the variable lines to fresh_name.", None),  # also a word of a string
+        ("variable", "rename the variable lines to fresh_name.", None),  # also a word in a string
         ("parameter", "rename the parameter path to fresh_name.", {"path": "fresh_name"}),
         ("function", "rename the function readLines to fresh_name.", {"readLines": "fresh_name"}),
         ("quotes", "change single quotes to double quotes.", {"'": '"'}),
@@ -76,7 +76,7 @@ def make_one(kind: str) -> edits.Edit:
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_edits_change_what_they_say(kind: str, instruction: str, changes: dict[str, str] | None) -> None:
+def test_edits_follow_their_instruction(kind: str, instruction: str, changes: dict[str, str] | None) -> None:
     if changes is None:
         with pytest.raises(StopIteration):
             make_one(kind)
@@ -88,7 +88,7 @@ def test_edits_change_what_they_say(kind: str, instruction: str, changes: dict[s
     assert edit.prompt == f"# Edit: {instruction}\n{edit.before}\n# Result:\n"
 
 
-def test_edits_of_the_library_keep_its_meaning() -> None:
+def test_edits_of_the_library_keep_the_meaning() -> None:
     texts = [path.read_text(encoding="utf-8") for path in split_files()[1][:8]]
     made = edits.make_edits(texts, 90)
     assert len({edit.kind for edit in made}) >= 8 and made == edits.make_edits(texts, 90)
@@ -106,7 +106,7 @@ def test_edits_of_the_library_keep_its_meaning() -> None:
             assert ast.parse(edit.after) and re.sub(rf"\b{new}\b", old, edit.after) == edit.before
 
 
-def test_edits_are_packed_whole() -> None:
+def test_edits_are_packed_without_cuts() -> None:
     made = [edits.Edit("any", "x" * n, "bb", "c" * (n % 7 + 1)) for n in range(1, 60)]
     ids, weights = edits.pack_rows(made, lambda text: [ord(letter) for letter in text], 0, 90)
     assert ids.shape[1] == 91 and weights.shape == (len(ids), 90)
@@ -120,15 +120,15 @@ def test_edits_are_packed_whole() -> None:
     assert set(np.unique(weights)) == {0, np.float32(edits.PROMPT_WEIGHT), edits.CHANGED_WEIGHT}, "no c is in a source"
 
 
-def test_what_an_edit_changes_weighs_more() -> None:
+def test_changed_tokens_weigh_more() -> None:
     edit = edits.Edit("any", "x", "abcd", "abxd")
     _, weights = edits.pack_rows([edit], lambda text: [ord(letter) for letter in text], 0, 50, 0.0)
     changed = edits.CHANGED_WEIGHT
-    assert weights[0, len(edit.prompt) - 1 :].tolist()[:6] == [1, 1, changed, 1, changed, 0], "the end is new, too"
+    assert weights[0, len(edit.prompt) - 1 :].tolist()[:6] == [1, 1, changed, 1, changed, 0], "so is the end token"
     assert not weights[0, : len(edit.prompt) - 1].any()
 
 
-def test_exercises_change_what_they_say() -> None:
+def test_exercises_follow_their_instruction() -> None:
     made = edits.make_exercises([SOURCE, "a.camelCase = 'word' + other_word"], 300)
     assert {edit.kind for edit in made} == set(edits.EXERCISES) and made == edits.make_exercises(
         [SOURCE, "a.camelCase = 'word' + other_word"], 300
@@ -157,7 +157,7 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     assert len(prompts) == 5 and all("def " in text.splitlines()[0] for text in prompts.values())
 
 
-def test_package_texts_leave_out_copies_and_what_is_not_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = "".join(f"    return compute_the_held_out_value(number={i})\n" for i in range(40))
     own = "".join(f"    self.assertEqual(parse_the_argument({i}), {i})\n" for i in range(40))
     files = {"a/own.py": own.encode(), "a/copy.py": held_out.encode(), "a/latin.py": own.encode() + b"# \xe9\n"}
@@ -181,11 +181,11 @@ def test_texts_are_encoded_with_their_own_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_a_llama_of_torch_is_that_of_mlx_lm_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_llama_matches_mlx_lm_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from examples.demo import target
 
-    monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # which would need a C++ compiler
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # torch.compile would need a C++ compiler
     for name, value in {"BATCH_TOKENS": 32, "SHORT": 8, "LONG": 16, "WARM_UP": 2, "CHECKPOINT_SECONDS": 0}.items():
         monkeypatch.setattr(target, name, value)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
@@ -206,7 +206,7 @@ def test_a_llama_of_torch_is_that_of_mlx_lm_and_resumes(tmp_path: Path, monkeypa
     monkeypatch.setattr(torch, "save", save_until_the_sixth)
     with pytest.raises(KeyboardInterrupt):
         target.train(batch, settings, 12, tmp_path / "resumed")
-    assert torch.load(checkpoint)["step"] == 6, "a checkpoint that was not finished replaces none"
+    assert torch.load(checkpoint)["step"] == 6, "an unfinished checkpoint replaces none"
     monkeypatch.setattr(torch, "save", torch_save)
     target.train(batch, settings, 12, tmp_path / "resumed")
     first, second = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("whole", "resumed"))
@@ -219,7 +219,7 @@ def test_a_llama_of_torch_is_that_of_mlx_lm_and_resumes(tmp_path: Path, monkeypa
     target.train(target.edit_batches(rows, tokens, 5), settings, 5, tmp_path / "further", start, rate=1e-4)
     near = mx.load(str(tmp_path / "further" / "model.safetensors"))
     moved = max(mx.abs(near[name] - first[name]).max().item() for name in first)
-    assert 0 < moved < 0.01, "it goes on from the weights that it is given"
+    assert 0 < moved < 0.01, "it starts from the given weights"
 
     own = target.Llama(settings)
     own.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in first.items()})
@@ -231,7 +231,7 @@ def test_a_llama_of_torch_is_that_of_mlx_lm_and_resumes(tmp_path: Path, monkeypa
 
 
 def words(text: str) -> str:
-    """Its letters, digits and underscores: what no panel changes."""
+    """Letters, digits and underscores, which panels do not change."""
     return re.sub(r"\W", "", text)
 
 
@@ -241,14 +241,14 @@ def test_answer_streams_into_a_panel(capsys: pytest.CaptureFixture[str]) -> None
     assert words(answer.text) in words(capsys.readouterr().out)
 
 
-def test_two_sessions_go_on_from_one_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_sessions_continue_one_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     side_by_side.main(["--max-tokens", "12"])
     shown = capsys.readouterr().out
     session = Session(*load_demo(), temp=0.8, draft_depth=3)
     session.send(PROMPT, max_tokens=20, seed=0)
     answers = [session.fork().send("\n", max_tokens=12, seed=seed).text for seed in side_by_side.SEEDS]
     assert answers[0] != answers[1]
-    for answer in answers:  # a narrow panel breaks lines, but no short words
+    for answer in answers:  # a narrow panel breaks lines, but not short words
         assert all(word in shown for word in re.findall(r"\w+", answer) if len(word) < 20)
 
 
@@ -260,7 +260,7 @@ def test_timer_ends_each_answer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("block", "expected"), zip(BLOCKS, ("tokens per round", " [length]", ""), strict=True))
-def test_python_of_the_page_runs(
+def test_the_pages_python_runs(
     block: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The public functions: their responses, where a text ends, and what they report of its rounds."""
+"""The public generation functions: responses, where a text ends, and reported rounds."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 @cache
 def drafter_of(choice: str, width: int, script: str, script_seed: int) -> Scripted:
-    """One that follows `script` on the text of plain decoding."""
+    """A drafter that follows `script` on plain decoding's text."""
     return with_plain(make_model(), PROMPT, COUNT, script, width=width, script_seed=script_seed, **CHOICES[choice])[1]
 
 
 def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:
-    """Every response of one text."""
     tokenizer = make_tokenizer(() if eos is None else (eos,))
     return list(stream_generate(make_model(), tokenizer, PROMPT, **{"max_tokens": COUNT} | options))
 
@@ -53,7 +52,7 @@ def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_responses_are_mlx_lms_and_more(drafted: bool) -> None:
+def test_responses_extend_mlx_lms(drafted: bool) -> None:
     drafting = {"drafter": small_drafter(hidden=64, vocab=VOCAB), "plan": (2, 3)}
     options: dict[str, Any] = drafting if drafted else {"context": False}
     theirs = list(mlx_lm_stream_generate(make_model(), make_tokenizer(), PROMPT, max_tokens=40))
@@ -71,26 +70,26 @@ def test_responses_are_mlx_lms_and_more(drafted: bool) -> None:
     assert ("Rounds: " in summary(last)) is drafted
 
 
-def test_prompts_are_text_ids_or_arrays() -> None:
+def test_prompts_may_be_text_ids_or_arrays() -> None:
     tokenizer = make_tokenizer()
     text = tokenizer.decode(PROMPT)
     responses = list(stream_generate(make_model(), tokenizer, text))
-    assert len(responses) == 256 and responses[-1].finish_reason == "length", "by default"
+    assert len(responses) == 256 and responses[-1].finish_reason == "length", "the default"
     for prompt in (text, tokenizer.encode(text), mx.array(tokenizer.encode(text))):
         assert generate(make_model(), tokenizer, prompt) == "".join(each.text for each in responses)
 
 
-def test_a_drawn_seed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_seed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = stream(temp=1.0), stream(temp=1.0)
     again = stream(temp=1.0, seed=first[0].seed, drafter=small_drafter(hidden=64, vocab=VOCAB), plan=(2, 3))
     assert [r.token for r in first] == [r.token for r in again] != [r.token for r in other]
     assert first[0].seed == again[-1].seed != other[0].seed
     draws: list[int] = []
     monkeypatch.setattr(secrets, "randbits", lambda bits: draws.append(1) or 77)
-    assert {r.seed for r in stream(temp=1.0)} == {77} and draws == [1], "once: each draw waits for the other ranks"
+    assert {r.seed for r in stream(temp=1.0)} == {77} and draws == [1], "each draw waits for the other ranks"
 
 
-def test_a_useless_drafter_is_warned_of_once() -> None:
+def test_a_useless_drafter_warns_once() -> None:
     right = {r.token for r in stream(max_tokens=100)}
     wrong = next(token for token in range(VOCAB) if token not in right)
     never = small_drafter(hidden=64, vocab=VOCAB)
@@ -104,7 +103,7 @@ def test_a_useless_drafter_is_warned_of_once() -> None:
         stream(drafter=never, max_tokens=14, plan=(1, 3))
 
 
-def test_a_callers_sampler_brings_its_own_randomness() -> None:
+def test_a_custom_sampler_has_its_own_randomness() -> None:
     shapes = set()
 
     def sampler(logprobs: mx.array) -> mx.array:
@@ -148,7 +147,7 @@ def place(last: GenerationResponse) -> str:
 
 
 def check_same_text(choice: str, beam: str, script: str, script_seed: int, **options: Any) -> GenerationResponse:
-    """Asserts that a stream is that without a drafter, and that its rounds add up; its last response."""
+    """Asserts plain decoding's stream and consistent counts of rounds. Returns the last response."""
     drafter = drafter_of(choice, BEAMS[beam]["beam_width"], script, script_seed)
     options |= CHOICES[choice]
     plain, drafted = stream(**options), stream(drafter=drafter, **BEAMS[beam], **options)
@@ -163,7 +162,7 @@ def check_same_text(choice: str, beam: str, script: str, script_seed: int, **opt
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("beam", BEAMS)
 def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str) -> None:
-    """At an end token, at a stop string, or after so many tokens."""
+    """At an end token, a stop string, or `max_tokens`."""
     tokens = [each.token for each in stream(**CHOICES[choice])]
     whole, places = make_tokenizer().decode(tokens), set()
     for turn, eos in enumerate(sorted(set(tokens))):
@@ -183,11 +182,11 @@ def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str) -> None:
     assert places == set(product(("first", "accepted", "own"), ("eos", "stop")))
 
 
-# What is reported of the rounds.
+# Reported rounds.
 
 
 class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
-    """(tokens, parents, path, chosen) of each round."""
+    """Records (tokens, parents, path, chosen) of each round."""
 
     def __call__(self, tree: Tree, path: list[int], chosen: list[int]) -> None:
         self.append((tree.tokens.tolist(), tree.parents.tolist(), path, chosen))
@@ -199,7 +198,7 @@ class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
             assert path[0] == 0 and len(path) == len(chosen)
             assert [parents[node] for node in path[1:]] == path[:-1]
             assert [tokens[node] for node in path] == [spelled[-1], *chosen[:-1]]
-            # No node after the last one is what the target chose there, unless the text had to end.
+            # No child of the last node matches the target's choice, unless the text had to end.
             follow = [tokens[node] for node in range(1, len(tokens)) if parents[node] == path[-1]]
             spelled += chosen
             assert chosen[-1] not in follow or spelled == text
@@ -225,7 +224,7 @@ def test_reported_rounds_spell_the_text(choice: str, beam: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["on_round", "logits_processors", "sampler"])
-def test_an_error_of_a_callback_comes_through(where: str) -> None:
+def test_callback_errors_propagate(where: str) -> None:
     calls: list[int] = []
 
     def fail(*args: Any) -> Any:

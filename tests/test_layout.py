@@ -1,4 +1,4 @@
-"""Which module may import which, what importing the package costs, and that it works in every order."""
+"""Allowed imports between modules, the cost of importing the package, and any import order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ABOVE = {"planning", "session", "generate", "options", "checkpoints", *COMMANDS}
 
 @cache
 def imports(folder: str) -> frozenset[tuple[str, str]]:
-    """(file, module that it imports, in full) in a folder of the package, imports in functions too, but for types."""
+    """(file, imported module) pairs of a package folder, including imports in functions but not those for types."""
     files, found = sorted((PACKAGE / folder).glob("*.py")), set[tuple[str, str]]()
     assert files, folder
     for file in files:
@@ -41,7 +41,7 @@ def imports(folder: str) -> frozenset[tuple[str, str]]:
 
 
 def importers(folder: str, *modules: str) -> set[str]:
-    """The files of a folder that import one of these modules, or something in them."""
+    """Files of a folder that import one of these modules, or something in them."""
     below = tuple(f"{name}." for name in modules)
     return {file for file, module in imports(folder) if f"{module}.".startswith(below)}
 
@@ -55,7 +55,7 @@ def test_no_module_imports_a_layer_above() -> None:
     for folder in {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}:
         assert not importers(folder, "benchmarks", "mlx_redrafter.benchmarks", "tests"), folder
         assert folder == "drafters" or not importers(folder, *kinds), folder
-    # Two measure, one knows a model by its tensors, one asks for the device.
+    # Two measure, one identifies a model by its tensors, one asks for the device.
     assert importers("planning", "mlx", "mlx_lm", "numpy") == {"measure.py", "store.py", "sizing.py", "machine.py"}
     # Negative control: imports are found.
     assert "arctic_lstm.py" in importers("drafters", *kinds)
@@ -63,7 +63,7 @@ def test_no_module_imports_a_layer_above() -> None:
 
 
 def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter at the project's root; `path` goes before every other place to import from."""
+    """Runs a fresh interpreter at the project's root, with `path` first in its import path."""
     places = [str(place) for place in (path, os.environ.get("PYTHONPATH")) if place]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
@@ -71,7 +71,7 @@ def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedPro
     )
 
 
-def test_importing_the_package_imports_no_library() -> None:
+def test_importing_the_package_imports_no_libraries() -> None:
     script = """import json, sys
 import mlx_redrafter
 def show():
@@ -87,12 +87,12 @@ show()"""
     with pytest.raises(AttributeError, match="module 'mlx_redrafter' has no attribute 'generat'"):
         mlx_redrafter.generat  # noqa: B018
     assert "mlx_redrafter" in alone and not libraries & set(alone)
-    # Negative control: these are what it would have imported.
+    # Negative control: using the package imports these.
     assert libraries <= set(used)
 
 
 def test_progress_bars_start_no_process() -> None:
-    """Where processes are spawned, as on macOS, the lock that tqdm makes by itself starts one; an app's is kept."""
+    """If processes are spawned, as on macOS, tqdm's default lock starts one. An app's own lock is kept."""
     spawn = "import multiprocessing as mp; mp.set_start_method('spawn'); from tqdm import tqdm; "
     bar = "list(tqdm([1])); from multiprocessing.resource_tracker import _resource_tracker as t; print(t._pid)"
     assert python("-c", f"{spawn}import mlx_redrafter; {bar}").stdout == "None\n"
@@ -124,7 +124,7 @@ if __name__ == "__main__":
     ],
 )
 def test_generate_survives_any_order_of_imports(order: str) -> None:
-    """It is the name of a function and of a module."""
+    """`generate` is both a function and a module."""
     same = "import mlx_redrafter; assert mlx_redrafter.generate is generate; generate()"
     result = python("-W", "error", "-c", f"{order}; {same}")
     assert "generate() missing 3 required positional arguments" in result.stderr
@@ -157,7 +157,7 @@ sys.meta_path.insert(0, NoBackend())
 
 
 def test_help_needs_no_extra() -> None:
-    """Nor do wrong flags; what runs names the extra."""
+    """Neither help nor wrong flags need an extra; a run without one names it."""
     script = """import sys
 from contextlib import redirect_stdout, suppress
 from io import StringIO

@@ -1,4 +1,4 @@
-"""The decoding options: their ranges and types, and what derives from them."""
+"""Decoding options: ranges, types, and what is derived from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pick(logprobs: mx.array) -> mx.array:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_wrong_value_is_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RedrafterError) as raised:
         Options(**options)
     assert str(raised.value) == message
@@ -64,7 +64,7 @@ def test_wrong_value_is_refused(options: dict[str, Any], message: str) -> None:
     ],
     ids=str,
 )
-def test_impossible_plan_is_refused_without_a_drafter(options: dict[str, Any], message: str) -> None:
+def test_impossible_plans_are_refused_without_a_drafter(options: dict[str, Any], message: str) -> None:
     model, tokenizer = make_model(), make_tokenizer()
     for call in (
         lambda: list(stream_generate(model, tokenizer, [1, 2], **options)),
@@ -78,8 +78,8 @@ def test_impossible_plan_is_refused_without_a_drafter(options: dict[str, Any], m
 
 
 @pytest.mark.parametrize("given", [4, 64, 700])
-def test_a_plan_in_part_is_taken_without_a_drafter(given: int) -> None:
-    """Any drafter that it fits would do."""
+def test_a_partial_plan_is_accepted_without_a_drafter(given: int) -> None:
+    """Some drafter could complete it."""
     for options in ({"beam_width": given}, {"tree_size": min(given, 257)}):
         assert Options(**options).resolve_plan(None) is None
 
@@ -94,7 +94,7 @@ def test_a_plan_in_part_is_taken_without_a_drafter(given: int) -> None:
         ("n", "unknown option 'n'"),
     ],
 )
-def test_unknown_option_is_refused_by_name(name: str, message: str) -> None:
+def test_unknown_options_are_refused_by_name(name: str, message: str) -> None:
     model, tokenizer = make_model(), make_tokenizer()
     option: dict[str, Any] = {name: 1}
     for call in (
@@ -117,7 +117,7 @@ def test_unknown_option_is_refused_by_name(name: str, message: str) -> None:
         ("memory_budget", "unknown option 'memory_budget'"),
     ],
 )
-def test_unknown_option_of_a_turn_is_refused_by_name(name: str, message: str) -> None:
+def test_unknown_options_of_a_turn_are_refused_by_name(name: str, message: str) -> None:
     session = Session(make_model(), make_tokenizer())
     with pytest.raises(TypeError) as raised:
         session.send("abc", **{name: 1})
@@ -135,7 +135,7 @@ def test_an_answer_of_no_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("flag", OPTION_FLAGS, ids=lambda flag: flag.name)
-def test_ends_of_every_range_are_taken(flag: Any) -> None:
+def test_both_ends_of_every_range_are_accepted(flag: Any) -> None:
     assert getattr(Options(), flag.name) == flag.default
     for value in {flag.minimum, flag.maximum, *(flag.choices or ())} - {None}:
         assert getattr(Options(**{flag.name: value}), flag.name) == value
@@ -145,7 +145,7 @@ def test_ends_of_every_range_are_taken(flag: Any) -> None:
             Options(**{flag.name: value})
 
 
-def test_options_change_checked_and_as_python_numbers() -> None:
+def test_changed_options_are_checked_and_become_python_numbers() -> None:
     options = Options(top_k=np.int64(3), temp=np.float32(0.5), seed=np.int32(7))
     assert [type(x) for x in (options.top_k, options.temp, options.seed)] == [int, float, int]
     with pytest.raises(RedrafterError, match="top_k"):

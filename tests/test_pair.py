@@ -1,4 +1,4 @@
-"""What is decided of a target and a drafter, and the reason for each thing that does not draft."""
+"""Decisions about a target and a drafter, and the reason for anything that does not draft."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COSTS = CostTable((64,), (1, 2, 4), ((1.0, 3.0, 5.0),), (1.0,), (1,), (1.0,), (0
     ],
     ids=str,
 )
-def test_what_does_not_draft_has_a_reason(
+def test_notes_give_the_reason_for_not_drafting(
     options: dict[str, Any], notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pair, "costs", lambda self, **_: COSTS)
@@ -35,7 +35,7 @@ def test_what_does_not_draft_has_a_reason(
     assert len(found) == len(notes) and all(map(str.startswith, found, notes))
 
 
-def test_a_model_that_takes_no_trees_or_no_drafts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     cheap = COSTS._replace(verify=((1.0, 1.0, 1.0),), level=(0.01,))
     monkeypatch.setattr(Pair, "costs", lambda self, **_: cheap)
     chains = make_family("qwen3_next")

@@ -1,4 +1,4 @@
-"""A chat model that people use, SmolLM2-135M-Instruct, from a package of the Python package index."""
+"""A real chat model, SmolLM2-135M-Instruct, from a package on PyPI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.7])
-def test_a_real_answer_is_the_same_with_every_way_of_drafting(real: tuple[Any, Any], temp: float) -> None:
+def test_a_real_answer_is_the_same_with_all_drafters(real: tuple[Any, Any], temp: float) -> None:
     model, tokenizer = real
     drafter = load_drafter("smollm2", model)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text."""
+"""Stop strings in streamed text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mlx_redrafter.generate import StopStrings
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """What should be shown of `text`: all before the stop string that is complete first, the longest if several are."""
+    """Expected text: everything before the stop string that completes first; the longest of several."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)
 
 
 def feed(stops: StopStrings, chunks: Sequence[str]) -> tuple[str, bool]:
-    """The same, fed piece by piece."""
+    """Feeds the text in pieces."""
     shown = ""
     for chunk in chunks:
         more, found = stops.feed(chunk)
@@ -29,7 +29,7 @@ def feed(stops: StopStrings, chunks: Sequence[str]) -> tuple[str, bool]:
 
 
 def all_chunks(text: str) -> Iterator[list[str]]:
-    """Every way to cut a text into pieces."""
+    """Every way to split a text."""
     for cuts in itertools.product([False, True], repeat=max(0, len(text) - 1)):
         at = [0, *(i for i, cut in enumerate(cuts, 1) if cut), len(text)]
         yield [text[a:b] for a, b in itertools.pairwise(at)]
@@ -53,7 +53,7 @@ def test_any_chunking_stops_at_the_same_place(text: str, stops: list[str]) -> No
         assert feed(StopStrings(stops), chunks) == cut_at_stop(text, stops)
 
 
-def test_text_that_may_stop_is_held_back() -> None:
+def test_a_partial_stop_string_is_buffered() -> None:
     stops = StopStrings(["cat"])
     fed = [stops.feed(piece)[0] for piece in ("the ", "c", "a", "r ", "ca")]
     assert (fed, stops.rest(), stops.rest()) == (["the ", "", "", "car ", ""], "ca", "")

@@ -11,8 +11,10 @@ import mlx.core as mx
 
 @contextmanager
 def workers(count: int) -> Iterator[list[ThreadPoolExecutor]]:
-    """Pools of one thread each. A thread that has used MLX must clear its streams before it ends: otherwise the process
-    may abort at exit (with mlx-lm alone as well)."""
+    """Pools of one thread each.
+
+    Each thread clears its MLX streams before it ends; otherwise the process may abort at exit (with mlx-lm alone, too).
+    """
     with ExitStack() as stack:
         pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(count)]
         for pool in pools:

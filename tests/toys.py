@@ -1,7 +1,7 @@
-"""Tiny targets of mlx-lm's own classes, a drafter that follows a script, a tokenizer of single characters.
+"""Tiny targets of mlx-lm's own classes, a scripted drafter, and a tokenizer of single characters.
 
-Everything is float32, and the logits are spread wide: the rows of one forward over N nodes and of N forwards over
-one token agree to about 1e-5, so that tokens can be compared, not only distributions.
+Models are float32 with widely spread logits. One forward over N nodes and N forwards over one token agree to about
+1e-5, so tests can compare tokens, not just distributions.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-su": ("phi3", LONG | {"rope_scaling": {"type": "su"} | SU}),
     "phi3-longrope": ("phi3", LONG | {"rope_scaling": {"type": "longrope"} | SU}),
 }  # fmt: skip
-"""Llama-like modules that take trees, and every rope module they can have: (module of mlx-lm, its arguments)."""
+"""Llama-like modules that take trees, with every rope module: (mlx-lm module, its arguments)."""
 
 LENGTH_BOUND: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-dynamic": ("llama", HEADS_OF_32 | {
         "max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
 }  # fmt: skip
-"""A rope whose frequencies depend on how long a forward is, beyond `max_position_embeddings`."""
+"""A rope whose frequencies depend on the forward's length beyond `max_position_embeddings`."""
 
 
 @functools.cache
 def make_model(
     kind: str = "llama", *, vocab: int = VOCAB, layers: int = 2, spread: float = 6.0, seed: int = 0
 ) -> nn.Module:
-    """A random target whose logits spread by `spread`, shared between tests; none of them may change it."""
+    """A random target with logits spread by `spread`, shared between tests, which must not change it."""
     module, arguments = (KINDS | LENGTH_BOUND)[kind]
     home = import_module(f"mlx_lm.models.{module}")
     config = {
@@ -89,43 +89,40 @@ def make_model(
 
 
 def make_prompt(length: int, *, vocab: int = VOCAB, seed: int = 0) -> list[int]:
-    """Random tokens."""
     generator = random.Random(1000 * length + seed)
     return [generator.randrange(vocab) for _ in range(length)]
 
 
 def run(model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None, **options: Any) -> list[Step]:
-    """Every step of one generation; without a drafter plainly, unless the context is asked for."""
+    """All steps of one generation. Without a drafter it is plain, unless `context` is set."""
     if drafter is None:
         options = {"context": False} | options
     return list(decode_tokens(prompt, model, drafter, Options(**options)))
 
 
 def ids(steps: Sequence[Step]) -> list[int]:
-    """The tokens of some steps."""
     return [step.token for step in steps]
 
 
 def assert_same_steps(steps: Sequence[Step], plain: Sequence[Step], *, tolerance: float = 1e-3) -> None:
-    """The same tokens, with the same log-probabilities."""
+    """Asserts the same tokens and log-probabilities."""
     assert ids(steps) == ids(plain)
     for mine, theirs in zip(steps, plain, strict=True):
         assert mx.abs(mine.logprobs - theirs.logprobs).max().item() < tolerance
 
 
 class Scripted:
-    """A drafter that knows the target's text, and is right exactly where its script says so.
+    """A drafter that knows the target's text and is right exactly where its script says so.
 
-    Its state is the path so far: each token is found by its embedding. Where in the text a draft begins it sees from
-    the hidden state that it is given: only the right one leads anywhere. On a path that has left the text the scores
-    are flat; on the text `width` candidates are good.
+    Its state is the path so far: it finds tokens by their embeddings, and the start of a draft by the hidden state. On
+    the text `width` candidates score high; elsewhere all scores are equal.
 
     Args:
         model: the target.
-        text: the prompt and its plain continuation, longer than what will be decoded.
-        ranks: for each position of `text`, which of the candidates its token is, or -1 for none of them.
+        text: the prompt and its plain continuation, longer than the decoded text.
+        ranks: for each position of `text`, the rank of its token among the candidates, or -1 if missing.
         width: W.
-        hidden: (T, D) the hidden states of `text`; None runs the model on all of it.
+        hidden: (T, D) hidden states of `text`; None runs the model on all of it.
     """
 
     dtype, check_fit, explain_chains = mx.float32, Drafter.check_fit, Drafter.explain_chains
@@ -144,12 +141,9 @@ class Scripted:
         mx.eval(self._hidden, self._tokens, self._rows, self._text, self._ranks)
 
     def open(self, model: nn.Module) -> Source:
-        """See `Drafter.open`."""
         return StepwiseSource(self, model)
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """See `Drafter.begin`."""
-
         def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
             state = self.advance(embed(tokens), state)
             return self.logits(hidden, state), state
@@ -176,12 +170,12 @@ class Scripted:
 
 
 class ScriptedContext(Source):
-    """A context that proposes what the text goes on with, of random length, sometimes wrong, sometimes nothing.
+    """A context source that proposes continuations of random length, sometimes wrong, sometimes none.
 
     Args:
-        text: the prompt and its plain continuation, longer than what will be decoded.
-        right: how often a proposed token is the right one.
-        past: as a `ContextSource` has it, and not looked at.
+        text: the prompt and its plain continuation, longer than the decoded text.
+        right: share of correct tokens.
+        past: ignored; a `ContextSource` has it.
     """
 
     waits = True
@@ -191,13 +185,13 @@ class ScriptedContext(Source):
         self._tokens: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Goes on after the prompt."""
+        """Advances past the tokens."""
         self._at += len(tokens)
 
     confirm = read
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """Always hopeful, but now and then; of up to six tokens once the round before is read."""
+        """Mostly optimistic before the previous round is read; then up to six tokens, or none."""
         if ahead:
             return Forecast(0.9, [0.9]) if self._random.random() < 0.8 else None
         count = min(self._random.randrange(7), len(self._text) - self._at)
@@ -208,23 +202,22 @@ class ScriptedContext(Source):
         return Forecast(1.0, [0.9] * count) if count else None
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
-        """Some of those tokens."""
+        """Proposes the tokens of the last forecast."""
         return chain(root, mx.array(self._tokens[: plan.context], mx.int32))
 
 
 class CachingDrafter:
-    """A drafter whose sources keep a row for every position of the text, as the KV cache of a head does.
+    """A drafter whose sources keep one row per position of the text, like a head's KV cache.
 
-    Its guesses are right while its rows are those of the text: where one is missing or was not taken back, all are
-    wrong.
+    All guesses are wrong once a row is missing or a rejected row was kept.
 
     Args:
         model: the target.
-        text: the prompt and its plain continuation, longer than what will be decoded.
+        text: the prompt and its plain continuation, longer than the decoded text.
         width: W.
-        share: of the positions at which one of its guesses is right.
-        holes: whether rows that nobody told it of count as right.
-        layers: whose outputs its sources read, besides the last hidden state.
+        share: share of positions at which a guess is right.
+        holes: whether missing rows count as right.
+        layers: captured layers, besides the last hidden state.
     """
 
     dtype, check_fit, explain_chains = mx.float32, Drafter.check_fit, Drafter.explain_chains
@@ -246,12 +239,11 @@ class CachingDrafter:
         self.capture = *layers, "after_norm"
 
     def open(self, model: nn.Module) -> CachingSource:
-        """See `Drafter.open`."""
         return CachingSource(self)
 
 
 class CachingSource(Source):
-    """What a `CachingDrafter` keeps of a text: a row for each position, of the token and of a layer's output there."""
+    """State of a `CachingDrafter`: one row per position, checked against tokens and a layer's output."""
 
     reads_all = True
 
@@ -261,7 +253,7 @@ class CachingSource(Source):
         self._length: mx.array | int = 0
 
     def keep(self, kept: Kept) -> None:
-        """Writes the rows that stay, without knowing how many these are."""
+        """Writes the kept rows without reading their number."""
         for name in self.capture:
             assert kept.hidden[name].shape == (kept.tokens.shape[0], self._script.args.hidden_size)
         tokens = kept.rows(kept.tokens)
@@ -271,18 +263,17 @@ class CachingSource(Source):
         self._length = kept.position + kept.n_kept
 
     def rewind(self, count: int) -> None:
-        """Takes the last rows back."""
+        """Drops the last rows."""
         self._length = mx.array(self._length) - count
         self._rows = mx.where(mx.arange(self._rows.shape[0]) < self._length, self._rows, -1)
 
     def fork(self) -> CachingSource:
-        """Another one with the same rows."""
         other = copy.copy(self)
         other._rows = mx.array(self._rows)
         return other
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
-        """A beam of `width`, at some depths with the right token in it."""
+        """A beam of `width` that holds the right token at some depths."""
         script, places = self._script, mx.arange(self._rows.shape[0])
         text = mx.array([*script.text, *[0] * 64])
         same = (self._rows == text) | (places >= self._length)
@@ -304,16 +295,16 @@ class CachingSource(Source):
 
     @property
     def state(self) -> Any:
-        """Its rows."""
+        """The rows and their number."""
         return self._rows, self._length
 
 
 class Broken(Exception):
-    """What a drafter fails with."""
+    """The error of a failing drafter."""
 
 
 def fail_at(drafter: Any, calls: int) -> Any:
-    """The drafter, which raises from this call on."""
+    """Makes the drafter raise from call number `calls` on."""
     left, real = iter(range(calls)), type(drafter).logits
 
     def logits(*given: Any) -> mx.array:
@@ -329,14 +320,13 @@ SCRIPTS = ("right", "wrong", "mixed")
 
 
 def make_ranks(script: str, size: int, width: int, *, seed: int = 0, share: float = 0.6) -> list[int]:
-    """Ranks for `Scripted`: always right, never, or at a `share` of the positions and then in a random rank."""
+    """Ranks for `Scripted`: always right, never, or a random rank at a `share` of the positions."""
     generator = random.Random(seed)
     mixed = [generator.randrange(width) if generator.random() < share else -1 for _ in range(size)]
     return {"right": [0] * size, "wrong": [-1] * size, "mixed": mixed}[script]
 
 
 def scripted(model: nn.Module, text: Sequence[int], script: str, *, width: int, seed: int = 0) -> Scripted:
-    """A drafter that follows `script`."""
     return Scripted(model, text, make_ranks(script, len(text), width, seed=seed), width)
 
 
@@ -350,7 +340,7 @@ def with_plain(
     script_seed: int = 0,
     **options: Any,
 ) -> tuple[list[Step], Scripted]:
-    """(`count` steps of plain decoding, a drafter that follows `script` on that text)."""
+    """Returns (`count` plain steps, a drafter that follows `script` on that text)."""
     steps = run(model, prompt, max_tokens=count + 8, **options)
     return steps[:count], scripted(model, [*prompt, *ids(steps)], script, width=width, seed=script_seed)
 
@@ -360,11 +350,11 @@ BEAMS: dict[str, dict[str, Any]] = {
     "tree": {"beam_width": 3, "draft_depth": 3},
     "pruned tree": {"beam_width": 3, "draft_depth": 4, "tree_size": 9},
 }
-"""The shapes of rounds that most tests run."""
+"""Plans that most tests run."""
 
 
 def contents(cache: Sequence[Any]) -> list[mx.array]:
-    """What a cache holds, in the order of positions, dequantized; of rings and chunks what the next token will see."""
+    """Rows and states by position, dequantized; for ring buffers and chunks, those that the next token attends to."""
     found: list[mx.array] = []
     for c in kv_cache.leaves(list(cache)):
         if not isinstance(c, kv_cache.TRIMMABLE):
@@ -387,7 +377,7 @@ def contents(cache: Sequence[Any]) -> list[mx.array]:
 
 
 def assert_same_cache(cache: Sequence[Any], other: Sequence[Any], *, tolerance: float = 1e-4) -> None:
-    """Both hold the same rows and states, in caches of the same types."""
+    """Asserts the same rows and states, in caches of the same types."""
     kinds = [[(type(c), getattr(c, "offset", None)) for c in kv_cache.leaves(list(each))] for each in (cache, other)]
     assert kinds[0] == kinds[1]
     for mine, theirs in zip(contents(cache), contents(other), strict=True):
@@ -396,7 +386,7 @@ def assert_same_cache(cache: Sequence[Any], other: Sequence[Any], *, tolerance: 
 
 
 def snapshot(model: nn.Module) -> tuple[Any, ...]:
-    """What a generation must leave as it was: the modules themselves, the parameters in order, the logits."""
+    """What a generation must not change: modules, parameter order and logits."""
     modules = [(name, id(module)) for name, module in model.named_modules()]
     parameters = [name for name, _ in tree_flatten(model.parameters())]
     keys = [list(module) for _, module in model.named_modules()]
@@ -407,7 +397,7 @@ ALPHABET = "\n" + string.ascii_letters
 
 
 def make_tokenizer(eos: Sequence[int] = (), vocab: int = VOCAB) -> TokenizerWrapper:
-    """Token i is the i-th letter of `ALPHABET`."""
+    """A tokenizer whose token i is the i-th letter of `ALPHABET`."""
     inner = Tokenizer(models.WordLevel({ALPHABET[i]: i for i in range(vocab)}, unk_token="a"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     inner.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""Acceptance, differences from plain decoding, and the parts of a round: a row for each plan."""
+"""The acceptance, difference and round-parts benchmarks print one row per plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Workload:
-    """A small pair, in the place of what the commands would load."""
+    """Replaces the loaded models with a small random pair."""
     prompts = [Prompt(f"code/{number}", "code", ids) for number, ids in enumerate(PROMPTS)]
     found = Workload("small", small_llama(layers=1), small_drafter(), "random", None, None, prompts)
     for module in (acceptance, round_time):
@@ -63,7 +63,7 @@ def test_differences_beyond_rounding_are_errors(
     assert (row["differ"], row["errors"], row["largest gap"]) == (2, 0 if rounding else 2, 1.0)
 
 
-def test_rounds_are_made_of_measured_parts(
+def test_round_parts_are_measured(
     pair: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = parse_costs(make_costs()["costs"])

@@ -1,4 +1,4 @@
-"""The benchmark of past answers: a row for each number of them and what drafts, with the text of plain decoding."""
+"""The past-answers benchmark: one row per number of answers and draft source, all with plain decoding's text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mlx_redrafter.answer_folder import Text
 from mlx_redrafter.training import data
 
 
-def test_more_answers_are_more_rows(
+def test_each_number_of_answers_has_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of both kinds; what the gate did is in the rows of drafters that were trained."""
+    """Covers both kinds of text. Rows of trained drafters say whether the quality gate passed."""
 
     def is_held_out(text: Text) -> bool:
-        return bool(text.ids.sum() % 2)  # of few answers some
+        return bool(text.ids.sum() % 2)  # hold out some even of few answers
 
     monkeypatch.setattr(data, "is_held_out", is_held_out)
     flags = ("--kept", "0", "6", "--prompts", "1", "--max-tokens", "20", "--texts", str(tmp_path / "texts.json"))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks` as somebody types it: what is refused, and in one line."""
+"""Errors of `python -m benchmarks` are one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_bad_flags_are_refused_by_the_parser(words: str, message: str, capsys: p
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_a_bad_name_is_one_line() -> None:
+def test_an_unknown_name_is_a_one_line_error() -> None:
     command = [sys.executable, "-m", "benchmarks", "acceptance", "--prompts", "poetry"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 1 and done.stdout == ""

@@ -1,4 +1,4 @@
-"""Contestants take turns on the same prompts, on one clock, and a token that differs is reported."""
+"""Contestants decode the same prompts in rotation on one clock; differing tokens are reported."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def hold(workload: Workload, settings: Settings) -> list[dict[str, Any]]:
 
 
 class Clock:
-    """Time that passes only when a contestant lets it."""
+    """A clock that only contestants advance."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, self.turns = 0.0, list[str]()
         patch.setattr(contestants, "perf_counter", lambda: self.now)
 
     def make_side(self, kind: str, paces: list[float], texts: list[tuple[int, ...]] | None = None) -> Contestant:
-        """One whose n-th run takes `paces[n]` seconds a token."""
+        """A contestant whose n-th run takes `paces[n]` seconds per token."""
         left, said = iter(paces), iter(texts or [(1, 2, 3)] * len(paces))
 
         def decode(prompt: list[int], max_tokens: int) -> Iterator[tuple[int, Stats | None]]:
             self.turns.append(kind)
             pace = next(left)
-            self.now += 100.0  # reading the prompt
+            self.now += 100.0  # prefill
             for token in next(said):
                 yield token, None
                 self.now += pace
@@ -66,7 +66,7 @@ class Clock:
         return Contestant(kind, "off" if kind == PLAIN else [1, 2, 3] if kind == DRAFTED else None, decode)
 
 
-def test_a_text_ends_at_its_end_token_on_every_side() -> None:
+def test_every_contestant_stops_at_the_end_token() -> None:
     free = make_contestants(make_workload(), ["auto"], Settings(), context=True)
     (text, *_) = texts = [side.run(PROMPTS[0], 12).tokens for side in free]
     end = next(i for i in range(2, 12) if text[i] not in text[1:i])
@@ -83,8 +83,8 @@ def test_each_turn_begins_with_another_contestant(repeats: int, monkeypatch: pyt
     assert turns == [[*kinds[i % 3 :], *kinds[: i % 3]] for i in range(2 * repeats)]
 
 
-def test_ratios_are_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The machine slows down tenfold from turn to turn: of the same turn it is always twice as fast.
+def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The machine slows down tenfold after every turn; within a turn drafting is always twice as fast.
     clock = Clock(monkeypatch)
     sides = [clock.make_side(PLAIN, [1.0, 10.0, 100.0]), clock.make_side(DRAFTED, [0.5, 5.0, 50.0])]
     workload = replace(make_workload(), prompts=PROMPTS[:1])
@@ -94,7 +94,7 @@ def test_ratios_are_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second["tokens_per_second"] == 2 / 15.0
 
 
-def test_rounds_are_those_of_the_median_turn() -> None:
+def test_rounds_are_taken_from_the_median_turn() -> None:
     chain, text = chain_plan(3), [1, 2, 3, 4, 5]
     runs = [
         Run(text, 4.0, Stats(4, plain_steps=4), 1),
@@ -119,29 +119,29 @@ def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_contestants_decode_plain_decodings_text(temp: float) -> None:
+def test_contestants_match_plain_decoding(temp: float) -> None:
     model = small_llama()
     settings = Settings(max_tokens=10, temp=temp, seed=3, repeats=1)
     found = hold(make_workload(model=model, draft_model=model), settings)
     assert [each["contestant"] for each in found] == [PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFT_MODEL, DRAFTED, DRAFTED] * 2
     assert [each["plan"] for each in found[:6]] == ["off", None, None, [1, 3, 4], [1, 2, 3], [2, 2, 5]]
-    theirs = None if temp else True  # mlx-lm draws other samples
+    theirs = None if temp else True  # mlx-lm draws different samples
     assert [each["same_tokens"] for each in found] == [None, theirs, theirs, True, True, True] * 2
     assert {find_problem(each) for each in found} == {None}
     assert all(each["tokens"] == 10 and each["prompt_tokens"] in (3, 4) for each in found)
 
 
-def test_a_target_drafting_for_itself_keeps_everything() -> None:
+def test_a_target_drafting_for_itself_accepts_everything() -> None:
     model = small_llama()
     settings = Settings(max_tokens=1 + 19, repeats=1)
     third, ours = hold(make_workload(model=model, draft_model=model, drafter=False), settings)[2:4]
-    # 19 tokens after the first: four rounds of 4, and one of the 3 that are left.
+    # 19 tokens after the first: four rounds of 4 and one of 3.
     assert third["rounds"] == ours["rounds"] == 5
     assert third["tokens_per_round"] == ours["tokens_per_round"] + 0.2 == pytest.approx(1 + (4 * 3 + 3) / 5)
     assert third["num_draft_tokens"] == 3 and third["same_tokens"] is ours["same_tokens"] is True
 
 
-def test_a_draft_model_takes_part_in_our_loop() -> None:
+def test_a_draft_model_runs_in_our_loop() -> None:
     model = small_llama()
     workload = make_workload(model=model, draft_model=model, drafter=False)
     sides = make_contestants(workload, ["auto"], Settings(), context=True)
@@ -151,7 +151,7 @@ def test_a_draft_model_takes_part_in_our_loop() -> None:
     assert len(make_contestants(workload, [], Settings(), context=True, mlx_lm=False)) == 2
 
 
-def test_mlx_lms_first_round_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlx_lms_first_round_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     began = []
 
     def speculate(prompt: mx.array, *rest: Any, **more: Any) -> Iterator[Any]:
@@ -163,13 +163,13 @@ def test_mlx_lms_first_round_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) ->
     sides = make_contestants(make_workload(draft_model=model, model=model), [], Settings())
     steps = next(side for side in sides if side.kind == MLX_LM_DRAFT).decode([1, 2, 3], 6)
     token, stats = next(steps)
-    assert began == [] and stats == Stats(), "the first token is there before any round begins"
+    assert began == [] and stats == Stats(), "the first token needs no round"
     rounds = [(each.rounds, each.accepted) for _, each in steps if each]
     assert rounds == [(1, 1), (1, 1), (2, 1), (3, 2), (3, 3)], "a token that was not drafted ends a round"
-    assert began == [([token], 5, [3, 3, 3, 3])], "both caches hold the prompt and nothing else"
+    assert began == [([token], 5, [3, 3, 3, 3])], "both caches hold only the prompt"
 
 
-def test_plans_stand_once() -> None:
+def test_duplicate_plans_are_dropped() -> None:
     sides = make_contestants(make_workload(), [(1, 3), (1, 3, 4), (2, 2, 5), (2, 2, 4)], Settings(), mlx_lm=False)
     assert [side.label for side in sides] == [PLAIN, "1 x 3", "2 x 2", "2 x 2, 4 nodes"]
 
@@ -183,12 +183,12 @@ def test_random_drafters_have_equal_size_and_bits() -> None:
     assert not mx.array_equal(other.lm_head[-1].weight, drafter.lm_head[-1].weight)
 
 
-# What `run` prints and keeps
+# What `run` prints and saves.
 
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Workload:
-    """A small pair in the place of what `run` would load; no costs are measured."""
+    """Replaces the loaded models with a small pair; measures no costs."""
     found = make_workload(model=small_llama(layers=1))
     monkeypatch.setattr(run, "open_workload", lambda args: found)
     monkeypatch.setattr(contest, "stamp", lambda: MACHINE)

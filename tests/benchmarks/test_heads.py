@@ -1,4 +1,4 @@
-"""The comparison of kinds of drafters: what a small run leaves, that it is not done twice, and its table."""
+"""The comparison of drafter kinds: what a small run saves, that a rerun reuses it, and its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts by name, and the models and prompts of the flags."""
+"""Selecting models and prompts with flags."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_prompts_are_found_by_name_and_category(tokenizer: Any) -> None:
     name = everything[0].name
     assert [each.name for each in find_prompts([name], tokenizer)] == [name]
     code = [each.name for each in everything if each.category == "code"]
-    assert [each.name for each in find_prompts(["code", code[0]], tokenizer)] == code, "each once"
+    assert [each.name for each in find_prompts(["code", code[0]], tokenizer)] == code, "no duplicates"
     own = find_prompts(["demo"], tokenizer)
     assert {each.category for each in own} == {"demo-edits", "demo-code"} and own[0].name == "demo-edits/01"
     assert own[0].ends == {tokenizer.eos_token_id} and len(own) > 16
 
 
-def test_users_own_prompts_bear_their_files_name(tmp_path: Path, tokenizer: Any) -> None:
+def test_user_prompts_are_named_after_their_file(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "mine.txt").write_text("one\n\ntwo\n")
     found = find_prompts([str(tmp_path / "mine.txt")], tokenizer)
     assert [(each.name, each.category) for each in found] == [("mine.txt:1", "own"), ("mine.txt:2", "own")]
@@ -43,7 +43,7 @@ def test_users_own_prompts_bear_their_files_name(tmp_path: Path, tokenizer: Any)
 
 
 @pytest.mark.parametrize("name", ["poetry", "code/none", "/nowhere/prompts.txt"])
-def test_unknown_prompts_are_refused_with_the_categories(name: str, tokenizer: Any) -> None:
+def test_an_unknown_prompt_error_lists_the_categories(name: str, tokenizer: Any) -> None:
     message = "categories are chat, code, copying, editing, maths, summary, translation, demo"
     with pytest.raises(RedrafterError, match=f"no prompt, category or file is called '{name}': {message}"):
         find_prompts([name], tokenizer)
@@ -71,6 +71,6 @@ def test_embeddings_are_read_only_as_heads(tied: bool, bits: int | None) -> None
     assert count_bytes_read(model) == count_bytes(model) - (0 if tied else embedding)
 
 
-def test_mixtures_have_no_bytes_per_forward() -> None:
+def test_mixture_of_experts_models_report_no_bytes_per_forward() -> None:
     model: Any = argparse.Namespace(named_modules=lambda: [("", nn.Module()), ("experts", SwitchLinear(8, 8, 2))])
     assert count_bytes_read(model) is None

@@ -1,4 +1,4 @@
-"""Simulated texts take the rounds that decoding them takes."""
+"""Simulated texts take the same rounds as decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = [f"demo-code/{number:02d}" for number in (1, 2, 7, 9, 13)]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_simulated_rounds_are_those_of_decoding(depth: int) -> None:
+def test_simulated_rounds_match_decoding(depth: int) -> None:
     model, tokenizer, drafter = load_demo()
     costs = make_costs(1.1, 0.015, 0.087)
     for text in demo_prompts()[:1]:
@@ -34,4 +34,4 @@ def test_auto_is_near_the_best_chain(capsys: pytest.CaptureFixture[str]) -> None
     rows = {row["text"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     mean = rows["geometric mean"]
     best = max(mean[f"1 x {depth}"] for depth in range(1, 6))
-    assert mean["auto x"] > 0.95 * best > 1.1, "no clock is in this"
+    assert mean["auto x"] > 0.95 * best > 1.1, "independent of timing"

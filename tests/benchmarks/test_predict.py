@@ -1,4 +1,4 @@
-"""The model of a round predicts published speeds that it was not fitted to, and worse models do not."""
+"""The round model predicts published speeds it was not fitted to; worse models do not."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def passes(errors: dict[str, float]) -> bool:
     return errors["median"] < 0.02 and errors["95th percentile"] < 0.1
 
 
-def test_published_runs_are_read_as_noted(published: list[Published]) -> None:
+def test_published_runs_are_parsed(published: list[Published]) -> None:
     assert [each.chip for each in published] == [chip for chip in CHIPS for _ in range(2)]
-    assert [len(each.cells) for each in published] == [16, 16, 16, 16, 15, 16], "one cell is lost to compile time"
+    assert [len(each.cells) for each in published] == [16, 16, 16, 16, 15, 16], "one cell was lost to compilation time"
     ultra = published[4]
     cell = next(cell for cell in ultra.cells if cell.plan.shape == (3, 3, 12))
-    # 3,4,float16: 82 steps, 3422.5 ms; prompts of 111.23 (disturbed) and 110.99 ms
+    # 3,4,float16: 82 steps, 3422.5 ms; prompts took 111.23 (disturbed) and 110.99 ms.
     assert cell.tokens_per_round == 200 / 83
     assert cell.round_ms == pytest.approx((3422.5143329986167 - 110.99220899995998) / 83)
     # Apple's article, recurrent_drafting/mlx/experiments/README.md: 1.37x on the M1 Max, 1.52x on the M2 Ultra.
@@ -59,15 +59,15 @@ def test_a_model_without_the_cliff_fails(published: list[Published]) -> None:
     assert not passes(find_errors(published, NO_CLIFF))
 
 
-def test_a_known_model_is_fitted_again() -> None:
+def test_fitting_recovers_a_known_model() -> None:
     known = RoundModel(40.0, (1.3, 0.015, 0.9, 0.03, 0.06, 0.09))
     found = fit_model([Cell(plan, 2.0, known.round_ms(plan)) for plan in PLANS], 40.0)
     assert found.numbers == pytest.approx(known.numbers, abs=0.01)
     assert fit_model([], 40.0).numbers == pytest.approx([centre for centre, _ in PRIOR.values()])
-    assert RoundModel(40.0, (0.9, 0, 0, 0, 0, 0)).round_ms(Plan(1, 1, 2)) == 40.0, "never less than a plain step"
+    assert RoundModel(40.0, (0.9, 0, 0, 0, 0, 0)).round_ms(Plan(1, 1, 2)) == 40.0, "never faster than a plain step"
 
 
-def test_all_changes_together_help_most(published: list[Published]) -> None:
+def test_all_changes_combined_help_most(published: list[Published]) -> None:
     rows = list(predict_changes(published))
     assert len(rows) == 6 * 7
     for start in range(0, len(rows), 7):
@@ -75,7 +75,7 @@ def test_all_changes_together_help_most(published: list[Published]) -> None:
         assert now <= tree * (1 + 1e-9) and tree <= cut * (1 + 1e-9) and now < small and now < host
         assert max(cut, small) <= most < everything
         best = max(cell.tokens_per_round / cell.round_ms for cell in published[start // 7].cells)
-        assert now == pytest.approx(best * published[start // 7].plain_ms, rel=0.02), "the model against the best run"
+        assert now == pytest.approx(best * published[start // 7].plain_ms, rel=0.02)
 
 
 def test_a_plan_is_predicted_from_its_parts(published: list[Published], capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_a_plan_is_predicted_from_its_parts(published: list[Published], capsys: 
     assert found["predicted tokens/s"] == pytest.approx(2500 / ms)
     assert found["predicted x plain"] == pytest.approx(2.5 * published[4].plain_ms / ms)
     assert predict.run(parse_flags(predict, *words)) == 0
-    assert f"| tokens per round | {200 / 86:.2f} |" in capsys.readouterr().out, "Apple's 86 rounds"
+    assert f"| tokens per round | {200 / 86:.2f} |" in capsys.readouterr().out, "86 rounds in Apple's run"
 
 
 def test_unpredictable_plans_are_refused() -> None:

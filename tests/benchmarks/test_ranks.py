@@ -1,4 +1,4 @@
-"""What drafting hides of a network: the wires between ranks, and what is made of their times."""
+"""The delayed network link between ranks, and the comparison of drafted and plain times over it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from benchmarks.ranks import Wire, compare_rows
 
 
-def test_a_wire_passes_everything_on_in_order() -> None:
+def test_a_wire_forwards_all_bytes_in_order() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         wire = Wire(server.getsockname()[1])
         wire.milliseconds = 1.0
@@ -32,8 +32,8 @@ def test_a_wire_passes_everything_on_in_order() -> None:
     assert got == sent
 
 
-def test_rounds_hide_messages() -> None:
-    """Four messages a forward: a plain step of 10 ms, a round of 15 ms that makes 3 tokens."""
+def test_rounds_hide_network_delay() -> None:
+    """Four messages per forward: 10 ms per plain step, 15 ms per round of 3 tokens."""
     rows = [
         {"delay, ms": delay, "plan": plan, "ms/round": ms + 4 * delay, "tokens/round": made}
         for delay in (0.0, 1.0, 5.0)

@@ -1,4 +1,4 @@
-"""The form of records: what is written is read again, what is damaged is refused with its line."""
+"""Records survive a round trip; damaged ones are rejected with their line number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.costs import parse_costs
 
 
-def test_written_records_are_read_again(tmp_path: Path) -> None:
+def test_records_survive_a_round_trip(tmp_path: Path) -> None:
     path, lines = tmp_path / "new" / "results.jsonl", [make_line(make_costs()), make_line(make_speed())]
     write_records(path, lines)
     assert read_records(path) == lines
@@ -27,7 +27,7 @@ def test_written_records_are_read_again(tmp_path: Path) -> None:
     assert read_records(path) == lines and [each.name for each in path.parent.iterdir()] == ["results.jsonl"]
 
 
-def test_committed_results_are_sound() -> None:
+def test_committed_results_are_valid() -> None:
     found = read_results(records.RESULTS)
     assert {"demo-edits", "demo-code", "kinds", "demo-sweep", "synthetic-1b"} <= set(found.files)
 
@@ -86,7 +86,7 @@ def test_costs_of_earlier_versions_are_read() -> None:
     new = parse_costs(record["costs"])
     costs = record["costs"] = dict(record["costs"])
     costs |= {"rest": [0.5, 0.75], "again": 0.25}
-    assert find_problem(record) is not None, "both names"
+    assert find_problem(record) is not None, "both the old and the new name"
     del costs["overhead_ms"], costs["replay_row_ms"]
     assert find_problem(record) is None
     assert parse_costs(costs) == new._replace(overhead_ms=(0.5, 0.75), replay_row_ms=0.25)

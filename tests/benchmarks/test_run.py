@@ -1,4 +1,4 @@
-"""The suite measures what fits, into one file that says what did not."""
+"""The suite measures what fits in the time limit and records what it skipped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_redrafter.errors import RedrafterError
 
 
 class Suite:
-    """Items that move a clock on, in the place of what is measured."""
+    """Fake benchmark items that advance a fake clock."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -27,7 +27,7 @@ class Suite:
         patch.setattr(run, "stamp", lambda: MACHINE)
 
     def make_item(self, name: str, error: BaseException | None = None, *, early: bool = True) -> Callable[[], Any]:
-        """One that takes ten seconds; an error comes before its record, or after it."""
+        """An item of ten seconds; `error` is raised before or after its record."""
 
         def make() -> Any:
             self.now += 10
@@ -55,7 +55,7 @@ def read_names(path: Path) -> list[str]:
     return [each["model"] for each in found["records"]]
 
 
-def test_what_fails_or_comes_late_is_named(suite: Suite, tmp_path: Path) -> None:
+def test_failed_and_skipped_items_are_named(suite: Suite, tmp_path: Path) -> None:
     items = {
         "one": suite.make_item("one"),
         "two": suite.make_item("two", RedrafterError("it takes 50 GB,\nthis machine has 8 GB")),
@@ -86,13 +86,13 @@ def test_ctrl_c_leaves_the_finished_items(suite: Suite, tmp_path: Path) -> None:
     assert read_names(tmp_path / "mine.json") == ["one"]
 
 
-def test_a_suite_of_nothing_leaves_no_file(suite: Suite, tmp_path: Path) -> None:
+def test_an_empty_suite_writes_no_file(suite: Suite, tmp_path: Path) -> None:
     with pytest.raises(RedrafterError, match="nothing could be measured, demo: it takes 49 s"):
         run_suite({"demo": suite.make_item("demo", RedrafterError("it takes 49 s"))}, tmp_path / "mine.json", 0.5)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_suite_goes_from_small_to_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_run_from_small_to_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.mx, "default_device", lambda: mx.Device(mx.gpu))
     names = list(list_items())
     assert names[:2] == ["demo", "llama-3.2-1b, 4 bits, 16 layers"] and len(names) == 8

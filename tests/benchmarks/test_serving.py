@@ -1,4 +1,4 @@
-"""The servers that the serving benchmark compares."""
+"""The servers compared by the serving benchmark."""
 
 from __future__ import annotations
 

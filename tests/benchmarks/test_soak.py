@@ -1,4 +1,4 @@
-"""The soak reports wrong answers, and none where there are none."""
+"""The soak test reports wrong answers and nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_only_wrong_answers_are_reported(capsys: pytest.CaptureFixture[str], mon
     assert found["growth"] == pytest.approx(found["MB at the end"] / found["MB after two tenths"])
 
 
-def test_growth_begins_after_two_tenths() -> None:
+def test_memory_growth_skips_the_first_two_tenths() -> None:
     sizes = [(float(at), 100 + at) for at in range(101)]
     assert find_growth(sizes) == (125, 195)
     assert find_growth([(0.0, 7)]) == (7, 7)

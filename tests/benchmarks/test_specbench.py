@@ -1,4 +1,4 @@
-"""Spec-Bench's questions: what is read, the turns, and that what was measured is not measured again."""
+"""The Spec-Bench benchmark: reading questions, building turns, and skipping what is already measured."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def models(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of every command: small, with costs that were not measured."""
+    """Small models and made-up costs for every command."""
     vocab = tokenizer.vocab_size
     workload = Workload("small", small_llama(vocab=vocab), small_drafter(vocab=vocab), "random", None, None, [])
     monkeypatch.setattr(specbench, "load_models", lambda args: (workload, tokenizer))
@@ -50,7 +50,7 @@ def models(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specbench, "stamp", lambda: MACHINE)
 
 
-def test_questions_have_a_kind_of_text(file: Path) -> None:
+def test_questions_have_a_category(file: Path) -> None:
     questions = read_questions(file)
     assert [(each.name, each.kind, len(each.turns)) for each in questions] == [
         ("writing/81", "chat", 2),
@@ -62,13 +62,13 @@ def test_questions_have_a_kind_of_text(file: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"category": "x", "turns": ["y"]}', '{"question_id": 1, "category": "x"}', "[1]"])
-def test_what_is_no_question_is_named(line: str, tmp_path: Path) -> None:
+def test_an_invalid_question_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(f"{json.dumps(QUESTIONS[0])}\n{line}\n")
     with pytest.raises(RedrafterError, match=r"line 2: expected an? "):
         read_questions(tmp_path / "file")
 
 
-def test_a_second_turn_follows_the_plain_answer_of_the_first(file: Path, tokenizer: Any) -> None:
+def test_a_second_turn_follows_the_plain_first_answer(file: Path, tokenizer: Any) -> None:
     model = small_llama(vocab=tokenizer.vocab_size)
     first, second, *others = make_prompts(read_questions(file), model, tokenizer, 6)
     assert [each.name for each in (first, second, *others)][:3] == ["writing/81/1", "writing/81/2", "coding/95/1"]
@@ -79,7 +79,7 @@ def test_a_second_turn_follows_the_plain_answer_of_the_first(file: Path, tokeniz
 
 
 @pytest.mark.usefixtures("models")
-def test_what_was_measured_is_not_measured_again(
+def test_measured_questions_are_skipped(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, plot = tmp_path / "records.jsonl", tmp_path / "plot.png"
@@ -101,7 +101,7 @@ def test_what_was_measured_is_not_measured_again(
     assert read_records(output) == again
 
 
-def test_rows_are_kinds_of_text_and_all_together(tmp_path: Path) -> None:
+def test_rows_are_categories_and_a_total(tmp_path: Path) -> None:
     records = [
         make_speed("plain", "off", 1.0, category="chat"),
         make_speed(ratio=1.2, category="chat"),

@@ -1,4 +1,4 @@
-"""Sweeps measure a grid of plans, and are drawn."""
+"""Sweeps measure and plot a grid of plans."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def make_records() -> list[dict[str, Any]]:
     ]
 
 
-def test_grids_have_each_possible_plan_once() -> None:
+def test_grids_have_each_valid_plan_once() -> None:
     shapes = [(1, 1, 2), (1, 3, 4), (2, 1, 3), (2, 3, 7), (2, 3, 4)]
     assert make_grid([1, 2], [1, 3], ["whole", 4], 64) == [Plan(*shape) for shape in shapes]
-    assert make_grid([2, 2], [1], ["whole", 3], 64) == [Plan(2, 1, 3)], "the whole tree is named once"
+    assert make_grid([2, 2], [1], ["whole", 3], 64) == [Plan(2, 1, 3)], "the whole tree appears once"
     with pytest.raises(RedrafterError, match="a grid without a plan"):
         make_grid([1], [3], [4], 64)
     with pytest.raises(RedrafterError, match="beam_width must be from 1 to the vocabulary's 64, got 65"):
@@ -59,11 +59,11 @@ def test_cells_are_medians_of_records() -> None:
     assert found["4 nodes"]["tokens/round"] == {(2, 2): pytest.approx(127 / 64)}
 
 
-def test_sweeps_are_drawn_into_a_png(tmp_path: Path) -> None:
+def test_sweeps_are_plotted_as_a_png(tmp_path: Path) -> None:
     path = tmp_path / "new" / "sweep.png"
     draw_maps(make_records(), path)
     width, height = struct.unpack(">II", path.read_bytes()[16:24])
-    assert width > 900 and height > 600, "two maps beside each other, and two above"
+    assert width > 900 and height > 600, "two maps side by side above two more"
     assert [each.name for each in path.parent.iterdir()] == ["sweep.png"]
 
 

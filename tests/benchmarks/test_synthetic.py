@@ -1,4 +1,4 @@
-"""Drafts are right as often as is asked for, and what is measured with them is the engine's own text."""
+"""The simulated drafter is accepted at the requested rate and leaves the engine's text unchanged."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ BILLIONS = {
     "gemma-3-27b": 27.009,
     "qwen3-30b-a3b": 30.532,
 }
-"""Weights, as the models' cards and index files say."""
+"""Parameters in billions, from the models' cards and index files."""
 
 
 def decode(found: Workload, plan: Any, count: int) -> tuple[list[int], Stats]:
-    """The tokens of a workload's first prompt, and its rounds; without a plan, of plain decoding."""
+    """Decodes the workload's first prompt, plainly if `plan` is None. Returns (tokens, statistics)."""
     drafter = None if plan is None else found.drafter
     options = Options(plan="off" if plan is None else plan, max_tokens=count, sampler=found.sampler)
     steps = list(decode_tokens(found.prompts[0].ids, found.model, drafter, options))
@@ -71,16 +71,16 @@ def count_rounds(oracle: Oracle, plan: tuple[int, ...], count: int) -> Stats:
         ([[0.6, 0.2, 0.1]], (3, 3, 6)),
     ],
 )
-def test_tokens_per_round_are_the_expected_ones(acceptance: AcceptanceTable, plan: tuple[int, ...]) -> None:
+def test_tokens_per_round_match_the_expectation(acceptance: AcceptanceTable, plan: tuple[int, ...]) -> None:
     width, depth, *size = plan
     expected = expected_tokens(acceptance, Plan(width, depth, size[0] if size else 1 + width * depth))
     stats = count_rounds(Oracle(acceptance), plan, 400)
-    # A round accepts 0 to K drafted tokens, so its deviation is K / 2 at most; three standard errors are allowed.
+    # A round accepts 0 to K drafted tokens, so its standard deviation is at most K / 2. Allow three standard errors.
     allowed = 3 * depth / 2 / math.sqrt(stats.rounds)
     assert abs(stats.tokens_per_round - expected) < min(allowed, 0.25), (stats.tokens_per_round, expected)
 
 
-def test_certain_guesses_are_always_right_or_never() -> None:
+def test_rates_of_one_and_zero_are_exact() -> None:
     always, never = count_rounds(Oracle([[1.0]]), (1, 3), 41), count_rounds(Oracle([[0.0]]), (2, 2), 41)
     assert always.acceptance_per_depth == (1.0, 1.0, 1.0) and never.accepted == 0
 
@@ -91,7 +91,7 @@ def test_built_pairs_decode_the_same_with_drafts(name: str, bits: int, monkeypat
     monkeypatch.setitem(SHAPES, name, SMALL[name])
     found = build_workload(name, bits, layers=2, acceptance=[[0.6, 0.1]])
     plain, _ = decode(found, None, 14)
-    assert len(set(plain)) == 14, "the text goes through the vocabulary"
+    assert len(set(plain)) == 14, "the text is not a repeating one"
     for plan in ((1, 3), (2, 2)):
         tokens, stats = decode(found, plan, 14)
         assert tokens == plain and stats.accepted > 0
@@ -118,13 +118,13 @@ def test_omitted_layers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_published_shapes_have_their_published_size(name: str) -> None:
     shape = SHAPES[name]
-    model = make_target(shape, 16, mx.bfloat16)  # nothing is computed, and no memory taken
+    model = make_target(shape, 16, mx.bfloat16)  # lazy: nothing is computed, no memory is allocated
     arrays = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     assert sum(array.size for _, array in arrays) / 1e9 == pytest.approx(BILLIONS[name], rel=2e-3)
     assert len(model.layers) == shape["num_hidden_layers"]
 
 
-def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synthetic, "usable_bytes", lambda: 5_000_000_000)
     message = "llama-3.1-8b of 32 layers at 16 bits takes about 20.1 GB, more than the 5.0 GB that MLX should use"
     with pytest.raises(RedrafterError, match=message):

@@ -1,4 +1,4 @@
-"""Results become tables, and the tables of the documents are made of those that are kept."""
+"""Results become tables; the tables in the documentation come from the committed results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_rows_are_shown_as_text_and_markdown() -> None:
     assert format_markdown(rows).splitlines()[2:] == ["| a\\|b | 0.0012 | 4 x 3 |", "|  | 0.00 | 1 x 2 |"]
 
 
-def test_rows_where_drafting_loses_stay_in() -> None:
+def test_rows_where_drafting_loses_are_kept() -> None:
     records = [
         make_line(make_costs()),
         PLAIN,
@@ -43,14 +43,14 @@ def test_rows_where_drafting_loses_stay_in() -> None:
     assert "| code (1) | 100.00 | 1.50 | 0.40 |" in TABLES["kinds"](results)
 
 
-def test_limits_are_tokens_over_verify_forwards() -> None:
-    # Four nodes take 14 ms where a plain step takes 10, where it verifies 1 x 3.
+def test_the_limit_counts_only_verify_forwards() -> None:
+    # A verify forward of four nodes (plan 1 x 3) takes 14 ms, a plain step 10 ms.
     assert find_limit(make_costs(), make_speed(ratio=1.0)) == pytest.approx(127 / 64 / 1.4)
     assert find_limit(make_costs(), make_speed(plan=(4, 3, 13))) is None, "not measured"
     assert find_limit(make_costs(), make_speed(plan="auto")) is None and find_limit(None, make_speed()) is None
     slow = make_costs()["costs"] | {"verify": [[11.0, 12.0, 13.0, 99.0, 15.0, 16.0, 17.0]]}
     assert find_limit(make_costs(costs=slow), make_speed(ratio=1.0)) == pytest.approx(127 / 64 / 1.5)
-    # From 64 tokens to 264 a plain step grows from 10 to 20 ms, and a forward of N nodes from 10 + N to 30 + N.
+    # From 64 to 264 tokens a plain step grows from 10 to 20 ms, a forward of N nodes from 10 + N to 30 + N ms.
     verify = [[start + n for n in range(1, 8)] for start in (10.0, 30.0)]
     table = make_costs()["costs"] | {"contexts": [64, 264], "plain": [10.0, 20.0], "verify": verify}
     for prompt, tokens, plain, forward in ((32, 64, 10, 14), (64, 200, 15, 24), (164, 200, 20, 34)):
@@ -64,14 +64,14 @@ def test_nothing_exceeds_the_limit() -> None:
     assert "| 1 x 3 | 120.00 | 1.98 | 1.20 | 1.42 |" in TABLES["synthetic"](Results({"synthetic-x": records}, []))
 
 
-def test_tables_take_results_of_any_contestants() -> None:
+def test_tables_accept_any_contestants() -> None:
     others = [make_speed("mlx-lm", None, 0.9)], [make_speed(plan="auto", ratio=1.1)], []
     for records in ([make_line(make_costs())], *([PLAIN, *map(make_line, each)] for each in others)):
         results = Results({"demo-code": records, "kinds": records, "synthetic-x": records}, [])
         assert all(isinstance(make(results), str) for name, make in TABLES.items() if name != "predicted")
 
 
-def test_the_summary_is_of_a_chat_model_by_kind_of_text() -> None:
+def test_the_summary_has_a_row_per_category() -> None:
     records = [
         make_line(make_speed(kind, plan, ratio, prompt=prompt) | {"category": category, "temp": temp})
         for prompt, category, ratio in (("one", "chat", 1.5), ("two", "maths", 2.5))
@@ -84,7 +84,7 @@ def test_the_summary_is_of_a_chat_model_by_kind_of_text() -> None:
     assert TABLES["chat"](Results({"specbench": records}, [])).count("| auto + context |") == 4
 
 
-def test_contributions_stand_with_their_contributor() -> None:
+def test_contributions_name_their_contributor() -> None:
     machine = {**MACHINE, "gpu_cores": 10, "power": "AC Power"}
     differing = make_speed(prompt="code/two", ratio=0.8, same_tokens=False, first_difference=3)
     suite = {"contributor": "Ada | Co", "machine": machine, "records": [make_costs(), make_speed(ratio=0.8), differing]}
@@ -95,7 +95,7 @@ def test_contributions_stand_with_their_contributor() -> None:
     assert "| Some Chip |" in TABLES["contributed"](Results({}, [unknown]))
 
 
-def test_tables_are_placed_again_without_change() -> None:
+def test_inserting_tables_twice_changes_nothing() -> None:
     results = Results({"demo-edits": [make_line(make_speed())]}, [])
     text = f"# Title\n\n{make_place('demo', 'old' + chr(10))}\nbetween\n\n{make_place('contributed')}end\n"
     once = place_tables(text, results)
@@ -106,7 +106,7 @@ def test_tables_are_placed_again_without_change() -> None:
         place_tables(make_place("nope"), results)
 
 
-def test_a_document_that_fails_leaves_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_failing_document_changes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = tmp_path / "one.md", tmp_path / "two.md"
     (tmp_path / "demo-sweep.jsonl").write_text(
         "".join(json.dumps(each) + "\n" for each in (PLAIN, make_line(make_speed())))

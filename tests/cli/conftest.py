@@ -1,4 +1,4 @@
-"""Commands run in this process, and a pair of small models on disk."""
+"""Runs commands in this process; provides a pair of small models on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """(command, *flags, stdin=bytes) -> (exit status, stdout, stderr)."""
+    """`run(command, *flags, stdin=b"")` returns (exit status, stdout, stderr)."""
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setattr(logging, "lastResort", logging.lastResort)
 
@@ -48,7 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def chat_target(pair: tuple[str, str], tmp_path: Path) -> str:
-    """The target with a chat template that shows roles and contents."""
+    """The target with a chat template of roles and contents."""
     target = tmp_path / "chat_target"
     target.mkdir()
     for file in Path(pair[0]).iterdir():

@@ -1,4 +1,4 @@
-"""The flag `--answers` of the commands, and the command that says what a folder holds."""
+"""The `--answers` flag and the `answers` command."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ Run = Any
 Pair = tuple[str, str]
 
 
-def test_generate_and_chat_keep_answers_and_say_the_same(
-    pair: Pair, chat_target: str, tmp_path: Path, run: Run
-) -> None:
+def test_saving_answers_does_not_change_the_text(pair: Pair, chat_target: str, tmp_path: Path, run: Run) -> None:
     folder = str(tmp_path / "answers")
     common = ("--model", pair[0], "--prompt", "abc", "-m", "24", "--temp", "0.9", "--seed", "4", "--verbose", "F")
     plain = run("generate", *common, "--plan", "off")
@@ -26,18 +24,18 @@ def test_generate_and_chat_keep_answers_and_say_the_same(
     chat = ("chat", "--model", chat_target, "-m", "20", "--no-context")
     shown = [run(*chat, *flags, stdin=b"hello\nhello\n")[1] for flags in ((), ("--answers", folder))]
     assert len({re.sub(r"^.* tok/s .*$", "", text, flags=re.MULTILINE) for text in shown}) == 1
-    assert ": 5 texts, " in run("answers", folder)[1], "the chat's tokenizer is the same one"
+    assert ": 5 texts, " in run("answers", folder)[1], "the chat uses the same tokenizer"
     assert run("answers", folder, "--clear")[1] == "removed all answers\n"
     assert run("answers", folder, "--clear")[1] == run("answers", folder)[1] == "no answers are kept here\n"
     assert (tmp_path / "answers").is_dir()
     (tmp_path / "notes").mkdir()
     run("answers", str(tmp_path / "notes"), "--clear")
-    assert list((tmp_path / "notes").iterdir()) == [], "a folder that is not ours stays as it is"
+    assert list((tmp_path / "notes").iterdir()) == [], "a folder that is not an answer folder stays unchanged"
     assert run("answers", "")[2] == "error: expected the name of a folder for answers, got an empty one\n"
 
 
-def test_a_comparison_keeps_the_drafted_text_alone(pair: Pair, tmp_path: Path, run: Run) -> None:
-    """Else it would be drafted from the plain one."""
+def test_compare_saves_only_the_drafted_text(pair: Pair, tmp_path: Path, run: Run) -> None:
+    """The drafted run must not draft from the plain run's answer."""
     common = ("generate", "--model", pair[0], "--prompt", "abc", "-m", "24", "--answers", str(tmp_path), "--compare")
     for count in (1, 2):
         status, _, err = run(*common, "--seed", "1", "--temp", "1")
@@ -45,7 +43,7 @@ def test_a_comparison_keeps_the_drafted_text_alone(pair: Pair, tmp_path: Path, r
         assert f": {count} texts, " in run("answers", str(tmp_path))[1]
 
 
-def test_what_is_damaged_is_told(pair: Pair, tmp_path: Path, run: Run) -> None:
+def test_damage_is_reported(pair: Pair, tmp_path: Path, run: Run) -> None:
     for _ in range(2):
         assert not run("generate", "--model", pair[0], "--prompt", "abc", "-m", "24", "--answers", str(tmp_path))[0]
     (file,) = tmp_path.glob("*.tokens")
@@ -62,6 +60,6 @@ def test_what_is_damaged_is_told(pair: Pair, tmp_path: Path, run: Run) -> None:
         ("race", ("--answers", "x"), "error: race takes no --answers: "),
     ],
 )
-def test_what_cannot_be_is_refused(command: str, flags: tuple[str, ...], said: str, run: Run) -> None:
+def test_bad_arguments_are_refused(command: str, flags: tuple[str, ...], said: str, run: Run) -> None:
     status, _, err = run(command, *flags)
     assert status == 1 and err.startswith(said) and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The chat in a terminal and in a pipe shows what a session answers; Ctrl-C stops an answer, not the conversation."""
+"""Chat in a terminal and in a pipe prints the session's answers. Ctrl-C stops the answer, not the chat."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIXED = ["--draft-depth", "3"]
 
 PROMPT = "\u203a"
 BAR = r"\rprompt:[^\r\n]*\r *\r"
-"""Of a prompt that took more than a second, which it may on a busy machine."""
+"""The progress bar of a prompt that takes more than a second, as on a busy machine."""
 
 COUNTS = r"\n  (\x1b\[[0-9;]*m)*\d+ tokens · "
 
@@ -35,7 +35,7 @@ Run = Any
 
 
 class Terminal:
-    """A chat with these flags in a terminal of its own."""
+    """A chat process in a pseudo-terminal."""
 
     def __init__(self, *flags: str) -> None:
         self.master, slave = os.openpty()
@@ -47,7 +47,7 @@ class Terminal:
         self._seen = ""
 
     def read_until(self, pattern: str) -> str:
-        """What is shown up to the end of the first match, newlines as a program writes them."""
+        """Reads up to the end of the first match, with newlines as the program wrote them."""
         while (found := re.search(pattern, self._seen)) is None:
             assert select.select([self.master], [], [], 60)[0], f"waited for {pattern!r} after {self._seen[-500:]!r}"
             piece = os.read(self.master, 4096).decode(errors="replace")
@@ -56,7 +56,7 @@ class Terminal:
         return text
 
     def ask(self, text: str) -> str:
-        """Types a line at the prompt; what is shown between it and the counts: an answer."""
+        """Types a line at the prompt. Returns the answer: the text between that line and the token counts."""
         self.read_until(PROMPT)
         os.write(self.master, f"{text}\n".encode())
         self.read_until(re.escape(text) + "\n\n")
@@ -64,7 +64,7 @@ class Terminal:
 
 
 def demo_session(**options: Any) -> Session:
-    """The chat's, by default."""
+    """The session that chat opens by default."""
     return Session(*load_demo(), **({"seed": 0, "draft_depth": 3} | options))
 
 
@@ -104,16 +104,16 @@ def test_ctrl_c_stops_an_answer_then_the_chat(
     monkeypatch.setattr(screen, "show_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
     chat.answer(session, screen, "hello")
     assert "the conversation continues" in capsys.readouterr().out and len(session.messages) == 2
-    monkeypatch.setattr(session, "cancel", lambda: True)  # so that the answer goes on until the second one
+    monkeypatch.setattr(session, "cancel", lambda: True)  # the answer continues until the second Ctrl-C
     with pytest.raises(KeyboardInterrupt):
         chat.answer(session, screen, "hello")
-    assert signal.getsignal(signal.SIGINT) is before and len(session.messages) == 4, "Ctrl-C does what it did before"
+    assert signal.getsignal(signal.SIGINT) is before and len(session.messages) == 4, "Ctrl-C has its previous handler"
     monkeypatch.setattr(Screen, "prompt", Mock(side_effect=KeyboardInterrupt))
     status, out, err = run("chat", *FIXED)
     assert status == 130 and out.endswith("bye\n") and "Traceback" not in err
 
 
-def test_a_pipe_gets_text_and_answers_commands(run: Run) -> None:
+def test_commands_work_in_a_pipe(run: Run) -> None:
     stdin = b"def main(\n\nclass Stack:\nr\nh\ndef main(\nq\nclass Stack:"
     status, out, _ = run("chat", *FIXED, "-m", "9", "--show-accepted", stdin=stdin)
     session = demo_session(max_tokens=9)
@@ -131,12 +131,12 @@ def test_a_pipe_gets_text_and_answers_commands(run: Run) -> None:
         (["--plan", "maybe"], "mlx_redrafter.chat: error: argument --plan: invalid choice: 'maybe'"),
     ],
 )
-def test_wrong_flags_are_refused_in_a_line(run: Run, flags: list[str], reason: str) -> None:
+def test_wrong_flags_are_refused_in_one_line(run: Run, flags: list[str], reason: str) -> None:
     status, out, err = run("chat", *flags)
     assert status in (1, 2) and out == "" and err.count("\n") == 1 and err.startswith(reason)
 
 
-def test_an_error_ends_a_turn_or_a_pipe(
+def test_an_error_ends_the_turn_or_the_pipe(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*args: Any, **options: Any) -> Any:
@@ -155,6 +155,6 @@ def test_an_error_ends_a_turn_or_a_pipe(
     assert [each["role"] for each in session.messages] == ["system", *["user", "assistant"] * 2]
 
 
-def test_flags_are_those_of_mlx_lms_chat() -> None:
+def test_flags_match_mlx_lms_chat() -> None:
     ours, theirs = vars(chat.make_parser().parse_args([])), vars(setup_arg_parser().parse_args([]))
     assert {name: ours[name] for name in theirs} == theirs | {"model": None}

@@ -1,4 +1,4 @@
-"""`python -m mlx_redrafter.doctor`: verdict, predictions, warnings, JSON fields, the plot and the flags."""
+"""`python -m mlx_redrafter.doctor`: verdict, predictions, warnings, JSON fields, plot and flags."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GOOD = [[0.9, 0.02], [0.8, 0.03]]
 
 
 class Measured:
-    """What a measurement finds, and how often there was one, with trees or without."""
+    """A fake measurement; `trees` records each call."""
 
     def __init__(self) -> None:
         self.costs, self.trees = make_costs("a cliff at 6"), list[bool]()
@@ -42,7 +42,7 @@ class Measured:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
-    """Stands in for the measurement of any pair, with an empty cache directory, on a GPU that has no weaknesses."""
+    """Fakes all measurements, on a GPU without known weaknesses and with an empty cache directory."""
     found = Measured()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setattr(store, "measure_costs", found.measure)
@@ -51,7 +51,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
 
 
 def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **facts: Any) -> None:
-    """Makes doctor report a machine with these facts."""
+    """Fakes the machine description."""
     machine = {"device": "Device(gpu, 0)", "chip": "Apple M3", "cores": 8, "memory_gb": 48.0} | facts
     monkeypatch.setattr("mlx_redrafter.cli.doctor.describe_machine", lambda: machine)
     monkeypatch.setattr("platform.system", lambda: system)
@@ -112,11 +112,11 @@ def test_weaknesses_of_a_machine_are_warnings(
     assert all(text in note for text, note in zip(expected, report["notes"], strict=True))
 
 
-def test_a_drafter_that_overflows_cannot_pay(measured: Measured) -> None:
+def test_an_overflowing_drafter_cannot_pay(measured: Measured) -> None:
     model = make_model()
     drafter = make_drafter(model)
     drafter.update(tree_map(lambda array: array + 3e4, drafter.parameters()))
-    assert diagnose(model, drafter)["not_finite"] is None, "in float32 it does not"
+    assert diagnose(model, drafter)["not_finite"] is None, "it does not overflow in float32"
     drafter.set_dtype(mx.float16)
     report = diagnose(model, drafter)
     assert report["not_finite"] == "drafter" and report["drafter"]["tokens_per_round"] == 1.0
@@ -162,7 +162,7 @@ def test_text_agrees_with_json_and_refreshes(measured: Measured, run: Any) -> No
     assert run("doctor", "--refresh")[0] == 0 and len(measured.trees) == 2
 
 
-def test_a_users_own_models_are_examined(
+def test_user_models_are_examined(
     measured: Measured, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_llama(vocab=64)
@@ -201,8 +201,8 @@ def test_the_plot_is_a_png_of_the_costs(measured: Measured, run: Any, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["caches", "costs.png"]
 
 
-def test_a_drafter_with_the_wrong_state_is_told_the_right_one(measured: Measured, tmp_path: Path) -> None:
-    """Medusa heads that repeat the target's own head: right after the final norm wherever a text repeats a token."""
+def test_a_drafter_that_reads_the_wrong_state_is_found(measured: Measured, tmp_path: Path) -> None:
+    """The Medusa heads copy the target's output matrix, so with normed states they predict every repeated token."""
     model = make_model(vocab=3)
     drafter: Any = make_head("medusa", 64, 3)
     for block in drafter.blocks:
@@ -228,8 +228,8 @@ def test_a_drafter_with_the_wrong_state_is_told_the_right_one(measured: Measured
     assert drafter.args.hidden_state is None
 
 
-def test_the_cache_of_a_head_is_stated(measured: Measured) -> None:
+def test_the_cache_size_of_a_head_is_reported(measured: Measured) -> None:
     model = make_model()
     report = diagnose(model, make_cached("eagle 1", 64, 40))
-    assert report["memory"]["drafter_cache_bytes"] == 32768 * 2 * 2 * 8 * 4, "2 heads of 8 numbers in float32"
+    assert report["memory"]["drafter_cache_bytes"] == 32768 * 2 * 2 * 8 * 4, "2 heads of 8 float32 numbers"
     assert "Its cache takes 4 MB after 32,768 tokens" in format_report(report)

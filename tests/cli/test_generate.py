@@ -1,4 +1,4 @@
-"""`generate`: flags in, text or JSON out; `--compare` says whether rounding explains a difference."""
+"""`generate`: flags, text and JSON output; `--compare` says whether rounding explains a difference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_redrafter.options import OPTION_FLAGS, Options
 Run = Any
 Pair = tuple[str, str]
 PLAN = ("--draft-depth", "3")
-"""One that needs no measurement."""
+"""A plan that needs no measurement."""
 
 
 def run_json(run: Run, *flags: str) -> dict[str, Any]:
@@ -35,11 +35,11 @@ def run_json(run: Run, *flags: str) -> dict[str, Any]:
 
 def test_flags_have_mlx_lms_names_and_defaults() -> None:
     ours, theirs = vars(make_parser().parse_args([])), vars(setup_arg_parser().parse_args([]))
-    missing = {"num_draft_tokens", "image"}  # the first one sets draft_depth
+    missing = {"num_draft_tokens", "image"}  # num_draft_tokens sets draft_depth
     assert missing == set(theirs) - set(ours)
     assert {name: ours[name] for name in ours if name in theirs} == {
         name: theirs[name] for name in theirs if name in ours
-    } | {"prompt": None}  # the demo has another one
+    } | {"prompt": None}  # the demo has its own prompt
     assert {flag.name for flag in OPTION_FLAGS if ours[flag.name] != flag.default} == {"max_tokens"}
 
 
@@ -60,16 +60,16 @@ def test_the_demo_shows_an_edit_and_its_result(run: Run) -> None:
     prompt = demo_prompts("edits")[0]
     status, out, err = run("generate", "--compare")
     assert status == 0 and out.startswith(prompt) and len(out) > 1.5 * len(prompt)
-    # All that is accepted comes from the context: the drafter had no chance, which says nothing of it.
+    # The context drafts everything, so there is nothing to report about the drafter.
     assert "guessed no token right" not in err
     record = run_json(run, *PLAN)
     assert out == prompt + record["text"] + "\n" and record["finish_reason"] == "stop"
-    assert run("generate", *PLAN, "-m", "5", "--verbose", "F")[1].count("\n") < 3, "the text alone, of five tokens"
+    assert run("generate", *PLAN, "-m", "5", "--verbose", "F")[1].count("\n") < 3, "only the text, five tokens"
 
 
 def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "16", "--temp", "1", *PLAN)
-    # A drawn seed may end the text early.
+    # A random seed may end the text early.
     records = [run_json(run, *flags) for _ in range(6)]
     record = next(each for each in records if each["finish_reason"] == "length")
     assert record["accepted"] + record["rounds"] + 1 == record["generation_tokens"] == len(record["tokens"]) == 16
@@ -77,14 +77,14 @@ def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
     assert {"text", "prompt_tps", "generation_tps", "peak_memory", "device", "versions"} <= set(record)
     assert record["settings"]["draft_depth"] == 3 and record["settings"]["model"] == pair[0]
     again = run_json(run, *flags, "--seed", str(record["seed"]))
-    assert again["tokens"] == record["tokens"], "the drawn seed is reported"
+    assert again["tokens"] == record["tokens"], "the random seed is reported"
 
 
 def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
     flags = ("--model", pair[0], "--draft-model", pair[0], "--prompt", "abc", "-m", "14", "--temp", "1", "--seed", "2")
     record = run_json(run, *flags, "--num-draft-tokens", "3", "--compare")
     assert record["compare"]["identical"] and record["settings"]["drafter"] == pair[0]
-    assert record["accepted"] >= 9 and record["drafted"] == 3 * record["rounds"], "three in every round"
+    assert record["accepted"] >= 9 and record["drafted"] == 3 * record["rounds"], "three per round"
     assert run_json(run, *flags, "--draft-depth", "3")["tokens"] == record["tokens"]
     assert run_json(run, *flags)["tokens"] == record["tokens"], "auto"
     for more in (("--no-drafter",), ("--drafter", pair[1])):
@@ -94,7 +94,7 @@ def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
 
 
 def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Too few tokens for a warning about useless drafters.
+    # Too few tokens for the warning about a useless drafter.
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "10", "--compare", "--seed", "1", *PLAN)
     status, out, err = run("generate", *flags)
     assert status == 0 and "tokens identical" in err and "times" in err and len(out) > 1
@@ -146,7 +146,7 @@ def test_compare_explains_a_slower_ratio() -> None:
         (mx.bfloat16, mx.gpu, "1", False, "more than rounding explains: please report it"),
     ],
 )
-def test_the_verdict_names_what_settles_it(
+def test_the_verdict_says_how_to_settle_it(
     dtype: mx.Dtype, device: Any, tf32: str, rounding: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command.mx, "default_device", lambda: mx.Device(device))
@@ -164,21 +164,21 @@ def test_greedy_ties_are_rounding(dtype: mx.Dtype, step: float, rounding: bool) 
     rows = row.astype(dtype), (row + mx.array([0.0, step, 0.0, 30.0])).astype(dtype)
     sampler = Options().make_sampler(0)
     assert judge_difference(4, rows, (0, 1), sampler, 9).rounding is rounding
-    assert judge_difference(4, rows, (0, 2), sampler, 9).rounding is False, "token 2 is far from the best"
+    assert judge_difference(4, rows, (0, 2), sampler, 9).rounding is False, "token 2 scores far below the best"
 
 
 def test_ties_of_noisy_scores_are_rounding() -> None:
     sampler, position = Options(temp=1.5, top_p=0.99).make_sampler(seed=3), 7
     gumbel = sampler.draws(mx.array(position), 1, 4).gumbel[0]
-    tie = mx.array([0.0, (1.5 * (gumbel[0] - gumbel[1])).item(), -9.0, -9.0])  # scores of tokens 0 and 1 are equal
+    tie = mx.array([0.0, (1.5 * (gumbel[0] - gumbel[1])).item(), -9.0, -9.0])  # tokens 0 and 1 tie
     row = tie - mx.logsumexp(tie)
     assert judge_difference(4, (row, row + mx.array([0.0, 1e-5, 0.0, 0.0])), (0, 1), sampler, position).rounding
     assert not judge_difference(4, (row, row), (0, 2), sampler, position).rounding
-    assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "another position's noise"
+    assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "noise of another position"
 
 
 def test_a_model_of_many_parameters_is_decoded(run: Run, tmp_path: Path) -> None:
-    """From 100 million on it is computed on all cores, whose number each system has another function for."""
+    """Models of 100 million parameters or more use all cores; counting cores is system-specific."""
     rows, repeats = 4000, 100
     model = small_llama(hidden=512, vocab=rows, tie_word_embeddings=True)
     few = model.model.embed_tokens.weight
@@ -211,7 +211,7 @@ def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, 
     assert run(*chat, "--chat-template-config", '{"end": "e"}', *common, "u") == run(*plain, "<user>ue")
 
 
-def test_a_prompt_cache_file_replaces_the_prompts_beginning(pair: Pair, run: Run, tmp_path: Path) -> None:
+def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(pair: Pair, run: Run, tmp_path: Path) -> None:
     model, tokenizer = load(pair[0])
     cache = make_prompt_cache(model)
     next(generate_step(tokenizer.encode("abc"), model, prompt_cache=cache, max_tokens=0), None)
@@ -225,8 +225,8 @@ def test_a_prompt_cache_file_replaces_the_prompts_beginning(pair: Pair, run: Run
     assert status == 1 and "was made with" in err
 
 
-def test_what_a_prompt_cache_file_holds_is_drafted_from(run: Run, tmp_path: Path) -> None:
-    """Tokens are read off the cache, as mlx-lm's files do not name them."""
+def test_drafts_come_from_a_prompt_cache_file(run: Run, tmp_path: Path) -> None:
+    """mlx-lm's files do not store tokens, so they are recovered from the cached keys and values."""
     model, tokenizer, _ = load_demo()
     edit, cache = tokenizer.encode(demo_prompts("edits")[0]), make_prompt_cache(model)
     next(generate_step(edit[:-20], model, prompt_cache=cache, max_tokens=0), None)

@@ -1,4 +1,4 @@
-"""The console script and what all commands share: help, exit statuses, one line for every error."""
+"""The console script, and what all commands share: help, exit status, one-line errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_console_script_runs_commands(
     assert not status or captured.err.count("\n") == 1
 
 
-def test_the_version_is_the_one_everywhere() -> None:
+def test_all_versions_agree() -> None:
     released = re.findall(r"^## \[(.+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert released[0] == VERSION == stamp()["mlx_redrafter"]
 
@@ -104,7 +104,7 @@ def test_a_closed_pipe_prints_no_traceback() -> None:
 
 @pytest.fixture
 def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is to be said of a machine on which OpenBLAS is not used."""
+    """Fakes a machine whose OpenBLAS is damaged; returns the expected warning."""
     if mx.default_device().type != mx.cpu:
         pytest.skip("a GPU computes here")
     monkeypatch.setattr("mlx_redrafter.engine.blas._problem", ("it is damaged", "mend it"))
@@ -112,18 +112,18 @@ def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("command", [["generate", "--max-tokens", "2", "--compare"], ["chat"], ["doctor"]])
-def test_a_slow_blas_is_said_once(command: list[str], slow_blas: str, run: Run, pair: tuple[str, str]) -> None:
+def test_a_slow_blas_warns_once(command: list[str], slow_blas: str, run: Run, pair: tuple[str, str]) -> None:
     with pytest.warns(UserWarning) as warned:
         status, out, _ = run(*command, "--model", pair[0], stdin=b"a\nb\nq\n")
     assert status == 0 and re.match(slow_blas, str(warned.pop().message)) and not warned.list
-    assert "mend it" not in out, "it is not said again"
+    assert "mend it" not in out, "no second warning"
 
 
-def test_a_slow_blas_is_said_where_mlx_lm_loaded_the_model(slow_blas: str) -> None:
+def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str) -> None:
     model, tokenizer = make_model(), make_tokenizer()
     with pytest.warns(UserWarning, match=slow_blas):
         text = mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4)
-    assert mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4) == text, "once"
+    assert mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4) == text, "only one warning"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`generate` and `chat` over several processes that share one model."""
+"""`generate` and `chat` on several processes that share one model."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ ranks.gather(None)  # both are there to the end
 
 @pytest.fixture
 def flags(pair: tuple[str, str]) -> list[str]:
-    """Those of a target and its drafter."""
+    """Flags for a target and its drafter."""
     return ["--model", pair[0], "--drafter", pair[1], *FLAGS]
 
 
 def test_mlx_launch_generates_what_one_process_does(run: Run, flags: list[str], tmp_path: Path) -> None:
     flags = [*flags, "--prompt", "abc abc abc", "--ignore-chat-template", "--json", "--temp", "0.7", "--seed", "3"]
     status, out, _ = run("generate", *flags)
-    port = 20_000 + os.getpid() % 10_000  # and the next one: below those that the system gives to others
+    port = 20_000 + os.getpid() % 10_000  # and the next port, both below the ephemeral range
     launch = [str(Path(sys.executable).with_name("mlx.launch")), "-n", "2", "--backend", "ring"]
     command = [*launch, "--starting-port", str(port), "--", sys.executable, "-m", "mlx_redrafter.generate", *flags]
     env = os.environ | {"PYTHONPATH": str(TESTS.parent), "XDG_CACHE_HOME": str(tmp_path)}
@@ -85,7 +85,7 @@ def test_mlx_launch_generates_what_one_process_does(run: Run, flags: list[str], 
     assert together["drafted"] == alone["drafted"] > 0
 
 
-def test_rank_0_reads_what_all_answer(run: Run, flags: list[str], chat_target: str) -> None:
+def test_rank_0_reads_the_input_for_all_ranks(run: Run, flags: list[str], chat_target: str) -> None:
     flags[1] = chat_target
     typed = "hello hello\nr\n\nagain, again\n"
     alone = run("chat", *flags, stdin=typed.encode())
@@ -99,7 +99,7 @@ def test_rank_0_reads_what_all_answer(run: Run, flags: list[str], chat_target: s
     assert strip_speeds(first.out) == strip_speeds(alone[1])
 
 
-def test_a_drafter_that_fails_on_one_rank_ends_all(flags: list[str]) -> None:
+def test_a_drafter_that_fails_on_one_rank_ends_all_ranks(flags: list[str]) -> None:
     first, second = wait_for_ranks(start_ranks(2, "-c", FAILING, *flags, "--prompt", "abc"))
     assert second.err.splitlines()[-1] == "error on rank 1: RuntimeError: no memory left"
     assert first.status == second.status == 1 and "error on rank 0: RuntimeError: " in first.err
@@ -107,13 +107,13 @@ def test_a_drafter_that_fails_on_one_rank_ends_all(flags: list[str]) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_a_rank_that_ends_ends_the_others(flags: list[str], chat_target: str, sent: signal.Signals) -> None:
-    """Ctrl-C on rank 0, and a rank that is killed, while they are decoding."""
+    """Either Ctrl-C on rank 0 or a killed rank, while decoding."""
     flags[1] = chat_target
     ranks = start_ranks(2, "-m", "mlx_redrafter.chat", *flags, "--max-tokens", "-1")
     assert ranks[0].stdin is not None and ranks[0].stdout is not None
     ranks[0].stdin.write("hello\n")
     ranks[0].stdin.flush()
-    assert ranks[0].stdout.read(1)  # they are decoding
+    assert ranks[0].stdout.read(1)  # decoding has started
     ranks[0 if sent == signal.SIGINT else 1].send_signal(sent)
     first, second = wait_for_ranks(ranks)
     statuses = (-sent, 1) if sent == signal.SIGINT else (1, -sent)
@@ -140,8 +140,8 @@ def test_a_rank_that_is_lost_while_models_are_loaded_is_named(flags: list[str]) 
     assert first.status == 1 and first.err.splitlines()[-1].startswith(error), first
 
 
-def test_what_cannot_run_together_is_refused(flags: list[str], tmp_path: Path) -> None:
-    """Other flags on one rank, and what needs a process of its own: one command after the other on the same ranks."""
+def test_unsupported_flags_are_refused_on_all_ranks(flags: list[str], tmp_path: Path) -> None:
+    """Differing flags, and options that need a single process. One pair of ranks runs all cases."""
     same = [*flags[:2], *flags[4:]]
     expected = "expected the same flags on all ranks, got "
     cases: list[tuple[list[str], list[list[str]], str]] = [
@@ -178,7 +178,7 @@ def test_what_cannot_run_together_is_refused(flags: list[str], tmp_path: Path) -
         assert ended.err.count("status 1\n") == len(cases)
 
 
-def test_machines_may_have_paths_of_their_own(flags: list[str], tmp_path: Path) -> None:
+def test_paths_may_differ_between_machines(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "copy").symlink_to(flags[3])
     each = [["--drafter", flags[3], "--prompt", "abc"], ["--drafter", str(tmp_path / "copy"), "--prompt", "x"]]
     first, second = wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.generate", *flags[:2], *flags[4:], each=each))

@@ -1,4 +1,4 @@
-"""The child process that answers lines of JSON: its schema, garbage, cancellation, and its end with its parent."""
+"""The stdio process that answers JSON lines: schema, invalid input, cancellation, and exit with its parent."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ WAIT = 120.0
 
 
 def is_valid(line: Any, kind: str) -> bool:
-    """Whether the schema has it; `kind` is "request" or "event"."""
+    """Whether `line` matches the schema. `kind` is "request" or "event"."""
     schema = {"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{kind}"}
     return jsonschema.Draft202012Validator(schema).is_valid(line)
 
 
 class Child:
-    """A process; killed when it takes too long, so that no test waits for ever."""
+    """A stdio process, killed after a timeout so that no test hangs."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -39,7 +39,7 @@ class Child:
         self._watchdog.start()
 
     def write(self, *lines: bytes | dict[str, Any]) -> None:
-        """Writes lines at once."""
+        """Writes all lines in one flush."""
         assert self.process.stdin is not None
         for line in lines:
             if isinstance(line, dict):
@@ -48,21 +48,20 @@ class Child:
         self.process.stdin.flush()
 
     def read(self) -> Any:
-        """The next event."""
         assert self.process.stdout is not None
         event = json.loads(self.process.stdout.readline())
         assert is_valid(event, "event"), event
         return event
 
     def read_until(self, kind: str, name: str | None) -> list[Any]:
-        """The events up to that one."""
+        """Returns the events up to and including that one."""
         events = [self.read()]
         while (events[-1]["type"], events[-1]["id"]) != (kind, name):
             events.append(self.read())
         return events
 
     def close(self) -> int:
-        """Ends stdin; the exit status."""
+        """Closes stdin and returns the exit status."""
         self.process.communicate(timeout=WAIT)
         self._watchdog.cancel()
         return self.process.returncode
@@ -70,7 +69,7 @@ class Child:
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[Child]:
-    """One process for many tests."""
+    """One process for several tests."""
     one = Child()
     assert one.read()["type"] == "ready"
     yield one
@@ -81,7 +80,7 @@ def send(name: str, text: str, **more: Any) -> dict[str, Any]:
     return {"type": "send", "id": name, "text": text, **more}
 
 
-def test_a_turn_is_what_the_library_generates(child: Child) -> None:
+def test_a_turn_matches_the_library(child: Child) -> None:
     child.write(
         {"type": "open", "id": "o", "session": "turn"}, send("a", "class Stack:", session="turn", options={"seed": 1})
     )
@@ -112,13 +111,13 @@ def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_pat
     events = child.read_until("error", "12")
     done = {event["id"]: event for event in events if event["type"] == "done"}
     assert done["5"]["text"] == done["6"]["text"] == done["8"]["text"] != done["2"]["text"] == done["10"]["text"]
-    assert done["5"]["usage"]["prompt_tokens"] < done["2"]["usage"]["prompt_tokens"], "nothing is read twice"
+    assert done["5"]["usage"]["prompt_tokens"] < done["2"]["usage"]["prompt_tokens"], "nothing is prefilled twice"
     errors = {event["id"]: event["message"] for event in events if event["type"] == "error"}
     assert errors["11"].startswith("there is no session 'x', only ") and "'main'" in errors["11"]
     assert errors["12"] == "there is a session 'main' already" and set(errors) == {"11", "12"}
 
 
-def test_a_turn_is_cancelled_answered_or_waiting(child: Child) -> None:
+def test_a_running_or_queued_turn_can_be_cancelled(child: Child) -> None:
     endless = {"max_tokens": -1}
     child.write(send("long", "import os", options=endless), send("next", "import re", options=endless))
     for _ in range(3):
@@ -162,7 +161,7 @@ def test_bad_requests_are_errors_and_change_nothing(child: Child) -> None:
         child.write(*((reset, turn, line + b"\n") if b"right" in line else (line + b"\n", reset, turn)))
         events = child.read_until("done", "right")
         errors = [event["message"] for event in events if event["type"] == "error"]
-        assert len(errors) == bool(line), (line[:100], errors)  # an empty line is skipped
+        assert len(errors) == bool(line), (line[:100], errors)  # empty lines are skipped
         assert all(error.startswith(message) and "\n" not in error and len(error) < 1000 for error in errors), errors
         texts.add(events[-1]["text"])
     assert len(texts) == 1
@@ -187,7 +186,7 @@ def test_the_schema_has_the_requests_and_options() -> None:
 
 
 def test_it_ends_when_its_parent_is_killed() -> None:
-    """In the middle of an answer, while another process has the other end of its stdin."""
+    """The parent dies in the middle of an answer while another process holds the other end of stdin."""
     code = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], stdin=0); time.sleep(600)"
     ours, theirs = os.pipe()
     try:
@@ -212,7 +211,7 @@ def test_wrong_flags_are_one_line_and_no_event(flags: list[str], status: int) ->
 def test_it_ends_without_a_traceback(end: str, status: int) -> None:
     code = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "os.execv(sys.argv[1], sys.argv[1:])"  # ignored where the tests run in the background
+        "os.execv(sys.argv[1], sys.argv[1:])"  # SIGINT is ignored in background processes
     )
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", code, *COMMAND], **pipes) as process:

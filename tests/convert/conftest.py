@@ -1,4 +1,4 @@
-"""The demo's target in float32, as quantized kernels are slow on a CPU, and a check of which `convert` is tested."""
+"""Provides the demo's target in float32 (quantized kernels are slow on a CPU); checks which `convert` is under test."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from benchmarks.serving import save_demo
 HERE = Path(__file__).resolve().parents[2] / "convert"
 spec = find_spec("mlx_redrafter.convert")
 found = spec and spec.origin and Path(spec.origin).resolve().parent
-if found != HERE:  # PYTHONPATH alone finds that of another checkout, or none
+if found != HERE:  # with only PYTHONPATH set, this is another checkout's, or None
     raise pytest.UsageError(f"expected mlx_redrafter.convert from {HERE}, got {found}: run pip install -e . there")
 
 
 @pytest.fixture(scope="session")
 def demo_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that mlx-lm loads."""
+    """A directory that mlx_lm.load accepts."""
     root = tmp_path_factory.mktemp("demo")
     save_demo(root)
     return root / "target"

@@ -1,4 +1,4 @@
-"""Block drafters in the layouts of their authors: what ours guess is what the authors' code guesses."""
+"""Block drafters in their authors' layouts: drafts match what the original code computed."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ BLOCKS = list_golden("cached/d[fs]*")
 QUANTIZED = ("dflash_mlx",)
 
 NOTHING_SAID = {"dflash_assistant": {"vocab_size": 97}}
-"""What a config does not say, and a target would."""
+"""Config keys that the published file lacks and a target would supply."""
 
 
 def load_golden(name: str, directory: Path, **config: Any) -> Drafter:
-    """The head of a golden file, converted and loaded; one that is quantized as it is."""
+    """Converts and loads the head of a golden file; quantized ones load unconverted."""
     source = publish(name, directory / "in", **NOTHING_SAID.get(name, {}) | config)
     return load_drafter(source if name in QUANTIZED else convert(source, directory / "out").path)
 
 
 def tell_all(source: Any, states: mx.array, position: int) -> None:
-    """Tells a source of positions; a block drafter reads no tokens."""
+    """Passes states at `position` to a source; block drafters ignore the tokens."""
     tell(source, states, mx.zeros(len(states), mx.int32), position)
 
 
 def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
-    """(D, V) the logits of a block's guesses along a path."""
+    """(D, V) logits of a block's guesses along a path."""
     root, found, state = golden[f"{part}block_tokens"][0].astype(mx.int32), [], None
     advance = source.begin(root, len(path))
     for tokens in [root.reshape(1), *path.astype(mx.int32).reshape(-1, 1)][:-1]:
@@ -50,13 +50,13 @@ def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_drafts_are_those_of_the_original(name: str, tmp_path: Path) -> None:
+def test_drafts_match_the_original(name: str, tmp_path: Path) -> None:
     drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
     source: Any = drafter.open(make_target(name, drafter))
     kind = next(kind for kind in ("scores", "corrected_logits", "logits") if kind in golden)
 
     def expect(logits: mx.array, part: str, what: str) -> None:
-        """Of the guesses that the head has; all others are impossible."""
+        """Compares the logits of draftable tokens; all others must be infinite."""
         every = drafter.draft_ids if "draft_ids" in drafter else mx.arange(drafter.args.vocab_size)
         ids = golden.get(f"{part}candidates", mx.broadcast_to(every, (len(logits), len(every))))
         np.testing.assert_allclose(mx.take_along_axis(logits, ids, axis=1), golden[what], atol=1e-4, rtol=0)
@@ -89,8 +89,8 @@ def test_drafts_are_those_of_the_original(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_other_states_give_other_guesses(name: str, tmp_path: Path) -> None:
-    """Negative controls: states of another position, of layers in another order, or none of the last position."""
+def test_wrong_states_change_the_guesses(name: str, tmp_path: Path) -> None:
+    """Negative controls: shifted positions, reversed layers, and a missing last position."""
     drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
     states, path = golden["context_hidden"], golden["draft_tokens"]
     count = len(drafter.args.capture_layers or [])  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def test_other_states_give_other_guesses(name: str, tmp_path: Path) -> None:
         assert not np.allclose(found[0], other, atol=1e-2)
 
 
-def test_layers_of_speculators_are_counted_from_one(tmp_path: Path) -> None:
+def test_speculators_layers_are_numbered_from_one(tmp_path: Path) -> None:
     drafter = load_golden("dspark_speculators", tmp_path)
     assert drafter.open(make_target("dspark_speculators", drafter)).capture == (1, 5, 9)
     for name, key in (("dspark_speculators", "aux_hidden_state_layer_ids"), ("dspark", "target_layer_ids")):
@@ -114,7 +114,7 @@ def test_layers_of_speculators_are_counted_from_one(tmp_path: Path) -> None:
         refused(source, pattern, tmp_path / f"{key}-out")
 
 
-def test_a_wrong_number_of_layers_is_said(tmp_path: Path) -> None:
+def test_a_wrong_number_of_layers_is_refused(tmp_path: Path) -> None:
     expected = r".*/config\.json: expected 3 layers, as fc\.weight reads \d+ numbers, \d+ of each, got 2"
     refused(publish("dflash_assistant", tmp_path / "1", target_layer_ids=[1, 5]), expected, tmp_path / "1-out")
     sizes = {"target_layer_ids": [1, 5], "target_hidden_size": 40}
@@ -127,7 +127,7 @@ def test_a_wrong_number_of_layers_is_said(tmp_path: Path) -> None:
     refused(seven, pattern, tmp_path / "7-out")
 
 
-def test_a_target_of_too_few_layers_is_refused(tmp_path: Path) -> None:
+def test_a_target_with_too_few_layers_is_refused(tmp_path: Path) -> None:
     drafter = load_golden("dspark", tmp_path)
     load_drafter(tmp_path / "in", make_target("dspark", drafter, layers=10))
     pattern = "reads the outputs of layers 1, 5, 9: expected a target of at least 10 layers, got 9"
@@ -136,13 +136,13 @@ def test_a_target_of_too_few_layers_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark_speculators"])
-def test_a_published_head_is_loaded_as_it_is(name: str, tmp_path: Path) -> None:
+def test_a_published_head_loads_without_conversion(name: str, tmp_path: Path) -> None:
     converted, direct = load_golden(name, tmp_path), load_drafter(tmp_path / "in")
     assert direct.args == converted.args
     assert mx.array_equal(direct.sample_logits(), converted.sample_logits())
 
 
-def test_a_target_says_the_vocabulary_where_the_config_does_not(tmp_path: Path) -> None:
+def test_a_target_supplies_a_missing_vocabulary_size(tmp_path: Path) -> None:
     name = "dflash_assistant"
     target = make_target(name, load_golden(name, tmp_path))
     source = publish(name, tmp_path / "bare")
@@ -168,8 +168,8 @@ def test_older_names_are_read(tmp_path: Path) -> None:
         assert mx.array_equal(again.sample_logits(), drafter.sample_logits())
 
 
-def test_gemmas_values_may_have_a_projection(tmp_path: Path) -> None:
-    """With that of the keys it makes the same, with another one something else."""
+def test_gemma_values_may_have_their_own_projection(tmp_path: Path) -> None:
+    """A scaled copy of the key projection changes nothing; a different projection does."""
     weights, sound = read_golden("dspark_gemma4")[0], load_golden("dspark_gemma4", tmp_path).sample_logits()
     keys = {name: array for name, array in weights.items() if name.endswith("k_proj.weight")}
     for factor, is_same in ((2.0, True), (None, False)):
@@ -189,7 +189,7 @@ def test_gemmas_values_may_have_a_projection(tmp_path: Path) -> None:
         ("dflash", {"attention_sink_bias": True}, "has attention sinks"),
     ],
 )
-def test_kinds_that_are_not_known_are_refused(name: str, config: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_unknown_kinds_are_refused(name: str, config: dict[str, Any], said: str, tmp_path: Path) -> None:
     message = f".* {re.escape(said)}: of block drafters DFlash, DFlash 2 and plain DSpark are supported"
     refused(publish(name, tmp_path / "in", **config), message, tmp_path / "out")
 
@@ -217,7 +217,7 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
         ("dflash2", {"selector_top_k": 102}, ".*: expected selector_top_k from 1 to the 101 tokens .*, got 102"),
     )
     for i, (name, config, message) in enumerate(cases):
-        if name == "dflash2":  # whose keys are under that one
+        if name == "dflash2":  # these keys are nested under dflash_config
             config = config | {"dflash_config": read_golden(name)[2]["dflash_config"] | config}
         refused(publish(name, tmp_path / f"config {i}", **config), message, tmp_path / f"config {i} out")
     for name, tensor, ours in (
@@ -243,13 +243,13 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*BLOCKS} - {*QUANTIZED}))
-def test_sizes_that_a_config_says_otherwise_are_refused(name: str, tmp_path: Path) -> None:
-    """And those of the published configs are not."""
+def test_config_sizes_that_contradict_the_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    """Unchanged published configs load without notes."""
     said = NOTHING_SAID.get(name, {})
     sound = convert(publish(name, tmp_path / "sound", **said), tmp_path / "sound-out")
     assert sound.notes == ()
     wrong = {"hidden_size": 64, "intermediate_size": 64, "markov_rank": 5, "draft_vocab_size": 50}
-    if "vocab_size" in read_golden(name)[2] and name.startswith("dspark"):  # of others no tensor tells
+    if "vocab_size" in read_golden(name)[2] and name.startswith("dspark"):  # not visible in other tensors
         wrong["vocab_size"] = 111
     if name.startswith("dflash"):
         del wrong["markov_rank"]
@@ -259,14 +259,14 @@ def test_sizes_that_a_config_says_otherwise_are_refused(name: str, tmp_path: Pat
             load_drafter(source)
 
 
-def test_a_block_size_that_is_not_said_is_noted(tmp_path: Path) -> None:
+def test_an_assumed_block_size_is_noted(tmp_path: Path) -> None:
     done = convert(publish("dflash", tmp_path / "in", block_size=None), tmp_path / "out")
     assert done.notes == ("config.json does not say block_size: 16 is assumed",)
     assert done.args.max_depth == 15
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_quantized_heads_load_and_guess_alike(kind: str, tmp_path: Path) -> None:
+def test_quantized_heads_guess_nearly_the_same(kind: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     save_drafter(tmp_path / "in", make_cached(kind))
     done = convert(tmp_path / "in", tmp_path / "out", quantize=True, q_bits=8, q_group_size=32)
@@ -278,8 +278,8 @@ def test_quantized_heads_load_and_guess_alike(kind: str, tmp_path: Path) -> None
     assert pairs.get(kind, "fc") in names
 
 
-def test_rotations_are_read(tmp_path: Path) -> None:
-    """YaRN and Llama 3's turn keys otherwise than the plain one; a factor of 1 changes nothing."""
+def test_rope_scaling_is_applied(tmp_path: Path) -> None:
+    """YaRN and Llama 3 scaling change the guesses; a factor of 1 does not."""
     yarn = {"rope_type": "yarn", "original_max_position_embeddings": 16}
     llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
     cases = {"plain": {}, "yarn of 1": yarn | {"factor": 1.0}, "yarn": yarn | {"factor": 8.0}, "llama3": llama3}
@@ -304,7 +304,7 @@ def test_heads_are_never_in_float16(tmp_path: Path) -> None:
     assert load_drafter(convert(tmp_path / "in", tmp_path / "whole", dtype="float32").path).dtype == mx.float32
 
 
-def test_a_vocabulary_can_be_left_out(tmp_path: Path) -> None:
+def test_a_vocabulary_is_trimmed_to_frequent_tokens(tmp_path: Path) -> None:
     counts = tmp_path / "counts.json"
     counts.write_text(json.dumps([*range(0, 100, 3)]))
     source = publish("dspark", tmp_path / "in")
@@ -329,7 +329,9 @@ def test_a_vocabulary_can_be_left_out(tmp_path: Path) -> None:
         ({"speculators_model_type": "dflash"}, [7, 7, 0], [True, True, False]),
     ],
 )
-def test_what_layers_see(config: dict[str, Any], windows: list[int] | None, causal: list[bool] | None) -> None:
+def test_windows_and_causal_masks_follow_from_the_config(
+    config: dict[str, Any], windows: list[int] | None, causal: list[bool] | None
+) -> None:
     said = read_config(read_golden("dflash_sliding")[2] | config, 3, "it")
     assert (said["layer_windows"], said["layer_causal"]) == (windows, causal)
 

@@ -1,4 +1,4 @@
-"""Heads with a KV cache in the layouts of their authors: what ours guess is what the authors' code guesses."""
+"""Heads with a KV cache in their authors' layouts: drafts match what the original code computed."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ MTP = list_golden("cached/*_mtp*")
 
 
 def load_golden(name: str, directory: Path, **config: Any) -> Drafter:
-    """The head of a golden file, converted and loaded; one that is quantized as it is."""
+    """Converts and loads the head of a golden file; quantized ones load unconverted."""
     source, out = publish(name, directory / "in", **config), directory / "out"
-    if "_mlx_" in name:  # of a whole model's folder
+    if "_mlx_" in name:  # the folder of a whole model
         return load_drafter(convert(from_base=source, mlx_path=out).path)
-    dtype = "float32" if name == "glm4_moe_lite_mtp_mlxvlm" else None  # its experts are stored in bfloat16
+    dtype = "float32" if name == "glm4_moe_lite_mtp_mlxvlm" else None  # the experts are stored in bfloat16
     return load_drafter(source if name in QUANTIZED else convert(source, out, dtype=dtype).path)
 
 
 @pytest.mark.parametrize("name", [*PAIRS, *MTP])
-def test_drafts_are_those_of_the_original(name: str, tmp_path: Path) -> None:
+def test_drafts_match_the_original(name: str, tmp_path: Path) -> None:
     drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
     source: Any = drafter.open(make_target(name, drafter))
     guessed = drafter.draft_ids if "draft_ids" in drafter else mx.arange(drafter.args.vocab_size)
@@ -58,7 +58,7 @@ def test_drafts_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     tell(source, golden["second_hidden"], mx.concatenate([tokens[n:], second[:1]]), n)
     logits, _ = source.begin(second[1])(second[1:], None)
     expect(logits, "second_logits", -1)
-    # A negative control: without the first two positions there are other guesses.
+    # Negative control: without the first two positions the guesses differ.
     source = drafter.open(make_target(name, drafter))
     tell(source, golden["context_hidden"][2:], tokens[2:n], 2)
     logits, _ = source.begin(tokens[n])(tokens[n:], None)
@@ -66,7 +66,7 @@ def test_drafts_are_those_of_the_original(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*PAIRS, *MTP])
-def test_text_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None:
+def test_text_matches_plain_decoding(name: str, tmp_path: Path) -> None:
     drafter = load_golden(name, tmp_path)
     model, prompt = make_target(name, drafter), make_prompt(9, vocab=90)
     plain = run(model, prompt, max_tokens=12)
@@ -76,8 +76,8 @@ def test_text_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None:
         assert steps[-1].stats.drafted
 
 
-def test_of_ernie_both_ends_can_be_tried(tmp_path: Path) -> None:
-    """Baidu's own server norms the feature with the target's norm, others do not."""
+def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path: Path) -> None:
+    """Baidu's own server applies the target's norm to the feature; others do not."""
     drafter, golden = load_golden("ernie4_5_mtp", tmp_path), read_golden("ernie4_5_mtp")[1]
     others = drafter.args.try_others(12)
     drafter.args = others["norm_output false"]
@@ -87,15 +87,15 @@ def test_of_ernie_both_ends_can_be_tried(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits[0], golden["unnormed.context_logits"][-1], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3_fcnorm"])  # whose rows are multiples of 32
-def test_quantized_heads_load_and_guess_alike(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["eagle3", "eagle3_fcnorm"])  # their rows are multiples of 32
+def test_quantized_heads_guess_nearly_the_same(name: str, tmp_path: Path) -> None:
     done = convert(publish(name, tmp_path / "in"), tmp_path / "out", quantize=True, q_bits=8, q_group_size=32)
     difference, largest = done.difference
     assert 0 < difference < 0.1 * largest
 
 
 @pytest.mark.parametrize("name", ["eagle3_mlx", "dflash_mlx"])
-def test_heads_that_others_have_quantized_stay_as_they_are(name: str, tmp_path: Path) -> None:
+def test_published_quantized_heads_stay_quantized(name: str, tmp_path: Path) -> None:
     source = publish(name, tmp_path / "in")
     drafter, said = load_drafter(source), read_golden(name)[2]["quantization"]
     layers = {key: layer for key, layer in drafter.named_modules() if hasattr(layer, "bits")}
@@ -118,7 +118,7 @@ def test_heads_that_others_have_quantized_stay_as_they_are(name: str, tmp_path: 
         ({"mode": ["affine"]}, ".*expected .* quantized in mode affine, .*, got mode .*'affine'.*"),
     ],
 )
-def test_a_quantization_that_the_tensors_do_not_have_is_refused(
+def test_a_quantization_that_contradicts_the_tensors_is_refused(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     said = read_golden("eagle3_mlx")[2]["quantization"] | change
@@ -155,13 +155,13 @@ def test_every_mode_of_mlx_is_read(mode: str, tmp_path: Path) -> None:
         ({}, (1, 5, 8)),
     ],
 )
-def test_layers_are_counted_as_their_projects_do(config: dict[str, Any], captured: tuple[int], tmp_path: Path) -> None:
+def test_layer_ids_follow_each_projects_numbering(config: dict[str, Any], captured: tuple[int], tmp_path: Path) -> None:
     drafter = load_golden("eagle3", tmp_path, **config)
     assert drafter.open(make_target("eagle3", drafter)).capture == captured
 
 
 @pytest.mark.parametrize("name", ["eagle3_speculators", "eagle3_speculators_31"])
-def test_what_a_config_need_not_say_can_be_tried_otherwise(name: str, tmp_path: Path) -> None:
+def test_unspecified_settings_have_alternatives(name: str, tmp_path: Path) -> None:
     drafter = load_drafter(publish(name, tmp_path / "in"))
     for what, args in drafter.args.try_others(12).items():
         drafter.args = args
@@ -194,11 +194,11 @@ def test_what_a_config_need_not_say_can_be_tried_otherwise(name: str, tmp_path: 
         ({"num_attention_heads": None}, " has no config.json that says num_attention_heads"),
     ],
 )
-def test_configs_that_cannot_be_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_configs_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     refused(publish("eagle3", tmp_path / "in", **config), f".*{message}", tmp_path / "out")
 
 
-def test_eagle_1_has_no_norm_at_its_end_and_eagle_3_a_config(tmp_path: Path) -> None:
+def test_eagle_1_refuses_an_output_norm_and_eagle_3_needs_a_config(tmp_path: Path) -> None:
     source = publish("eagle1", tmp_path / "in", norm_output=True)
     refused(source, ".*expected norm_output false of EAGLE-1, which has no norm there", tmp_path / "out")
     source = publish("eagle3", tmp_path / "bare")
@@ -226,7 +226,7 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle1"])
-def test_sizes_that_a_config_says_otherwise_are_refused(name: str, tmp_path: Path) -> None:
+def test_config_sizes_that_contradict_the_tensors_are_refused(name: str, tmp_path: Path) -> None:
     wrong = {"hidden_size": 64, "num_key_value_heads": 1, "draft_vocab_size": 50}
     for key, said in wrong.items():
         source = publish(name, tmp_path / key, **{key: said})
@@ -240,11 +240,11 @@ def test_configs_that_agree_with_the_tensors_give_no_note(name: str, tmp_path: P
 
 
 def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
-    """And in the model's folder it may be in a file that the index does not name."""
+    """It may also be in a file that the model's index does not list."""
     source = publish("qwen3_5_mtp_mlx_inline", tmp_path / "in")
     kept = load_drafter(convert(from_base=source, mlx_path=tmp_path / "kept").path)
     bits = {layer.bits for _, layer in kept.named_modules() if hasattr(layer, "bits")}
-    assert len(bits) > 1, "mixed"
+    assert len(bits) > 1, "mixed bits"
     plain = load_drafter(convert(from_base=source, mlx_path=tmp_path / "plain", dequantize=True).path)
     assert not [layer for _, layer in plain.named_modules() if hasattr(layer, "bits")]
     assert mx.allclose(plain.sample_logits(), kept.sample_logits(), atol=1e-3)
@@ -266,21 +266,21 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
         {"num_hidden_layers": 24, "quantization": False, "quantization_config": "none"},
     ],
 )
-def test_what_published_configs_say_beside_it_changes_nothing(config: dict[str, Any], tmp_path: Path) -> None:
-    """A rotation by a factor of 1 is the plain one; how many layers the target has is no matter."""
+def test_neutral_settings_of_published_configs_change_nothing(config: dict[str, Any], tmp_path: Path) -> None:
+    """RoPE scaling by 1 equals no scaling; the target's layer count does not matter."""
     plain = load_drafter(publish("eagle3", tmp_path / "plain", rope_scaling=None)).sample_logits()
     found = load_drafter(publish("eagle3", tmp_path / "in", **{"rope_scaling": None} | config)).sample_logits()
     assert mx.allclose(found, plain, atol=1e-4)
 
 
-def test_a_rotation_may_be_said_for_full_attention(tmp_path: Path) -> None:
+def test_rope_parameters_may_be_nested_by_attention_type(tmp_path: Path) -> None:
     own = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     nested = {"full_attention": own, "sliding_attention": {"rope_type": "default"}}
     args: Any = load_drafter(publish("eagle3", tmp_path / "in", rope_scaling=None, rope_parameters=nested)).args
     assert args.rope_theta == 1e6 and args.rope_scaling == {"rope_type": "linear", "factor": 8.0}
 
 
-def test_eagle_1_has_the_vocabulary_of_its_copy_of_the_embedding(tmp_path: Path) -> None:
+def test_eagle_1_takes_its_vocabulary_size_from_its_embedding(tmp_path: Path) -> None:
     weights = read_golden("eagle1")[0]
     weights["embed_tokens.weight"] = mx.zeros((97, weights["fc.weight"].shape[0]))
     assert load_drafter(publish("eagle1", tmp_path / "in", arrays=weights, vocab_size=None)).args.vocab_size == 97
@@ -299,7 +299,7 @@ def test_damaged_quantized_layers_are_refused(part: str, change: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(("layers", "least"), [(None, 4), ([1, 5, 9], 10)])
-def test_a_target_of_too_few_layers_is_refused(layers: list[int] | None, least: int, tmp_path: Path) -> None:
+def test_a_target_with_too_few_layers_is_refused(layers: list[int] | None, least: int, tmp_path: Path) -> None:
     source = publish("eagle3", tmp_path / "in", eagle_aux_hidden_state_layer_ids=layers)
     drafter = load_drafter(source)
     with pytest.raises(CheckpointError, match=f"reads the outputs of .*: expected a target of at least {least} layers"):

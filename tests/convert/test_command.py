@@ -1,4 +1,4 @@
-"""The command: its flags and report, and that it runs from the clone and from a wheel."""
+"""The `convert` command: flags, report, and running from a clone and from a wheel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def test_wrong_flags_are_refused_in_one_line(flags: str, pattern: str, tmp_path:
     refused(source, pattern.replace("IN", re.escape(str(source))), tmp_path / "result", *flags.split())
 
 
-def test_report_tells_what_the_bits_cost(tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_includes_the_cost_of_quantization(
+    tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conversion, "NEW_TOKENS", 10)
     said = {}
     flags = ("--hf-path", DIRECTORY / "drafter", "-q", "--q-group-size", "32", "--base-model", demo_target)
@@ -56,7 +58,7 @@ def test_report_tells_what_the_bits_cost(tmp_path: Path, demo_target: Path, monk
 
 
 def run(*arguments: str | Path, cwd: Path, path: Path | None = None) -> str:
-    """stdout of a Python that finds nothing but what is installed, in `cwd` (for -m) and in `path`."""
+    """Runs Python with only installed packages and `path`, in `cwd`; returns stdout."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     env |= {"PYTHONPATH": str(path)} if path else {}
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""What `convert` makes of a drafter: quantized, cast and dequantized as MLX does it, measured, decoding as before."""
+"""Quantized, cast and dequantized as MLX does it; the report's measurements; lossless decoding with the result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mlx_redrafter.generate import encode
 
 DRAFTER = DIRECTORY / "drafter"
 WIDE: dict[str, Any] = {"hidden": 64, "vocab": 96, "exit_dim": 64}
-"""Sizes that every group size divides when it is at most 64; `input_proj` has 128 inputs."""
+"""Multiples of every group size up to 64; `input_proj` has 128 inputs."""
 
 WAYS = [("affine", bits, 64) for bits in (2, 3, 8)] + [("affine", 4, 32)]
 WAYS += [(mode, bits, group) for mode, (group, bits) in MODES.items() if mode != "affine"]
 
 
 def quantized_layers(path: Path) -> dict[str, int]:
-    """layer -> bits of what is loaded."""
+    """Bits of each quantized layer."""
     return {name: module.bits for name, module in load_drafter(path).named_modules() if hasattr(module, "bits")}
 
 
@@ -53,7 +53,7 @@ def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path:
     assert said["quantization"] == said["quantization_config"] == {"group_size": group, "bits": bits, "mode": mode}
 
 
-def test_bits_that_mlx_has_not_are_refused(tmp_path: Path) -> None:
+def test_unsupported_bits_are_refused(tmp_path: Path) -> None:
     source = apple(tmp_path / "in", tensors(make(**WIDE)))
     refused(source, ".* number of bits 7 is not supported.*", tmp_path / "result", "-q", "--q-bits", "7")
 
@@ -95,7 +95,7 @@ def test_layers_that_mlx_cannot_pack_are_named(
     assert convert(done.path, tmp_path / "back", dequantize=True).args == drafter.args
 
 
-def test_a_quantization_that_fits_no_layer_is_refused(tmp_path: Path) -> None:
+def test_quantizing_no_layer_is_refused(tmp_path: Path) -> None:
     source = apple(tmp_path / "in", tensors(make(**WIDE)))
     pattern = "no layer can be quantized: .* is not quantized: MLX does not pack .* weights by 7"
     refused(source, pattern, tmp_path / "result", "-q", "--q-group-size", "7")
@@ -104,7 +104,7 @@ def test_a_quantization_that_fits_no_layer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("variant", ["input projection", "no blocks"])
-def test_dequantized_drafter_has_the_dtype_it_had(variant: str, mode: str, dtype: str, tmp_path: Path) -> None:
+def test_dequantized_drafter_has_its_original_dtype(variant: str, mode: str, dtype: str, tmp_path: Path) -> None:
     drafter = make(variant, **(WIDE | {"exit_dim": 64 if "projection" in variant else 128}))
     drafter.set_dtype(getattr(mx, dtype))
     packed = convert(apple(tmp_path / "in", tensors(drafter)), tmp_path / "packed", True, q_mode=mode).path
@@ -113,7 +113,7 @@ def test_dequantized_drafter_has_the_dtype_it_had(variant: str, mode: str, dtype
     expected = dequantize_model(load_drafter(packed))
     expected.set_dtype(getattr(mx, dtype))
     assert same(tensors(load_drafter(done.path)), tensors(expected))
-    # The file of a directory is dequantized as the directory is.
+    # A single file dequantizes to the same weights as its directory.
     assert came_through(convert(packed / WEIGHTS, tmp_path / "out2", dequantize=True), load_drafter(done.path))
 
 
@@ -165,4 +165,4 @@ def test_drafter_in_eight_bits_decodes_losslessly(tmp_path: Path) -> None:
     ids = encode(tokenizer, demo_prompts()[0])
     made = list(generate_step(ids, model, load_drafter(packed, model), max_tokens=24, beam_width=2, draft_depth=3))
     assert [token for token, _, _ in made] == [token for token, _, _ in generate_step(ids, model, max_tokens=24)]
-    assert any(drafted for _, _, drafted in made), "negative control: it guesses"
+    assert any(drafted for _, _, drafted in made), "negative control: it drafts"

@@ -1,4 +1,4 @@
-"""Heads in the layouts of their authors: what ours say of the same states is what the authors' code says."""
+"""Stateless heads in their authors' layouts: logits match what the original code computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = list_golden("heads/*")
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose output matrix is that of the golden heads of version 2."""
+    """A target with the output matrix of the golden Medusa v2 heads."""
     model = small_llama(hidden=48, vocab=97, tie_word_embeddings=False)
     model.lm_head.weight = read_golden("medusa_v2")[1]["target.lm_head.weight"]
     directory = tmp_path_factory.mktemp("target")
@@ -36,7 +36,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said_of(drafter: Drafter, golden: Arrays) -> np.ndarray:
-    """(N, 2, P, V) its logits where the golden file has logits."""
+    """(N, 2, P, V) the drafter's logits, arranged as in the golden file."""
     hidden, expected = golden["hidden_states"], golden["logits"]
     stages, texts, places = expected.shape[:3]
     tokens = golden.get("tokens", mx.zeros((texts, places + stages), mx.int32))
@@ -45,18 +45,18 @@ def said_of(drafter: Drafter, golden: Arrays) -> np.ndarray:
 
 
 def assert_golden(path: Path, name: str) -> None:
-    """What is loaded from there says what the original says."""
+    """Asserts that the loaded drafter reproduces the golden logits."""
     golden = read_golden(name)[1]
     np.testing.assert_allclose(said_of(load_drafter(path), golden), golden["logits"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_the_original(name: str, target: Path, tmp_path: Path) -> None:
+def test_logits_match_the_original(name: str, target: Path, tmp_path: Path) -> None:
     base_model = str(target) if name == "medusa_v2" else None
     done = convert(publish(name, tmp_path / "in"), tmp_path / "out", base_model=base_model)
     assert_golden(done.path, name)
     assert done.args.hidden_state == "after_norm" and done.difference[0] == 0
-    # Negative controls: tokens of another text, and the head on states that are scaled otherwise.
+    # Negative controls: tokens of another text, and states of another text.
     golden = read_golden(name)[1]
     if "tokens" in golden:
         assert not np.allclose(
@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_original(name: str, target: Path, tmp_path: Pat
     assert not np.allclose(said_of(load_drafter(done.path), other), golden["logits"], atol=1e-2)
 
 
-def test_a_published_head_is_loaded_as_it_is(tmp_path: Path) -> None:
+def test_a_published_head_loads_without_conversion(tmp_path: Path) -> None:
     loaded = load_drafter(publish("mlp_speculator", tmp_path / "in"))
     converted = load_drafter(convert(tmp_path / "in", tmp_path / "out").path)
     assert tree_flatten(loaded.parameters())[0][1].tolist() == tree_flatten(converted.parameters())[0][1].tolist()
@@ -74,13 +74,13 @@ def test_a_published_head_is_loaded_as_it_is(tmp_path: Path) -> None:
         load_drafter(tmp_path / "in", make_model())
 
 
-def test_a_depth_that_a_head_cannot_draft_is_refused(tmp_path: Path) -> None:
+def test_an_excessive_draft_depth_is_refused(tmp_path: Path) -> None:
     pattern = r"draft_depth must be from 1 to \d with this drafter, got 9"
     refused(publish("medusa", tmp_path / "in"), pattern, tmp_path / "out", "--draft-depth", "9")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "medusa" not in name])
-def test_greedy_draft_is_that_of_the_original(name: str, tmp_path: Path) -> None:
+def test_greedy_drafts_match_the_original(name: str, tmp_path: Path) -> None:
     drafter, golden = load_drafter(convert(publish(name, tmp_path / "in"), tmp_path / "out").path), read_golden(name)[1]
     places = golden["hidden_states"].shape[1]
     advance, state = drafter.begin(golden["hidden_states"][:, -1], lambda tokens: tokens), None
@@ -91,7 +91,7 @@ def test_greedy_draft_is_that_of_the_original(name: str, tmp_path: Path) -> None
         assert token.tolist() == expected.tolist()
 
 
-def test_the_hidden_state_it_reads_is_recorded(tmp_path: Path) -> None:
+def test_the_hidden_state_is_recorded(tmp_path: Path) -> None:
     source = publish("medusa", tmp_path / "in")
     status, out, _ = command("--hf-path", source, "--mlx-path", tmp_path / "out", "--hidden-state", "before_norm")
     assert status == 0 and "medusa, hidden size 48, vocabulary 97, heads 3, blocks 1; reads" in out
@@ -100,7 +100,6 @@ def test_the_hidden_state_it_reads_is_recorded(tmp_path: Path) -> None:
 
 
 def vllm(arrays: Arrays) -> Arrays:
-    """Medusa heads under vLLM's names."""
     renamed = {re.sub(r"^(\d)\.(\d)\.linear\.", r"blocks.\1.layers.\2.", name): x for name, x in arrays.items()}
     return {re.sub(r"^(\d)\.\d\.weight", r"lm_heads.\1.weight", name): x for name, x in renamed.items()}
 
@@ -115,11 +114,11 @@ VLLM = {
     "vocab_size": 97,
     **dict.fromkeys(("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path")),
 }
-"""What vLLM's config of Medusa heads says, and the keys of their authors' that it has not."""
+"""vLLM's config of Medusa heads; None removes the authors' keys."""
 
 
 def all_names(arrays: Arrays) -> Arrays:
-    """Tied tensors under every name that they are published with."""
+    """Tied tensors under all of their published names."""
     copies = {}
     for name, array in arrays.items():
         for stage in range(1, 4):
@@ -144,7 +143,7 @@ def all_names(arrays: Arrays) -> Arrays:
         ("arctic_lstm", lambda arrays: prefixed("speculator.", all_names(arrays))),
     ],
 )
-def test_other_names_of_a_kind_are_read(name: str, change: Any, tmp_path: Path) -> None:
+def test_alternative_tensor_names_are_read(name: str, change: Any, tmp_path: Path) -> None:
     directory = publish(name, tmp_path / "in", arrays=change(read_golden(name)[0]))
     assert_golden(convert(directory, tmp_path / "out").path, name)
 
@@ -167,7 +166,7 @@ def test_vllms_config_of_medusa_heads_is_read(tmp_path: Path) -> None:
     golden = read_golden("medusa")[1]
     found = said_of(load_drafter(convert(directory, tmp_path / "out2").path), golden)
     np.testing.assert_allclose(found[0], golden["logits"][0], atol=1e-4, rtol=0)
-    assert not np.allclose(found[1], golden["logits"][1], atol=1e-2), "the second head has had another matrix"
+    assert not np.allclose(found[1], golden["logits"][1], atol=1e-2), "its own matrix was dropped"
 
 
 def test_a_single_medusa_head_is_read(tmp_path: Path) -> None:
@@ -191,7 +190,7 @@ def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path) -> None:
 
 
 def changed(name: str, drop: str = "nothing", arrays: Arrays | None = None, **config: Any) -> Any:
-    """Writes a published head without some tensors, with others, and with another config."""
+    """Writes a published head with some tensors dropped or replaced, and config changes."""
     weights = {key: array for key, array in read_golden(name)[0].items() if drop not in key} | (arrays or {})
     return lambda directory: publish(name, directory, arrays=weights, **config)
 
@@ -229,7 +228,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_half_a_head_is_refused(case: str, tmp_path: Path) -> None:
+def test_incomplete_heads_are_refused(case: str, tmp_path: Path) -> None:
     write, pattern = REFUSED[case]
     write(tmp_path / "in")
     refused(tmp_path / "in", pattern.replace("IN", re.escape(str(tmp_path / "in"))), tmp_path / "result")
@@ -286,7 +285,7 @@ def test_wrong_token_counts_are_refused(counts: Any, size: int, pattern: str, tm
 
 
 @pytest.mark.parametrize("kind", ["medusa", "mlp_speculator", "arctic_lstm"])
-def test_a_head_is_quantized_and_dequantized(kind: str, tmp_path: Path) -> None:
+def test_heads_are_quantized_and_dequantized(kind: str, tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()
     drafter = make_head(kind, 64, 96, inner_dim=64)

@@ -1,4 +1,4 @@
-"""Every known form of a drafter is read, to the bit; what is not one drafter is refused in one line."""
+"""Every known drafter layout is read bit for bit; anything else is rejected with one line."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ OWN_NAMES = (
     "a compiled head and a wrapped block",
     "TensorRT-LLM, 2 ranks",
 )
-"""Forms with names of their own, which depend on what a drafter consists of."""
+"""Layouts whose tensor names depend on the variant."""
 
 
 @pytest.mark.parametrize(
     ("form", "variant"),
     [*product(OWN_NAMES, VARIANTS), *((form, "input projection") for form in FORMS if form not in OWN_NAMES)],
 )
-def test_every_form_is_read_to_the_bit(form: str, variant: str, tmp_path: Path) -> None:
+def test_every_layout_is_read_bit_for_bit(form: str, variant: str, tmp_path: Path) -> None:
     drafter = make(variant)
     done = convert(FORMS[form](tmp_path / "in", tensors(drafter)), tmp_path / "out")
     assert came_through(done, drafter) and done.difference[0] == 0
-    # Negative control: another drafter of the same sizes is not this one.
+    # Negative control: a different drafter of the same sizes.
     assert not came_through(done, make(variant, seed=1))
 
 
@@ -66,7 +66,7 @@ def test_ranks_are_joined_without_padding(size: int, padding: int, tmp_path: Pat
     assert any(f"the last {padding} rows" in note for note in done.notes) == bool(padding)
 
 
-def test_unused_norm_is_left_out(tmp_path: Path) -> None:
+def test_an_unused_norm_is_dropped(tmp_path: Path) -> None:
     drafter = make("input projection")
     arrays = {name.replace("input_proj.", "input_projs."): array for name, array in tensors(drafter).items()}
     done = convert(apple(tmp_path / "in", arrays | {"emb_norm.weight": mx.ones((24,))}), tmp_path / "out")
@@ -75,7 +75,7 @@ def test_unused_norm_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", [-1, None, 10**30, "line\nbreak"], ids=repr)
 @pytest.mark.parametrize("form", ["Apple's directory", "TensorRT-LLM, 2 ranks"])
-def test_sizes_in_a_config_change_nothing_or_are_refused(form: str, said: Any, tmp_path: Path) -> None:
+def test_config_sizes_must_match_the_tensors(form: str, said: Any, tmp_path: Path) -> None:
     directory = FORMS[form](tmp_path / "in", tensors(make()))
     config = json.loads((directory / CONFIG).read_text())
     sizes = ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "redrafter_num_layers")
@@ -93,7 +93,7 @@ Write = Callable[[Path], Any]
 
 
 def holding(change: Callable[[Arrays], Arrays], said: dict[str, Any] | None = None, **sizes: Any) -> Write:
-    """Apple's directory with other tensors than those of a sound drafter, and a config that says `said`."""
+    """Apple's layout with changed tensors and `said` as its config."""
     return lambda directory: apple(directory, change(tensors(make(**sizes))), **(said or {}))
 
 
@@ -106,7 +106,7 @@ def without(text: str, said: dict[str, Any] | None = None, **sizes: Any) -> Writ
 
 
 def second_rank(change: Callable[[Arrays], Arrays]) -> Write:
-    """TensorRT-LLM's directory with other tensors in its second rank."""
+    """TensorRT-LLM's layout with changed tensors in the second rank."""
 
     def write(directory: Path) -> None:
         ranks(directory, tensors(make()), 2)
@@ -118,7 +118,7 @@ def second_rank(change: Callable[[Arrays], Arrays]) -> Write:
 
 
 def without_last_rank(directory: Path) -> None:
-    """Three of four ranks, of a drafter whose tensors fit each other all the same."""
+    """Three of four ranks; the remaining tensors still fit each other."""
     ranks(directory, tensors(make("no blocks", rnn=False)), 4)
     (directory / "rank3.safetensors").unlink()
 
@@ -126,7 +126,7 @@ def without_last_rank(directory: Path) -> None:
 HEADS = {f"{head}.{name}": mx.ones((4, 4)) for head in range(3) for name in ("0.linear.weight", "1.weight")}
 
 REFUSED: dict[str, tuple[Write, str]] = {
-    # Other things than a drafter.
+    # Not a drafter.
     "Hydra": (holding(lambda _: prefixed("hydra_head.", HEADS)), "IN holds Hydra heads, which are not supported"),
     "EAGLE": (
         holding(lambda _: {"fc.weight": mx.ones((4, 8)), "layers.0.self_attn.q_proj.weight": mx.ones((4, 4))}),
@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
         r"IN holds no drafter: its tensors are \['lm_head.weight'\]",
     ),
     "two heads": (with_tensors(lm_head__weight=mx.ones((60, 48))), "IN holds two drafters: 'lm_head.1.weight' and .*"),
-    # Tensors that are missing, too many, or of another kind.
+    # Missing, surplus or mismatched tensors.
     **{
         f"no {name}": (without(name, exit_dim=36), "(incomplete drafter: |not a drafter: )?IN.*")
         for name in sorted(tensors(make("input projection")))
@@ -213,7 +213,7 @@ GUESSED = np.array([0, 3, 5, 8, 13, 21, 34, 55, 61, 60, 1, 2])
 
 
 def make_partial() -> Drafter:
-    """A drafter that can guess some tokens only."""
+    """A drafter with a draft vocabulary."""
     return partial_drafter(small_drafter(), GUESSED)
 
 
@@ -234,7 +234,7 @@ def test_damaged_draft_vocabulary_is_refused(
     refused(tmp_path / "in", pattern, tmp_path / "result")
 
 
-def test_draft_vocabulary_is_read_of_ranks(tmp_path: Path) -> None:
+def test_draft_vocabulary_is_read_from_ranks(tmp_path: Path) -> None:
     ranks(tmp_path, tensors(make_partial()), 2)
     configure(tmp_path, **json.loads((tmp_path / CONFIG).read_text()) | {"vocab_size": VOCAB})
     assert same(tensors(load_drafter(convert(tmp_path, tmp_path / "out").path)), tensors(make_partial()))

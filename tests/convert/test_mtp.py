@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers: taken out of whole models, in every published form, and decoded with."""
+"""Multi-token-prediction layers: extracted from models in every published form, then used for drafting."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from mlx_redrafter.errors import CheckpointError, RedrafterError
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 FEW = 8
-"""A vocabulary so small that random drafters are often right."""
+"""Small enough that random drafters are often right."""
 
 TARGETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3")
 
 
 def layer_of(config: dict[str, Any]) -> mtp.Drafter:
-    """A random layer of multi-token prediction for a model of this config."""
+    """A random multi-token-prediction layer for a model config."""
     text = config.get("text_config", config)
     model_type = text["model_type"].removesuffix("_text").removesuffix("_moe")
     own = mtp.select_layer_config(text, model_type)
@@ -42,7 +42,7 @@ def layer_of(config: dict[str, Any]) -> mtp.Drafter:
 
 
 def published(kind: str, **more: Any) -> tuple[mtp.Drafter, dict[str, Any]]:
-    """(a small random layer, its model's config)."""
+    """Returns (a small random layer, its model's config)."""
     made: Any = make_cached(kind)
     return made, made.args.layer_config | more
 
@@ -77,13 +77,13 @@ def test_a_models_own_layer_drafts_for_it(name: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_quantized_layers_guess_alike(name: str, tmp_path: Path) -> None:
+def test_quantized_layers_guess_nearly_the_same(name: str, tmp_path: Path) -> None:
     layer = layer_of(CONFIGS[name])
     directory = save_base(tmp_path / "in", CONFIGS[name], name_as_published(layer))
     how: dict[str, Any] = {"quantize": True, "q_bits": 8, "q_group_size": 32}
     done = convert(from_base=directory, mlx_path=tmp_path / "out", **how)
     difference, largest = done.difference
-    assert 0 < difference < 0.3 * largest  # another expert may be chosen
+    assert 0 < difference < 0.3 * largest  # quantization may select other experts
     found = tensors(load_drafter(done.path))
     packed = {key.removesuffix(".scales") for key in found if key.endswith(".scales")}
     matrices = {key.removesuffix(".weight") for key, array in tensors(layer).items() if array.ndim > 1}
@@ -94,7 +94,7 @@ def test_quantized_layers_guess_alike(name: str, tmp_path: Path) -> None:
     assert not close(layer, load_drafter(plain.path))
 
 
-def test_only_the_bias_of_a_router_keeps_its_dtype(tmp_path: Path) -> None:
+def test_only_the_router_bias_keeps_its_dtype(tmp_path: Path) -> None:
     layer, config = published("mtp deepseek_v3", num_hidden_layers=3)
     directory = save_base(tmp_path / "in", config, name_as_published(layer))
     found = tensors(load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out", dtype="bfloat16").path))
@@ -118,14 +118,14 @@ def test_experts_in_half_precision_are_refused_on_a_cpu(is_cpu: bool, monkeypatc
 
 
 def decode_e4m3(codes: np.ndarray) -> np.ndarray:
-    """What numbers of four exponent bits and three others mean (arXiv 2209.05433), in float64."""
+    """Decodes FP8 codes to float64: 4 exponent and 3 mantissa bits (arXiv 2209.05433)."""
     sign, exponent, mantissa = codes >> 7, (codes >> 3) & 15, codes & 7
     sizes = np.where(exponent > 0, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0), mantissa / 8 * 2.0**-6)
     return np.where(sign, -sizes, sizes)
 
 
 def pack(array: mx.array, rows: int, columns: int) -> tuple[mx.array, mx.array, np.ndarray]:
-    """(FP8 codes, scales, what they mean) of a matrix or several, with a scale for each block."""
+    """Quantizes blocks to FP8. Returns (codes, scales, decoded values)."""
     *_, height, width = array.shape
     generator = np.random.default_rng(height)
     scales = generator.uniform(0.5, 2, (*array.shape[:-2], -(-height // rows), -(-width // columns)))
@@ -141,7 +141,7 @@ def test_blocks_of_fp8_are_dequantized(kind: str, fused: bool, tmp_path: Path) -
     arrays, meant = Arrays(), dict[str, np.ndarray]()
     for name, array in name_as_published(layer, fused=fused).items():
         arrays[name] = array
-        if array.ndim > 1 and "fc." not in name:  # some stay as they were
+        if array.ndim > 1 and "fc." not in name:  # some stay unquantized
             arrays[name], arrays[f"{name}_scale_inv"], meant[name] = pack(array, 24, 16)
     directory = save_base(tmp_path / "in", config, arrays)
     found = load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out", dtype="float32").path)
@@ -166,7 +166,7 @@ def test_ragged_blocks_are_multiplied_by_their_own_scale() -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_of_several_layers_the_first_is_used(kind: str, tmp_path: Path) -> None:
+def test_the_first_of_several_layers_is_used(kind: str, tmp_path: Path) -> None:
     layer, config = published(kind, num_hidden_layers=3)
     first = name_as_published(layer)
     later = {
@@ -179,7 +179,7 @@ def test_of_several_layers_the_first_is_used(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_layer_alone_is_a_drafter_and_a_small_model_needs_no_index(kind: str, tmp_path: Path) -> None:
+def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind: str, tmp_path: Path) -> None:
     layer, config = published(kind, num_hidden_layers=3)
     alone, whole = tmp_path / "alone", tmp_path / "whole"
     for directory, more in ((alone, Arrays()), (whole, base(hidden=64, vocab=40))):
@@ -196,7 +196,7 @@ def test_a_layer_alone_is_a_drafter_and_a_small_model_needs_no_index(kind: str, 
 
 
 def test_models_without_such_a_layer_are_refused(tmp_path: Path) -> None:
-    """As mlx-lm has converted them, with and without an index."""
+    """mlx-lm's conversions, with and without an index."""
     advice = "few models have one, and conversions to MLX leave it out; give the repository of such a model's authors"
     for count, directory in enumerate((tmp_path / "one", tmp_path / "two"), 1):
         arrays = base()
@@ -291,7 +291,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     refused(directory, f"{directory / INDEX} does not say .*", tmp_path / "result", origin="--from-base")
 
 
-def test_either_a_drafter_or_a_model_is_given(tmp_path: Path) -> None:
+def test_exactly_one_source_is_required(tmp_path: Path) -> None:
     for given in ({}, {"hf_path": tmp_path, "from_base": tmp_path}):
         with pytest.raises(RedrafterError, match="give either a drafter"):
             convert(mlx_path=tmp_path / "out", **given)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The directory that `convert` writes: what is in it, what it replaces, and what is left when a run fails."""
+"""The directory that `convert` writes: its files, what it may replace, and what a failed run leaves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARD = "model-00001-of-00002.safetensors"
 
 
 def contents(directory: Path) -> dict[str, bytes | str]:
-    """Every file and link below a directory."""
+    """Contents of every file and link below a directory."""
     return {
         str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -35,14 +35,14 @@ def contents(directory: Path) -> dict[str, bytes | str]:
 
 
 def refused(pattern: str, root: Path, *arguments: str | Path) -> None:
-    """Asserts exit code 1, one line and not a byte changed below `root`."""
+    """Asserts exit code 1, one line of error, and no changes below `root`."""
     was = contents(root)
     status, out, said = command(*arguments)
     assert (status, out) == (1, "") and re.fullmatch(f"error: {pattern}\n", said), said
     assert contents(root) == was
 
 
-def test_config_is_one_that_apples_code_reads(tmp_path: Path) -> None:
+def test_config_is_readable_by_apples_code(tmp_path: Path) -> None:
     done = convert(apple(tmp_path / "in", tensors(make("input projection"))), tmp_path / "out")
     assert json.loads((done.path / CONFIG).read_text()) == {
         "model_type": "recurrent_drafting_drafter",
@@ -64,7 +64,7 @@ def test_model_card_keeps_local_paths_out(tmp_path: Path) -> None:
 
 
 def filled(name: str) -> Callable[[Path], Any]:
-    """A drafter's directory with one more file."""
+    """A drafter directory with one more file."""
 
     def write(directory: Path) -> None:
         save_drafter(directory, make(seed=1))
@@ -130,7 +130,7 @@ def test_unwritable_places_are_refused(place: str, tmp_path: Path, monkeypatch: 
 
 
 def limit_files() -> None:
-    """No file may grow beyond 10 kB, as if the disk were full."""
+    """Limits files to 10 kB, as a full disk would."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 
@@ -168,7 +168,7 @@ convert(sys.argv[1], sys.argv[2])
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_killed_run_leaves_nothing_that_loads(how: signal.Signals, tmp_path: Path) -> None:
+def test_a_killed_run_leaves_nothing_loadable(how: signal.Signals, tmp_path: Path) -> None:
     source, into = apple(tmp_path / "in", tensors(make())), tmp_path / "result"
     into.mkdir()
     with subprocess.Popen(
@@ -185,12 +185,12 @@ def test_killed_run_leaves_nothing_that_loads(how: signal.Signals, tmp_path: Pat
         assert how != signal.SIGINT
         with pytest.raises(CheckpointError, match=r"no config\.json in"):
             load_drafter(left)
-    # What it was writing does not stand in the way of the next run.
+    # Leftovers do not block the next run.
     assert came_through(convert(source, into / "out"), make())
 
 
 class Api:
-    """Stands in for the hub."""
+    """A fake hub API."""
 
     def create_repo(self, **options: Any) -> None:
         assert options == {"repo_id": options["repo_id"], "exist_ok": True}

@@ -1,4 +1,4 @@
-"""Pickles: tensors are read from them as from safetensors, nothing is executed, and anything else is refused."""
+"""Pickles: tensors are read as from safetensors, nothing is executed, anything else is rejected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pickled(torch: Any, path: Path, value: Any, **options: Any) -> Path:
 
 
 def to_torch(torch: Any, arrays: Arrays) -> dict[str, Any]:
-    """The same tensors as torch's."""
+    """The same arrays as torch tensors."""
     return {
         name: torch.from_numpy(np.array(array.astype(mx.float32))).to(getattr(torch, str(array.dtype).split(".")[-1]))
         for name, array in arrays.items()
@@ -89,7 +89,7 @@ def test_pickled_shards_are_read_together(torch: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_parameters_views_and_doubles_are_read(torch: Any, tmp_path: Path) -> None:
+def test_parameters_views_and_float64_are_read(torch: Any, tmp_path: Path) -> None:
     values = to_torch(torch, tensors(make()))
     values["rnn_u.weight"] = torch.nn.Parameter(values["rnn_u.weight"].T.contiguous().T)
     values["rnn_u.bias"] = torch.cat([torch.zeros(3), values["rnn_u.bias"]])[3:]
@@ -131,7 +131,7 @@ def test_no_pickle_is_executed(function: Any, how: str, torch: Any, tmp_path: Pa
     refused(path, f"{path} is refused: expected tensors alone, as torch.save.module.state_dict.*", tmp_path / "result")
     assert not mark.exists()
     torch.load(path, weights_only=False) if how != "pickle" else pickle.loads(path.read_bytes())
-    assert mark.exists(), "negative control: it would have been executed"
+    assert mark.exists(), "negative control: unpickling would have executed it"
 
 
 ITSELF: dict[str, Any] = {}

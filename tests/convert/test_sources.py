@@ -1,4 +1,4 @@
-"""Which files are read of a directory, of a file and of a hub repository, and which are refused or never opened."""
+"""Which files of a directory, a path or a hub repository are read, rejected, or never opened."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from mlx_redrafter.drafters import loading
 from mlx_redrafter.errors import CheckpointError
 
 Write = Callable[[Path], Path | None]
-"""Puts something into a directory; the path to convert, when it is not the directory."""
+"""Writes files into a directory; returns the path to convert if it is not the directory."""
 
 
 def files(*names: str) -> Write:
-    """Files by these names."""
+    """Writes files with these names."""
 
     def write(directory: Path) -> None:
         for name in names:
@@ -58,7 +58,7 @@ def files(*names: str) -> Write:
 
 
 def file(name: str) -> Write:
-    """A single file, given by its own path."""
+    """Writes one file and returns its path."""
     return lambda directory: files(name)(directory) or directory / name
 
 
@@ -68,7 +68,7 @@ def without_first_rank(directory: Path) -> None:
 
 
 def configured(directory: Path, text: bytes) -> Path:
-    """The directory, with another config."""
+    """Replaces the config."""
     (directory / CONFIG).write_bytes(text)
     return directory
 
@@ -115,8 +115,8 @@ def test_paths_without_a_drafter_are_refused(case: str, tmp_path: Path) -> None:
     refused(source, pattern.replace("IN", re.escape(str(source))), tmp_path / "result")
 
 
-def test_trainers_own_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails
+def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing torch fails
     directory = trainer(tmp_path / "in", tensors(make()))
     assert came_through(convert(directory, tmp_path / "out"), make())
     (directory / WEIGHTS).unlink()
@@ -132,7 +132,7 @@ def test_single_file_ignores_a_base_models_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash2", "dspark", "qwen3_5_mtp", "deepseek_v3_mtp"])
-def test_of_heads_with_layers_the_config_beside_a_file_is_read(name: str, tmp_path: Path) -> None:
+def test_heads_with_layers_read_the_config_beside_their_file(name: str, tmp_path: Path) -> None:
     directory = publish(name, tmp_path / "in")
     (file,) = directory.glob("*.safetensors")
     done = convert(file, tmp_path / "out")
@@ -140,12 +140,12 @@ def test_of_heads_with_layers_the_config_beside_a_file_is_read(name: str, tmp_pa
 
 
 class Hub:
-    """Stands in for the Hugging Face hub, with repositories in a directory: `owner/name/revision/files`.
+    """A fake Hugging Face hub with its repositories in a directory: `owner/name/revision/files`.
 
     Attributes:
-        downloaded: names of files that were asked for last.
-        ever_downloaded: of those that were asked for at all.
-        is_reached: whether there is a network; without one only what was downloaded is there.
+        downloaded: files of the last request.
+        ever_downloaded: files of all requests.
+        is_reached: False simulates being offline; only earlier downloads are found then.
     """
 
     def __init__(self, root: Path) -> None:
@@ -215,7 +215,7 @@ def test_only_config_and_weights_are_downloaded(
     assert not list(hub.root.rglob("*.executed"))
 
 
-def test_what_was_downloaded_before_needs_no_network(hub: Hub, tmp_path: Path) -> None:
+def test_downloaded_files_need_no_network(hub: Hub, tmp_path: Path) -> None:
     apple(hub.root / "some" / "drafter" / "main", tensors(make()))
     trap(hub.root / "some" / "drafter" / "main" / "pytorch_model.bin")
     hub.is_reached = False
@@ -226,15 +226,15 @@ def test_what_was_downloaded_before_needs_no_network(hub: Hub, tmp_path: Path) -
     assert came_through(convert("some/drafter", tmp_path / "second"), make())
 
 
-def test_pickle_is_downloaded_without_safetensors_only(hub: Hub, tmp_path: Path) -> None:
+def test_pickles_are_downloaded_only_without_safetensors(hub: Hub, tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "training_args.bin"):
         trap(hub.root / "some" / "pickle" / "main" / name)
     refused("some/pickle", ".*pytorch_model.bin .*", tmp_path / "result")
     assert hub.downloaded == ["pytorch_model.bin"] and not list(hub.root.rglob("*.executed"))
 
 
-def test_of_a_model_only_the_shards_with_its_layer_are_downloaded(hub: Hub, tmp_path: Path) -> None:
-    """And of one that is given for a drafter no shard."""
+def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    """A model passed as a drafter downloads no shard."""
     layer: Any = make_cached("mtp qwen3_5")
     place = save_base(hub.root / "some" / "model" / "main", layer.args.layer_config, name_as_published(layer))
     shards = sorted(file.name for file in place.glob("*.safetensors"))
@@ -266,7 +266,7 @@ def test_a_model_without_a_drafter_is_not_downloaded(hub: Hub, tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"^some/mamba holds a tensor that no .* has: 'backbone"):
         load_drafter("some/mamba")
     assert WEIGHTS not in hub.ever_downloaded
-    # An index that names other files than those that are there says nothing about them.
+    # An index that names missing files says nothing about the weights.
     (place / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), "other.safetensors")}))
     refused("some/model", ".* is a llama, not a drafter: .* as --draft-model", tmp_path / "result")
     assert len(hub.ever_downloaded) == 4

@@ -1,4 +1,4 @@
-"""Files of tensors: every dtype a drafter is stored in, damaged files, and what a failed download leaves."""
+"""Tensor files: every dtype of stored drafters, damaged files, and leftovers of failed downloads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Change = Callable[[bytes], bytes]
 
 
 def header(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """The same file with another header."""
+    """Replaces the header of a safetensors file."""
 
     def changed(content: bytes) -> bytes:
         size = struct.unpack("<Q", content[:8])[0]
@@ -30,7 +30,7 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def entry(**values: Any) -> Change:
-    """The same file with other values for one tensor in its header."""
+    """Changes one tensor's entry in the header."""
     return header(lambda entries: entries["rnn_w.weight"].update(values))
 
 

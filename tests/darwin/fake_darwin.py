@@ -1,10 +1,10 @@
-"""Makes Python on Linux look like Python on macOS, as far as Python code can see it.
+"""Makes Python on Linux look like Python on macOS.
 
     python tests/darwin/fake_darwin.py
 
-installs it into the environment that runs it, for all processes there with FAKE_DARWIN=1. As on a Mac are the system's
-name, functions, files and packages that only Linux has, how processes are started and how many files may be open. Not
-emulated are Metal, kqueue, BSD's tools and a file system that ignores case.
+installs it into the current environment, for all processes with FAKE_DARWIN=1. It covers the platform's name,
+Linux-only functions, files and packages, the process start method and the limit of open files. It does not emulate
+Metal, kqueue, BSD tools or case-insensitive file systems.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ LINUX_ONLY = {
     "time": "CLOCK_BOOTTIME CLOCK_TAI",
 }
 BUILTIN = {"os": "posix", "socket": "_socket", "signal": "_signal"}
-"""The modules that some of them are taken from."""
+"""The C modules behind some of them."""
 LINUX_PACKAGES = ("mlx-cpu", "scipy-openblas32")
 HIDDEN = ("/proc", "/sys", "/dev/full", "/dev/shm")
 OPEN_FILES = 256
-"""What `ulimit -n` says in a new terminal."""
+"""The default of `ulimit -n` in a new terminal."""
 
 
 def apply() -> None:
-    """Changes this process, once, before anything else is imported."""
+    """Patches this process. Call it once, before any other import."""
     if sys.platform == "darwin":
         return
     import sysconfig
 
-    sysconfig.get_config_vars()  # from a file that has Linux in its name
+    sysconfig.get_config_vars()  # cached now; its source file has Linux in its name
     sys.platform = "darwin"
     name_system()
     remove_names()
@@ -50,7 +50,7 @@ def apply() -> None:
 
 
 def name_system() -> None:
-    """The system's name and version: macOS 15.6 on Apple silicon."""
+    """Reports macOS 15.6 on Apple silicon."""
     import platform
 
     names = ("Darwin", "mac.local", "24.6.0", "Darwin Kernel Version 24.6.0", "arm64")
@@ -61,7 +61,7 @@ def name_system() -> None:
 
 
 def remove_names() -> None:
-    """Functions and constants that only Linux has."""
+    """Removes Linux-only functions and constants."""
     from importlib import import_module
 
     for name, absent in LINUX_ONLY.items():
@@ -72,7 +72,7 @@ def remove_names() -> None:
 
 
 def hide_files() -> None:
-    """Files and folders that only Linux has cannot be found."""
+    """Hides Linux-only files and folders."""
     import errno
 
     def is_hidden(path: object) -> bool:
@@ -102,7 +102,7 @@ def hide_files() -> None:
 
 
 def hide_packages() -> None:
-    """Packages that are not installed on a Mac, and modules of macOS that others ask for."""
+    """Hides packages that a Mac lacks; stubs the macOS modules that others import."""
     import types
     from importlib import metadata
 
@@ -114,17 +114,17 @@ def hide_packages() -> None:
         return find(name)
 
     metadata.Distribution.from_name = from_name  # type: ignore[method-assign, assignment]
-    proxies = types.ModuleType("_scproxy")  # which urllib asks for the system's proxies
+    proxies = types.ModuleType("_scproxy")  # urllib reads proxy settings from it
     proxies._get_proxy_settings = proxies._get_proxies = dict  # type: ignore[attr-defined]
-    certificates = types.ModuleType("truststore._macos")  # which httpcore2 asks for the system's certificates
+    certificates = types.ModuleType("truststore._macos")  # httpcore2 reads certificates from it
     certificates._configure_context = certificates._verify_peercerts_impl = None  # type: ignore[attr-defined]
     sys.modules |= {"_scproxy": proxies, "truststore._macos": certificates}
     sys.modules["trio"] = None  # type: ignore[assignment]  # it needs kqueue
-    os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # of which trio has one
+    os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # trio registers one
 
 
 def install() -> None:
-    """Into this environment; prints the file that does it."""
+    """Writes the .pth file into the environment and prints its path."""
     import sysconfig
     from pathlib import Path
 

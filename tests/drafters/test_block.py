@@ -1,4 +1,4 @@
-"""Block drafters: what a block sees of the text, how long it is, and what a guess depends on."""
+"""Block drafters: what a block attends to, its length, and what a guess depends on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_redrafter.planning.acceptance import find_acceptance, scale_row
 from mlx_redrafter.planning.planner import candidate_plans
 
 FEW = 8
-"""A vocabulary so small that random drafters are often right."""
+"""Small enough that random drafters are often right."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 def guess_after(
     drafter: Drafter, told: list[tuple[int, int]], *, size: int = 400, depth: int = 3, model: Any = None
 ) -> mx.array:
-    """(D, V) logits of a draft's chain of zeros, of a source that was told these spans of one text."""
+    """(D, V) logits of a chain of zeros, drafted after the source has seen these spans of one text."""
     model = model or make_model()
     source: Any = drafter.open(model)
     reading = Reading(source, model, make_prompt(size))
@@ -45,17 +45,17 @@ def guess_after(
 
 
 def differ(one: mx.array, other: mx.array) -> bool:
-    """Whether logits are not the same, but for rounding."""
+    """Whether logits differ by more than rounding."""
     return not np.allclose(one, other, atol=1e-4)
 
 
-def test_windows_count_positions_and_rows_out_of_reach_are_dropped() -> None:
-    """The widest window of `dflash 2` is 7: six positions before the root count, however many rows there are."""
+def test_windows_count_positions_and_drop_older_rows() -> None:
+    """The widest window of `dflash 2` is 7: six positions before the root, however many rows there are."""
     drafter, size = make_cached("dflash 2"), MAX_EXCESS + 100
     whole = guess_after(drafter, [(0, 300), (300, size)], size=size)
     assert not differ(whole, guess_after(drafter, [(size - 6, size)], size=size))
     assert differ(whole, guess_after(drafter, [(size - 5, size)], size=size))
-    # After a hole the rows before it are near, their positions are not.
+    # Rows before a gap are near the end of the cache, but not in position.
     assert not differ(
         guess_after(drafter, [(0, 90), (size - 2, size)], size=size),
         guess_after(drafter, [(size - 2, size)], size=size),
@@ -78,8 +78,8 @@ def test_a_window_bounds_the_cache(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_rows_of_a_block_see_each_other(kind: str) -> None:
-    """So a shorter draft has other guesses, unless all layers are causal."""
+def test_rows_of_a_block_attend_to_each_other(kind: str) -> None:
+    """So a shorter draft has different guesses, unless all layers are causal."""
     drafter: Any = make_cached(kind)
     short, long = guess_after(drafter, [(0, 9)], depth=2), guess_after(drafter, [(0, 9)], depth=5)
     assert differ(short, long[:2])
@@ -89,7 +89,7 @@ def test_rows_of_a_block_see_each_other(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_a_guess_depends_on_the_token_before_it_with_a_selector_or_a_markov_head(kind: str) -> None:
+def test_selector_and_markov_heads_depend_on_the_previous_token(kind: str) -> None:
     model = make_model()
     source: Any = make_cached(kind).open(model)
     Reading(source, model, make_prompt(20)).tell(source)
@@ -124,7 +124,7 @@ def test_auto_plans_no_deeper_than_a_block(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3"])
 def test_embeddings_are_scaled_as_the_target_does(name: str) -> None:
-    """Gemma's models multiply them by the root of their width; a config may say something else."""
+    """Gemma multiplies them by the square root of the width; a config may override the factor."""
     model = make_family(name)
     hidden, vocab = model_sizes(model)
     drafter: Any = make_cached("dflash", hidden, vocab, layers=len(model.layers))
@@ -137,7 +137,7 @@ def test_embeddings_are_scaled_as_the_target_does(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_states_of_a_target_in_float16_do_not_overflow_in_bfloat16(dtype: mx.Dtype) -> None:
-    """With float16 they do."""
+    """They overflow in float16."""
     model, drafter = small_llama(hidden=64, vocab=40), make_cached("dspark")
     model.set_dtype(mx.float16)
     drafter.set_dtype(dtype)
@@ -149,14 +149,14 @@ def test_states_of_a_target_in_float16_do_not_overflow_in_bfloat16(dtype: mx.Dty
     assert mx.isfinite(logits).all().item() == (dtype == mx.bfloat16)
 
 
-def test_it_reads_layers_and_says_which() -> None:
+def test_the_captured_layers_are_described() -> None:
     drafter = make_cached("dspark", layers=5)
     assert drafter.args.describe_states() == "the outputs of layers 4, 0"
     assert AFTER_NORM not in drafter.open(make_model(layers=5)).capture
 
 
 @pytest.mark.parametrize("kind", ["eagle 1", "eagle 3", *BLOCK_KINDS])
-def test_sizes_of_published_heads_are_taken(kind: str) -> None:
+def test_published_sizes_are_accepted(kind: str) -> None:
     sizes = {"hidden_size": 5120, "width": 5120, "vocab_size": 248320, "intermediate_size": 17408, "head_dim": 128}
     others = {"mask_token_id": 248070, "block_size": 16, "markov_rank": 256, "selector_rank": 256, "selector_top_k": 16}
     args = make_cached(kind).args

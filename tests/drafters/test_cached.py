@@ -1,4 +1,4 @@
-"""Heads with a KV cache: plain decoding's tokens, and drafts as if the whole text had just been read."""
+"""Heads with a KV cache: plain decoding's tokens, and drafts that do not depend on how the text was read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_redrafter.engine.types import Kept
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 FEW = 8
-"""A vocabulary so small that random drafters are often right."""
+"""Small enough that random drafters are often right."""
 
 
 def fit(kind: str, model: Any) -> Drafter:
@@ -49,7 +49,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
         plain = run(model, prompt, prompt_cache=expected, **options)
         for context in (False, True):
             cache = make_prompt_cache(model)
-            with warnings.catch_warnings(action="ignore"):  # some take chains only
+            with warnings.catch_warnings(action="ignore"):  # some draft only chains
                 steps = run(model, prompt, drafter, plan=plan, prompt_cache=cache, context=context, **options)
             assert_same_steps(steps, plain, tolerance=2e-3)
             assert_same_cache(cache, expected, tolerance=2e-3)
@@ -59,7 +59,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
 
 
 class Watched:
-    """A drafter whose sources note each draft, and the text before its root."""
+    """A drafter whose sources record each draft and the text length before it."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter, self.drafts = drafter, list[tuple[int, Plan, mx.array]]()
@@ -68,7 +68,7 @@ class Watched:
         return getattr(self._drafter, name)
 
     def open(self, model: Any) -> Source:
-        """A source of the drafter's own class that notes its drafts."""
+        """A source of the drafter's own class that records its drafts."""
         source: Any = self._drafter.open(model)
         propose, end = source.propose, 0
 
@@ -92,7 +92,7 @@ def draft(source: Source, root: int, plan: Plan) -> list[int]:
 
 
 def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> list[int]:
-    """Those of a draft after `text`, whose last token is the root, of a source that is told all at once."""
+    """Tokens drafted by a new source that reads all of `text` at once; its last token is the root."""
     source = drafter.open(model)
     Reading(source, model, text[:-1]).tell(source)
     return draft(source, text[-1], plan)
@@ -100,8 +100,8 @@ def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> l
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
 @pytest.mark.parametrize("plan", [(1, 4), (3, 3, 6)], ids=str)
-def test_drafts_do_not_depend_on_how_the_text_was_told(plan: tuple[int, ...], kind: str) -> None:
-    """In pieces, plain steps and rounds, of which a part stays: a draft is that of a source that reads all at once."""
+def test_drafts_do_not_depend_on_how_the_text_was_read(plan: tuple[int, ...], kind: str) -> None:
+    """Chunked prefill, plain steps and partly accepted rounds give the drafts of a single read."""
     model = make_model(vocab=3)
     drafter, prompt = fit(kind, model), make_prompt(80, vocab=3)
     watched: Any = Watched(drafter)
@@ -120,7 +120,7 @@ def test_drafts_do_not_depend_on_how_the_text_was_told(plan: tuple[int, ...], ki
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_a_source_goes_on_after_an_early_end_and_a_fork(kind: str) -> None:
+def test_a_source_continues_after_an_early_end_and_a_fork(kind: str) -> None:
     model = make_model(vocab=FEW)
     drafter, prompt = fit(kind, model), make_prompt(12, vocab=FEW)
     plan = Plan(2, 3, 7)
@@ -128,7 +128,7 @@ def test_a_source_goes_on_after_an_early_end_and_a_fork(kind: str) -> None:
         source, cache = drafter.open(model), make_prompt_cache(model)
         text = [*prompt, *ids(run(model, prompt, source, max_tokens=count, plan=plan, prompt_cache=cache))]
         fork, more = source.fork(), make_prompt(3, vocab=FEW, seed=count)
-        for each in (fork, source):  # the one goes on another way, and the other is as if it had not
+        for each in (fork, source):  # the fork continues with another text and must not affect the source
             other = [3, 1, 2] if each is fork else more
             again = make_prompt_cache(model) if each is fork else cache
             if each is fork:
@@ -142,11 +142,11 @@ def test_a_source_goes_on_after_an_early_end_and_a_fork(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_a_plain_step_that_does_not_stay_leaves_those_before_it(kind: str) -> None:
+def test_rewinding_a_plain_step_keeps_earlier_ones(kind: str) -> None:
     model = make_model(vocab=FEW)
     drafter, tokens, plan = fit(kind, model), make_prompt(14, vocab=FEW), Plan(2, 3, 7)
     source: Any = drafter.open(model)
-    # As if decoding had run ahead with another token.
+    # As if decoding had run ahead with a wrong token.
     ahead = Reading(source, model, [*tokens[:12], (tokens[12] + 1) % FEW])
     for start, stop in ((0, 10), (10, 11), (11, 12), (12, 13)):
         ahead.tell(source, start, stop)
@@ -156,7 +156,7 @@ def test_a_plain_step_that_does_not_stay_leaves_those_before_it(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_a_hole_and_a_window_leave_it_the_last_positions(kind: str) -> None:
+def test_only_the_window_remains_after_a_gap(kind: str) -> None:
     model = make_model(vocab=FEW)
     drafter, size = fit(kind, model), MAX_EXCESS + 200
     source: Any = drafter.open(model)
@@ -171,7 +171,7 @@ def test_a_hole_and_a_window_leave_it_the_last_positions(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
 def test_rounds_fill_no_more_than_the_window(kind: str) -> None:
-    """Also those that drafted from the context alone, of which it drafts nothing."""
+    """Includes rounds drafted from the context alone, where the head drafts nothing."""
     model = make_model(vocab=FEW)
     drafter, size = fit(kind, model), MAX_EXCESS + 150
     source: Any = drafter.open(model)

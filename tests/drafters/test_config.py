@@ -1,4 +1,4 @@
-"""Configs of drafters: sizes that are published are taken, and what is out of range is refused by name."""
+"""Drafter configs: published sizes are accepted, values out of range are rejected by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PUBLISHED = eagle.DrafterArgs(8192, 151936, 6144, version=3, capture_layers=[1, 
 
 
 def test_published_sizes_are_read_from_a_config() -> None:
-    """Those of the other kinds in test_block.py."""
+    """test_block.py covers the other kinds."""
     assert eagle.DrafterArgs.derive({}, PUBLISHED.to_dict(), "it") == PUBLISHED
 
 
@@ -35,6 +35,6 @@ def test_published_sizes_are_read_from_a_config() -> None:
         ({"version": 2}, "expected version 1 or 3, got 2"),
     ],
 )
-def test_what_no_layer_has_is_refused(wrong: dict[str, Any], pattern: str) -> None:
+def test_sizes_out_of_range_are_refused(wrong: dict[str, Any], pattern: str) -> None:
     with pytest.raises(CheckpointError, match=pattern):
         eagle.DrafterArgs.derive({}, PUBLISHED.to_dict() | wrong, "it")

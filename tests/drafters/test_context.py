@@ -1,4 +1,4 @@
-"""Drafts from the context: what the index finds and how it judges it, and that decoding with it changes nothing."""
+"""Drafting from the context: which match is proposed, its estimated acceptance, and lossless decoding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def index(prompt: list[int], decoded: list[int] | None = None) -> ContextSource:
 
 
 def propose(made: ContextSource) -> tuple[list[int], list[float]] | None:
-    """(the tokens that it proposes, how likely so many of them are right), None for nothing."""
+    """Returns (proposed tokens, their cumulative acceptance), or None without a proposal."""
     forecast = made.forecast(0)
     if forecast is None:
         return None
@@ -56,14 +56,14 @@ def propose(made: ContextSource) -> tuple[list[int], list[float]] | None:
 
 
 def first_rate(prompt: list[int], decoded: list[int]) -> float:
-    """How likely the first token of the proposal is right."""
+    """Estimated acceptance of the first proposed token."""
     proposal = propose(index(prompt, decoded))
     assert proposal is not None
     return proposal[1][0]
 
 
 def longest_earlier_match(tokens: list[int]) -> int:
-    """By trying all: how many of the last tokens stand earlier, too; overlapping counts."""
+    """Brute force: how many of the last tokens also occur earlier, overlaps included."""
     best = 0
     for end in range(len(tokens) - 1):
         match = 0
@@ -77,11 +77,11 @@ def longest_earlier_match(tokens: list[int]) -> int:
     ("text", "proposed"),
     [
         ([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], [5, 6, 7, 8, 1, 2, 3, 4]),
-        ([1, 2, 3, 4, 5, 6, 9, 1, 2], [3, 4, 5, 6]),  # no longer than twice the match
-        ([1, 2, 3, 4, 2], [3, 4]),  # one token is enough
-        ([1, 2, 3, 4, 50, 60, 9, 3, 4, 70, 80, 9, 1, 2, 3, 4], [50, 60, 9, 3, 4, 70, 80, 9]),  # of the longest match
-        ([1, 2, 30, 8, 1, 2, 40, 7, 1, 2], [40, 7, 1, 2]),  # of the latest of equal ones
-        ([5, 1, 2, 3] + [1, 2, 3] * 4, [1, 2, 3] * 5),  # beyond the end of a loop
+        ([1, 2, 3, 4, 5, 6, 9, 1, 2], [3, 4, 5, 6]),  # at most twice the match
+        ([1, 2, 3, 4, 2], [3, 4]),  # one matching token suffices
+        ([1, 2, 3, 4, 50, 60, 9, 3, 4, 70, 80, 9, 1, 2, 3, 4], [50, 60, 9, 3, 4, 70, 80, 9]),  # the longest match wins
+        ([1, 2, 30, 8, 1, 2, 40, 7, 1, 2], [40, 7, 1, 2]),  # ties go to the latest match
+        ([5, 1, 2, 3] + [1, 2, 3] * 4, [1, 2, 3] * 5),  # loops continue past their end
         ([7] * 40, [7] * MAX_PROPOSAL),
         ([1, 2, 3, 4, 5, 6], None),
         ([7], None),
@@ -89,20 +89,20 @@ def longest_earlier_match(tokens: list[int]) -> int:
     ],
 )
 def test_proposes_what_followed_the_same_tokens(text: list[int], proposed: list[int] | None) -> None:
-    for made in (index(text), index([], text)):  # as a prompt, or decoded
+    for made in (index(text), index([], text)):  # as prompt, or as decoded tokens
         proposal = propose(made)
         assert (proposal and proposal[0]) == proposed
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_proposals_are_continuations_of_true_matches(seed: int) -> None:
+def test_proposals_continue_actual_matches(seed: int) -> None:
     generator = random.Random(seed)
     text = [generator.randrange(4) for _ in range(150)]
     made, cut = ContextSource(), generator.randrange(100)
     for start in range(0, cut, 37):
         made.read(text[start : min(cut, start + 37)])
     whole = propose(index(text[:cut]))
-    assert propose(made) == whole, "it may be read in pieces"
+    assert propose(made) == whole, "chunked reads give the same proposal"
     for length in range(cut, len(text)):
         made.confirm([text[length]])
         so_far, proposal = text[: length + 1], propose(made)
@@ -113,11 +113,11 @@ def test_proposals_are_continuations_of_true_matches(seed: int) -> None:
             assert all(1 > one >= other > 0 for one, other in pairwise(proposal[1]))
 
 
-def test_decoded_tokens_teach_how_likely_matches_are() -> None:
+def test_rates_are_learned_from_decoded_tokens() -> None:
     copied = [0, 1] + [2, 3, 4, 5] * 20
     misled = [token for i in range(200) for token in (1, 2, 10 + i)] + [1, 2]
     assert first_rate([], copied) > 0.9 and first_rate([], misled) < 0.1
-    assert first_rate(misled, []) == pytest.approx(context.PRIOR_RATES[1]), "a prompt teaches nothing"
+    assert first_rate(misled, []) == pytest.approx(context.PRIOR_RATES[1]), "prompts do not change the rates"
     made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
     forecast, proposal = made.forecast(2), propose(made)
     assert forecast is not None and proposal is not None
@@ -157,12 +157,12 @@ SAMPLED = {"temp": 0.9, "top_p": 0.95, "seed": 5}
 
 @pytest.fixture
 def use_index(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes decoding use what this is called with."""
+    """Replaces the ContextSource that decoding uses."""
     return lambda make: monkeypatch.setattr(pair, "ContextSource", make)
 
 
 @pytest.mark.parametrize(("plan", "right", "options"), pairs(PLANS, (0.0, 0.7, 1.0), ({}, SAMPLED)))
-def test_text_is_plain_decodings(plan: str, right: float, options: dict[str, Any], use_index: Any) -> None:
+def test_text_matches_plain_decoding(plan: str, right: float, options: dict[str, Any], use_index: Any) -> None:
     model, prompt = make_model(), make_prompt(9)
     plain, drafter = with_plain(model, prompt, 60, "mixed", width=PLANS[plan]["plan"][0], **options)
     text = [*prompt, *ids(run(model, prompt, max_tokens=80, **options))]
@@ -218,14 +218,14 @@ def test_a_continued_cache_is_drafted_from_its_history(use_index: Any) -> None:
     assert read == [*history, 3, 4]
 
 
-def test_on_by_default_off_where_asked() -> None:
+def test_context_is_on_by_default() -> None:
     model, prompt = make_model(), make_prompt(9)
 
     def drafted(**options: Any) -> int:
         return list(decode_tokens(prompt, model, None, Options(max_tokens=120, **options)))[-1].stats.context_drafted
 
     assert drafted() > 0, "this greedy text repeats itself"
-    assert drafted(plan=(1, 3)) > 0, "a plan says what the drafter drafts, and there is none"
+    assert drafted(plan=(1, 3)) > 0, "a plan sets the drafter's part only, and there is no drafter"
     assert drafted(context=False) == drafted(plan="off") == 0
     with pytest.raises(RedrafterError, match="either plan 'off' or context"):
         Options(plan="off", context=True)

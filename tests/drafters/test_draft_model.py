@@ -1,4 +1,4 @@
-"""A language model that drafts for another one: the text is plain decoding's, and its cache follows the text."""
+"""Draft models: the text is plain decoding's, and the draft model's cache follows it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from mlx_redrafter.planning import store
 from mlx_redrafter.planning.measure import measure_costs
 
 CLASSES = ["llama", "gemma3_text", "llama4_text", "deepseek_v32", "mamba", "qwen3_5", "recurrent_gemma", "gpt2"]
-"""KV caches, rings, chunks, lists of caches, states, states beside KV caches and rings; chains over KV caches."""
+"""KV caches, ring buffers, chunks, lists of caches, states, states with KV caches and rings; chains over KV caches."""
 
 TREES = {"llama", "gemma3_text", "llama4_text", "deepseek_v32"}
 
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 
 class Counting(nn.Module):
-    """A draft model that keeps the shapes of what it is given."""
+    """A draft model that records how many tokens each call reads."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def vocab_of(model: nn.Module) -> int:
 
 
 def ban_repeats(history: mx.array, logits: mx.array) -> mx.array:
-    """A processor that lets none of the last eight tokens come again."""
+    """A logits processor that bans the last eight tokens."""
     logits[:, history[-8:]] = -100.0
     return logits
 
@@ -97,8 +97,8 @@ def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_target_itself_is_nearly_always_right(name: str) -> None:
-    """With prompts shorter and longer than windows and chunks of 8, read in pieces: its cache is that of the text."""
+def test_a_target_drafting_for_itself_is_nearly_always_right(name: str) -> None:
+    """Chunked prompts, shorter and longer than windows and chunks of 8; caches hold exactly the text."""
     model = make_family(name)
     for size, temp in ((3, 0.8), (50, 0.0)):
         prompt, options = random_text(vocab_of(model), size), {"temp": temp, "seed": 3, "prefill_step_size": 9}
@@ -109,15 +109,15 @@ def test_the_target_itself_is_nearly_always_right(name: str) -> None:
                 warnings.simplefilter("always")
                 steps = run(model, prompt, DraftModel(model), max_tokens=25, plan=plan, prompt_cache=cache, **options)
             assert_same_steps(steps, plain, tolerance=2e-3)
-            # The likeliest path is not always that of the likeliest tokens.
+            # The likeliest path may differ from the path of likeliest tokens.
             assert steps[-1].stats.accepted >= (18 if plan[0] == 1 else 13), (size, plan)
-            assert bool(caught) is (name not in TREES and plan[0] > 1), "chains where the model takes no trees"
+            assert bool(caught) is (name not in TREES and plan[0] > 1), "only chains without tree support"
             run(model, [*prompt, *ids(plain)], max_tokens=0, prompt_cache=expected)
             assert_same_cache(cache, expected, tolerance=2e-3)
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_any_draft_model_leaves_the_text(name: str) -> None:
+def test_any_draft_model_leaves_the_text_unchanged(name: str) -> None:
     target, drafter = make_model(), DraftModel(make_family(name))
     prompt = make_prompt(12)
     for plan, temp in (((1, 4), 0.8), ((2, 2), 0.0)):
@@ -125,10 +125,10 @@ def test_any_draft_model_leaves_the_text(name: str) -> None:
         with warnings.catch_warnings(action="ignore"):
             steps = run(target, prompt, drafter, max_tokens=40, temp=temp, seed=5, plan=plan)
         assert_same_steps(steps, plain)
-        assert steps[-1].stats.drafted and steps[-1].stats.accepted < 20, "it knows nothing of this target"
+        assert steps[-1].stats.drafted and steps[-1].stats.accepted < 20, "a random target, so few guesses are right"
 
 
-def test_chains_of_a_model_without_trees_for_a_target_with_them() -> None:
+def test_a_draft_model_without_tree_support_drafts_chains() -> None:
     target, drafter = make_model(), DraftModel(make_family("mamba"))
     with pytest.warns(UserWarning, match="drafting chains, not trees, for llama: the draft model takes chains only"):
         steps = run(target, make_prompt(5), drafter, max_tokens=12, plan=(2, 3))
@@ -140,8 +140,8 @@ def test_chains_of_a_model_without_trees_for_a_target_with_them() -> None:
 
 @pytest.mark.parametrize("taken", [1, 2, 3, 4, 10])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_goes_on_where_its_text_was_left(family: str, taken: int) -> None:
-    """Early in a round, late in it, and with a fork whose text goes another way."""
+def test_it_continues_a_text_that_was_closed_early(family: str, taken: int) -> None:
+    """Closed early or late in a round, and with a fork that continues differently."""
     model = make_shared(family)
     prompt = random_text(50, 11)
     text = [*prompt, *ids(run(model, prompt, max_tokens=50))]
@@ -157,13 +157,13 @@ def test_it_goes_on_where_its_text_was_left(family: str, taken: int) -> None:
     rest = run(model, text[len(left) : len(left) + 2], source, max_tokens=20, plan=(1, 3),
                prompt_cache=cache, history=left)  # fmt: skip
     assert ids(rest) == text[len(left) + 2 : len(left) + 22] and rest[-1].stats.accepted >= 14
-    # A text that has nothing of the last one.
+    # A text that shares no prefix with the last one.
     fresh = run(model, prompt[::-1], source, max_tokens=20, plan=(1, 3))
     assert ids(fresh) == ids(run(model, prompt[::-1], max_tokens=20)) and fresh[-1].stats.accepted >= 14
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sessions_carry_it_on(family: str) -> None:
+def test_sessions_keep_its_cache(family: str) -> None:
     model, turns = make_shared(family), ("abc", "de", "fghij")
     plain = Session(model, chat_tokenizer(), plan="off", max_tokens=12)
     session = Session(model, chat_tokenizer(), DraftModel(model), plan=(1, 3), max_tokens=12, prefill_step_size=3)
@@ -176,7 +176,7 @@ def test_sessions_carry_it_on(family: str) -> None:
             assert answer.last is not None and answer.last.accepted >= (answer.last.generation_tokens - 1) / 2
 
 
-def test_it_reads_each_token_once_and_nothing_before_it_drafts() -> None:
+def test_it_reads_each_token_once_and_only_when_drafting() -> None:
     model = make_model()
     counting = Counting(model)
     drafter = DraftModel(counting)
@@ -186,17 +186,17 @@ def test_it_reads_each_token_once_and_nothing_before_it_drafts() -> None:
     source = drafter.open(model)
     run(model, prompt, source, max_tokens=0)
     steps = run(model, prompt, source, max_tokens=1, plan=(1, 3))
-    assert ids(steps) == ids(plain[:1]) and counting.sizes == [], "a text that is not drafted costs nothing"
+    assert ids(steps) == ids(plain[:1]) and counting.sizes == [], "without drafting the draft model reads nothing"
     steps = run(model, prompt, source, max_tokens=20, plan=(1, 3), prefill_step_size=40)
     assert ids(steps) == ids(plain)
-    assert counting.sizes[:6] == [40, 40, 11, 1, 1, 4], "prompt and first token, two levels, what was accepted"
+    assert counting.sizes[:6] == [40, 40, 11, 1, 1, 4], "prompt and first token, two levels, accepted tokens"
 
 
-def test_width_one_reads_a_row_a_level_and_trees_their_paths() -> None:
+def test_chains_read_one_row_per_level_and_trees_whole_paths() -> None:
     model, prompt = make_model(), make_prompt(5)
     counting = Counting(model)
     source = DraftModelSource(DraftModel(counting), 40)
-    source._takes_trees = True  # its module is none of mlx-lm's
+    source._takes_trees = True  # the wrapper is not an mlx-lm module
     source.read(prompt)
     source.confirm([3])
     counting.sizes.clear()
@@ -208,7 +208,7 @@ def test_width_one_reads_a_row_a_level_and_trees_their_paths() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_the_context_drafts_beside_it(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, other, prompt = make_model(), make_model(seed=2), make_prompt(9)
     plain = run(model, prompt, max_tokens=60)
     monkeypatch.setattr(pair, "ContextSource", partial(ScriptedContext, [*prompt, *ids(plain)]))
@@ -221,7 +221,7 @@ def test_the_context_drafts_beside_it(width: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("vocab", [32, 48])
 def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int) -> None:
-    """Also with tokens that the draft model has no embedding for."""
+    """Includes tokens that the draft model has no embedding for."""
     model, draft, prompt = make_model(), make_model(vocab=vocab), make_prompt(30)
     assert vocab > 40 or max(prompt) >= vocab
     for options in ({}, {"temp": 0.8, "top_p": 0.9, "min_p": 0.01, "top_k": 20, "seed": 2}):
@@ -248,7 +248,7 @@ def test_max_kv_size_bounds_its_cache() -> None:
     assert {(type(c).__name__, c.max_size) for c in source._cache} == {("RotatingKVCache", 16)}
 
 
-def test_an_error_in_a_draft_leaves_a_source_that_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_recovers_after_a_failed_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt, errors = make_model(), make_prompt(9), list[Exception]()
     source = DraftModel(model).open(model)
     plain = run(model, prompt, max_tokens=30)
@@ -306,7 +306,7 @@ def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_a_head_that_is_given_for_a_draft_model_is_named(name: str, tmp_path: Path) -> None:
+def test_a_head_passed_as_draft_model_is_refused(name: str, tmp_path: Path) -> None:
     head = publish(name, tmp_path / "head")
     with pytest.raises(CheckpointError, match=r"head is a drafter, not a language model: give it as --drafter$"):
         load_draft_model(head, make_model(), make_tokenizer())
@@ -330,13 +330,13 @@ def test_auto_measures_and_drafts_with_it(name: str, monkeypatch: pytest.MonkeyP
         steps = run(target, prompt, draft, max_tokens=120, context=False)
         assert_same_steps(steps, plain)
         assert steps[-1].stats.drafter_rounds
-    assert reads[0] is (name != "mamba"), "trees only where both take them"
+    assert reads[0] is (name != "mamba"), "trees only if both models support them"
     again = DraftModel(drafter.model)
     assert Pair(target, again).costs(trees=True) is Pair(target, drafter).costs(trees=True)
-    assert Pair(target, again).history is Pair(target, drafter).history, "a model wrapped again is the same one"
+    assert Pair(target, again).history is Pair(target, drafter).history, "shared by wrappers of one model"
 
 
-def test_what_cannot_draft_is_refused() -> None:
+def test_unusable_draft_models_are_refused() -> None:
     with pytest.raises(RedrafterError, match="draft: it has a vocabulary of 2000 tokens, the target of 40"):
         run(make_model(), [1, 2], DraftModel(make_model(vocab=2000)), max_tokens=2)
     with pytest.raises(RedrafterError, match="got Model; a language model is given as draft_model"):
@@ -345,8 +345,8 @@ def test_what_cannot_draft_is_refused() -> None:
         DraftModel(type("Model", (nn.Module,), {"__module__": "mlx_lm.models.olmo"})())
 
 
-def test_a_prompt_cache_that_mlx_lm_made_for_both_is_taken() -> None:
-    """The draft model reads the text anew: the text's cache has the target's layers first."""
+def test_mlx_lms_joint_prompt_cache_is_accepted() -> None:
+    """The draft model prefills its own cache: the target's layers come first in the joint cache."""
     model, draft, prompt = make_model(), make_model(seed=2), make_prompt(30)
     joint, own = make_prompt_cache(model) + make_prompt_cache(draft), make_prompt_cache(model)
     for cache in (joint[: len(own)], own):

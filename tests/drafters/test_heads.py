@@ -1,4 +1,4 @@
-"""Every kind of drafter on small targets: plain decoding's tokens, whatever it drafts; what it is given, how deep."""
+"""Stateless drafters of every kind: plain decoding's text, the hidden state they read, and their depth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlx_redrafter.planning.planner import candidate_plans
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 FEW = 8
-"""A vocabulary so small that random drafters are often right."""
+"""Small enough that random drafters are often right."""
 
 
 EVERY_KIND = (*KINDS, "draft vocabulary")
@@ -50,7 +50,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
         options = {"max_tokens": 16, "temp": temp, "top_p": 0.95, "seed": 3}
         expected, cache = make_prompt_cache(model), make_prompt_cache(model)
         plain = run(model, prompt, prompt_cache=expected, **options)
-        with warnings.catch_warnings(action="ignore"):  # mamba2 takes chains only
+        with warnings.catch_warnings(action="ignore"):  # mamba2 takes only chains
             steps = run(model, prompt, drafter, plan=plan, prompt_cache=cache, **options)
         assert_same_steps(steps, plain, tolerance=2e-3)
         assert_same_cache(cache, expected, tolerance=2e-3)
@@ -60,14 +60,14 @@ def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_planned_drafts_are_no_deeper_than_the_head(kind: str) -> None:
+def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
     model, drafter, depths = make_model(vocab=FEW), make_head(kind, vocab=FEW), []
     prompt, most = make_prompt(9, vocab=FEW), drafter.args.max_depth
     on_round = {"on_round": lambda tree, path, chosen: depths.append(tree.depths.max().item())}
     run(model, prompt, drafter, max_tokens=60, context=False, **on_round)
     assert all(depth <= (most or depth) for depth in depths)
     rows = find_acceptance(drafter)
-    # As on a busy machine: six rows seem to cost less than five.
+    # As on a busy machine: six rows seem cheaper than five.
     costs = make_costs("gentle").chains_only()
     costs = costs._replace(verify=tuple((1.0, *[3.0] * 4, 1.01, *[3.0] * 10) for _ in costs.contexts))
     assert {plan.depth for plan in candidate_plans(costs, rows)} == ({4} if most else {5})
@@ -79,7 +79,7 @@ def test_planned_drafts_are_no_deeper_than_the_head(kind: str) -> None:
 
 
 def medusa(model: nn.Module, hidden_state: str) -> Drafter:
-    """One that reads this hidden state of the target."""
+    """Medusa heads that read this hidden state."""
     drafter = make_head("medusa", *model_sizes(model))
     drafter.args = type(drafter.args).from_dict(drafter.args.to_dict() | {"hidden_state": hidden_state})
     return drafter

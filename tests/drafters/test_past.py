@@ -1,4 +1,4 @@
-"""Drafts from past texts: what the index finds, which match is followed, and that decoding with it changes nothing."""
+"""Drafting from past answers: which match is proposed, its estimated acceptance, and lossless decoding."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def read(index: PastIndex, text: Sequence[int], decoded: Sequence[int] = ()) -> 
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_an_n_gram_is_found_where_most_agree(seed: int) -> None:
-    """As by counting all of them: what followed it most often, and where that was last."""
+def test_the_most_frequent_continuation_is_found(seed: int) -> None:
+    """Compared with counting: the most frequent continuation wins, ties go to the latest."""
     generator = random.Random(seed)
     index = make_index(*([generator.randrange(4) for _ in range(generator.randrange(40))] for _ in range(seed)))
     tokens = list(index.tokens)
@@ -58,15 +58,15 @@ def test_an_n_gram_is_found_where_most_agree(seed: int) -> None:
 @pytest.mark.parametrize(
     ("past", "text", "proposed"),
     [
-        ([[1, 2, 3, 4, 5, 6, 7]], [9, 1, 2], [3, 4, 5, 6]),  # no longer than twice the match
-        ([[1, 2, 3, 3]], [1, 7, 2, 1], [7, 2]),  # a token in the text, where nothing in past texts matches
-        ([[1, 2, 3, 3]], [2, 8, 1, 2], [3, 3]),  # but not before two tokens in a past one
-        ([[1, 2, 3, 4, 5]], [9, 2, 3, 4], [5]),  # no longer than the past text
-        ([[1, 2, 3], [4, 5, 6]], [7, 2, 3], []),  # nor into the next one
-        ([[1, 2, 3, 3], [1, 2, 3, 3], [1, 2, 4, 4]], [9, 1, 2], [3, 3]),  # what followed most often
-        ([[1, 2, 3, 3], [1, 2, 4, 4]], [9, 1, 2], [4, 4]),  # the latest of equal ones
-        ([[8, 7, 1, 2, 5], [1, 2, 4, 4], [1, 2, 4, 4]], [8, 7, 1, 2], [5]),  # of the longer match
-        ([[1, 2, 3, 3]], [1, 2, 5, 5, 9, 1, 2], [5, 5, 9, 1]),  # the text itself goes first
+        ([[1, 2, 3, 4, 5, 6, 7]], [9, 1, 2], [3, 4, 5, 6]),  # at most twice the match
+        ([[1, 2, 3, 3]], [1, 7, 2, 1], [7, 2]),  # one token matches in the text if past texts match nothing
+        ([[1, 2, 3, 3]], [2, 8, 1, 2], [3, 3]),  # a two-token match in a past text comes first
+        ([[1, 2, 3, 4, 5]], [9, 2, 3, 4], [5]),  # ends with the past text
+        ([[1, 2, 3], [4, 5, 6]], [7, 2, 3], []),  # does not cross into the next text
+        ([[1, 2, 3, 3], [1, 2, 3, 3], [1, 2, 4, 4]], [9, 1, 2], [3, 3]),  # the most frequent continuation wins
+        ([[1, 2, 3, 3], [1, 2, 4, 4]], [9, 1, 2], [4, 4]),  # ties go to the latest
+        ([[8, 7, 1, 2, 5], [1, 2, 4, 4], [1, 2, 4, 4]], [8, 7, 1, 2], [5]),  # the longer match wins
+        ([[1, 2, 3, 3]], [1, 2, 5, 5, 9, 1, 2], [5, 5, 9, 1]),  # the text's own match comes first
         ([[1, 2, 3, 3]], [1], []),
         ([], [1, 2, 1, 2], [1, 2, 1, 2]),
     ],
@@ -78,7 +78,7 @@ def test_proposes_what_followed_in_past_texts(past: list[list[int]], text: list[
     assert before.forecast(0) is None and before.match == 0
 
 
-def test_past_texts_have_an_acceptance_of_their_own() -> None:
+def test_past_texts_have_their_own_acceptance_rate() -> None:
     past = [[100 + i, 200 + i, 7] for i in range(30)]
     index, wrong = make_index(*past), [token for i in range(29) for token in (100 + i, 200 + i, 300 + i)]
 
@@ -88,18 +88,18 @@ def test_past_texts_have_an_acceptance_of_their_own() -> None:
         return forecast.cumulative_acceptance[0]
 
     end = [129, 229]
-    assert first_rate(read(index, wrong + end)) == pytest.approx(PRIOR_RATES[1]), "a prompt teaches nothing"
+    assert first_rate(read(index, wrong + end)) == pytest.approx(PRIOR_RATES[1]), "prompts do not change the rates"
     assert first_rate(read(index, [], wrong + end)) < 0.1
     own = read(index, [50, 51, 52, 50, 51], [])
     misled = read(index, [50, 51, 52], [*wrong, 50, 51])
-    assert first_rate(own) == pytest.approx(first_rate(misled)), "the text's own matches were not wrong"
+    assert first_rate(own) == pytest.approx(first_rate(misled)), "the text's own matches were never wrong"
     forecast = read(make_index([1, 2, 3, 4, 5, 6]), [9, 1, 2]).forecast(2)
     assert (
         forecast is not None and forecast.chance < PRIOR_RATES[1] and len(forecast.cumulative_acceptance) == 2
-    )  # to the end of the past text
+    )  # ends with the past text
 
 
-# Decoding with past texts: the right one, and one that goes wrong at every tenth token.
+# Decoding with past answers: the correct one, and one with every tenth token wrong.
 
 
 def keep(folder: Any, prompt: list[int], text: list[int], *, is_right: bool) -> AnswerFolder:
@@ -111,7 +111,7 @@ def keep(folder: Any, prompt: list[int], text: list[int], *, is_right: bool) -> 
 
 
 @pytest.mark.parametrize(("plan", "is_right", "options"), pairs((None, (1, 3), (3, 3)), (True, False), ({}, SAMPLED)))
-def test_text_is_plain_decodings(plan: Any, is_right: bool, options: dict[str, Any], tmp_path: Any) -> None:
+def test_text_matches_plain_decoding(plan: Any, is_right: bool, options: dict[str, Any], tmp_path: Any) -> None:
     model = make_model()
     plain, drafter = with_plain(model, PROMPT, 60, "mixed", width=3, **options)
     answers = keep(tmp_path, PROMPT, ids(plain), is_right=is_right)
@@ -125,7 +125,7 @@ def test_text_is_plain_decodings(plan: Any, is_right: bool, options: dict[str, A
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("is_right", [True, False])
-def test_text_with_a_grammar_is_plain_decodings(is_right: bool, options: dict[str, Any], tmp_path: Any) -> None:
+def test_text_with_a_grammar_matches_plain_decoding(is_right: bool, options: dict[str, Any], tmp_path: Any) -> None:
     model = make_model()
     plain = decode_plainly(model, PROMPT, max_tokens=60, **options)
     answers = keep(tmp_path, PROMPT, plain, is_right=is_right)

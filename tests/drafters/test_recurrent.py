@@ -1,4 +1,4 @@
-"""The recurrent drafter against Apple's PyTorch code; its draft vocabulary."""
+"""The recurrent drafter against Apple's PyTorch code, and its draft vocabulary."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ VARIANTS = {
 
 
 def keep_top(logits: mx.array, count: int) -> mx.array:
-    """`logits` (W, V) less each row's maximum, and -50,000 wherever fewer than `count` entries reach (ties stay).
+    """Subtracts each row's maximum and sets all but the top `count` to -50,000 (ties are kept).
 
-    Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py, which ranks hypotheses so.
+    Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py, which ranks hypotheses this way.
     """
     logits = logits - logits.max(axis=-1, keepdims=True)
     threshold = mx.sort(logits, axis=-1)[:, -min(count, logits.shape[-1])][:, None]
@@ -37,7 +37,7 @@ def keep_top(logits: mx.array, count: int) -> mx.array:
 
 
 def load_golden(name: str, directory: Path) -> tuple[Drafter, dict[str, mx.array]]:
-    """(the drafter of a golden file, through a checkpoint directory made of it; all arrays of the file)."""
+    """Returns (the golden file's drafter, loaded from a checkpoint directory; all arrays of the file)."""
     arrays, metadata = mx.load(str(GOLDEN / f"{name}.safetensors"), return_metadata=True)
     weights = {k.removeprefix("drafter."): w for k, w in arrays.items() if k.startswith("drafter.")}
     config = {"model_type": "recurrent_drafting_drafter", **json.loads(metadata["config"])}
@@ -49,7 +49,7 @@ def load_golden(name: str, directory: Path) -> tuple[Drafter, dict[str, mx.array
 def draft(
     drafter: Drafter, embedding: mx.array, hidden: mx.array, token: mx.array, width: int, depth: int, top: int | None
 ) -> Beams:
-    """Our beam search, all the way from an embedding table."""
+    """Runs our beam search on an embedding table."""
 
     def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
         state = drafter.advance(embedding[tokens], state)
@@ -60,7 +60,7 @@ def draft(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_teacher_forced_logits_are_apples(name: str, tmp_path: Path) -> None:
+def test_teacher_forced_logits_match_apples(name: str, tmp_path: Path) -> None:
     drafter, golden = load_golden(name, tmp_path)
     state = None
     for t in range(4):
@@ -74,20 +74,20 @@ def test_teacher_forced_logits_are_apples(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("width", "length"), [(1, 5), (3, 4), (5, 5)])
 @pytest.mark.parametrize("name", NAMES)
-def test_beam_search_finds_apples_beams_and_scores(name: str, width: int, length: int, tmp_path: Path) -> None:
+def test_beams_and_scores_match_apples(name: str, width: int, length: int, tmp_path: Path) -> None:
     drafter, golden = load_golden(name, tmp_path)
     for row in range(3):
         token = golden["token"][row]
         beams = draft(drafter, golden["embedding"], golden["hidden"][row], token, width, length - 1, 50)
-        # Apple's length counts the token that the target chose.
+        # Apple's length includes the target's own token.
         expected = golden[f"beams_{width}_{length}"][row].tolist()
         assert [[token.item(), *tokens] for tokens in hypotheses(beams)] == expected
         np.testing.assert_allclose(beams.scores[-1], golden[f"beam_scores_{width}_{length}"][row], atol=5e-5)
 
 
-def test_golden_files_tell_a_wrong_drafter(tmp_path: Path) -> None:
+def test_golden_files_detect_a_wrong_drafter(tmp_path: Path) -> None:
     drafter, golden = load_golden("rnn", tmp_path)
-    # Negative control: TensorRT-LLM's variant, without U at the first step.
+    # Negative control: TensorRT-LLM's variant, which skips U in the first step.
     drafter.rnn_u.bias = mx.zeros_like(drafter.rnn_u.bias)
     state = drafter.advance(golden["embedding"][golden["chain_tokens"][:, 0]], None)
     assert not np.allclose(drafter.logits(golden["hidden"], state), golden["chain_logits"][:, 0], atol=1e-3)
@@ -110,7 +110,7 @@ def test_a_quantized_drafter_is_saved_and_loaded(variant: str, mode: str, bits: 
     loaded = load_drafter(tmp_path)
     assert "scales" in loaded.lm_head[-1] and loaded.args == drafter.args
     assert mx.array_equal(logits(loaded), logits(drafter))
-    assert not mx.allclose(logits(loaded), plain, atol=1e-3), "it is rounded"
+    assert not mx.allclose(logits(loaded), plain, atol=1e-3), "weights are rounded"
 
 
 VOCAB = 64

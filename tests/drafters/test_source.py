@@ -1,4 +1,4 @@
-"""Drafters that keep something of the text: between rounds, turns and ways of decoding."""
+"""Stateful drafters: their rows follow the text across rounds, turns and forks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TURNS = ("abc", "de", "fghij")
 
 
 def make_pair(family: str, **options: Any) -> tuple[Session, Session, int]:
-    """(a plain session after all turns, one with a drafter that knows its text before them, the width of its beams)."""
+    """Returns (a plain session after all turns, a session whose drafter knows its text, the beam width)."""
     model, width = make_model(family), 2 if family in ("qwen3", "gemma3_text") else 1
     plain = Session(model, chat_tokenizer(), plan="off", **options)
     for turn in TURNS:
@@ -29,8 +29,8 @@ def make_pair(family: str, **options: Any) -> tuple[Session, Session, int]:
 
 @pytest.mark.parametrize("count", [7, 9])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_follow_the_text_from_turn_to_turn(family: str, count: int) -> None:
-    """Also where a turn ends inside a round, and in a fork."""
+def test_rows_follow_the_text_across_turns(family: str, count: int) -> None:
+    """Turns may end inside a round; forks have their own state."""
     plain, session, _ = make_pair(family, max_tokens=count, prefill_step_size=3)
     for turn in TURNS:
         fork = session.fork()
@@ -66,7 +66,7 @@ def test_a_turn_that_fails_or_is_cancelled_leaves_no_rows() -> None:
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3, 4, 7, 10])
-def test_a_source_goes_on_where_its_text_was_left(taken: int) -> None:
+def test_a_source_continues_a_text_that_was_closed_early(taken: int) -> None:
     model, prompt, cache = make_llama(), make_prompt(9), make_prompt_cache(make_llama())
     plain = run(model, prompt, max_tokens=40)
     text = [*prompt, *ids(plain)]
@@ -75,7 +75,7 @@ def test_a_source_goes_on_where_its_text_was_left(taken: int) -> None:
     steps = decode_tokens(prompt, model, source, options)
     assert [next(steps).token for _ in range(taken)] == ids(plain[:taken])
     steps.close()
-    # The last token stands in cache and source; the next prompt goes on with the text.
+    # The last token is in both cache and source; the next prompt continues the text.
     left = text[: len(prompt) + taken]
     rest = run(
         model, text[len(left) : len(left) + 2], source, max_tokens=20, prompt_cache=cache, history=left, plan=(2, 3)
@@ -86,8 +86,8 @@ def test_a_source_goes_on_where_its_text_was_left(taken: int) -> None:
     assert_same_cache(cache, other)
 
 
-def test_what_it_was_not_told_is_a_hole() -> None:
-    """As after a batch, or a prompt that another text has read."""
+def test_positions_never_seen_lower_only_acceptance() -> None:
+    """As after a batch, or after a prompt prefix that another request prefilled."""
     model, prompt = make_llama(), make_prompt(9)
     text = [*prompt, *ids(run(model, prompt, max_tokens=60))]
     for holes in (True, False):
@@ -96,11 +96,11 @@ def test_what_it_was_not_told_is_a_hole() -> None:
         run(model, text[:20], max_tokens=0, prompt_cache=own)
         steps = run(model, text[20:22], source, max_tokens=20, prompt_cache=own, history=text[:20], plan=(2, 3))
         assert ids(steps) == text[22:42]
-        assert (steps[-1].stats.accepted > 3) is holes, "one that needs every row guesses wrong, and nothing else"
+        assert (steps[-1].stats.accepted > 3) is holes, "only acceptance suffers"
 
 
-def test_rows_are_those_of_the_text_in_every_round() -> None:
-    # Negative control: a source that does not take rejected rows back.
+def test_rejected_rows_are_dropped_in_every_round() -> None:
+    # Negative control: a source that keeps rejected rows.
     class Forgetful(CachingSource):
         def keep(self, kept: Any) -> None:
             super().keep(kept._replace(n_kept=kept.rows(kept.tokens).shape[0]))

@@ -1,4 +1,4 @@
-"""Every kind of drafter in several threads, one after the other: nothing that it keeps is left to be computed."""
+"""Every kind of drafter, used from alternating threads: its arrays must not depend on the thread that made them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def make_drafter(kind: str) -> Drafter | DraftModel:
     if kind == "draft model":
         return DraftModel(small_llama(hidden=32, vocab=VOCAB, seed=2))
     drafter = make_head(kind, vocab=VOCAB) if kind in KINDS else make_cached(kind, vocab=VOCAB)
-    evaluate(drafter)  # as one that is loaded
+    evaluate(drafter)  # as after loading
     return drafter
 
 
 @pytest.fixture
 def turns() -> Iterator[Iterator[ThreadPoolExecutor]]:
-    """Two threads by turns."""
+    """Two threads, alternating."""
     with workers(2) as pools:
         yield cycle(pools)
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_each_token_and_the_end_may_come_from_another_thread(kind: str, turns: Iterator[ThreadPoolExecutor]) -> None:
+def test_each_token_may_come_from_another_thread(kind: str, turns: Iterator[ThreadPoolExecutor]) -> None:
     model, drafter = small_llama(hidden=64, vocab=VOCAB), make_drafter(kind)
     plain = [token for token, *_ in generate_step(PROMPT, model, max_tokens=16, plan="off")]
     for plan, count in (((1, 3), 16), ((2, 3), 7)):
@@ -55,7 +55,7 @@ def test_each_token_and_the_end_may_come_from_another_thread(kind: str, turns: I
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_each_turn_and_a_fork_may_be_in_another_thread(kind: str, turns: Iterator[ThreadPoolExecutor]) -> None:
+def test_each_turn_and_fork_may_use_another_thread(kind: str, turns: Iterator[ThreadPoolExecutor]) -> None:
     model, tokenizer = small_llama(hidden=64, vocab=VOCAB), make_tokenizer(vocab=VOCAB)
     plain = Session(model, tokenizer, max_tokens=8, plan="off")
     session = Session(model, tokenizer, make_drafter(kind), max_tokens=8, plan=(1, 3), context=False)

@@ -1,4 +1,4 @@
-"""The rule of acceptance."""
+"""The acceptance rule."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mlx_redrafter.engine.accept import accept, accept_chain
 from mlx_redrafter.engine.types import Accepted, Tree
 
 TREES = list(product(*(range(max(1, node)) for node in range(5))))
-"""The parents of every tree of five nodes, each after its parent."""
+"""Parents of every five-node tree in which each node follows its parent."""
 
 
 def expected_path(tree: Tree, choices: list[int], limit: int) -> list[int]:
-    """Down from the root while a child agrees with the choice at its parent, to the first of the deepest such nodes."""
+    """Path to the deepest node whose ancestors all match the choices; ties go to the first node."""
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     paths = {0: [0]}
     for node in range(1, len(tokens)):
@@ -28,7 +28,7 @@ def expected_path(tree: Tree, choices: list[int], limit: int) -> list[int]:
 
 
 def check_verdict(verdict: Accepted, tree: Tree, choices: list[int], depth: int, limit: int) -> int:
-    """Asserts that it has the expected path, its end repeated up to depth + 1 nodes; how many nodes it accepts."""
+    """Asserts the expected path, padded with its last node to depth + 1. Returns the number of accepted nodes."""
     path = expected_path(tree, choices, limit)
     assert verdict.n_accepted.item() == len(path) - 1
     assert verdict.path.tolist() == path + [path[-1]] * (depth + 1 - len(path))
@@ -36,7 +36,7 @@ def check_verdict(verdict: Accepted, tree: Tree, choices: list[int], depth: int,
 
 
 def trees_and_choices(parents: tuple[int, ...]) -> Iterator[tuple[Tree, list[int]]]:
-    """Every such tree over two tokens, siblings of one token too, with every choice after each of its inner nodes."""
+    """Every such tree over two tokens (equal siblings included), with every choice after each inner node."""
     inner = sorted(set(parents))
     for tokens in product((1, 2), repeat=4):
         tree = make_tree([1, *tokens], parents)
@@ -46,7 +46,7 @@ def trees_and_choices(parents: tuple[int, ...]) -> Iterator[tuple[Tree, list[int
 
 
 @pytest.mark.parametrize("parents", TREES, ids=str)
-def test_acceptance_by_enumeration_of_trees_and_choices(parents: tuple[int, ...]) -> None:
+def test_acceptance_for_all_trees_and_choices(parents: tuple[int, ...]) -> None:
     accepted, generator = set(), random.Random(0)
     for tree, choices in trees_and_choices(parents):
         depth = max(tree.depths.tolist())
@@ -58,10 +58,10 @@ def test_acceptance_by_enumeration_of_trees_and_choices(parents: tuple[int, ...]
     assert accepted == set(range(depth + 1))
 
 
-def test_check_refuses_wrong_verdicts() -> None:
+def test_the_check_rejects_wrong_verdicts() -> None:
     tree, choices = make_tree([7, 11, 12, 13, 14], [0, 0, 0, 1, 1]), [11, 14, 11, 11, 15]
     right = accept(tree, mx.array(choices), 2, 2)
-    # Negative controls: a limit ignored, a path cut short, the sibling's path, a path padded with the root.
+    # Negative controls: ignored limit, truncated path, sibling's path, path padded with the root.
     for wrong, limit in (
         (right, 1),
         (accept(tree, mx.array(choices), 2, 1), 2),

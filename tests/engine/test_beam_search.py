@@ -1,4 +1,4 @@
-"""Beam search, and the top of an array without sorting it."""
+"""Beam search, and top-W selection without a full sort."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw_scores(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def check_top(values: np.ndarray, chosen: np.ndarray) -> None:
-    """Asserts that `chosen` names entries of `values`, no two alike, with the largest values in order."""
+    """Asserts that `chosen` are distinct indices of the largest values, in order."""
     assert chosen.min() >= 0 and chosen.max() < len(values)
     assert len(set(chosen.tolist())) == len(chosen)
     assert values[chosen].tolist() == (-np.sort(-values))[: len(chosen)].tolist()
@@ -32,14 +32,14 @@ def check_top(values: np.ndarray, chosen: np.ndarray) -> None:
 
 @pytest.mark.parametrize("kind", ["distinct", "ties", "constant", "mostly impossible"])
 @pytest.mark.parametrize("size", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 1, 4097])
-def test_top_w_is_a_full_sorts_top(size: int, kind: str) -> None:
+def test_top_w_matches_a_full_sort(size: int, kind: str) -> None:
     for width in (1, 2, 4, 7):
         for seed in range(3):
             values = draw_scores(kind, size, np.random.default_rng(seed))
             check_top(values, np.array(top_w(mx.array(values), min(width, size))))
 
 
-def test_check_refuses_wrong_tops() -> None:
+def test_the_check_rejects_wrong_indices() -> None:
     # Negative control.
     values = draw_scores("distinct", 1000, np.random.default_rng(0))
     best = np.argsort(-values)
@@ -74,7 +74,7 @@ def test_logits_are_adjusted_before_they_are_ranked() -> None:
     assert draft_chain(advance, mx.array(5), 4, adjust=adjust).tolist() == forced
 
 
-def test_beams_carry_any_tree_of_states() -> None:
+def test_beams_carry_nested_states() -> None:
     flat = random_advance(0, 50)
 
     def nested(tokens: mx.array, state: Any) -> tuple[mx.array, Any]:

@@ -1,4 +1,4 @@
-"""The BLAS that MLX computes with on a Linux CPU, and what is said where it is a slow one."""
+"""The BLAS library that MLX uses on a Linux CPU, and the warning about a slow one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ metadata.distribution = find
 
 @pytest.fixture(autouse=True)
 def mlx_libraries() -> Path:
-    """The libraries of MLX's CPU wheel; skips without it, or without OpenBLAS: off Linux, or where a GPU computes."""
+    """The libraries of MLX's CPU wheel. Skips without that wheel or OpenBLAS (off Linux, or on a GPU)."""
     try:
         distribution("scipy-openblas32")
         return Path(str(distribution("mlx-cpu").locate_file("mlx_cpu.libs")))
@@ -50,7 +50,7 @@ def mlx_libraries() -> Path:
 
 
 def python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A fresh process that has run `script`."""
+    """Runs `script` in a new process."""
     environment = {name: value for name, value in os.environ.items() if "THREADS" not in name and name != "LD_PRELOAD"}
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=120)
@@ -59,12 +59,12 @@ def python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def report(before: str = "", parameters: int = 0, **variables: str) -> str:
-    """What a fresh process says: whether its BLAS is a fast one, and how many threads OpenBLAS has."""
+    """Runs a new process; returns whether its BLAS is fast and OpenBLAS's thread count."""
     return python(before + REPORT.format(parameters=parameters), **variables).stdout.strip()
 
 
 def warning(before: str = "", **variables: str) -> str:
-    """The warning of a fresh process that uses no OpenBLAS: one line, once."""
+    """The single warning of a new process without OpenBLAS."""
     done = python(before + WARN_TWICE, **variables)
     (found,) = (line.partition("Warning: ")[2] for line in done.stderr.splitlines() if "Warning: " in line)
     assert done.stdout == "None\n" and found.startswith("MLX computes with a slow BLAS, as OpenBLAS is not used (")
@@ -76,8 +76,8 @@ def test_openblas_is_used_in_any_order_of_imports(before: str) -> None:
     assert report(before) == "True 1"
 
 
-def test_no_libgfortran_of_the_system_is_needed(tmp_path: Path) -> None:
-    (tmp_path / "libgfortran.so.5").touch()  # found first, and no library
+def test_the_systems_libgfortran_is_not_needed(tmp_path: Path) -> None:
+    (tmp_path / "libgfortran.so.5").touch()  # found first, but not a valid library
     assert report(LD_LIBRARY_PATH=str(tmp_path)) == "True 1"
 
 
@@ -100,7 +100,7 @@ print(len(calls))
 
 
 def test_products_are_right() -> None:
-    """Those of OpenBLAS, and a decomposition."""
+    """A product from OpenBLAS and a matrix inverse."""
     compute = "import mlx_redrafter, mlx.core as mx; x = mx.arange(9.0).reshape(3, 3) + 9 * mx.eye(3)"
     products = "mx.matmul(x, x, stream=mx.cpu), mx.linalg.inv(x, stream=mx.cpu)"
     found = python(f"{compute}; print([each.tolist() for each in ({products})])").stdout
@@ -109,7 +109,7 @@ def test_products_are_right() -> None:
 
 
 def test_other_libraries_do_not_see_it() -> None:
-    """PyTorch would call it for products of complex vectors, which return their result in another way."""
+    """PyTorch would use it for complex dot products, which return their result differently."""
     names = ("cblas_sgemm", "zdotc_", "scipy_zdotc_", "slaqz0_")
     seen = "import ctypes, mlx_redrafter; print([hasattr(ctypes.CDLL(None), name) for name in {}])"
     assert python(seen.format(names)).stdout == f"{[False] * len(names)}\n"
@@ -122,7 +122,7 @@ def test_a_library_that_calls_no_blas_is_refused() -> None:
 
 
 def test_each_processor_gets_its_own_kernels() -> None:
-    """The library is one for all processors; a build for the newest alone ends the process on others."""
+    """One library serves all processors; a build for the newest ones would crash on others."""
     file = str(distribution("scipy-openblas32").locate_file(LIBRARY))
     config = f"import ctypes; find = ctypes.CDLL({file!r}).scipy_openblas_get_config; find.restype = ctypes.c_char_p"
     assert "DYNAMIC_ARCH" in python(f"{config}; print(find().decode())").stdout
@@ -132,7 +132,7 @@ def test_large_models_get_all_cores() -> None:
     assert report(parameters=1_000_000_000) == f"True {len(os.sched_getaffinity(0))}"
 
 
-def test_large_models_load_where_the_system_has_no_affinity() -> None:
+def test_large_models_load_without_cpu_affinity() -> None:
     before = NOT_INSTALLED.format(name="mlx-cpu") + "import os; del os.sched_getaffinity\n"
     assert report(before, parameters=1_000_000_000).endswith(" None"), "as on macOS"
 
@@ -144,10 +144,10 @@ def test_the_users_thread_count_wins() -> None:
 def test_a_preloaded_blas_is_left_alone(mlx_libraries: Path) -> None:
     (reference,) = mlx_libraries.glob("libblas*")
     assert report(LD_PRELOAD=str(reference)) == "False None"
-    assert report(LD_PRELOAD="libm.so.6") == "True 1", "another library does not matter"
+    assert report(LD_PRELOAD="libm.so.6") == "True 1", "an unrelated library changes nothing"
 
 
-def test_a_missing_openblas_is_said() -> None:
+def test_a_missing_openblas_warns() -> None:
     found = warning(NOT_INSTALLED.format(name="scipy-openblas32"))
     assert found.endswith("(scipy-openblas32 is not installed): pip install scipy-openblas32")
 
@@ -160,7 +160,7 @@ def test_a_missing_openblas_is_said() -> None:
         (None, "No such file or directory"),
     ],
 )
-def test_a_damaged_openblas_is_said(keep: int | None, reason: str, tmp_path: Path) -> None:
+def test_a_damaged_openblas_warns(keep: int | None, reason: str, tmp_path: Path) -> None:
     whole = Path(str(distribution("scipy-openblas32").locate_file(LIBRARY))).read_bytes()
     for file, content in (("scipy_openblas32-0.dist-info/METADATA", b""), (LIBRARY, whole[:keep])):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def test_a_damaged_openblas_is_said(keep: int | None, reason: str, tmp_path: Pat
     assert reason in found and found.endswith("): pip install --force-reinstall --no-deps scipy-openblas32 mlx-cpu")
 
 
-def test_nothing_is_said_where_another_backend_computes() -> None:
-    """MLX's GPU wheels bring no BLAS of this kind, and who builds MLX chooses one."""
+def test_other_backends_do_not_warn() -> None:
+    """MLX's GPU wheels do not include this BLAS; custom builds of MLX choose their own."""
     done = python(NOT_INSTALLED.format(name="mlx-cpu") + WARN_TWICE)
     assert (done.stdout, done.stderr) == ("None\n", "")

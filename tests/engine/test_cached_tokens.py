@@ -1,4 +1,4 @@
-"""The tokens of a prompt cache, read off its first layer."""
+"""Recovering the tokens of a prompt cache from its first layer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mlx_redrafter.engine.cached_tokens import find_tokens
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "phi3", "gemma3_text"])
-def test_a_models_own_cache_tells_its_tokens(name: str) -> None:
+def test_tokens_are_recovered(name: str) -> None:
     model, text = make_family(name), make_prompt(6, vocab=50)
     cache = make_prompt_cache(model)
-    assert find_tokens(model, cache) is None, "an empty one"
+    assert find_tokens(model, cache) is None, "an empty cache"
     model(mx.array(text)[None], cache=cache)
     assert find_tokens(model, cache) == text
     assert cache[0].offset == len(text)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantized_cache_tells_most_of_them(bits: int) -> None:
+def test_most_tokens_are_recovered_from_a_quantized_cache(bits: int) -> None:
     model, text = make_family("qwen3"), make_prompt(60, vocab=50)
     cache = make_prompt_cache(model)
     model(mx.array(text)[None], cache=cache)
@@ -32,15 +32,15 @@ def test_a_quantized_cache_tells_most_of_them(bits: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba2", "deepseek_v3"])
-def test_where_values_are_of_more_than_a_token_nothing_is_told(name: str) -> None:
-    """Positions are added to gpt2's embedding; a state or a latent is kept elsewhere."""
+def test_caches_without_values_per_token_give_none(name: str) -> None:
+    """gpt2 adds positions to its embedding; states and latents hold no values per token."""
     model, text = make_family(name), make_prompt(60, vocab=50)
     cache = make_prompt_cache(model)
     model(mx.array(text)[None], cache=cache)
     assert find_tokens(model, cache) is None
 
 
-def test_a_cache_of_another_model_tells_nothing() -> None:
+def test_a_cache_of_another_model_gives_none() -> None:
     other, text = make_family("qwen3"), make_prompt(6, vocab=50)
     cache = make_prompt_cache(other)
     other(mx.array(text)[None], cache=cache)

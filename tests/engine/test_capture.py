@@ -1,4 +1,4 @@
-"""Hidden states that forwards pass on: of layers and around the final norm, on unmodified models."""
+"""Hidden states captured from forwards: of any layer and around the final norm, on unmodified models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSE = 2e-3
 
 @contextmanager
 def record_layers(model: nn.Module) -> Iterator[dict[int, mx.array]]:
-    """What each of the model's layers returns meanwhile, by its id: seen by its class, not by the model's parts."""
+    """Records each layer's output by the layer's id, found by class rather than by the model's attributes."""
     found: dict[int, mx.array] = {}
     kinds = {type(layer) for layer in model.layers}
     originals: dict[Any, Any] = {kind: kind.__call__ for kind in kinds}
@@ -51,7 +51,7 @@ def record_layers(model: nn.Module) -> Iterator[dict[int, mx.array]]:
 def run_by_hand(
     model: nn.Module, prompt: Sequence[int], path: Sequence[int], layers: Sequence[int]
 ) -> dict[int, mx.array]:
-    """(T, D) the outputs of these layers for the last token of a path, which is read one by one, or for the prompt."""
+    """(T, D) outputs of these layers: for the last token of a path read token by token, or for the prompt."""
     cache = make_prompt_cache(model)
     with record_layers(model) as found:
         for piece in (prompt, *([token] for token in path)):
@@ -60,8 +60,8 @@ def run_by_hand(
 
 
 @pytest.mark.parametrize("name", sorted({*TREES, *REPLAYED}))
-def test_captured_layers_are_the_layers_run_by_hand(name: str) -> None:
-    """In a prompt and, on the path of each node, in a tree or a chain."""
+def test_captured_layers_match_layers_run_by_hand(name: str) -> None:
+    """For a prompt, and for every node of a tree or chain."""
     model = make_family(name)
     if name in WIDE_STREAMS:
         with pytest.raises(UnsupportedModelError, match=r"(the output of layer 0|layer 0, of)"):
@@ -95,12 +95,12 @@ def test_states_around_the_final_norm() -> None:
     model = make_model()
     hidden = Target(model, capture=[BEFORE_NORM, 1, AFTER_NORM]).forward(mx.array([1, 2, 3])).hidden
     assert mx.allclose(model.model.norm(hidden[BEFORE_NORM]), hidden[AFTER_NORM], atol=1e-4)
-    assert mx.allclose(hidden[1], hidden[BEFORE_NORM]), "there are two layers"
+    assert mx.allclose(hidden[1], hidden[BEFORE_NORM]), "two layers, so this is the last layer's output"
     assert Target(model).forward(mx.array([1])).hidden == {}
 
 
 @pytest.mark.parametrize("layer", [2, -1])
-def test_layers_that_a_model_has_not_are_refused(layer: int) -> None:
+def test_missing_layers_are_refused(layer: int) -> None:
     class Reading(Source):
         capture = (layer,)
 

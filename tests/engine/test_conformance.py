@@ -1,4 +1,4 @@
-"""Every module of mlx-lm, as supported_models.py lists it: text and cache are the same with and without a drafter."""
+"""Every mlx-lm module in supported_models.py: text and cache are the same with and without a drafter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mlx_redrafter.options import Options
 
 RUNNING = sorted({*TREES, *REPLAYED, *CHAINS})
 CLOSE = 2e-3
-"""How far log-probabilities and cache rows may be apart in float32: logits spread over about ten."""
+"""Tolerance of log-probabilities and cache rows in float32, with logits that span about ten."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 def decode_recorded(
     model: nn.Module, prompt: list[int], count: int, more: int, **options: Any
 ) -> tuple[list[Step], list[int], list[mx.array], kv_cache.Cache]:
-    """Plain decoding: (`count` steps, the text with `more` tokens after them, its hidden states, the cache then)."""
+    """Returns (`count` plain steps, text with `more` further tokens, its hidden states, the cache after `count`)."""
     cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
     steps: list[Step] = []
     with record_hidden_states(model) as recorded:
@@ -54,7 +54,7 @@ def decode_recorded(
 
 
 def test_every_module_is_in_exactly_one_list() -> None:
-    """A module of a newer mlx-lm is in none, and stands in docs/models.md as untested."""
+    """Modules of newer mlx-lm versions are in no list; docs/models.md shows them as untested."""
     lists = [*TREES, *REPLAYED, *CHAINS, *REFUSED, *METAL_ONLY]
     assert len(lists) == len(set(lists))
     assert set(lists) == set(CONFIGS)
@@ -62,9 +62,9 @@ def test_every_module_is_in_exactly_one_list() -> None:
     assert len(RUNNING) >= 110 and len(TREES) >= 85
 
 
-def test_the_page_lists_every_module() -> None:
+def test_docs_list_every_module() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert insert_table(text) == text, "python tests/supported.py writes it again"
+    assert insert_table(text) == text, "run python tests/supported.py"
     assert {name for name, mode, _ in rows() if mode == "trees"} == set(TREES)
 
 
@@ -122,7 +122,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
             assert steps[-1].stats.context_drafted
             assert steps[-1].stats.context_accepted or not alone
         if script == "caching":
-            assert stats.accepted > 2, (case, "its rows were not those of the text")
+            assert stats.accepted > 2, (case, "its rows did not match the text")
         if script == "right":
             assert stats.tokens_per_round > 3 and not stats.replayed, case
         if script == "wrong":
@@ -137,8 +137,8 @@ def test_refused_by_name_and_reason(name: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "width", "keep"), pairs((3, 15, 40), (1, 2), (0, 4)))
-def test_rings_may_be_given_as_a_prompt_cache(keep: int, width: int, size: int) -> None:
-    """Rings of 12 rows, of which those of `max_kv_size` keep the first 4."""
+def test_ring_buffers_work_as_a_prompt_cache(keep: int, width: int, size: int) -> None:
+    """Ring buffers of 12 rows; with `max_kv_size` they keep the first 4."""
     model, prompt = make_family("qwen2"), [(7 * i + 3) % 50 for i in range(size)]
 
     def rings() -> list[RotatingKVCache]:
@@ -154,24 +154,24 @@ def test_rings_may_be_given_as_a_prompt_cache(keep: int, width: int, size: int) 
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
-    """From the 14th token on, in the middle of a round."""
+    """Quantized from the 14th token on, in the middle of a round."""
     model, size, count = make_family(name), 9, 14
     options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14, "seed": 3}
     prompt = [(5 * i + 2) % 50 for i in range(size)]
     try:
         plain, text, recorded, _ = decode_recorded(model, prompt, count, 5, **options)
-    except Exception as error:  # whatever mlx-lm's models say of a quantized cache
+    except Exception as error:  # mlx-lm's models raise various errors for a quantized cache
         pytest.skip(f"mlx-lm cannot quantize this model's cache: {type(error).__name__}")
     width = 2 if name in TREES else 1
     drafter, cache = make_follower(model, text, recorded, "mixed", width), make_prompt_cache(model)
     steps = run(model, prompt, drafter, max_tokens=count, prompt_cache=cache, plan=(width, 3), **options)
     assert ids(steps) == ids(plain)
-    assert not [c for c in cache if type(c) is KVCache and c.keys is not None], "what can be is quantized by then"
+    assert not [c for c in cache if type(c) is KVCache and c.keys is not None], "every quantizable layer is quantized"
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
-def test_every_node_is_read_as_its_path(name: str) -> None:
-    """After prefixes within and beyond windows and chunks of 8, trees across their edges, all nodes, kept or not."""
+def test_every_node_sees_only_its_path(name: str) -> None:
+    """After prefixes within and beyond windows and chunks of 8; trees across their edges; kept and rejected nodes."""
     model = make_family(name)
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     generator = random.Random(2)
@@ -181,7 +181,7 @@ def test_every_node_is_read_as_its_path(name: str) -> None:
         target = Target(model)
         target.forward(mx.array([generator.randrange(vocab) for _ in range(size)]), want_hidden=False)
         target.evaluate()
-        caches, expected = [target.cache], []  # the prefix's, then that after each node
+        caches, expected = [target.cache], []  # the cache of the prefix, then the cache after each node
         for node, token in enumerate(tree.tokens.tolist()):
             caches.append(copy.deepcopy(caches[parents[node] + 1 if node else 0]))
             expected.append(model(mx.array([[token]]), cache=caches[-1])[0, -1])

@@ -1,4 +1,4 @@
-"""The loop: whole rounds, plans that change from round to round, and drafters that fail."""
+"""The decoding loop: whole rounds, plans that change every round, and failing drafters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLED = {"temp": 0.9, "top_p": 0.9, "seed": 4}
 
 
 class Changing(Planner):
-    """Takes one plan after the other, over and over, and records what it observes."""
+    """Cycles through plans and records what it observes."""
 
     def __init__(self, plans: list[Plan | None]) -> None:
         super().__init__(None)
@@ -36,19 +36,17 @@ class Changing(Planner):
         self.observed: list[tuple[Any, ...]] = []
 
     def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
-        """The next one."""
         self.chosen.append(self._plans[len(self.chosen) % len(self._plans)])
         return self.chosen[-1]
 
     def observe(self, *args: Any, verified: bool = True, from_context: bool = False) -> None:
-        """Records it."""
         self.observed.append((*args, verified))
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, Any]) -> None:
-    """Whatever is planned for each of them; the planner is told what each made and replayed."""
+    """For any plans; the planner observes each round's tokens and replays."""
     if name == "llama":
         model, planner = make_model(), Changing(TREES)
         plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=3, script_seed=1, **options)
@@ -97,7 +95,7 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     ],
     ids=["tree", "sampled", "processors", "quantized", "states", "rings", "mamba"],
 )
-def test_decoding_goes_on_where_a_drafter_fails(name: str, plan: tuple[int, int], options: dict[str, Any]) -> None:
+def test_decoding_continues_after_a_drafter_fails(name: str, plan: tuple[int, int], options: dict[str, Any]) -> None:
     model, count = make_family(name), 20
     plain, drafter = follow_plain(model, PROMPT, count, "mixed", width=plan[0], **options)
     expected = make_prompt_cache(model)
@@ -111,7 +109,7 @@ def test_decoding_goes_on_where_a_drafter_fails(name: str, plan: tuple[int, int]
         steps = run(model, PROMPT, drafter, max_tokens=count, **more)
         assert ids(steps) == ids(plain), calls
         assert_same_cache(cache, expected, tolerance=2e-3)
-        assert [str(error) for error in errors] == [f"call {calls}"], "once, and then never again"
+        assert [str(error) for error in errors] == [f"call {calls}"], "reported once"
         last = steps[-1].stats
         assert 1 + last.rounds + last.accepted == count
     fail_at(drafter, 3)
@@ -123,7 +121,7 @@ def test_decoding_goes_on_where_a_drafter_fails(name: str, plan: tuple[int, int]
 def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
     model = make_model() if name == "llama" else make_family(name)
     target = Target(model)
-    asked = iter([True] * 3 + [False] * 3)  # not after the prompt, whose token is there already
+    asked = iter([True] * 3 + [False] * 3)  # not after the prompt, whose next token is already there
     decoder = Decoder(target, TokenChooser(Sampler()), Planner(None), may_run_ahead=lambda: next(asked))
     rounds = decoder.decode(mx.array(PROMPT), 2048, lambda done, total: None)
     tokens = []

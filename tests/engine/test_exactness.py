@@ -1,8 +1,7 @@
-"""Tokens with a drafter are the tokens without one, whatever the drafter drafts.
+"""Tokens are the same with and without a drafter, whatever it drafts.
 
-Sampled tokens are compared as tokens too: a draw is a function of (seed, position), so it may differ only where two
-candidates tie to within float32 noise. The toy targets spread their logits over about ten, and float32 noise on them
-is below 1e-5.
+This includes sampled tokens: a draw depends only on (seed, position), so only candidates that tie within float32
+noise could differ. The toys' logits span about ten, with noise below 1e-5.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def test_sampled_tokens_equal_plain_ones(sampling: str, shape: tuple[int, ...], 
     assert (steps[-1].stats.accepted > 0) is (script != "wrong")
 
 
-def test_ropes_bound_by_the_length_stop_drafting() -> None:
+def test_length_dependent_ropes_stop_drafting() -> None:
     model, prompt = make_model("llama-dynamic"), make_prompt(10)
     plain, drafter = with_plain(model, prompt, 20, "right", width=1)
     steps = run(model, prompt, drafter, max_tokens=20, plan=(1, 4))
@@ -123,20 +122,20 @@ def test_scripts_reach_every_depth_and_branch() -> None:
             reached.add((deep, rank if deep else None))
     assert {len(path) - 1 for path in paths} == set(range(depth + 1))
     assert reached == {(0, None)} | {(d + 1, rank) for d in range(depth) for rank in range(width)}
-    assert any(path != list(range(len(path))) for path in paths), "rows that have to move"
+    assert any(path != list(range(len(path))) for path in paths), "some accepted rows must move"
 
 
 real_keep_rows = kv_cache.keep_rows
 
 
 def broken_accept(tree: Tree, tokens: mx.array, depth: int, limit: int) -> Accepted:
-    """Accepts the leading path, whatever the target chose."""
+    """Accepts the first path whatever the target chose."""
     count = min(depth, limit)
     return Accepted(mx.array(count), mx.array([min(level, count) for level in range(depth + 1)]))
 
 
 def broken_keep_rows(cache: kv_cache.Cache, count: int, path: list[int]) -> None:
-    """Leaves the rows where they are."""
+    """Does not move the accepted rows."""
     real_keep_rows(cache, count, list(range(len(path))))
 
 

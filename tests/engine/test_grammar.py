@@ -1,4 +1,4 @@
-"""Rounds with a grammar: the text is that of plain decoding, and what the grammar forces is drafted."""
+"""Decoding with a grammar: the text is plain decoding's, and forced tokens are drafted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PENALTIES: Any = make_logits_processors(repetition_penalty=1.3, logit_bias={3: 2
 
 
 def with_drafter(model: Any, script: str, width: int, **options: Any) -> tuple[list[int], Any]:
-    """(the tokens of plain decoding with the grammar, a drafter that follows `script` on them)."""
+    """Returns (plain decoding's tokens with the grammar, a drafter that follows `script` on them)."""
     vocab = model(mx.array([[0]])).shape[-1]
     with record_hidden_states(model) as recorded:
         plain = decode_plainly(model, PROMPT, max_tokens=COUNT + 8, vocab=vocab, **options)
@@ -49,18 +49,18 @@ def test_drafted_text_is_plain_decoding(
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next"])
-def test_what_is_forced_needs_no_drafter(name: str, options: dict[str, Any]) -> None:
-    """Also of models that take chains only, and in rings."""
+def test_forced_tokens_need_no_drafter(name: str, options: dict[str, Any]) -> None:
+    """Includes chain-only models and ring buffers."""
     model = make_model() if name == "llama" else make_family(name)
     vocab = model(mx.array([[0]])).shape[-1]
     plain = decode_plainly(model, PROMPT, max_tokens=COUNT, vocab=vocab, **options)
     rounds = decode_rounds(model, PROMPT, None, ToyGrammar(vocab), COUNT, **options)
     assert [token for each in rounds for token in each.tokens][:COUNT] == plain
-    assert sum(len(each.path) > 3 for each in rounds) >= COUNT // 8 - 2, "three tokens in eight, one round each"
+    assert sum(len(each.path) > 3 for each in rounds) >= COUNT // 8 - 2, "forced: 3 of 8, one round each"
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gemma3_text", "qwen2"])
-def test_drafter_and_grammar_of_any_cache(name: str) -> None:
+def test_drafter_and_grammar_with_other_caches(name: str) -> None:
     model = make_family(name)
     plan = (1, 4) if name == "mamba2" else (2, 3)
     plain, drafter = with_drafter(model, "mixed", plan[0])
@@ -70,14 +70,14 @@ def test_drafter_and_grammar_of_any_cache(name: str) -> None:
     assert {each.from_context for each in rounds if len(each.path) > 1} == {True, False}
 
 
-def test_quantized_cache_is_that_of_plain_decoding() -> None:
+def test_text_with_a_quantized_cache_is_plain_decoding() -> None:
     model, options = make_model(), {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}
     plain = decode_plainly(model, PROMPT, max_tokens=COUNT, **options)
     rounds = decode_rounds(model, PROMPT, None, ToyGrammar(), COUNT, **options)
     assert [token for each in rounds for token in each.tokens][:COUNT] == plain
 
 
-def test_plain_steps_follow_it() -> None:
+def test_plain_steps_follow_the_grammar() -> None:
     model = make_model()
     rounds = decode_rounds(model, PROMPT, None, ToyGrammar(), COUNT, plan="off")
     assert [token for each in rounds for token in each.tokens] == decode_plainly(model, PROMPT, max_tokens=COUNT)
@@ -85,8 +85,8 @@ def test_plain_steps_follow_it() -> None:
 
 
 @pytest.mark.parametrize("stuck_at", range(18, 27, 2))
-def test_a_text_that_may_not_go_on_raises(stuck_at: int) -> None:
-    """Not before all that may stand there was made."""
+def test_a_grammar_without_a_next_token_raises(stuck_at: int) -> None:
+    """All tokens before that point are still produced."""
     model, made = make_model(), list[int]()
     plain, drafter = with_drafter(model, "right", 3)
     with pytest.raises(Stuck):
@@ -96,7 +96,7 @@ def test_a_text_that_may_not_go_on_raises(stuck_at: int) -> None:
 
 
 def test_the_host_reads_the_tree_once_the_forward_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks are computed beside the forward, after a read that waits for the draft alone."""
+    """Masks are computed during the forward, after a read that waits only for the draft."""
     model, events = make_model(), list[str]()
     _, drafter = with_drafter(model, "right", 3)
     for owner, name in ((mx, "async_eval"), (mx.array, "tolist"), (ToyGrammar, "find_mask")):
@@ -108,6 +108,6 @@ def test_the_host_reads_the_tree_once_the_forward_is_enqueued(monkeypatch: pytes
 
         monkeypatch.setattr(owner, name, call)
     decode_rounds(model, PROMPT, drafter, ToyGrammar(), 12, plan=(3, 3), context=False)
-    # The tree, the logits; its tokens and parents; the round, the next draft, and the read.
+    # Tree, logits; its tokens and parents; round, next draft, read.
     letters = "".join(each[0] for each in events)
     assert re.search("aaf?ttf*aat", letters), events

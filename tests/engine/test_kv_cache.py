@@ -1,4 +1,4 @@
-"""What a generation leaves: a cache that plain decoding would have left, and the model as it was."""
+"""After a generation the cache is the one plain decoding leaves, and the model is unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mlx_redrafter.engine.model_parts import Tap, capture, find_parts
 
 PROMPT = make_prompt(9)
 BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
-# (module of mlx-lm, plan, max_kv_size, quantization): caches that can be trimmed, rings, states, and both.
+# (mlx-lm module, plan, max_kv_size, quantization): trimmable caches, ring buffers, states, and combinations.
 CACHES: dict[str, tuple[str, tuple[int, ...], int | None, dict[str, int]]] = {
     "trimmable, chain": ("qwen2", (1, 4), None, {}),
     "trimmable": ("qwen2", (3, 2), None, {}),
@@ -49,7 +49,7 @@ CACHES: dict[str, tuple[str, tuple[int, ...], int | None, dict[str, int]]] = {
 def decode_with_mlx_lm(
     model: nn.Module, tokens: tuple[int, ...], cache: kv_cache.Cache, **options: Any
 ) -> kv_cache.Cache:
-    """The cache after the prompt and these tokens, as mlx-lm itself decodes them one by one."""
+    """The cache after mlx-lm itself has decoded these tokens one by one."""
     forced = iter([*tokens, 0])
     steps = mlx_lm_generate_step(
         mx.array(PROMPT), model, max_tokens=len(tokens), prompt_cache=cache,
@@ -61,24 +61,24 @@ def decode_with_mlx_lm(
 
 @functools.cache
 def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
-    """(model, its plain tokens, a drafter that is right at half of them)."""
+    """Returns (model, its plain tokens, a drafter that is right half the time)."""
     name, plan, size, bits = CACHES[kind]
     model = make_family(name)
     plain, drafter = follow_plain(model, PROMPT, 16, "mixed", width=plan[0], script_seed=0, max_kv_size=size, **bits)
     paths: list[list[int]] = []
     options = bits | {"max_kv_size": size, "on_round": lambda tree, path, chosen: paths.append(path)}
     run(model, PROMPT, drafter, max_tokens=16, plan=plan, **options)
-    assert plan != (3, 2) or any(path != list(range(len(path))) for path in paths), "rows that have to move"
+    assert plan != (3, 2) or any(path != list(range(len(path))) for path in paths), "some accepted rows must move"
     return model, tuple(ids(plain)), drafter
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_cache_holds_the_taken_tokens_wherever_closed(kind: str) -> None:
+def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
     (model, plain, drafter), (_, plan, size, bits) = prepare(kind), CACHES[kind]
     before, inside = snapshot(model), 0
     for count in (*range(1, 9), 12, 13, 14):
         cache = make_prompt_cache(model, size)
-        ends = count % 3 == 0  # by itself; else it is closed, or abandoned
+        ends = count % 3 == 0  # ends at max_tokens; otherwise it is closed or abandoned
         limit = {"max_tokens": count} if ends else {}
         steps = generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=plan, **bits, **limit)
         found = [next(steps) for _ in range(count)]
@@ -89,11 +89,11 @@ def test_cache_holds_the_taken_tokens_wherever_closed(kind: str) -> None:
             gc.collect()
         else:
             steps.close()
-            inside += found[-1][2]  # its last token was drafted: the round has more
+            inside += found[-1][2]  # the last token was drafted, so its round has more
         assert tuple(token for token, _, _ in found) == plain[:count]
         expected = decode_with_mlx_lm(model, plain[:count], make_prompt_cache(model, size), **bits)
         assert_same_cache(cache, expected, tolerance=2e-3)
-        if count > 12:  # another turn
+        if count > 12:  # a second turn
             turns = [run(model, [1, 2, 3], max_tokens=5, prompt_cache=each, **bits) for each in (cache, expected)]
             assert ids(turns[0]) == ids(turns[1])
     assert inside > 1
@@ -104,12 +104,12 @@ def test_without_tokens_the_cache_holds_the_prompt() -> None:
     model, _, drafter = prepare("trimmable")
     cache = make_prompt_cache(model)
     generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=(3, 4)).close()
-    assert cache[0].offset == 0, "a generator that was never started has done nothing"
+    assert cache[0].offset == 0, "a generator that was never started changes nothing"
     assert list(generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=(3, 4), max_tokens=0)) == []
     assert_same_cache(cache, decode_with_mlx_lm(model, (), make_prompt_cache(model)))
 
 
-def test_other_caches_and_wrapped_modules_are_noticed() -> None:
+def test_checks_detect_other_caches_and_wrapped_modules() -> None:
     # Negative control.
     model = make_model()
     cache = decode_with_mlx_lm(model, (1, 2, 3), make_prompt_cache(model))
@@ -122,13 +122,13 @@ def test_other_caches_and_wrapped_modules_are_noticed() -> None:
 
 @pytest.mark.parametrize(("count", "size", "plan"), pairs((1, 5), (8, 12), ((1, 6), (3, 4), (1, 10))), ids=str)
 def test_deep_drafts_after_short_prompts_in_rings(count: int, size: int, plan: tuple[int, int]) -> None:
-    """The first rows of a ring stay visible to every node, those of the tree's own first nodes too."""
+    """The first rows of a ring buffer stay visible to every node, including the tree's first nodes."""
     model, prompt = make_family("qwen2"), make_prompt(count)
     plain, drafter = follow_plain(model, prompt, 30, "right", width=plan[0], max_kv_size=size)
     assert ids(run(model, prompt, drafter, max_tokens=30, max_kv_size=size, plan=plan)) == ids(plain)
 
 
-def test_history_must_be_what_the_cache_holds() -> None:
+def test_history_must_match_the_cache() -> None:
     for cache in (None, make_prompt_cache(make_model())):
         with pytest.raises(RedrafterError, match="the prompt cache holds 0 tokens, its history is 3"):
             next(generate_step(PROMPT, make_model(), history=[1, 2, 3], prompt_cache=cache))

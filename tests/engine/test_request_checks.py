@@ -1,4 +1,4 @@
-"""What decoding refuses, in one line and before the prompt is read; and some odd requests that it serves."""
+"""What decoding rejects with one line before prefill, and unusual requests that it accepts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 
 def decode(model: nn.Module | None = None, *, drafted: bool = True, prompt: Any = PROMPT, **options: Any) -> list[int]:
-    """Four tokens by a small target."""
+    """Decodes four tokens with a small target."""
     model = small_llama() if model is None else model
     drafter = small_drafter() if drafted else None
     return [token for token, _, _ in generate_step(prompt, model, drafter, max_tokens=4, **options)]
@@ -59,14 +59,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize(("options", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
-def test_bad_requests_are_refused_before_reading(options: dict[str, Any], reason: str, drafted: bool) -> None:
+def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason: str, drafted: bool) -> None:
     cache = make_prompt_cache(small_llama())
     progress: list[tuple[int, int]] = []
     report: dict[str, Any] = {"prompt_progress_callback": lambda done, total: progress.append((done, total))}
     with pytest.raises(RedrafterError, match=reason) as raised:
         decode(drafted=drafted, **({"prompt_cache": cache} | report | options))
     assert "\n" not in str(raised.value) and progress == [] and cache[0].offset == 0
-    # Negative control: a good request is served, with progress.
+    # Negative control: a valid request succeeds and reports progress.
     assert len(decode(drafted=drafted, **report)) == 4 and progress[-1] == (3, 3)
 
 
@@ -89,7 +89,7 @@ def make_foreign() -> nn.Module:
 
 
 class Nameless(nn.Module):
-    """A model that keeps its tokens where no model of mlx-lm does."""
+    """A model without an embedding where mlx-lm's models have one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_unsupported_models_decode_plainly_only(make: Callable[[], nn.Module], p
 
 
 class WithoutRopeModule(llama.Attention):
-    """Attention whose positions come from a function of its own."""
+    """Attention with a function, not a module, as its rope."""
 
     def __init__(self, attention: llama.Attention, rope: Callable[..., mx.array]) -> None:
         nn.Module.__init__(self)
@@ -136,13 +136,13 @@ def test_positions_outside_a_cache_allow_chains_only() -> None:
     ropes = [layer.self_attn.rope for layer in model.layers]
     for layer, rope in zip(model.layers, ropes, strict=True):
         layer.self_attn = WithoutRopeModule(layer.self_attn, lambda x, offset=0, rope=rope: rope(x, offset))
-    assert decode(model, beam_width=4) == expected, "its rope need not be a module"
+    assert decode(model, beam_width=4) == expected, "the rope may be a function"
     for layer in model.layers:
         layer.self_attn = WithoutRopeModule(layer.self_attn, lambda x, offset=0: x)
     reason = "drafting chains, not trees, for llama: its positions do not come from its cache"
     with pytest.warns(UserWarning, match=reason) as caught:
         tokens = decode(model, beam_width=4)
-    assert [each.filename for each in caught] == [__file__], "where the caller's own line is"
+    assert [each.filename for each in caught] == [__file__], "the caller's own line"
     assert tokens == decode(model, drafted=False)
 
 
@@ -162,7 +162,7 @@ def test_equivalent_options_give_equal_tokens(given: dict[str, Any], plain: dict
     assert decode(drafted=drafted, seed=1, **given) == decode(drafted=drafted, seed=1, **plain)
 
 
-def test_adapted_embeddings_are_served() -> None:
+def test_embeddings_with_adapters_work() -> None:
     model = small_llama(tie_word_embeddings=False)
     plain = decode(model, drafted=False)
     model.model.embed_tokens = LoRAEmbedding.from_base(model.model.embed_tokens, r=4)

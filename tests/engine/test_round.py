@@ -1,4 +1,4 @@
-"""One round: its host reads, the operations that it enqueues, and what logits processors are given. No clocks."""
+"""One round: host reads, enqueued operations, and the input of logits processors. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mlx_redrafter.options import Options
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__", "__dlpack__", "__repr__",
          "__format__")  # fmt: skip
-"""The methods of an array that make the host wait for its value."""
+"""Array methods that make the host wait for a value."""
 
 CHAIN, TREE, PRUNED = (1, 4), (4, 5), (4, 5, 9)
 CHOICES: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reads from the device so far, `mx.eval` among them, and between them what is built and what is enqueued."""
+    """Records host reads (`mx.eval` included) and, between them, what is built and enqueued."""
     found: list[str] = []
 
     def record(owner: Any, name: str) -> None:
@@ -70,13 +70,13 @@ def reads(events: list[str]) -> list[str]:
 
 
 def start(plan: Any = "off", **options: Any) -> Iterator[Step]:
-    """Endless decoding by small models with heads wide enough for a quantized cache."""
+    """Decodes without end; small models with heads wide enough for a quantized cache."""
     options = {"max_tokens": -1, "plan": plan} | options
     return decode_tokens([1, 2, 3, 4, 5], small_llama(head_dim=32), small_drafter(), Options(**options))
 
 
 def run_rounds(steps: Iterator[Step], count: int, events: list[Any]) -> None:
-    """Runs up to the first token of round `count` after the first token; what rounds 1 to `count` do is recorded."""
+    """Records rounds 1 to `count` in `events`."""
     assert next(steps).stats.rounds == 0
     events.clear()
     assert next(each for each in steps if each.stats.rounds == count)
@@ -103,7 +103,7 @@ def test_a_round_of_a_head_with_a_cache_reads_once(plan: Any, kind: str, events:
 
 
 def test_reads_within_a_round_are_counted(events: list[str]) -> None:
-    # Negative control: a sampler that looks at its choice, once for each of the 5 nodes of each of 4 rounds.
+    # Negative control: a sampler that reads its choice, for each of 5 nodes in 4 rounds.
     run_rounds(start(CHAIN, sampler=lambda logprobs: mx.array([int(mx.argmax(logprobs, axis=-1))])), 4, events)
     assert events.count("__int__") == 20 and len(reads(events)) == 24
 
@@ -111,13 +111,13 @@ def test_reads_within_a_round_are_counted(events: list[str]) -> None:
 @pytest.mark.parametrize("plan", ["off", CHAIN, TREE], ids=str)
 def test_the_next_forward_is_enqueued_before_reading(plan: Any, events: list[str]) -> None:
     run_rounds(start(plan), 5, events)
-    first = ["async_eval"] if plan == "off" else []  # the token after the prompt's, which was there already
+    first = ["async_eval"] if plan == "off" else []  # the second token, enqueued during prefill
     enqueued = ["async_eval"] if plan == "off" else ["verify", "async_eval", "propose", "async_eval"]
     assert events[-1] in READS and events == first + [*enqueued, events[-1]] * 5
 
 
 def count_nodes(arrays: Any, path: Path) -> int:
-    """How many operations stand between evaluated arrays and these."""
+    """Number of operations between evaluated arrays and these."""
     mx.export_to_dot(str(path), *arrays)
     return path.read_text().count("shape=rectangle")
 
@@ -131,8 +131,8 @@ def test_a_reported_tree_is_evaluated_without_more_reads(plan: Any, events: list
     assert left == [0] * 8
 
 
-# What a round enqueues, the target's own forward included. Each bound is the count of the day it was written and about
-# a twentieth: a change that costs more should say so here.
+# Operations enqueued per round, the target's forward included. Bounds are about 5% above the count measured when they
+# were written. If a change costs more, raise them here.
 @pytest.mark.parametrize(
     ("plan", "options", "bound"),
     [
@@ -154,20 +154,20 @@ def test_a_round_enqueues_no_more_than_recorded(
         counts.append(count_nodes(arrays, tmp_path / "graph"))
         original(*trees)
 
-    # On the CPU wherever the tests run: elsewhere MLX has other operations for rope, norms and attention.
+    # Always on the CPU: other backends use other operations for rope, norms and attention.
     monkeypatch.setattr(loop, "on_stream", lambda: mx.stream(mx.cpu))
     monkeypatch.setattr(mx, "async_eval", count)
     run_rounds(start(plan, **options), 5, counts)
     assert 0.8 * bound < sum(counts) / 5 <= bound
 
 
-# Logits processors see, on the accepted path, exactly the histories that plain decoding gives them.
+# On the accepted path, logits processors see exactly the histories of plain decoding.
 
 SHAPES = [(1, 4), (2, 3), (3, 4)]
 
 
 class Recorder:
-    """A processor that records every history, and changes the logits so that a wrong one would matter."""
+    """A processor that records every history and changes the logits depending on it."""
 
     def __init__(self) -> None:
         self.histories: list[tuple[int, ...]] = []
@@ -185,8 +185,8 @@ def decode_with_mlx_lm(prompt: list[int], count: int, **options: Any) -> list[in
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 1), (2, 1), (7, 3), (7, 2048)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_each_node_gets_its_paths_history(shape: tuple[int, int], length: int, chunk: int) -> None:
-    """In two turns on one cache: a turn's histories begin with its own prompt, as mlx-lm's do."""
+def test_each_node_sees_the_history_of_its_path(shape: tuple[int, int], length: int, chunk: int) -> None:
+    """Two turns on one cache: each turn's histories begin with its own prompt, as in mlx-lm."""
     model, count, text = make_model(), 16, []
     cache, other = make_prompt_cache(model), make_prompt_cache(model)
     for prompt in (make_prompt(length), make_prompt(3, seed=2)):
@@ -204,13 +204,13 @@ def test_each_node_gets_its_paths_history(shape: tuple[int, int], length: int, c
         assert theirs.histories[:count] == needed and set(needed) <= set(ours.histories)
         for history in set(ours.histories) - set(needed):
             same = next((n for n, pair in enumerate(zip(history, turn, strict=False)) if pair[0] != pair[1]), len(turn))
-            assert same >= len(prompt) and len(history) - same <= shape[1], "plain text, and then what was drafted"
+            assert same >= len(prompt) and len(history) - same <= shape[1], "the text so far, then drafted tokens"
         nodes = 1 + shape[0] * shape[1]
         assert len(ours.histories) == 1 + steps[-1].stats.rounds * nodes, "each node of each round once"
 
 
-def test_histories_without_the_path_give_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Negative control: the processors see zeros where a node's path is.
+def test_wrong_histories_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Negative control: processors see zeros instead of the node's path.
     model, prompt = make_model(), make_prompt(6)
     options: dict[str, Any] = {"logits_processors": [Recorder()]}
     plain, drafter = with_plain(model, prompt, 24, "right", width=2, **options)

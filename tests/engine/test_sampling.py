@@ -1,6 +1,6 @@
-"""Tokens are drawn from the target's filtered probabilities, with noise that belongs to the position.
+"""Tokens are drawn from the filtered probabilities, with noise that depends only on the position.
 
-That drafted tokens are exactly those which plain decoding samples is what test_exactness.py shows.
+test_exactness.py shows that drafted tokens are exactly those that plain decoding samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx_redrafter.engine.sampling import Sampler, make_sampler
 
 VOCAB, DRAWS = 6, 4000
 LIMIT = 3.7
-"""Standard deviations: one of ten thousand correct samplers would exceed them."""
+"""In standard deviations: one in ten thousand correct samplers would exceed it."""
 LOGPROBS = mx.log(mx.array([[0.4, 0.04, 0.25, 0.11, 0.02, 0.18]]))
 FILTERS: dict[str, tuple[dict[str, Any], Any]] = {
     "none": ({}, lambda row: row),
@@ -30,18 +30,18 @@ FILTERS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def choose(sampler: Sampler, positions: int) -> np.ndarray:
-    """(positions,) the token that is chosen at each of them from the same log-probabilities."""
+    """(positions,) tokens chosen at each position from the same log-probabilities."""
     draws = sampler.draws(mx.array(100), positions, VOCAB)
     return np.array(sampler.choose(mx.repeat(LOGPROBS, positions, axis=0), draws, mx.arange(positions)))
 
 
 def expected(temp: float, apply: Any) -> np.ndarray:
-    """(V,) the probabilities, by mlx-lm's own filters."""
+    """(V,) probabilities after mlx-lm's own filters."""
     return np.array(mx.softmax(apply(LOGPROBS)[0] / temp))
 
 
 def deviation(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """How many standard deviations the chi-square statistic lies above its mean (Wilson and Hilferty's cube root)."""
+    """Standard deviations of the chi-square statistic above its mean (Wilson and Hilferty's cube root)."""
     possible = probabilities > 0
     if counts[~possible].any():
         return np.inf
@@ -58,11 +58,11 @@ def test_tokens_have_the_filtered_distribution(name: str, temp: float) -> None:
     options, apply = FILTERS[name]
     one, other = expected(temp, apply), expected(2 * temp, apply)
     tokens = np.concatenate([choose(make_sampler(seed=seed, temp=temp, **options), DRAWS // 4) for seed in range(4)])
-    # Neighbouring positions are independent: their pairs have the product's distribution.
+    # Neighbouring positions are independent: pairs have the product distribution.
     pairs = np.bincount(tokens[:-1] * VOCAB + tokens[1:], minlength=VOCAB**2)
     assert deviation(np.bincount(tokens, minlength=VOCAB), one) < LIMIT
     assert deviation(pairs, np.outer(one, one).reshape(-1)) < LIMIT
-    # Negative control: it is not another temperature's.
+    # Negative control: the distribution of another temperature.
     assert deviation(pairs, np.outer(other, other).reshape(-1)) > 2 * LIMIT
 
 

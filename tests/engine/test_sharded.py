@@ -1,4 +1,4 @@
-"""A model that several processes share decodes what one process decodes."""
+"""A model sharded over several processes decodes what one process decodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_redrafter import ranks
     ids=["2", "4"],
 )
 def test_ranks_decode_what_one_process_decodes(count: int, texts: set[str], tmp_path: Path) -> None:
-    """Each rank compares what it reads with the others: one that decides otherwise raises."""
+    """Each rank compares its reads with the others and raises if they differ."""
     ended = wait_for_ranks(start_ranks(count, str(TESTS / "ranks.py"), str(tmp_path), **{ranks.CHECK: "1"}))
     assert [each.status for each in ended] == [0] * count, ended
     decoded = [json.loads(each.out.partition("RANK ")[2]) for each in ended]

@@ -1,4 +1,4 @@
-"""Generations that are driven from several threads, or run side by side over one model."""
+"""Generations driven from several threads, or running side by side on one model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def prepare(name: str) -> tuple[list[int], Scripted | None]:
-    """(a job's tokens as one thread decodes them plainly, its drafter)."""
+    """Returns (the job's plain tokens from one thread, its drafter)."""
     model, options = make_model(), dict(JOBS[name])
     width = options.pop("plan", (0,))[0]
     plain = ids(run(model, PROMPT, max_tokens=COUNT + 8, **options))
@@ -45,7 +45,7 @@ def prepare(name: str) -> tuple[list[int], Scripted | None]:
 
 
 def make_job(name: str, **more: Any) -> tuple[list[int], Iterator[Any], Any]:
-    """(its tokens as one thread decodes them plainly, the same generation not yet started, its cache)."""
+    """Returns (the job's plain tokens, the same generation not yet started, its cache)."""
     model, (plain, drafter) = make_model(), prepare(name)
     options = {"max_tokens": COUNT, "prompt_cache": make_prompt_cache(model)} | JOBS[name] | more
     return plain, generate_step(PROMPT, model, drafter, **options), options["prompt_cache"]
@@ -67,7 +67,7 @@ def test_next_and_close_may_change_threads(name: str, count: int) -> None:
     assert_same_cache(cache, other)
 
 
-def test_generations_may_take_turns_on_one_model() -> None:
+def test_generations_may_alternate_on_one_model() -> None:
     before = snapshot(make_model())
     jobs = [make_job(name) for name in JOBS]
     for position in range(COUNT):
@@ -91,7 +91,7 @@ def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
         barrier.wait()
         return [token for token, _, _ in steps], expected
 
-    sys.setswitchinterval(1e-5)  # so that they meet within a forward
+    sys.setswitchinterval(1e-5)  # switch often, so that threads meet within a forward
     try:
         with workers(2) as pools:
             runs = [pool.submit(decode, name) for pool, name in zip(pools, names, strict=True)]
@@ -103,7 +103,7 @@ def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
 
 
 def test_another_thread_may_run_a_batch_meanwhile() -> None:
-    """While a forward over a tree is being built."""
+    """During the construction of a tree forward."""
     model = make_model()
 
     def run_batch() -> list[float]:

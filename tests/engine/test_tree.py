@@ -1,4 +1,4 @@
-"""From beams to a tree, whole or pruned; a chain beside it."""
+"""Building trees from beams, whole or pruned, and merging chains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = mx.array(THE)
 
 
 def check_tree(tree: Tree, tokens: Sequence[int], parents: Sequence[int]) -> None:
-    """Asserts that it has these nodes, each after its parent, and that depths and ancestors follow from the parents."""
+    """Asserts the tree's nodes, parents, depths and ancestors."""
     assert all(parent < node for node, parent in enumerate(parents) if node)
     for found, expected in zip(tree, make_tree(tokens, parents), strict=True):
         assert found.tolist() == expected.tolist()
@@ -36,7 +36,7 @@ def all_nodes(beams: Beams) -> tuple[list[int], list[int]]:
 
 
 def check_pruned(pruned: Tree, beams: Beams, count: int) -> None:
-    """Asserts that it has exactly the `count` likeliest nodes, sorted in full, but the leading hypothesis in front."""
+    """Asserts that it has the `count` likeliest nodes in order, with the leading hypothesis first."""
     tokens, parents = all_nodes(beams)
     scores = [float("inf"), *np.array(beams.scores).reshape(-1).tolist()]
     best = sorted(range(len(scores)), key=lambda node: (-scores[node], node))[:count]
@@ -49,7 +49,7 @@ def check_pruned(pruned: Tree, beams: Beams, count: int) -> None:
     check_tree(pruned, [tokens[node] for node in order], [order.index(parents[node]) for node in order])
 
 
-def test_running_example_grows_as_drawn() -> None:
+def test_running_example() -> None:
     tree = grow(ROOT, example_beams())
     assert tree.tokens.tolist() == [THE, CAT, DOG, SAT, RAN]
     assert tree.parents.tolist() == [0, 0, 0, 1, 1]
@@ -75,10 +75,10 @@ def random_beams(seed: int, width: int, depth: int, scale: float = 1.0) -> Beams
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 30.0], ids=["undecided", "certain"])
 @pytest.mark.parametrize(("width", "depth"), [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4), (4, 3), (5, 2)])
-def test_trees_hold_every_hypothesis_or_the_likeliest(width: int, depth: int, scale: float, ties: bool) -> None:
+def test_trees_hold_all_hypotheses_or_the_likeliest(width: int, depth: int, scale: float, ties: bool) -> None:
     for seed in range(3):
         beams = random_beams(seed, width, depth, scale)
-        if ties:  # a child's score and its parent's among them
+        if ties:  # a child may score as high as its parent
             beams = beams._replace(scores=mx.floor(beams.scores))
         tree = grow(ROOT, beams)
         check_tree(tree, *all_nodes(beams))
@@ -86,10 +86,10 @@ def test_trees_hold_every_hypothesis_or_the_likeliest(width: int, depth: int, sc
             check_pruned(prune(tree, beams, count), beams, count)
 
 
-def test_checks_refuse_wrong_trees() -> None:
+def test_the_checks_reject_wrong_trees() -> None:
     beams = random_beams(1, 3, 3)
     tree, nodes = grow(ROOT, beams), all_nodes(beams)
-    # Negative controls: a chain's mask on a tree, depths of nodes rather than levels, a parent changed, other beams.
+    # Negative controls: a chain's mask on a tree, node numbers as depths, a wrong parent, other beams.
     for wrong in (
         tree._replace(ancestors=mx.tril(mx.ones((10, 10), mx.bool_))),
         tree._replace(depths=mx.arange(10)),
@@ -98,7 +98,7 @@ def test_checks_refuse_wrong_trees() -> None:
     ):
         with pytest.raises(AssertionError):
             check_tree(wrong, *nodes)
-    # Pruned to the first levels, in level order, or with the parents of the whole tree.
+    # Negative controls: first levels only, parents of the whole tree, other count.
     first = Tree(tree.tokens[:6], tree.parents[:6], tree.depths[:6], tree.ancestors[:6, :6])
     for wrong in (first, prune(tree, beams, 6)._replace(parents=first.parents), prune(tree, beams, 7)):
         with pytest.raises(AssertionError):

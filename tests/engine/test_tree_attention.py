@@ -1,4 +1,4 @@
-"""One forward over a tree gives each node the logits that a plain forward over that node's path gives."""
+"""A tree forward gives each node the logits of a plain forward over the node's path."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from mlx_redrafter.engine.target import KVQuantization, Target
 from mlx_redrafter.engine.types import Tree
 
 TOLERANCE = 2e-4
-"""Float32, logits of about 5; N rows and one row may take different kernels."""
+"""For float32 and logits of about 5; N rows and one row may use different kernels."""
 
 QUANTIZED_TOLERANCES = {None: TOLERANCE, 8: 0.05, 4: 0.5}
-"""By bits of the cache, where such a difference may round a key to the next step: 0.022 and 0.22 were seen."""
+"""By KV cache bits: a small difference can round a key to the next step. Observed: 0.022 and 0.22."""
 
 PREFIXES = [0, 1, 2, 5, 17, 31, 40, 254]
-"""A cache grows in steps of 256 rows: after the last of these, in the middle of a tree."""
+"""Caches grow in steps of 256 rows; after 254 rows this happens in the middle of a tree."""
 
 
 def random_tree(seed: int) -> Tree:
-    """Of up to ten nodes; with more than two there are branches."""
+    """A tree of 4 + `seed` nodes, with branches."""
     generator = random.Random(seed)
     parents = [0, 0, 0] + [generator.randrange(node) for node in range(3, 4 + seed)]
     return make_tree([generator.randrange(VOCAB) for _ in parents], parents)
 
 
 def prefilled(kind: str, prefix: int, bits: int | None, seed: int) -> Target:
-    """A target after `prefix` tokens; an empty cache is not quantized."""
+    """A target after `prefix` tokens. An empty cache is not quantized."""
     target = Target(make_model(kind), None, KVQuantization(bits, 32, 0), capture=["after_norm"])
     if prefix:
         target.forward(mx.array(make_prompt(prefix, seed=seed)), want_hidden=False)
@@ -43,7 +43,7 @@ def prefilled(kind: str, prefix: int, bits: int | None, seed: int) -> Target:
 
 
 def paths(tree: Tree) -> list[list[int]]:
-    """Each node's tokens from the root down, found by the parents alone."""
+    """Tokens from the root to each node, found through the parents."""
     found: list[list[int]] = []
     for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
         found.append([token] if node == 0 else [*found[parent], token])
@@ -51,7 +51,7 @@ def paths(tree: Tree) -> list[list[int]]:
 
 
 def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -> mx.array:
-    """(N,) how far each node's logits and hidden state are from those of a plain forward over its path."""
+    """(N,) distance of each node's logits and hidden state from a plain forward over its path."""
     model, target = make_model(kind), prefilled(kind, prefix, bits, seed)
     cache = copy.deepcopy(target.cache)
     logits = [model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
@@ -86,4 +86,4 @@ def test_wrong_masks_and_positions_give_other_logits(wrong: str, kind: str) -> N
         }[wrong]
         far = distances(kind, PREFIXES[seed], None, seed, broken)
         assert far.max() > 100 * TOLERANCE
-        assert wrong == "mask of ones" or far[0] < TOLERANCE, "the root sees the prefix alone, at its own position"
+        assert wrong == "mask of ones" or far[0] < TOLERANCE, "the root sees only the prefix, at the correct position"

@@ -1,4 +1,4 @@
-"""The wired memory limit while several threads decode."""
+"""The wired memory limit with several decoding threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_redrafter.engine.wired_limit import wired_limit
 
 
 def test_last_of_two_threads_restores_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that looks as if it had a GPU, whose limit was 7; also where decoding fails."""
+    """On a fake GPU whose limit is 7; the first thread fails while decoding."""
     limits, recommended = [7], 1 << 40
     inside, leave = threading.Event(), threading.Event()
 
@@ -34,7 +34,7 @@ def test_last_of_two_threads_restores_the_limit(monkeypatch: pytest.MonkeyPatch)
         assert inside.wait(timeout=30)
         assert limits == [7, recommended], "raised once"
         raise KeyError
-    assert limits == [7, recommended], "the other thread still decodes"
+    assert limits == [7, recommended], "the other thread is still decoding"
     leave.set()
     other.join()
     assert limits == [7, recommended, 7]

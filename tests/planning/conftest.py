@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def steady_machine() -> None:
-    """Rounds take what these tests' cost curves say, and some slow down."""
+    """Overrides the global fixture: some cost curves here slow down."""

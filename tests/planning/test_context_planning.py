@@ -1,4 +1,4 @@
-"""How the planner weighs the drafter and the context against each other."""
+"""How the planner weighs the drafter against the context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIKELY = Forecast(1.0, [0.95**depth for depth in range(1, 9)])
 
 
 def decode_rounds(planner: AutoPlanner, count: int, tokens: int, *, from_context: bool = False) -> list[Plan | None]:
-    """The plans of rounds without a forecast; each that drafts makes so many tokens, and costs what the table says."""
+    """Plans of rounds without a forecast. Drafting rounds make `tokens` tokens and take as long as planned."""
     plans = []
     for _ in range(count):
         plan = planner.next_plan(START)
@@ -22,14 +22,14 @@ def decode_rounds(planner: AutoPlanner, count: int, tokens: int, *, from_context
     return plans
 
 
-def test_a_bad_drafter_leaves_the_context_its_budget() -> None:
+def test_a_bad_drafter_leaves_budget_for_the_context() -> None:
     planner = AutoPlanner(make_costs("half of every row"), ACCEPTANCE, [Plan(1, 4, 5)], can_merge=True)
     plans = decode_rounds(planner, 60, tokens=1)
-    assert any(plans) and not any(plans[-5:]), "the drafter was tried and given up"
+    assert any(plans) and not any(plans[-5:]), "the drafter was tried and abandoned"
     assert planner.next_plan(START, 0, LIKELY) == CONTEXT_ONLY
 
 
-def test_a_drafter_behind_the_context_is_given_up() -> None:
+def test_a_drafter_outdone_by_the_context_is_abandoned() -> None:
     costs, plan = make_costs("gentle"), Plan(1, 3, 4)
     good, behind = (AutoPlanner(costs, ACCEPTANCE, [plan], can_merge=True) for _ in range(2))
     decode_rounds(good, 60, tokens=3)

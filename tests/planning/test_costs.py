@@ -1,4 +1,4 @@
-"""The cost table: what lies between measurements, how it is measured, and how it is kept."""
+"""The cost table: interpolation, measurement and storage."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ Models = tuple[Any, Drafter]
 
 
 def make_pair(acceptance: list[list[float]] | None = None, name: str | None = None) -> Models:
-    """A model, and a drafter that knows nothing."""
+    """A model and an untrained drafter."""
     model = make_model() if name is None else make_family(name)
     return model, make_drafter(model, acceptance=acceptance)
 
 
 @pytest.fixture(autouse=True)
 def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder to keep tables in."""
+    """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     return tmp_path / "caches"
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """The measurements, whether with trees; the n-th finds plain steps of n milliseconds."""
+    """Fakes measurements and records `trees` of each; plain steps of the n-th take n ms."""
     calls: list[bool] = []
 
     def measure_next(model: Any, drafter: Drafter, *, trees: bool) -> CostTable:
@@ -59,7 +59,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def forget(pair: Models) -> Models:
-    """The same model and another drafter of its shape: this process does not know them as a pair."""
+    """The same model with a new drafter of the same shape, so that this process has no costs for the pair."""
     return pair[0], Drafter(pair[1].args)
 
 
@@ -81,15 +81,15 @@ def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
     assert costs.round_ms(plan, 64, 1) - alone == pytest.approx(row[4] - row[3])
     assert costs.round_ms(plan, 64, 2) - alone == pytest.approx(row[5] - row[3])
     assert costs.round_ms(plan, 64, 1.5) - alone == pytest.approx((row[4] + row[5]) / 2 - row[3])
-    assert costs.round_ms(plan, 64, 20) - costs.round_ms(plan, 64, 12) == pytest.approx(0.8), "beyond the largest"
+    assert costs.round_ms(plan, 64, 20) - costs.round_ms(plan, 64, 12) == pytest.approx(0.8), "extrapolated"
     assert costs.step_ms(64, 5) - costs.step_ms(64) == pytest.approx(row[5] - row[0])
     assert costs._replace(replay_row_ms=0.0).round_ms(plan, 64, 5) == alone
 
 
-def test_unsound_tables_are_refused() -> None:
+def test_invalid_tables_are_refused() -> None:
     costs = make_costs()
     assert costs.has(Plan(2, 3, 7)) and not costs.chains_only().has(Plan(2, 3, 7))
-    assert not costs.has(chain_plan(16)) and not costs.has(Plan(3, 2, 7)), "it knows what was measured"
+    assert not costs.has(chain_plan(16)) and not costs.has(Plan(3, 2, 7)), "only measured sizes"
     for change in ({"plain": (1.0, float("nan"))}, {"widths": (1, 2)}, {"verify": ((1.0,) * 16, (-1.0,) * 16)}):
         with pytest.raises(RedrafterError, match="costs must be a table"):
             costs._replace(**change).check()
@@ -97,28 +97,28 @@ def test_unsound_tables_are_refused() -> None:
 
 def test_times_that_contradict_each_other_are_disturbed() -> None:
     flat = make_costs()
-    assert not any(is_disturbed(make_costs(curve)) for curve in CURVES), "kernels change"
+    assert not any(is_disturbed(make_costs(curve)) for curve in CURVES), "such curves are typical of kernels"
     assert is_disturbed(flat._replace(plain=(1.0, 0.5)))
     assert is_disturbed(flat._replace(plain=(1.3, 1.3)))
     assert is_disturbed(flat._replace(level=(0.05, 0.08, 0.06)))
     late = (*flat.verify[0][:8], 2.0, *flat.verify[0][9:])
     assert is_disturbed(flat._replace(verify=(late, flat.verify[1])))
-    assert not is_disturbed(flat._replace(verify=(late, tuple(1.5 * ms for ms in late)))), "what is seen twice is so"
+    assert not is_disturbed(flat._replace(verify=(late, tuple(1.5 * ms for ms in late)))), "confirmed at both lengths"
 
 
 @pytest.mark.parametrize(("name", "trees"), [(None, True), (None, False), ("falcon_h1", False), ("gpt2", False)])
-def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_parts_of_a_round_are_measured(name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = measure_costs(*make_pair(name=name), trees=trees)
     assert costs.counts[:5] == (1, 2, 3, 4, 5) and costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
     assert (costs.replay_row_ms > 0) <= (name == "falcon_h1")
     monkeypatch.setattr(measure, "SECONDS", 0.0)
-    assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), "fewer where they are slow"
+    assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), "fewer counts on slow models"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
-def test_levels_are_measured_of_a_block_as_deep(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a block the first level is nearly all that there is: a deeper draft must not be thought to cost many of it."""
+def test_levels_are_measured_at_the_depth_of_the_block(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's cost is nearly all in its first level; deeper drafts must not be priced as several blocks."""
     depths = set()
     begin = BlockSource.begin
 
@@ -133,9 +133,7 @@ def test_levels_are_measured_of_a_block_as_deep(seconds: float, monkeypatch: pyt
     assert depths == {1, 2, 4}
 
 
-def test_slow_models_are_measured_in_a_number_of_plain_steps(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     pair, rows = make_pair(), []
     call = type(pair[0]).__call__
 
@@ -148,13 +146,13 @@ def test_slow_models_are_measured_in_a_number_of_plain_steps(
     caplog.set_level("INFO")
     measure_costs(*pair, trees=True)
     assert caplog.messages == ["measuring this machine for these models: a few seconds"]
-    assert sum(rows) > 4 * measure.SLOW_STEPS, "as one that is not slow would be"
+    assert sum(rows) > 4 * measure.SLOW_STEPS, "no limit for fast models"
     rows.clear()
     monkeypatch.setattr(measure, "time_step", lambda model: 1.5)
     costs = measure_costs(*pair, trees=True)
     assert caplog.messages[1:] == ["measuring this machine for these models: up to 54 seconds"]
     assert 1 < sum(rows) <= measure.SLOW_STEPS - 2 and costs.contexts == (64,) and costs.counts == (1, 2, 3, 4, 5)
-    assert measure_costs(*pair, trees=False, contexts=(8, 16)).contexts == (8, 16), "who asks for more gets it"
+    assert measure_costs(*pair, trees=False, contexts=(8, 16)).contexts == (8, 16), "given contexts are always measured"
 
 
 def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: Path) -> None:
@@ -163,7 +161,7 @@ def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: P
     assert Pair(*pair).costs(trees=True) is first and measured == [True]
     assert Pair(*forget(pair)).costs(trees=True) == first and measured == [True], "read from the disk"
     chains = Pair(*pair).costs(trees=False)
-    assert (chains.plain, chains.widths, measured) == ((2.0,), (1,), [True, False]), "another question"
+    assert (chains.plain, chains.widths, measured) == ((2.0,), (1,), [True, False]), "chains are measured separately"
     again = Pair(*pair).costs(trees=True, refresh=True)
     assert again.plain == (3.0,) and Pair(*pair).costs(trees=True) is again
     assert Pair(*forget(pair)).costs(trees=True) == again
@@ -192,7 +190,7 @@ def test_a_damaged_file_is_measured_again(damage: str, measured: list[bool], cac
     plain_texts = {"half": text[: len(text) // 2], "a list": "[1]"}
     file.write_text(plain_texts.get(damage, json.dumps(fields)))
     assert Pair(*forget(pair)).costs(trees=True).plain == (2.0,) and len(measured) == 2
-    assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "and kept"
+    assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "the new table was saved"
 
 
 def test_a_disturbed_measurement_is_repeated_twice_at_most(
@@ -205,7 +203,7 @@ def test_a_disturbed_measurement_is_repeated_twice_at_most(
     assert found == [(2.0,), (3.0,), (3.0,), (3.0,)] and len(measured) == 3
 
 
-def test_an_unwritable_cache_folder_is_one_warning(
+def test_an_unwritable_cache_folder_warns_once(
     measured: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""What is reported of this machine."""
+"""The description of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_machine_is_described() -> None:
 
 
 @pytest.mark.parametrize("named", [None, "", "relative", "/absolute"])
-def test_caches_are_where_the_system_has_them(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_is_the_systems(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/anyone")
     monkeypatch.delenv("XDG_CACHE_HOME")
     if named is not None:

@@ -1,4 +1,4 @@
-"""Plans from numbers alone: expected tokens, the fastest plan, and what the worst text costs."""
+"""Planning from numbers alone: expected tokens, the fastest plan, and the worst-case slowdown."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from mlx_redrafter.planning.store import keep_counts
 
 LOSS = MAX_LOSS * MIN_TOKENS / 256
 BOUNDS = {0.7: 1 - LOSS - 0.005, 1.0: 1 - LOSS - 0.005, 1.3: 0.965, 2.0: 0.94}
-"""Least speed over plain decoding's, by how many times as long as the table says rounds really take."""
+"""Minimum speed relative to plain decoding, by actual round time divided by the table's."""
 
 
 def test_expected_tokens_of_the_running_example() -> None:
@@ -62,7 +62,9 @@ def test_expected_tokens_of_the_running_example() -> None:
     # Level 1: .5, .25. Level 2 keeps the best two of .5 * .4, .5 * .2, .25 * .4, .25 * .2.
     assert expected_tokens(table, Plan(2, 2, 5)) == pytest.approx(1 + 0.75 + 0.2 + 0.1)
     assert expected_tokens(table, Plan(2, 2, 4)) == pytest.approx(1 + 0.75 + 0.2)
-    assert expected_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4), "as at depth 2"
+    assert expected_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4), (
+        "rates as at depth 2"
+    )
     assert expected_tokens(table, Plan(1, 2, 3), 1.5) == pytest.approx(1 + 0.75 + 0.75 * 0.6)
     assert expected_tokens(table, Plan(2, 1, 3), 9.0) == pytest.approx(1 + MAX_RATE + 0.25 * (1 - MAX_RATE) / 0.5)
 
@@ -70,12 +72,12 @@ def test_expected_tokens_of_the_running_example() -> None:
 @pytest.mark.parametrize(
     ("plan", "scale"), [(Plan(1, 1, 2), 0.9), (Plan(1, 8, 9), 1.3), (Plan(2, 3, 5), 0.3), (Plan(4, 5, 12), 0.8)]
 )
-def test_expectations_are_the_mean_of_drawn_rounds(plan: Plan, scale: float) -> None:
+def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float) -> None:
     generator, rounds = random.Random(0), 40000
     made, replayed, total = 0, 0, 0
     for _ in range(rounds):
         count = 1 + draw_accepted(plan, scale, generator)
-        if replayed > MAX_REPLAY:  # by a plain step
+        if replayed > MAX_REPLAY:  # replayed by a plain step
             total, replayed = total + replayed, 0
         total, replayed, made = total + replayed, replayed + count if count <= plan.depth else 0, made + count
     assert made / rounds == pytest.approx(expected_tokens(ACCEPTANCE, plan, scale), abs=0.03)
@@ -83,7 +85,7 @@ def test_expectations_are_the_mean_of_drawn_rounds(plan: Plan, scale: float) -> 
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_candidates_lose_little_against_every_plan(curve: str) -> None:
+def test_candidates_are_close_to_the_best_of_all_plans(curve: str) -> None:
     costs = make_costs(curve)
     every = [chain_plan(depth) for depth in range(1, 16)] + [
         Plan(width, depth, size)
@@ -104,7 +106,7 @@ def test_candidates_lose_little_against_every_plan(curve: str) -> None:
     assert all(plan.width == 1 for plan in candidate_plans(costs.chains_only(), ACCEPTANCE))
     measured = (1, 2, 4, 9)
     gaps = costs._replace(counts=measured, verify=tuple(tuple(row[n - 1] for n in measured) for row in costs.verify))
-    assert all(plan.size in measured for plan in measured_plans(gaps)), "what was not measured is not planned"
+    assert all(plan.size in measured for plan in measured_plans(gaps)), "only measured sizes are planned"
     assert candidate_plans(costs, [[0.0]]) == ()
 
 
@@ -119,11 +121,11 @@ def test_the_starting_plan_is_the_fastest_affordable() -> None:
     assert 1.2 < slower < faster
     planner = AutoPlanner(dear, acceptance, plans)
     chosen = [planner.next_plan(START) for _ in range(WARM_UP + 1)]
-    assert chosen == [*[None] * WARM_UP, chain_plan(1)], "a rejected round of 15 costs more than the budget"
+    assert chosen == [*[None] * WARM_UP, chain_plan(1)], "a rejected draft of 15 would exceed the budget"
 
 
 @pytest.mark.parametrize(("curve", "replay", "truth"), pairs(CURVES, (0.0, 0.05, 0.5), BOUNDS))
-def test_no_text_costs_more_than_the_bound(curve: str, replay: float, truth: float) -> None:
+def test_no_text_exceeds_the_maximum_loss(curve: str, replay: float, truth: float) -> None:
     costs = make_costs(curve, replay=replay)
     for name, scale in TEXTS.items():
         for stalls in (0.0, 0.05):
@@ -156,7 +158,7 @@ def test_rounds_that_slow_down_are_noticed() -> None:
     planner = AutoPlanner(costs, ACCEPTANCE)
     assert simulate(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 1) < 0.9
     simulate(planner, costs, TEXTS["all"], 600, 1)
-    assert simulate(planner, costs, TEXTS["all"], 600, 1) > 1.4, "drafting goes on once they are fast again"
+    assert simulate(planner, costs, TEXTS["all"], 600, 1) > 1.4, "drafting resumes once rounds are fast again"
 
 
 def test_better_text_is_noticed_in_spite_of_stalls() -> None:
@@ -174,14 +176,14 @@ def test_the_pause_between_probes_doubles() -> None:
     pauses = [later - earlier for earlier, later in pairwise(probes)]
     assert pauses == sorted(pauses) and 2 * PROBE_EVERY < pauses[0] < pauses[-1] < 20 * PROBE_EVERY
     planner.observe(plans[probes[-1]], 2, START + 3000, 0, None)
-    assert planner.next_plan(START + 3000) is not None, "a probe that was right is followed by another"
+    assert planner.next_plan(START + 3000) is not None, "a successful probe is followed by another"
 
 
 @pytest.mark.parametrize(
     "truth", [((0.88, 0.04),), ((0.7, 0.1), (0.4, 0.1), (0.15, 0.05), (0.05, 0.02))], ids=["flat", "steep"]
 )
-def test_what_texts_show_of_a_drafter_without_a_table_is_used_in_the_next_one(truth: AcceptanceTable) -> None:
-    """By depth, as drafters differ most in that."""
+def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
+    """Learned per depth, where drafters differ most."""
     costs = make_costs("a step, a cliff at 16")
 
     def decode_text(history: History, seed: int) -> tuple[float, tuple[Plan, ...]]:
@@ -202,13 +204,13 @@ def test_what_texts_show_of_a_drafter_without_a_table_is_used_in_the_next_one(tr
         firsts.append(speeds[0])
         lasts.append(fmean(speeds[2:]))
         first, last, best = (max(plan.depth for plan in each) for each in (*plans[::4], candidate_plans(costs, truth)))
-        assert abs(last - best) <= max(3, abs(first - best) - 1), "the plans to choose from are those of its own table"
+        assert abs(last - best) <= max(3, abs(first - best) - 1), "candidates follow from the learned rates"
     assert fmean(lasts) > fmean(firsts)
 
 
 @pytest.mark.parametrize(("truth", "scale"), [(1.0, "nothing"), (1.25, "a third"), (1.25, "most"), (2.0, "all")])
 def test_many_short_texts_lose_little_together(truth: float, scale: str) -> None:
-    """What one has lost the next ones make good, and what rounds really take is known in them from the start."""
+    """Later texts make up for earlier losses and know actual round times from the start."""
     costs, history = make_costs("half of every row"), History()
     seconds = []
     for seed in range(40):
@@ -219,7 +221,7 @@ def test_many_short_texts_lose_little_together(truth: float, scale: str) -> None
     assert 1 / fmean(seconds[10:]) > 0.987
 
 
-def test_a_drafter_that_pays_drafts_from_the_first_token_of_the_next_text() -> None:
+def test_a_good_drafter_drafts_from_the_next_texts_first_token() -> None:
     history, costs = History(), make_costs("gentle")
     for is_first in (True, False):
         planner = AutoPlanner(costs, ACCEPTANCE, history=history)
@@ -228,19 +230,19 @@ def test_a_drafter_that_pays_drafts_from_the_first_token_of_the_next_text() -> N
         planner.finish()
 
 
-def test_a_drafter_that_was_given_up_is_tried_again_early_in_the_next_text() -> None:
+def test_an_abandoned_drafter_is_retried_in_the_next_text() -> None:
     history, costs = History(), make_costs("gentle")
     first = AutoPlanner(costs, ACCEPTANCE, history=history)
     for _ in range(3):
         simulate(first, costs, TEXTS["nothing"], 1500, 0)
     first.finish()
-    assert history.pause > PROBE_EVERY, "what this test is about"
+    assert history.pause > PROBE_EVERY, "the drafter was abandoned"
     planner = AutoPlanner(costs, ACCEPTANCE, history=history)
     plans = [planner.next_plan(START + at) for at in range(PROBE_EVERY + 1)]
     assert plans[-1] is not None and plans[:-1] == [None] * PROBE_EVERY
 
 
-def test_counts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_counts_are_saved_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = make_model()
     drafter = make_drafter(model)
@@ -253,9 +255,9 @@ def test_counts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, t
     same.update(drafter.parameters())
     other.update(tree_map(lambda array: array + 1, drafter.parameters()))
     assert Pair(model, same).history.counts.by_depth == counts.by_depth
-    assert Pair(model, other).history.counts.acceptance_scale == 1, "the same shapes, another drafter"
+    assert Pair(model, other).history.counts.acceptance_scale == 1, "same shapes, different weights"
     for file in tmp_path.rglob("*.json"):
         file.write_text('{"overall": [1, "a"]}')
     again = make_drafter(model)
     again.update(drafter.parameters())
-    assert Pair(model, again).history.counts.acceptance_scale == 1, "a damaged file is none"
+    assert Pair(model, again).history.counts.acceptance_scale == 1, "damaged files are ignored"

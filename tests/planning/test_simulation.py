@@ -1,4 +1,4 @@
-"""What is predicted of whole texts: the loop of the decoder, without its model."""
+"""Simulated texts: the decoding loop without its model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FREE = CostTable((1,), tuple(range(1, 17)), ((1.0,) * 16,), (1.0,), (1,), (1e-9,
 
 @pytest.mark.parametrize("family", ["llama", "rwkv7"])
 @pytest.mark.parametrize("seed", range(3))
-def test_it_takes_the_rounds_that_decoding_takes(family: str, seed: int) -> None:
+def test_rounds_match_decoding(family: str, seed: int) -> None:
     model, prompt = make_family(family), 3 * make_prompt(12, vocab=4, seed=seed)
     steps = run(model, prompt, max_tokens=80, context=True, plan=(1, 1))
     stats = steps[-1].stats

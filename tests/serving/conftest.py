@@ -1,4 +1,4 @@
-"""What the tests of the server start from: servers, and the real clients of the APIs that they speak."""
+"""Fixtures for the server's tests: servers, and the official clients of the APIs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def demo() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def scripted_server(chat_tokenizer: Any) -> Iterator[tuple[Running, ScriptedEngine]]:
-    """A server that says what a test wants."""
+    """A server over a scripted engine."""
     with start_scripted(chat_tokenizer) as both:
         yield both
 
 
 @pytest.fixture
 def scripted(scripted_server: tuple[Running, ScriptedEngine]) -> Iterator[tuple[Running, ScriptedEngine]]:
-    """The same, as it was at its start."""
+    """The scripted server, reset to its initial state."""
     server, engine = scripted_server
     engine.texts, engine.refusal, engine.requests = [["hello"]], None, []
     engine.gate.set()
@@ -51,14 +51,14 @@ def scripted(scripted_server: tuple[Running, ScriptedEngine]) -> Iterator[tuple[
 
 @pytest.fixture(scope="module")
 def openai_client(demo: Running) -> Iterator[openai.OpenAI]:
-    """OpenAI's client of the demo, which does not try twice."""
+    """OpenAI's client for the demo, without retries."""
     with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def scripted_openai(scripted_server: tuple[Running, ScriptedEngine]) -> Iterator[openai.OpenAI]:
-    """OpenAI's client of the scripted server."""
+    """OpenAI's client for the scripted server."""
     url = f"{scripted_server[0].url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
@@ -66,7 +66,7 @@ def scripted_openai(scripted_server: tuple[Running, ScriptedEngine]) -> Iterator
 
 @pytest.fixture(scope="module")
 def scripted_anthropic(scripted_server: tuple[Running, ScriptedEngine]) -> Iterator[anthropic.Anthropic]:
-    """Anthropic's client of the scripted server."""
+    """Anthropic's client for the scripted server."""
     url = scripted_server[0].url
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client

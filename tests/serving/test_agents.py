@@ -1,4 +1,4 @@
-"""What coding agents and agent libraries send by default: the shapes of their requests, with the texts shortened."""
+"""Default requests of coding agents and agent libraries, with shortened texts."""
 
 from __future__ import annotations
 
@@ -215,9 +215,9 @@ def test_libraries_force_calls(scripted: Scripted, agent: str) -> None:
     assert b"tool_calls" in reply.body or b"function_call" in reply.body or b"tool_use" in reply.body
 
 
-def test_late_words_of_the_system_are_in_the_last_turn(scripted: Scripted) -> None:
+def test_late_system_messages_join_the_last_turn(scripted: Scripted) -> None:
     ask(scripted[0], *AGENTS["Claude Code"])
-    assert "<system>You are an agent.<user>" in scripted[1].prompt  # without the header, which changes
+    assert "<system>You are an agent.<user>" in scripted[1].prompt  # without the header, which varies
     assert "<tool>x = 1[image omitted]<user><system>\nThe user sent a new message.\n</system>" in scripted[1].prompt
     ask(scripted[0], *AGENTS["Codex"])
     assert scripted[1].prompt.endswith("<tool>Done.<user><system>\nMode: plan.\n</system><assistant><think>")

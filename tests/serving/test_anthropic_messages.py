@@ -1,4 +1,4 @@
-"""Messages, as Anthropic's own client and a client such as Claude Code use them."""
+"""Anthropic's Messages API, with its official client and as Claude Code uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALL = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>
 USER: Any = [{"role": "user", "content": "Hi"}]
 
 
-def test_text_comes_in_one_piece(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+def test_text_without_streaming(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
     scripted[1].texts = [["Hm.</think>", "I am ", "fine."]]
     system: Any = [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind.", "cache_control": {"type": "x"}}]
     made = scripted_anthropic.messages.create(model="demo", max_tokens=50, system=system, messages=USER)
@@ -26,7 +26,7 @@ def test_text_comes_in_one_piece(scripted: Scripted, scripted_anthropic: anthrop
     assert (usage.cache_read_input_tokens, usage.output_tokens > 3, usage.rounds) == (1, True, 4)
 
 
-def test_the_clients_own_stream_gathers_it(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+def test_the_official_client_accumulates_a_stream(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
     scripted[1].texts = [["Hm.</think>", "I ", "look.", CALL, CALL]]
     kinds, texts = [], []
     with scripted_anthropic.messages.stream(model="demo", max_tokens=99, messages=USER, tools=[SHELL]) as stream:
@@ -42,7 +42,7 @@ def test_the_clients_own_stream_gathers_it(scripted: Scripted, scripted_anthropi
     assert made.usage.output_tokens > 0
 
 
-def test_tool_results_are_messages_of_their_own(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+def test_tool_results_become_separate_messages(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
     messages: Any = [
         *USER,
         {
@@ -71,7 +71,7 @@ def test_tool_results_are_messages_of_their_own(scripted: Scripted, scripted_ant
     )
 
 
-def test_an_answer_goes_on_where_it_began(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+def test_a_prefilled_answer_is_continued(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
     messages: Any = [*USER, {"role": "assistant", "content": "I am"}]
     made = scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=messages)
     assert scripted[1].prompt == "<user>Hi<assistant>I am"
@@ -105,7 +105,7 @@ def test_tokens_are_counted(scripted: Scripted, scripted_anthropic: anthropic.An
         ({"max_tokens": 0}, "max_tokens must be at least 1, or -1 for no limit, got 0"),
     ],
 )
-def test_what_is_not_supported_is_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
+def test_unsupported_fields_are_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
     body = {"model": "demo", "max_tokens": 9, "messages": USER, **fields}
     reply = ask(scripted[0], "/v1/messages", body)
     assert reply.status == 400 and said in reply.error

@@ -1,4 +1,4 @@
-"""Which models mlx-lm batches as it decodes them alone."""
+"""Which models mlx-lm batches correctly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IN_EVERY_PRECISION = pytest.mark.parametrize(
 
 
 def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
-    """A copy of the model in a dtype, its matrices in so many bits where their rows take it; 0 for the dtype's own."""
+    """A copy of the model in a dtype. Unless `bits` is 0, matrices whose rows allow it are quantized."""
     model, (dtype, bits) = copy.deepcopy(model), precision
     parameters = model.parameters()
     model.update(tree_map(lambda x: x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x, parameters))
@@ -35,13 +35,13 @@ def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
-def test_most_models_read_prompts_together(name: str) -> None:
+def test_most_models_prefill_in_batches(name: str) -> None:
     assert count_prefill_rows(make_family(name), Options()) == PREFILL_ROWS
 
 
 @IN_EVERY_PRECISION
 @pytest.mark.parametrize("kind", ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"])
-def test_rounding_is_no_reason_to_take_turns(kind: str, precision: tuple[mx.Dtype, int]) -> None:
+def test_rounding_does_not_prevent_batches(kind: str, precision: tuple[mx.Dtype, int]) -> None:
     for seed, spread in enumerate((2.0, 6.0, 12.0)):
         model = in_precision(make_model(kind, seed=seed, spread=spread), precision)
         before = tree_flatten(model.parameters())
@@ -52,13 +52,13 @@ def test_rounding_is_no_reason_to_take_turns(kind: str, precision: tuple[mx.Dtyp
 
 @IN_EVERY_PRECISION
 @pytest.mark.parametrize("name", ["mamba", "rwkv7", "baichuan_m1"])
-def test_states_that_see_padding_are_read_alone(name: str, precision: tuple[mx.Dtype, int]) -> None:
+def test_states_affected_by_padding_prefill_alone(name: str, precision: tuple[mx.Dtype, int]) -> None:
     assert count_prefill_rows(in_precision(make_family(name), precision), Options()) == 1
 
 
 @IN_EVERY_PRECISION
 @pytest.mark.parametrize("name", ["gemma2", "internlm2", "minimax_m3_vl", "llama4", "gpt_bigcode"])
-def test_what_a_batch_computes_wrong_takes_turns(
+def test_models_that_batch_incorrectly_alternate(
     name: str, precision: tuple[mx.Dtype, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -67,8 +67,8 @@ def test_what_a_batch_computes_wrong_takes_turns(
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["an error", "not a number"])
-def test_what_fails_in_the_models_own_dtype_alone_takes_turns(fails: bool) -> None:
-    """As a mask whose dtype or values fit float32 only."""
+def test_failures_only_in_the_models_dtype_are_found(fails: bool) -> None:
+    """Such as a mask whose dtype or values only work in float32."""
     model = in_precision(make_model(), (mx.bfloat16, 0))
 
     class Fussy(type(model)):  # type: ignore[misc]
@@ -84,6 +84,6 @@ def test_what_fails_in_the_models_own_dtype_alone_takes_turns(fails: bool) -> No
     assert count_prefill_rows(model, Options()) == 0
 
 
-def test_caches_that_batches_lack_take_turns() -> None:
+def test_caches_that_cannot_be_batched_alternate() -> None:
     assert count_prefill_rows(make_model(), Options(kv_bits=8)) == 0
     assert count_prefill_rows(make_model("qwen2"), Options(max_kv_size=64)) == 0

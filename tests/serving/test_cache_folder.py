@@ -1,4 +1,4 @@
-"""Prompt caches in a folder: found after a restart, by the same model only, and never half written."""
+"""Prompt caches on disk: found after a restart, only by the same model, and never half written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def answer(model: Any, folder: Path, prompt: list[int], **more: Any) -> int:
-    """How many tokens a new server finds cached; its text is that of plain decoding."""
+    """Number of tokens that a new server finds cached. Asserts plain decoding's text."""
     request, options = ask(prompt, 8), more.pop("options", {})
     with running(model, prompt_cache_dir=folder, options=options, **more) as server:
         (events,) = generate(server, request)
@@ -60,7 +60,7 @@ def test_a_conversation_is_found_after_a_restart(kind: str, options: dict[str, A
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
-def test_nothing_is_read_before_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(make_model(), tmp_path, PROMPT)
     (file,) = files_of(tmp_path)
     load, read = cache_folder.load_prompt_cache, list[str]()
@@ -72,7 +72,7 @@ def test_nothing_is_read_before_a_request(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("changed", ["weights", "quantization", "version"])
-def test_files_of_others_are_ignored_with_one_line(
+def test_files_of_other_models_are_ignored_with_one_line(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for prompt in (PROMPT, PROMPT[::-1]):
@@ -92,7 +92,7 @@ def test_files_of_others_are_ignored_with_one_line(
     assert answer(make_model(), tmp_path, PROMPT) == 59
 
 
-def test_a_damaged_file_is_read_again_from_the_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_causes_a_new_prefill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for damage in (lambda data: data[:-400], lambda data: data[:9], lambda data: b"\0" * len(data)):
         answer(make_model(), tmp_path, PROMPT)
         (file,) = files_of(tmp_path)
@@ -125,7 +125,7 @@ cache_folder.CacheFolder(sys.argv[1], model, Options()).write(np.array([1, 2, 3]
 """
 
 
-def test_a_killed_process_leaves_no_half_file(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_partial_file(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False).returncode == 9
     assert files_of(tmp_path) == []
     (half,) = (path for path in tmp_path.iterdir() if path.name != ".lock")
@@ -133,21 +133,21 @@ def test_a_killed_process_leaves_no_half_file(tmp_path: Path) -> None:
     assert not half.exists()
 
 
-def test_caches_are_saved_while_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "SAVE_AFTER", 0.01)
 
     async def main(server: Engine) -> None:
         for prompt in (PROMPT, PROMPT + plain(ask(PROMPT, 8)) + [1]):
             await collect(server.submit(**ask(prompt, 8)))
             await asyncio.to_thread(until, lambda: len(found := files_of(tmp_path)) == 1 and found != seen)
-            seen[:] = files_of(tmp_path)  # the longer text has replaced its beginning
+            seen[:] = files_of(tmp_path)  # the longer text has replaced its prefix
 
     seen: list[Path] = []
     with running(prompt_cache_dir=tmp_path) as server:
         asyncio.run(main(server))
 
 
-def test_files_are_bounded_too(tmp_path: Path) -> None:
+def test_disk_usage_is_bounded(tmp_path: Path) -> None:
     def make(model: Any, token: int) -> tuple[list[int], Any]:
         tokens, cache = [token] * 20, make_prompt_cache(model)
         mx.eval(model(mx.array([tokens]), cache=cache))
@@ -162,7 +162,7 @@ def test_files_are_bounded_too(tmp_path: Path) -> None:
             kept.save_next()
             assert sum(path.stat().st_size for path in files_of(tmp_path)) <= most
         if model is own:
-            assert kept.fetch([2] * 21)[1] == 20  # used now, before another one needs room
+            assert kept.fetch([2] * 21)[1] == 20  # used now, before the next one needs room
             kept.store(*make(model, 5))
         kept.close()
     again = PromptCache(most, CacheFolder(tmp_path, own, Options()))
@@ -170,7 +170,7 @@ def test_files_are_bounded_too(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_folder_is_of_one_process_and_for_caches_alone(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_process_and_holds_only_caches(tmp_path: Path) -> None:
     folder = CacheFolder(tmp_path / "caches", make_model(), Options())
     with pytest.raises(RedrafterError, match="another process keeps its prompt caches in"):
         CacheFolder(tmp_path / "caches", make_model(), Options())

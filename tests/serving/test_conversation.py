@@ -1,4 +1,4 @@
-"""What becomes of the conversations that agents send: the prompt that the model is shown, in all APIs."""
+"""From an agent's messages to the model's prompt, in every API."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ IMAGE: dict[str, dict[str, Any]] = {
 }
 TEXT = {"/v1/chat/completions": "text", "/v1/responses": "input_text", "/v1/messages": "text"}
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
-"""What a model says that calls a tool."""
+"""A tool call as the model writes it."""
 
 
 def post(server: Running, path: str, messages: list[dict[str, Any]], **fields: Any) -> Any:
-    """A request for an answer to these messages, in the API of the path."""
+    """Sends messages in the format of the path's API."""
     name = "input" if path == "/v1/responses" else "messages"
     return ask(server, path, {name: messages, "model": "demo", "max_tokens": 99, **fields} if path == "/v1/messages"
                else {name: messages, "model": "demo", **fields})  # fmt: skip
 
 
 def say(role: str, content: Any) -> dict[str, Any]:
-    """A message."""
     return {"role": role, "content": content}
 
 
@@ -59,7 +58,7 @@ def say(role: str, content: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_the_system_may_speak_at_any_time(
+def test_system_messages_may_come_at_any_time(
     scripted: Scripted, path: str, messages: list[dict[str, Any]], prompt: str
 ) -> None:
     reply = post(scripted[0], path, messages)
@@ -67,20 +66,20 @@ def test_the_system_may_speak_at_any_time(
     assert scripted[1].prompt.startswith(f"{prompt}<assistant>")
 
 
-def test_the_system_does_not_part_a_call_from_its_result() -> None:
+def test_system_messages_do_not_separate_a_call_from_its_result() -> None:
     turns = [say(role, role[0]) for role in ("user", "assistant", "system", "tool", "tool", "user")]
     late = say("user", "<system>\ns\n</system>\n\nu")
     assert arrange(turns) == [say("user", "u"), say("assistant", "a"), say("tool", "t"), say("tool", "t"), late]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-def test_the_developer_is_the_system(scripted: Scripted, path: str) -> None:
+def test_developer_messages_are_system_messages(scripted: Scripted, path: str) -> None:
     assert post(scripted[0], path, [say("developer", "A"), say("user", "Hi"), say("developer", "B")]).status == 200
     assert scripted[1].prompt.startswith("<system>A<user>Hi\n\n<system>\nB\n</system><assistant>")
 
 
 @pytest.mark.parametrize("path", IMAGE)
-def test_an_image_does_not_end_a_conversation(scripted: Scripted, path: str) -> None:
+def test_images_are_replaced_by_a_note(scripted: Scripted, path: str) -> None:
     shown = say("user", [{"type": TEXT[path], "text": "See: "}, IMAGE[path]])
     assert post(scripted[0], path, [shown, say("assistant", "Nice."), say("user", "Why?")]).status == 200
     assert scripted[1].prompt.startswith("<user>See: [image omitted]<assistant>Nice.<user>Why?<assistant>")
@@ -89,7 +88,7 @@ def test_an_image_does_not_end_a_conversation(scripted: Scripted, path: str) -> 
     assert reply.status == 400 and "the last message holds no text" in reply.error
 
 
-def test_a_document_of_text_is_read(scripted: Scripted) -> None:
+def test_text_documents_are_read(scripted: Scripted) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "42"}
     blocks = [{"type": "document", "title": "Answers", "source": source}, {"type": "text", "text": "What is it?"}]
     assert post(scripted[0], "/v1/messages", [say("user", blocks)]).status == 200
@@ -153,7 +152,7 @@ def test_tools_of_all_kinds_are_shown_as_functions(scripted: Scripted, scripted_
     assert scripted[1].prompt.endswith("<tool>Done.<tool>A<tool>a.py<assistant><think>")
 
 
-def test_a_custom_tool_of_a_chat_takes_a_text(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+def test_a_custom_tool_takes_text_in_a_chat(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     tools: Any = [{"type": "custom", "custom": {"name": "run", "description": "Runs."}}]
     scripted[1].texts = [["</think>", CALL % ("run", '{"input": "ls"}')]]
     made = scripted_openai.chat.completions.create(
@@ -170,11 +169,11 @@ BROKEN = ['{"path": "a', '{"a": "\\ud83d"}', "[1]", '"x"', "no JSON"]
 ITEMS = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for tool_call in m.tool_calls or [] %}
 {%- for name, value in tool_call.function.arguments.items() %}<{{ name }}>{{ value }}{% endfor %}{% endfor %}
 {%- endfor %}{% if enable_thinking is defined %}{% endif %}{# <tool_call> tool_call.name #}"""
-"""A template that takes no other arguments than objects."""
+"""A template that accepts tool arguments only as objects."""
 
 
 def call_in_history(path: str, arguments: Any) -> list[dict[str, Any]]:
-    """A conversation in which a tool was called with these arguments."""
+    """A conversation with a tool call that has these arguments."""
     if path == "/v1/responses":
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
         return [say("user", "x"), call, {"type": "function_call_output", "call_id": "c", "output": "No."}]
@@ -195,7 +194,7 @@ def going_through_items(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sc
 
 @pytest.mark.parametrize("path", IMAGE)
 @pytest.mark.parametrize("arguments", BROKEN)
-def test_broken_arguments_are_shown_as_text(
+def test_invalid_arguments_are_shown_as_text(
     scripted: Scripted, going_through_items: Scripted, path: str, arguments: str
 ) -> None:
     assert post(scripted[0], path, call_in_history(path, arguments)).status == 200
@@ -211,13 +210,13 @@ def test_no_arguments_are_an_empty_object(scripted: Scripted, path: str, argumen
     assert scripted[1].prompt.startswith("<user>x<assistant><tool_call>f {}</tool_call><tool>No.")
 
 
-def test_tools_of_others_servers_are_left_out(scripted: Scripted) -> None:
+def test_server_side_tools_are_dropped(scripted: Scripted) -> None:
     hosted = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]
     assert post(scripted[0], "/v1/messages", [say("user", "Hi")], tools=hosted).status == 200
     assert scripted[1].prompt.startswith("<user>Hi")
 
 
-def test_items_may_be_referred_to(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+def test_items_may_be_referenced(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     scripted[1].texts = [["</think>It is blue."]]
     made = scripted_openai.responses.create(model="demo", input="Why?")
     reference: Any = {"type": "item_reference", "id": made.output[0].id}
@@ -282,13 +281,13 @@ def test_tools_that_are_not_allowed_are_not_shown(scripted: Scripted) -> None:
         {"properties": {"a": {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "binary"}}}},
     ],
 )
-def test_parameters_of_forced_calls_are_followed_where_they_stand(scripted: Scripted, parameters: Any) -> None:
+def test_parameter_references_of_forced_calls_are_resolved(scripted: Scripted, parameters: Any) -> None:
     tools = [{"type": "function", "name": name, "parameters": {"type": "object", **parameters}} for name in "fg"]
     reply = post(scripted[0], "/v1/responses", [say("user", "x")], tools=tools, tool_choice="required")
     assert reply.status == 200, reply.body
 
 
-def test_an_answer_that_is_begun_follows_no_format(scripted: Scripted) -> None:
+def test_a_prefilled_answer_follows_no_format(scripted: Scripted) -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     reply = post(scripted[0], "/v1/messages", [say("user", "x"), say("assistant", "{")], output_config=form)
     assert reply.status == 400 and "begun by the last message" in reply.error

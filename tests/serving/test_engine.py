@@ -1,4 +1,4 @@
-"""The engine: the texts of one request and of several, the changes between, and what happens after errors."""
+"""The engine: texts of single and concurrent requests, mode changes between them, and recovery after errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def finish(awaitable: Awaitable[Any]) -> Any:
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_alone_is_the_command_lines_own(sampling: dict[str, Any]) -> None:
+def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> None:
     prompt, count = PROMPTS[0], 60
     _, drafter = with_plain(make_model(), prompt, count, "mixed", width=3, **sampling)
     own = {"beam_width": 3, "draft_depth": 3, "context": True}
@@ -73,7 +73,7 @@ def test_alone_is_the_command_lines_own(sampling: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "mamba"])
-def test_rows_of_a_batch_are_plain_decoding(name: str) -> None:
+def test_batched_rows_match_plain_decoding(name: str) -> None:
     model = make_model() if name == "llama" else make_family(name)
     requests = [ask(prompt, 12 + 3 * i) for i, prompt in enumerate(PROMPTS)]
     with running(model) as engine:
@@ -84,8 +84,8 @@ def test_rows_of_a_batch_are_plain_decoding(name: str) -> None:
         assert engine.counters.prompt_tokens == sum(map(len, PROMPTS))
 
 
-def test_rows_of_the_demo_are_plain_decoding() -> None:
-    # In float32 on one machine; where two tokens are within rounding of each other, a batch may take the other one.
+def test_batched_demo_rows_match_plain_decoding() -> None:
+    # In float32 on one machine: if two tokens tie within rounding, a batch may choose the other.
     model, tokenizer, drafter = load_demo()
     requests = [ask(tokenizer.encode(prompt), 16) for prompt in demo_prompts()[:3]]
     engine = Engine(model, tokenizer, drafter)
@@ -95,7 +95,7 @@ def test_rows_of_the_demo_are_plain_decoding() -> None:
     engine.close(20)
 
 
-def test_seeds_belong_to_their_rows() -> None:
+def test_each_row_has_its_own_seed() -> None:
     requests = [ask(PROMPTS[1], **(SAMPLED | {"seed": seed})) for seed in (1, 2, 1)]
     requests += [ask(PROMPTS[1]), ask(PROMPTS[1], temp=1.3, seed=5, xtc_probability=0.4)]
     with running() as engine:
@@ -133,7 +133,7 @@ def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
 async def decode_around_a_batch(
     engine: Engine, long: Asked, short: Asked, count: int
 ) -> tuple[list[TokenEvent], Request]:
-    """(every event of the long request, its generation): after `count` tokens the short one joins it, and ends."""
+    """Runs `long`; after `count` tokens `short` joins and ends. Returns (events of `long`, its request)."""
     first = engine.submit(**long)
     stream = first.events()
     head = [await anext(stream) for _ in range(count)]
@@ -142,8 +142,8 @@ async def decode_around_a_batch(
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_a_draft_model_goes_on_after_a_batch(name: str) -> None:
-    """It reads what the batch has made: as the target itself it is right before and after."""
+def test_a_draft_model_continues_after_a_batch(name: str) -> None:
+    """It reads the batch's tokens: the draft model is the target, so it is right before and after."""
     model = make_model() if name == "llama" else make_family(name)
     long, short = ask(PROMPTS[0], 150), ask(PROMPTS[1], 20)
     with running(model, DraftModel(model), options={"plan": (1, 3)}) as engine:
@@ -155,8 +155,8 @@ def test_a_draft_model_goes_on_after_a_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle 3", "dspark"])
-def test_a_head_with_a_cache_goes_on_after_a_batch(kind: str) -> None:
-    """What the batch has decoded is a hole in its cache."""
+def test_a_head_with_a_cache_continues_after_a_batch(kind: str) -> None:
+    """Positions decoded in the batch are a gap in its cache."""
     model = make_model()
     long, short = ask(PROMPTS[0], 60), ask(PROMPTS[1], 12)
     with running(model, make_cached(kind), options={"plan": (2, 3)}) as engine:
@@ -166,7 +166,7 @@ def test_a_head_with_a_cache_goes_on_after_a_batch(kind: str) -> None:
         assert first.decoding.drafter_rounds > 10
 
 
-def test_prompt_that_is_being_read_joins_a_batch() -> None:
+def test_a_request_joins_a_batch_during_prefill() -> None:
     long, short = ask(make_prompt(300), 8), ask(PROMPTS[0], 8)
 
     async def main(engine: Engine) -> list[list[TokenEvent]]:
@@ -183,12 +183,12 @@ def test_prompt_that_is_being_read_joins_a_batch() -> None:
 
 @pytest.fixture(autouse=True)
 def steady_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets several requests stay in a batch, however busy the machine is."""
+    """Keeps several requests in a batch, however busy the machine is."""
     monkeypatch.setattr(Pace, "observe_step", lambda self, rows, seconds: False)
 
 
 class RestlessPace(Pace):
-    """Leaves the batch after every third step, and the turns after every fourth round."""
+    """Leaves the batch after every third step, and alternating rounds after every fourth."""
 
     def observe_step(self, rows: int, seconds: float) -> bool:
         self._n_steps += 1
@@ -206,10 +206,10 @@ class RestlessPace(Pace):
 @pytest.mark.parametrize(
     "sampling", [[{}, {}], [SAMPLED, SAMPLED | {"seed": 8}], [{}, SAMPLED], [{}, {}, SAMPLED]], ids=str
 )
-def test_turns_and_batches_make_the_same_texts(
+def test_alternating_and_batching_give_the_same_texts(
     name: str, sampling: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often rows go from one to the other, drafted alternately, and from the context too."""
+    """However often rows change modes, with the drafter and the context."""
     monkeypatch.setattr(scheduler, "Pace", RestlessPace)
     model = make_model() if name == "llama" else make_family(name)
     drafter = make_drafter(model)
@@ -222,7 +222,7 @@ def test_turns_and_batches_make_the_same_texts(
 
 
 @pytest.mark.parametrize(("kind", "options"), TURNS.values(), ids=TURNS)
-def test_caches_that_cannot_be_batched_take_turns(kind: str, options: dict[str, Any]) -> None:
+def test_caches_that_cannot_be_batched_alternate(kind: str, options: dict[str, Any]) -> None:
     model = make_model(kind)
     requests = [ask(prompt, 40, **sampling) for prompt, sampling in zip(PROMPTS, [{}, SAMPLED, {}], strict=False)]
     modes = set()
@@ -258,7 +258,7 @@ def test_end_token_is_the_last_one(together: int) -> None:
 
 
 @pytest.mark.parametrize("together", [1, 3])
-def test_penalties_and_biases_are_those_of_a_row(together: int) -> None:
+def test_penalties_and_biases_apply_per_row(together: int) -> None:
     requests = [ask(prompt, **PENALTIES, **SAMPLED) for prompt in PROMPTS[:together]]
     with running(options={"context": True}) as engine:
         for request, events in zip(requests, generate(engine, *requests), strict=True):
@@ -267,13 +267,13 @@ def test_penalties_and_biases_are_those_of_a_row(together: int) -> None:
 
 
 def follow_grammar(request: Asked, model: Any = None, vocab: int = VOCAB) -> list[int]:
-    """The tokens of plain decoding with the grammar."""
+    """Plain decoding's tokens with the grammar."""
     return plain(request, model, logits_processors=[mask_history(len(request["prompt"]), vocab)])
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("together", [1, 3])
-def test_a_grammar_is_followed_drafted_or_not(together: int, sampling: dict[str, Any]) -> None:
+def test_a_grammar_is_followed_with_and_without_drafts(together: int, sampling: dict[str, Any]) -> None:
     requests = [ask(prompt, grammar=ToyGrammar, **sampling) for prompt in PROMPTS[:together]]
     texts = [follow_grammar(request) for request in requests]
     with running(options={"context": True}) as engine:
@@ -287,7 +287,7 @@ def test_a_grammar_is_followed_drafted_or_not(together: int, sampling: dict[str,
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_a_grammar_goes_on_around_a_batch(name: str, sampling: dict[str, Any]) -> None:
+def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any]) -> None:
     model = make_model() if name == "llama" else make_family(name)
     vocab = model(mx.array([[0]])).shape[-1]
     long = ask(PROMPTS[0], 150, grammar=lambda: ToyGrammar(vocab), **sampling)
@@ -303,7 +303,7 @@ def test_a_grammar_goes_on_around_a_batch(name: str, sampling: dict[str, Any]) -
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_past_answers_draft_around_a_batch(name: str, sampling: dict[str, Any], tmp_path: Path) -> None:
+def test_past_answers_draft_before_and_after_a_batch(name: str, sampling: dict[str, Any], tmp_path: Path) -> None:
     model = make_model() if name == "llama" else make_family(name)
     long, short = ask(PROMPTS[0], 100, **sampling), ask(PROMPTS[1], 20, **sampling)
     expected, accepted = plain(long, model), list[int]()
@@ -319,12 +319,12 @@ def test_past_answers_draft_around_a_batch(name: str, sampling: dict[str, Any], 
     texts = [text.ids.tolist() for text in kept]
     assert kept[3].request == kept[1].request != kept[0].request
     assert len(texts) == 4 and texts[1] == [*PROMPTS[0], *expected]
-    assert texts[3] == texts[1][-len(texts[3]) :] and len(texts[3]) < len(texts[1]), "not what was cached of the prompt"
+    assert texts[3] == texts[1][-len(texts[3]) :] and len(texts[3]) < len(texts[1]), "not the cached part of the prompt"
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_schema_on_the_demo_is_plain_decoding(demo_models: Any, sampling: dict[str, Any]) -> None:
-    """Under `auto`, drafted, plainly, and in and out of a batch."""
+def test_a_schema_on_the_demo_matches_plain_decoding(demo_models: Any, sampling: dict[str, Any]) -> None:
+    """With `auto`, plain decoding, and before and after a batch."""
     model, tokenizer, drafter = demo_models
     item = {"type": "object", "properties": {"name": {"type": "string"}, "amount": {"type": "integer"}}}
     schema = {"type": "array", "items": item | {"required": ["name", "amount"]}, "minItems": 9}
@@ -341,7 +341,7 @@ def test_a_schema_on_the_demo_is_plain_decoding(demo_models: Any, sampling: dict
 
 
 def test_a_grammar_ends_with_the_answer() -> None:
-    """At an end token within a round, after so many tokens, and where it is cancelled."""
+    """At an end token within a round, at `max_tokens`, and when cancelled."""
     request = ask(PROMPTS[0], 60, grammar=ToyGrammar)
     text = follow_grammar(request)
     for end in sorted(set(text))[:6]:
@@ -380,7 +380,7 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
         assert engine.counters.finished["failed"] == 1
 
 
-def test_engine_lives_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     step, fails = rows.Batch.step, iter([False] * 5 + [True])
 
     def fail_once(batch: rows.Batch) -> Any:
@@ -402,7 +402,7 @@ def test_engine_lives_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         assert engine.alive and len(engine.scheduler.rows) == 0
 
 
-def test_a_new_request_is_told_where_the_end_of_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_request_fails_if_finishing_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any, **more: Any) -> None:
         raise RuntimeError("[malloc] out of memory")
 
@@ -421,7 +421,7 @@ def test_a_new_request_is_told_where_the_end_of_another_fails(monkeypatch: pytes
         assert (engine.counters.finished["cancelled"], engine.counters.finished["failed"]) == (1, 1)
 
 
-def test_cancelled_at_any_stage() -> None:
+def test_requests_can_be_cancelled_at_any_stage() -> None:
     async def main(engine: Engine) -> None:
         first = engine.submit(**ask(PROMPTS[0], -1))
         stream = first.events()
@@ -430,7 +430,7 @@ def test_cancelled_at_any_stage() -> None:
         second = waiting.events()
         await anext(second)  # both are in the batch now
         third, fourth = engine.submit(**ask(make_prompt(400), -1)), engine.submit(**ask(PROMPTS[2], 10))
-        third.cancel()  # while it waits, or its prompt is read
+        third.cancel()  # queued or during prefill
         fourth_events = asyncio.create_task(collect(fourth))
         waiting.cancel()
         assert [event async for event in third.events()] == []
@@ -444,14 +444,14 @@ def test_cancelled_at_any_stage() -> None:
     with running(decode_concurrency=2, options={"prefill_step_size": 16}) as engine:
         asyncio.run(finish(main(engine)))
         assert engine.counters.finished == {"cancelled": 3, "length": 1}
-        # What was read is not read again.
+        # Cached tokens are not prefilled again.
         (events,) = generate(engine, ask(PROMPTS[0], 5))
         assert tokens_of(events) == plain(ask(PROMPTS[0], 5))
         assert engine.counters.cached_tokens == len(PROMPTS[0]) - 1
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_cancelled_prompt_leaves_what_was_read(together: int) -> None:
+def test_a_cancelled_prefill_is_reused(together: int) -> None:
     long = ask(make_prompt(600), 4)
 
     async def main(engine: Engine) -> None:
@@ -472,7 +472,7 @@ def test_cancelled_prompt_leaves_what_was_read(together: int) -> None:
         asyncio.run(finish(main(engine)))
 
 
-def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MAX_PAUSE", 0.0)
     long = ask(make_prompt(rows.FIRST_PIECE + 3 * rows.MIN_PIECE), 4)
 
@@ -482,7 +482,7 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         await anext(stream)
         other = engine.submit(**long)
         assert tokens_of(await collect(other)) == plain(long)
-        assert engine.counters.batch_steps >= 4 + 3  # its pieces, and its tokens after the first
+        assert engine.counters.batch_steps >= 4 + 3  # the chunks, and the tokens after the first
         streaming.cancel()
         assert len([event async for event in stream]) >= 4
 
@@ -490,7 +490,7 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         asyncio.run(finish(main(engine)))
 
 
-def test_queue_and_clients_are_limited() -> None:
+def test_the_queue_and_each_client_are_limited() -> None:
     async def main(engine: Engine) -> None:
         runs = engine.submit(**ask(PROMPTS[0], -1, client="a"))
         await wait_until(lambda: len(engine.scheduler.rows) == 1)
@@ -502,7 +502,7 @@ def test_queue_and_clients_are_limited() -> None:
         with pytest.raises(QueueFull, match="3 requests are waiting"):
             engine.submit(**ask(PROMPTS[0], 2, client="d"))
         waits[0].cancel()
-        last = engine.submit(**ask(PROMPTS[0], 2, client="a"))  # in its place
+        last = engine.submit(**ask(PROMPTS[0], 2, client="a"))  # in the slot of the cancelled one
         runs.cancel()
         for each in (waits[1], third, last):
             assert len(await collect(each)) == 2
@@ -513,26 +513,26 @@ def test_queue_and_clients_are_limited() -> None:
 
 @pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_prompt_cache_is_shared_by_requests(name: str, together: int) -> None:
+def test_the_prompt_cache_is_shared_by_requests(name: str, together: int) -> None:
     model = make_model() if name == "llama" else make_family(name)
     requests = [ask(prompt, 10) for prompt in PROMPTS[:together]]
     with running(model) as engine:
         answers = generate(engine, *requests)
         read = engine.counters.prompt_tokens
-        # The conversations go on.
+        # The conversations continue.
         following = [
             ask(request["prompt"] + tokens_of(events) + [1, 2], 10)
             for request, events in zip(requests, answers, strict=True)
         ]
         for request, events in zip(following, generate(engine, *following), strict=True):
             assert tokens_of(events) == plain(request, model)
-        # What stood before, and the last token of an answer perhaps, were not read again.
+        # Only new tokens were prefilled, at most with the last token of an answer.
         assert engine.counters.prompt_tokens - read <= 3 * together
         assert engine.scheduler.prompt_cache.nbytes > 0
 
 
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
-def test_a_prompt_of_several_choices_is_read_once(kind: str, options: dict[str, Any]) -> None:
+def test_a_prompt_with_several_choices_is_prefilled_once(kind: str, options: dict[str, Any]) -> None:
     model, prompt = make_family(kind) if kind in FAMILIES else make_model(kind), make_prompt(200)
     options = options | {"prefill_step_size": 32}
     requests = [ask(prompt, 12, **(SAMPLED | {"seed": seed})) for seed in range(4)]
@@ -543,7 +543,7 @@ def test_a_prompt_of_several_choices_is_read_once(kind: str, options: dict[str, 
 
 
 @pytest.mark.parametrize("kind", ["quantized", "llama", *FAMILIES])
-def test_a_prompt_is_found_while_its_answer_is_generated(kind: str) -> None:
+def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
     name, options = SHARING[kind]
     model = make_family(name) if name in FAMILIES else make_model(name)
     begin = make_prompt(60)
@@ -565,9 +565,7 @@ def test_a_prompt_is_found_while_its_answer_is_generated(kind: str) -> None:
 @pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_states_are_copied_where_later_prompts_begin_otherwise(
-    name: str, sampling: dict[str, Any], together: int
-) -> None:
+def test_states_are_copied_at_shared_prefixes(name: str, sampling: dict[str, Any], together: int) -> None:
     model, text = make_family(name), make_prompt(150)
     first = ask([*text, 7], 8, prefix_lengths=(150, 60), **sampling)
     others = [ask(PROMPTS[0], 8)] * (together - 1)
@@ -593,7 +591,7 @@ def test_prompts_are_copied_if_caches_cannot_be_trimmed(kind: str, options: dict
         assert not engine.scheduler.copies_prompts
 
 
-def test_requests_wait_for_the_longest_copy_that_they_share() -> None:
+def test_requests_wait_for_their_longest_shared_prefix() -> None:
     model, text = make_family("mamba2"), make_prompt(400)
     first = ask(text, 4, prefix_lengths=(100, 200, 399))
     second, third = (ask([*text[:shared], 9, 8, 9], 4) for shared in (210, 120))
@@ -604,7 +602,7 @@ def test_requests_wait_for_the_longest_copy_that_they_share() -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), [SHARING["llama"], SHARING["quantized"]], ids=["batch", "turns"])
-def test_only_what_is_shared_is_waited_for(kind: str, options: dict[str, Any]) -> None:
+def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, Any]) -> None:
     options = options | {"prefill_step_size": 16}
     begin = make_prompt(300)
     long, short = ask([*begin, *make_prompt(1200)[::-1]], 4), ask([*begin, 1, 2, 3], 4)
@@ -628,7 +626,7 @@ def test_only_what_is_shared_is_waited_for(kind: str, options: dict[str, Any]) -
 
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "failed"])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_others_go_on_without_the_one_that_reads(
+def test_others_continue_if_the_prefilling_request_ends(
     name: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model() if name == "llama" else make_family(name)
@@ -657,16 +655,16 @@ def test_others_go_on_without_the_one_that_reads(
         assert 600 + 1 <= engine.counters.prompt_tokens <= 600 + read_twice + 16
 
 
-def test_without_prompt_cache_everything_is_read() -> None:
+def test_without_a_prompt_cache_everything_is_prefilled() -> None:
     with running(prompt_cache_bytes=0) as engine:
         for _ in range(2):
             generate(engine, ask(PROMPTS[0], 3))
         assert (engine.counters.prompt_tokens, engine.counters.cached_tokens) == (2 * len(PROMPTS[0]), 0)
-        generate(engine, *[ask(make_prompt(100), 3)] * 2)  # which do not wait for each other
+        generate(engine, *[ask(make_prompt(100), 3)] * 2)  # neither waits for the other
         assert engine.counters.cached_tokens == 0
 
 
-def test_events_describe_what_was_drafted() -> None:
+def test_events_describe_the_drafts() -> None:
     prompt, count = PROMPTS[0], 30
     _, drafter = with_plain(make_model(), prompt, count, "mixed", width=3)
     request = ask(prompt, count, include_drafts=True, top_logprobs=3)
@@ -699,7 +697,7 @@ def test_events_describe_what_was_drafted() -> None:
         ({"repetition_penalty": -2.0}, "non-negative float"),
     ],
 )
-def test_impossible_requests_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_invalid_requests_are_refused(fields: dict[str, Any], message: str) -> None:
     async def main(engine: Engine) -> None:
         engine.submit(**({"prompt": [1, 2]} | fields))
 
@@ -720,11 +718,11 @@ def test_impossible_requests_are_refused(fields: dict[str, Any], message: str) -
         (make_family("mamba2"), None),
     ],
 )
-def test_context_length_is_the_configs(model: Any, length: int | None) -> None:
+def test_the_context_length_comes_from_the_config(model: Any, length: int | None) -> None:
     assert find_context_length(model) == length
 
 
-def test_context_length_bounds_prompt_and_answer() -> None:
+def test_the_context_length_limits_prompt_and_answer() -> None:
     model = make_model()
     with running(model, context_length=None) as engine:
         assert engine.context_length == 512
@@ -741,7 +739,7 @@ def test_context_length_bounds_prompt_and_answer() -> None:
                 generate(engine, ask(make_prompt(size)))
 
 
-def test_closing_drains_what_runs() -> None:
+def test_closing_finishes_running_requests() -> None:
     async def main(engine: Engine) -> None:
         runs = engine.submit(**ask(PROMPTS[0], 200))
         await wait_until(lambda: len(engine.scheduler.rows) == 1)
@@ -759,7 +757,7 @@ def test_closing_drains_what_runs() -> None:
         asyncio.run(finish(main(engine)))
 
 
-def test_closing_ends_what_takes_too_long() -> None:
+def test_closing_stops_after_the_timeout() -> None:
     async def main(engine: Engine) -> None:
         endless = [engine.submit(**ask(prompt, -1)) for prompt in PROMPTS[:2]]
         await wait_until(lambda: engine.scheduler.mode == "batch" and len(engine.scheduler.rows) == 2)
@@ -773,7 +771,7 @@ def test_closing_ends_what_takes_too_long() -> None:
         asyncio.run(finish(main(engine)))
 
 
-def test_start_refuses_a_drafter_of_another_model() -> None:
+def test_a_drafter_of_another_model_is_refused() -> None:
     _, drafter = with_plain(make_model(vocab=30), PROMPTS[4], 8, "right", width=1)
     engine = Engine(make_model(), make_tokenizer(), drafter)
     with pytest.raises(RedrafterError):

@@ -1,4 +1,4 @@
-"""What the server uses of mlx-lm: public names, all of them listed here."""
+"""What the server uses of mlx-lm: only public names, all listed here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPECTED = {
 }
 
 
-def test_what_is_imported_of_mlx_lm() -> None:
+def test_imports_from_mlx_lm_are_listed() -> None:
     found = set()
     for file in SERVING.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -33,7 +33,7 @@ def test_what_is_imported_of_mlx_lm() -> None:
     assert found == EXPECTED and not [name for name in found if "._" in name]
 
 
-def test_no_private_member_of_others() -> None:
+def test_no_private_members_are_used() -> None:
     found = []
     for file in SERVING.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -1,6 +1,6 @@
-"""The coding agents themselves, with the settings of docs/server.md: a scripted model reads a file, edits it, runs it.
+"""The real coding agents with the settings of docs/server.md: a scripted model reads, edits and runs a file.
 
-Nothing leaves this machine once npm has installed them: both have a home of their own and an address on loopback.
+After npm has installed them nothing leaves this machine: each has its own home and a loopback address.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PRINT = "\n\nprint(add(2, 3))\n"
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where npm has put them; the script after Claude Code's installation only copies the binary."""
+    """Where npm installs them; Claude Code's install script only copies its binary, so it is skipped."""
     folder = tmp_path_factory.mktemp("npm")
     names = ["@anthropic-ai/claude-code", "@openai/codex"]
     subprocess.run(
@@ -38,7 +38,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def play(engine: ScriptedEngine, calls: Sequence[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the engine make each call once the ones before have results, and answer after the last."""
+    """Scripts the engine: each call waits for the previous results; the answer comes last."""
     submit = engine.submit
 
     def answer(prompt: list[int], **asked: Any) -> ScriptedRequest:
@@ -52,7 +52,7 @@ def play(engine: ScriptedEngine, calls: Sequence[tuple[str, dict[str, Any]]], mo
 
 
 def run_agent(command: Sequence[str | Path], home: Path, work: Path, **variables: str) -> str:
-    """What an agent prints; it must end well."""
+    """Runs an agent and returns its output; it must exit with 0."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **variables}
     done = subprocess.run(
         command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
@@ -63,7 +63,7 @@ def run_agent(command: Sequence[str | Path], home: Path, work: Path, **variables
 
 @pytest.fixture
 def places(tmp_path: Path) -> tuple[Path, Path]:
-    """(an empty home, a folder with a program that is wrong)."""
+    """Returns (an empty home, a folder with a broken program)."""
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
@@ -102,7 +102,7 @@ def test_claude_code_edits_and_runs_a_file(
         **{f"ANTHROPIC_{name}": value for name, value in models.items()},
     )
     assert (work / "add.py").read_text() == RIGHT + PRINT and "It adds now." in out
-    assert "<tool>5" in engine.prompt, "it has read what the program printed"
+    assert "<tool>5" in engine.prompt, "it has read the program's output"
 
 
 def test_codex_edits_and_runs_a_file(
@@ -129,4 +129,4 @@ stream_idle_timeout_ms = 3000000
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     out = run_agent([packages / ".bin" / "codex", "exec", *flags, "Fix add.py"], home, work)
     assert (work / "add.py").read_text() == RIGHT + PRINT and "It adds now." in out
-    assert "Output:\n5" in engine.prompt, "it has read what the program printed"
+    assert "Output:\n5" in engine.prompt, "it has read the program's output"

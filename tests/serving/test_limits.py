@@ -1,4 +1,4 @@
-"""Who may ask, how much, and what becomes of those who go, or ask too much."""
+"""Access control, request limits, disconnects, health and metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USER: Any = [{"role": "user", "content": "x"}]
 
 @pytest.fixture(scope="module")
 def locked(chat_tokenizer: Any) -> Iterator[Running]:
-    """A server with a key and other limits."""
+    """A server with an API key and low limits."""
     flags = ("--api-key", KEY, "--max-request-bytes", "3000", "--max-completion-tokens", "5", "--max-tokens", "-1",
              "--max-queue", "3", "--allowed-origins", "http://b.example, http://a.example")  # fmt: skip
     with start_scripted(chat_tokenizer, *flags) as (server, _):
@@ -43,14 +43,14 @@ def locked(chat_tokenizer: Any) -> Iterator[Running]:
 
 
 def send(server: Running, data: bytes) -> socket.socket:
-    """A connection on which these bytes were sent."""
+    """Opens a connection and sends bytes."""
     connection = socket.create_connection(server.address, timeout=PATIENCE)
     connection.sendall(data)
     return connection
 
 
 def request_bytes(path: str = TEXT, **fields: Any) -> bytes:
-    """A request as it is sent."""
+    """An HTTP request as bytes."""
     raw = json.dumps({"prompt": "x"} | fields).encode()
     return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(raw)) + raw
 
@@ -59,12 +59,12 @@ def request_bytes(path: str = TEXT, **fields: Any) -> bytes:
     "headers", [{}, {"Authorization": KEY}, {"Authorization": "Bearer \xe9\xff"}, {"x-api-key": f"{KEY}x"}]
 )
 @pytest.mark.parametrize("path", [TEXT, "/x", "/metrics"])
-def test_without_the_key_nothing_is_answered(locked: Running, path: str, headers: dict[str, str]) -> None:
+def test_requests_without_the_key_are_refused(locked: Running, path: str, headers: dict[str, str]) -> None:
     reply = ask(locked, path, {"prompt": "x"} if path == TEXT else None, headers)
     assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer" and KEY not in reply.error
 
 
-def test_the_key_opens_all_and_health_needs_none(locked: Running) -> None:
+def test_requests_with_the_key_work_and_health_needs_none(locked: Running) -> None:
     assert ask(locked, "/health").status == 200
     for path in ("/v1/models", "/metrics"):
         assert ask(locked, path, headers=BEARER | {"Host": "proxy.example"}).status == 200
@@ -77,7 +77,7 @@ def test_the_key_opens_all_and_health_needs_none(locked: Running) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "localhost.evil.example", "localhost@evil.example", "[::2]", "[", ""]
 )
-def test_other_hosts_names_are_refused(scripted: Scripted, host: str) -> None:
+def test_unknown_host_names_are_refused(scripted: Scripted, host: str) -> None:
     said = f"without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal, got {host!r}"
     for path, body in ((TEXT, {"prompt": "x"}), ("/health", None)):
         reply = ask(scripted[0], path, body, {"Host": host})
@@ -85,11 +85,11 @@ def test_other_hosts_names_are_refused(scripted: Scripted, host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost:8080", "127.0.0.1:80", "[::1]", "host.docker.internal:80"])
-def test_this_machines_names_are_answered(scripted: Scripted, host: str) -> None:
+def test_local_host_names_are_accepted(scripted: Scripted, host: str) -> None:
     assert ask(scripted[0], "/health", headers={"Host": host}).status == 200
 
 
-def test_pages_that_are_not_named_are_refused(locked: Running, scripted: Scripted) -> None:
+def test_other_origins_are_refused(locked: Running, scripted: Scripted) -> None:
     for origin, status in (("http://a.example", 200), ("http://evil.example", 403), ("null", 403)):
         reply = ask(locked, TEXT, {"prompt": "x", "max_tokens": 1}, BEARER | {"Origin": origin})
         assert reply.status == status, origin
@@ -101,7 +101,7 @@ def test_pages_that_are_not_named_are_refused(locked: Running, scripted: Scripte
     assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "*")
 
 
-def test_a_long_body_is_refused_and_told(locked: Running) -> None:
+def test_an_oversized_body_is_refused(locked: Running) -> None:
     reply = ask(locked, TEXT, {"prompt": "a" * 2_000_000}, BEARER)
     assert reply.status == 413 and reply.error.startswith("the body must have at most 3000 bytes, got 2000")
     assert ask(locked, TEXT, {"prompt": "a" * 2_000, "max_tokens": 1}, BEARER).status == 200
@@ -109,7 +109,7 @@ def test_a_long_body_is_refused_and_told(locked: Running) -> None:
     assert ask(locked, TEXT, packed, BEARER | {"Content-Encoding": "gzip"}).status == 413
 
 
-def test_bodies_may_be_gzipped_or_begin_with_a_mark(scripted: Scripted) -> None:
+def test_bodies_may_be_gzipped_or_have_a_byte_order_mark(scripted: Scripted) -> None:
     body = json.dumps({"prompt": "x", "stop": ""}).encode()
     assert ask(scripted[0], TEXT, gzip.compress(body), {"Content-Encoding": "gzip"}).status == 200
     assert ask(scripted[0], TEXT, codecs.BOM_UTF8 + body).status == 200
@@ -121,7 +121,7 @@ def test_models_are_listed_with_a_slash_too(scripted: Scripted) -> None:
     assert ask(scripted[0], "/v1/models/").json == ask(scripted[0], "/v1/models").json
 
 
-def test_long_answers_are_refused_or_bounded(locked: Running) -> None:
+def test_long_answers_are_refused_or_limited(locked: Running) -> None:
     reply = ask(locked, TEXT, {"prompt": "x", "max_tokens": 6}, BEARER)
     assert (reply.status, reply.error) == (400, "max_tokens must be at most 5, got 6")
     engine: Any = locked.service.engine
@@ -138,7 +138,7 @@ ENDLESS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("flags", "most"), [((), 600), (("--max-tokens", "7"), 7)])
-def test_an_answer_without_a_limit_takes_what_is_left_of_the_context(flags: tuple[str, ...], most: int) -> None:
+def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], most: int) -> None:
     with start_demo("--context-length", "600", "--log-level", "WARNING", *flags) as server:
         for path, body in ENDLESS.items():
             reply = ask(server, path, body | {"logit_bias": {"0": -100}})
@@ -161,13 +161,13 @@ def test_the_log_says_when_the_length_of_the_context_is_unknown(
             assert bool([each for each in caplog.messages if each.startswith(said)]) is (flags == ())
 
 
-def test_more_choices_than_may_wait_are_refused(locked: Running) -> None:
+def test_more_choices_than_the_queue_holds_are_refused(locked: Running) -> None:
     assert ask(locked, TEXT, {"prompt": "x", "n": 3}, BEARER).status == 200
     reply = ask(locked, TEXT, {"prompt": "x", "n": 4}, BEARER)
     assert (reply.status, reply.error) == (400, "n must be within --max-queue 3 and --max-per-client 32, got 4")
 
 
-def test_a_prompt_that_is_too_long_has_a_code_of_its_own(scripted: Scripted) -> None:
+def test_a_prompt_that_is_too_long_has_its_own_error_code(scripted: Scripted) -> None:
     scripted[1].refusal = ContextLengthExceeded("prompt is too long: 9 tokens > 8 maximum")
     for path, body in ((TEXT, {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
         reply = ask(scripted[0], path, body)
@@ -179,7 +179,7 @@ def test_a_prompt_that_is_too_long_has_a_code_of_its_own(scripted: Scripted) -> 
 @pytest.mark.parametrize(
     ("refusal", "status"), [(QueueFull("full"), 503), (ClientLimitReached("yours"), 429), (EngineClosed("ends"), 503)]
 )
-def test_a_client_is_told_when_to_try_again(scripted: Scripted, refusal: Exception, status: int) -> None:
+def test_refusals_say_when_to_retry(scripted: Scripted, refusal: Exception, status: int) -> None:
     server, engine = scripted
     engine.refusal = refusal
     bodies: dict[str, Any] = {TEXT: {"prompt": "x"}, "/v1/messages": {"max_tokens": 1, "messages": USER}}
@@ -203,7 +203,7 @@ def test_one_refused_choice_cancels_the_others(scripted: Scripted, monkeypatch: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_ends_when_its_client_goes(scripted: Scripted, stream: bool) -> None:
+def test_an_answer_ends_when_its_client_disconnects(scripted: Scripted, stream: bool) -> None:
     server, engine = scripted
     engine.gate.clear()
     with send(server, request_bytes(stream=stream)):
@@ -212,7 +212,7 @@ def test_an_answer_ends_when_its_client_goes(scripted: Scripted, stream: bool) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_engine_stops_when_a_client_goes(demo: Running, stream: bool) -> None:
+def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool) -> None:
     engine = demo.service.engine
     cancelled = engine.counters.finished["cancelled"]
     fields = {"max_tokens": 1900, "logit_bias": {"0": -100}, "stream": stream, "draft_model": None}
@@ -224,7 +224,7 @@ def test_the_engine_stops_when_a_client_goes(demo: Running, stream: bool) -> Non
 
 @pytest.mark.parametrize("path", [TEXT, "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("error", [GenerationFailed("no memory"), EngineClosed("the server ends")])
-def test_an_engines_failure_is_told(scripted: Scripted, path: str, error: Exception) -> None:
+def test_engine_failures_are_reported(scripted: Scripted, path: str, error: Exception) -> None:
     server, engine = scripted
     fields: dict[str, Any] = {"max_tokens": 9, "messages": USER}
     body = {TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(path, fields)
@@ -258,7 +258,7 @@ def test_an_unexpected_error_is_answered(scripted: Scripted, caplog: pytest.LogC
     assert caplog.text.count("ZeroDivisionError: no number") == caplog.text.count("Traceback") == 1
 
 
-def test_health_says_what_there_is(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_describes_the_server(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     server, engine = scripted
     expected = {"status": "ok", "model": "demo", "drafter": "demo", "running": 0, "queue": 0, "mode": "idle"}
     assert ask(server, "/health").json == expected
@@ -268,12 +268,12 @@ def test_health_says_what_there_is(scripted: Scripted, monkeypatch: pytest.Monke
 
 
 def read_metrics(server: Running) -> dict[str, float]:
-    """The metrics by name and labels."""
+    """Metrics by name and labels."""
     lines = [line for line in ask(server, "/metrics").body.decode().splitlines() if line[0] != "#"]
     return {line.rpartition(" ")[0].removeprefix("mlx_redrafter_"): float(line.rpartition(" ")[2]) for line in lines}
 
 
-def test_metrics_count_what_was_answered(demo: Running) -> None:
+def test_metrics_count_answers(demo: Running) -> None:
     before = read_metrics(demo)
     for _ in range(2):
         assert ask(demo, TEXT, {"prompt": "class Stack:\n", "max_tokens": 9}).status == 200
@@ -323,7 +323,7 @@ def test_wrong_values_are_usage_errors(flags: list[str], said: str, capsys: pyte
     assert said in capsys.readouterr().err
 
 
-def test_flags_mean_what_they_say(tmp_path: Any) -> None:
+def test_flags_are_parsed(tmp_path: Any) -> None:
     (tmp_path / "key").write_text(" secret\n")
     args = parse_flags("--api-key-file", str(tmp_path / "key"), "--prompt-cache-bytes", "1.5GB", "--kv-bits", "8",
                        "--host", "0.0.0.0", "--num-draft-tokens", "4", "--no-context")  # fmt: skip

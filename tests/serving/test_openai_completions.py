@@ -1,4 +1,4 @@
-"""Chat and text completions, as OpenAI's own client sees them."""
+"""OpenAI's chat and text completions, with the official client."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ USER = [{"role": "user", "content": "Hi"}]
 
 
 def expected_text(models: Any, prompt: Any, **options: Any) -> str:
-    """What the library says."""
+    """The library's text."""
     model, tokenizer, drafter = models
     return "".join(each.text for each in stream_generate(model, tokenizer, prompt, drafter=drafter, **options))
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED])
-def test_text_is_the_librarys(openai_client: openai.OpenAI, demo_models: Any, sampling: dict[str, Any]) -> None:
+def test_text_matches_the_library(openai_client: openai.OpenAI, demo_models: Any, sampling: dict[str, Any]) -> None:
     options = {"temp": sampling.get("temperature", 0.0), **{k: v for k, v in sampling.items() if k != "temperature"}}
     expected = expected_text(demo_models, PROMPT, max_tokens=40, **options)
-    for prompt in (PROMPT, demo_models[1].encode(PROMPT)):  # the second time it is in the cache
+    for prompt in (PROMPT, demo_models[1].encode(PROMPT)):  # the second time it is cached
         made = openai_client.completions.create(model="demo", prompt=prompt, max_tokens=40, **sampling)
         assert made.choices[0].text == expected and made.choices[0].finish_reason == "length"
         usage: Any = made.usage
@@ -54,13 +54,13 @@ def test_stop_string_ends_the_text(openai_client: openai.OpenAI, demo_models: An
 
 
 @pytest.mark.parametrize("drafter", [None, "none"])
-def test_plain_decoding_says_the_same(demo: Running, demo_models: Any, drafter: str | None) -> None:
+def test_plain_decoding_gives_the_same_text(demo: Running, demo_models: Any, drafter: str | None) -> None:
     made = ask(demo, TEXT, {"prompt": PROMPT, "max_tokens": 40, "draft_model": drafter}).json
     assert made["choices"][0]["text"] == expected_text(demo_models, PROMPT, max_tokens=40)
     assert made["usage"]["drafted"] == 0
 
 
-def test_choices_have_seeds_of_their_own(openai_client: openai.OpenAI, demo_models: Any) -> None:
+def test_choices_have_their_own_seeds(openai_client: openai.OpenAI, demo_models: Any) -> None:
     texts = [expected_text(demo_models, PROMPT, max_tokens=20, temp=1.0, seed=5 + at) for at in range(3)]
     fields: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "n": 3, "seed": 5, "temperature": 1.0}
     made: Any = openai_client.completions.create(**fields)
@@ -69,7 +69,7 @@ def test_choices_have_seeds_of_their_own(openai_client: openai.OpenAI, demo_mode
     assert ["".join(each.text for each in pieces if each.index == at) for at in range(3)] == texts
 
 
-def test_logprobs_are_the_librarys(demo: Running, openai_client: openai.OpenAI, demo_models: Any) -> None:
+def test_logprobs_match_the_library(demo: Running, openai_client: openai.OpenAI, demo_models: Any) -> None:
     model, tokenizer, _ = demo_models
     steps = list(stream_generate(model, tokenizer, PROMPT, max_tokens=5, context=False))
     made: Any = openai_client.completions.create(model="demo", prompt=PROMPT, max_tokens=5, logprobs=2)
@@ -83,7 +83,7 @@ def test_logprobs_are_the_librarys(demo: Running, openai_client: openai.OpenAI, 
     assert [len(each["top_logprobs"]) for each in content] == [3] * 5
 
 
-def test_json_object_is_an_object(openai_client: openai.OpenAI) -> None:
+def test_json_mode_gives_an_object(openai_client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "x"}]
     made: Any = openai_client.chat.completions.create(
         model="demo", messages=messages, max_tokens=30, response_format={"type": "json_object"}
@@ -91,7 +91,7 @@ def test_json_object_is_an_object(openai_client: openai.OpenAI) -> None:
     assert made.choices[0].message.content.startswith("{") and made.usage.drafted > 0
 
 
-def test_a_schema_that_is_too_complex_fails(demo: Running) -> None:
+def test_an_overly_complex_schema_fails(demo: Running) -> None:
     schema = {"type": "string", "pattern": "^(a{1000}){1000}$"}
     shape = {"type": "json_schema", "json_schema": {"schema": schema}}
     reply = ask(demo, TEXT, {"prompt": "x", "max_tokens": 9, "response_format": shape})
@@ -99,7 +99,7 @@ def test_a_schema_that_is_too_complex_fails(demo: Running) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-def test_a_drafted_answer_of_a_schema_is_the_plain_one(demo: Running, sampling: dict[str, Any]) -> None:
+def test_a_drafted_answer_with_a_schema_matches_plain_decoding(demo: Running, sampling: dict[str, Any]) -> None:
     one = {"name": {"type": "string", "maxLength": 12}, "quantity": {"type": "integer", "maximum": 99}}
     item = {"type": "object", "properties": one, "required": [*one], "additionalProperties": False}
     schema = {"type": "array", "items": item, "minItems": 3, "maxItems": 4}
@@ -131,7 +131,7 @@ def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> Non
         assert texts[at] == expected_text(demo_models, f"# {at}\n", max_tokens=60, temp=1.0, seed=at)
 
 
-def test_drafts_are_told_while_streaming(demo: Running, demo_models: Any) -> None:
+def test_drafts_are_reported_while_streaming(demo: Running, demo_models: Any) -> None:
     options = {"include_drafts": True, "include_usage": True}
     body = {"prompt": PROMPT, "max_tokens": 30, "stream": True, "stream_options": options}
     *pieces, usage = events_of(ask(demo, TEXT, body))
@@ -144,7 +144,7 @@ def test_drafts_are_told_while_streaming(demo: Running, demo_models: Any) -> Non
     assert drafts[-1]["drafted"] == usage["usage"]["drafted"] and drafts[-1]["seconds"] > 0
 
 
-def test_chat_goes_through_the_template(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     _, engine = scripted
     engine.texts = [["I ", "am fine."]]
     messages: Any = [
@@ -153,7 +153,7 @@ def test_chat_goes_through_the_template(scripted: Scripted, scripted_openai: ope
     ]
     made = scripted_openai.chat.completions.create(model="demo", messages=messages)
     assert engine.prompt == "<system>Be kind.<user>How are you?<assistant><think>"
-    # The prompt ended within the model's reasoning, and so did the answer.
+    # Both the prompt and the answer end within the model's reasoning.
     message: Any = made.choices[0].message
     assert (message.content, message.reasoning) == (None, "I am fine.")
     made = scripted_openai.chat.completions.create(
@@ -163,7 +163,7 @@ def test_chat_goes_through_the_template(scripted: Scripted, scripted_openai: ope
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_and_tool_calls_are_told_apart(
+def test_reasoning_and_tool_calls_are_separated(
     scripted: Scripted, scripted_openai: openai.OpenAI, stream: bool
 ) -> None:
     scripted[1].texts = [["Let me see.", "</think>", "I ask. ", CALL, CALL.replace("Bern", "Rom")]]
@@ -201,7 +201,7 @@ def test_tool_results_reach_the_template(scripted: Scripted, scripted_openai: op
     ("fields", "text"),
     [({}, CALL), ({"tools": [WEATHER], "tool_choice": "none"}, CALL), ({"tools": [WEATHER]}, "<tool_call>no JSON")],
 )
-def test_what_is_no_call_stays_text(scripted: Scripted, fields: dict[str, Any], text: str) -> None:
+def test_invalid_calls_stay_text(scripted: Scripted, fields: dict[str, Any], text: str) -> None:
     server, engine = scripted
     engine.texts = [["</think>", text]]
     made = ask(server, "/v1/chat/completions", {"messages": USER, **fields}).json["choices"][0]
@@ -232,7 +232,7 @@ def test_sampling_fields_reach_the_engine(scripted: Scripted) -> None:
     assert {name: asked[name] for name in expected} == expected
 
 
-def test_impossible_logprobs_are_numbers(scripted: Scripted) -> None:
+def test_infinite_logprobs_become_finite(scripted: Scripted) -> None:
     server, _ = scripted
     body = {"messages": USER, "logprobs": True, "top_logprobs": 2}
     made = ask(server, "/v1/chat/completions", body)
@@ -240,7 +240,7 @@ def test_impossible_logprobs_are_numbers(scripted: Scripted) -> None:
     assert made.json["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] == -9999.0
 
 
-def test_bytes_are_those_of_each_token(scripted: Scripted) -> None:
+def test_logprobs_have_the_bytes_of_each_token(scripted: Scripted) -> None:
     server, engine = scripted
     engine.texts = [["a€"]]
     made = ask(server, TEXT, {"prompt": "x", "logprobs": True}).json["choices"][0]["logprobs"]["content"]

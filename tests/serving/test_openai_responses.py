@@ -1,4 +1,4 @@
-"""Responses, as OpenAI's own client and a client such as Codex use them."""
+"""OpenAI's Responses API, with the official client and as Codex uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHELL = {"type": "function", "name": "shell", "description": "Run it.", "paramet
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": ["ls"]}}</tool_call>'
 
 
-def test_text_comes_in_one_piece(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+def test_text_without_streaming(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     scripted[1].texts = [["Let me see.</think>", "It is ", "blue."]]
     made = scripted_openai.responses.create(model="demo", input="Why?", instructions="Be brief.")
     assert scripted[1].prompt == "<system>Be brief.<user>Why?<assistant><think>"
@@ -26,7 +26,7 @@ def test_text_comes_in_one_piece(scripted: Scripted, scripted_openai: openai.Ope
     assert (usage.rounds, usage.drafted, usage.accepted, usage.tokens_per_round) == (4, 8, 6, 2.5)
 
 
-def test_events_come_in_the_apis_order(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+def test_events_come_in_order(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     scripted[1].texts = [["Hm.", "</think>", "I ", "look.", CALL]]
     events = list(scripted_openai.responses.create(model="demo", input="ls", tools=[SHELL], stream=True))  # type: ignore[list-item]
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -48,7 +48,7 @@ def test_events_come_in_the_apis_order(scripted: Scripted, scripted_openai: open
     assert call.status == "completed" and last.response.usage.output_tokens > 0
 
 
-def test_the_clients_own_stream_gathers_it(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+def test_the_official_client_accumulates_a_stream(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     scripted[1].texts = [["</think>", "blue", CALL]]
     with scripted_openai.responses.stream(model="demo", input="Why?", tools=[SHELL]) as stream:  # type: ignore[list-item]
         made = stream.get_final_response()
@@ -96,7 +96,7 @@ def test_an_answer_cut_short_is_incomplete(scripted: Scripted, scripted_openai: 
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type must be 'text', 'json_object' or 'json_schema'"),
     ],
 )
-def test_what_is_not_supported_is_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
+def test_unsupported_fields_are_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
     reply = ask(scripted[0], "/v1/responses", {"model": "demo", "input": "x", **fields})
     assert reply.status == 400 and said in reply.error
 

@@ -1,4 +1,4 @@
-"""The beginnings that later prompts share: where they end, and what is found there of a hybrid model's prompts."""
+"""Prefixes that later prompts share: where they end, and what a hybrid model reuses."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ THINKING = """{% set ns = namespace(last=0) %}{% for m in messages if m.role == 
 {{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
 {% endfor %}{% if add_generation_prompt %}<assistant><think>
 {% endif %}"""
-"""Shows the reasoning of answers after the user's last message only."""
+"""Shows reasoning only for answers after the last user message."""
 
 
 def find(tokenizer: Any, messages: list[Any], template: str, **more: Any) -> tuple[list[str], str]:
-    """(the texts of the shared beginnings, the whole text)."""
+    """Returns (texts of the shared prefixes, the whole text)."""
     args = {"chat_template": template}
     text = render(tokenizer, messages, args, **more)
     prompt = tokenizer.encode(text, add_special_tokens=False)
@@ -42,17 +42,17 @@ def find(tokenizer: Any, messages: list[Any], template: str, **more: Any) -> tup
     return [tokenizer.decode(prompt[:length]) for length in lengths], text
 
 
-def test_a_first_prompt_shares_its_system_prompt_and_all_before_the_reasoning(chat_tokenizer: Any) -> None:
+def test_a_first_prompt_shares_everything_before_the_reasoning(chat_tokenizer: Any) -> None:
     found, text = find(chat_tokenizer, [SYSTEM, QUESTION], THINKING)
     assert found == [f"<system>{LAWS}\n<user>", text.removesuffix("<think>\n")]
 
 
-def test_a_tools_result_shares_what_the_next_one_does(chat_tokenizer: Any) -> None:
+def test_a_prompt_with_a_tool_result_shares_the_same_prefixes(chat_tokenizer: Any) -> None:
     found, text = find(chat_tokenizer, [SYSTEM, QUESTION, *AFTER_A_CALL], THINKING)
     assert found == [f"<system>{LAWS}\n<user>", text.removesuffix("<think>\n")]
 
 
-def test_reasoning_between_calls_is_gone_after_the_users_next_message(chat_tokenizer: Any) -> None:
+def test_dropped_reasoning_shortens_the_shared_prefix(chat_tokenizer: Any) -> None:
     call, result = AFTER_A_CALL
     found, text = find(chat_tokenizer, [SYSTEM, QUESTION, call | {"reasoning_content": "Where?"}, result], THINKING)
     first, *_, last = text.split("<think>\n")
@@ -61,7 +61,7 @@ def test_reasoning_between_calls_is_gone_after_the_users_next_message(chat_token
 
 
 @pytest.mark.parametrize("has_tools", [True, False])
-def test_a_call_may_begin_with_other_tokens_than_an_answer(chat_tokenizer: Any, has_tools: bool) -> None:
+def test_calls_may_begin_with_different_tokens_than_answers(chat_tokenizer: Any, has_tools: bool) -> None:
     shown = "<{{ m.role }}>\n    {{ m.content }}{{ '    <tool_call>' if m.tool_calls }}\n"  # 8 spaces are one token
     begin = "{% if add_generation_prompt %}<assistant>\n    <think>{% endif %}"
     args: dict[str, Any] = {"chat_template": f"{{% for m in messages %}}{shown}{{% endfor %}}{begin}"}
@@ -80,20 +80,20 @@ def test_a_call_may_begin_with_other_tokens_than_an_answer(chat_tokenizer: Any, 
         assert (max(n for n in lengths if later[:n] == prompt[:n]) > len(prompt) - 8) is is_shared
 
 
-def test_a_begun_answer_is_not_shared(chat_tokenizer: Any) -> None:
+def test_a_prefilled_answer_is_not_shared(chat_tokenizer: Any) -> None:
     begun = {"role": "assistant", "content": "It is"}
     found, text = find(chat_tokenizer, [SYSTEM, QUESTION, begun], THINKING, prefilled=True)
     assert found[:2] == [f"<system>{LAWS}\n<user>", text.removesuffix("It is")]
 
 
-def test_the_whole_prompt_is_kept_where_the_template_tells_nothing(chat_tokenizer: Any) -> None:
+def test_the_whole_prompt_is_kept_if_the_template_fails(chat_tokenizer: Any) -> None:
     fixed = "{% if messages | length > 2 %}{{ raise_exception('no') }}{% endif %}" + "{{ messages[-1].content }}"
     found, text = find(chat_tokenizer, [SYSTEM, QUESTION], fixed)
     assert found == [chat_tokenizer.decode(chat_tokenizer.encode(text, add_special_tokens=False)[:-1])]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_only_a_part_of_long_texts_is_encoded(chat_tokenizer: Any, seed: int) -> None:
+def test_shared_tokens_of_long_texts_are_counted(chat_tokenizer: Any, seed: int) -> None:
     choose = random.Random(seed)
     words = [choose.choice(["law", " keeps", "\n\n", "  ", "1234", "é", "\n", " the"]) for _ in range(4000)]
     text, size = "".join(words), choose.randrange(6000, 9000)
@@ -108,7 +108,7 @@ def test_only_a_part_of_long_texts_is_encoded(chat_tokenizer: Any, seed: int) ->
 
 @contextmanager
 def serving(**settings: Any) -> Iterator[Running]:
-    """A server over a random hybrid, a token for each letter; a new answer begins with a letter that history lacks."""
+    """A server over a random hybrid model, one token per letter. Generation prompts add a T that history lacks."""
     tokenizer = letter_tokenizer(
         "{% for m in messages %}{{ m.role[0] | upper }}{{ m.content }}z{% endfor %}"
         "{% if add_generation_prompt %}AT{% endif %}"
@@ -120,7 +120,7 @@ def serving(**settings: Any) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "seed"])
-def test_a_hybrid_reads_what_is_new_alone(sampling: dict[str, Any]) -> None:
+def test_a_hybrid_model_prefills_only_new_text(sampling: dict[str, Any]) -> None:
     system = {"role": "system", "content": "keep the laws " * 5}
     asked: list[list[Any]] = [[system, {"role": "user", "content": "which law holds of all that are kept"}]]
 

@@ -1,4 +1,4 @@
-"""The commands as processes: what they print, how they end, and what they need."""
+"""The server and race commands as processes: output, exit, signals and missing extras."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.meta_path.insert(0, Hidden())
 
 
 def run(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A command that ends by itself."""
+    """Runs a command to its end."""
     places = [str(place) for place in (path, ROOT, os.environ.get("PYTHONPATH")) if place]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"}
     given = [sys.executable, "-m", *command]
@@ -43,7 +43,7 @@ def run(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[
 
 @contextmanager
 def start(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """(a command over the demo that runs, its URL); killed at the end if it still runs."""
+    """Starts a command over the demo; yields (process, URL) and kills it at the end."""
     given = [sys.executable, "-m", *command, "--port", "0", "--log-level", "ERROR", "--draft-depth", "2"]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(given, env=variables, stderr=subprocess.PIPE, text=True) as running:
@@ -57,11 +57,11 @@ def start(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def post(url: str, **fields: Any) -> Any:
-    """An open reply."""
+    """Sends a completion request; returns the open reply."""
     return urlopen(Request(f"{url}/v1/completions", json.dumps({"prompt": "def"} | fields).encode()), timeout=PATIENCE)
 
 
-def test_a_signal_lets_answers_end() -> None:
+def test_a_signal_lets_answers_finish() -> None:
     with start("mlx_redrafter.server") as (running, url):
         with post(url, **ENDLESS | {"max_tokens": 300}) as stream:
             assert stream.readline().startswith(b"data: ")
@@ -85,7 +85,7 @@ def test_a_signal_saves_the_prompt_cache(tmp_path: Path) -> None:
     assert found[0] == 0 < found[1]
 
 
-def test_what_takes_too_long_is_broken_off() -> None:
+def test_answers_are_cut_off_after_the_drain_timeout() -> None:
     with start("mlx_redrafter.server", "--drain-timeout", "1") as (running, url):
         with closing(HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)) as whole:
             whole.request("POST", "/v1/completions", json.dumps({"prompt": "def"} | ENDLESS | {"stream": False}))
@@ -99,7 +99,7 @@ def test_what_takes_too_long_is_broken_off() -> None:
         assert running.stderr is not None and running.stderr.read() == ""
 
 
-def test_a_signal_while_it_measures(tmp_path: Path) -> None:
+def test_a_signal_during_measuring(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = [sys.executable, "-m", "mlx_redrafter.server", "--port", str(port)]
@@ -113,7 +113,7 @@ def test_a_signal_while_it_measures(tmp_path: Path) -> None:
         assert running.stderr.read() == ""
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
+def test_a_second_signal_exits_at_once() -> None:
     with start("mlx_redrafter.server") as (running, url), post(url, **ENDLESS) as stream:
         assert stream.readline()
         running.send_signal(signal.SIGTERM)
@@ -130,7 +130,7 @@ def test_the_race_serves_its_page() -> None:
         assert b"<!doctype html>" in reply.read()
 
 
-def test_a_port_in_use_is_told_first() -> None:
+def test_a_port_in_use_is_reported_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         result = run("mlx_redrafter.server", "--model", "/no/such/model", "--port", port)

@@ -1,4 +1,4 @@
-"""The caches that requests leave for later ones, by their tokens."""
+"""The in-memory prompt cache: lookup by tokens, replacement and limits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_longest_common_prefix_is_found(wanted: list[int], held: int) -> None:
         assert found is None
 
 
-def test_what_is_fetched_is_a_copy() -> None:
+def test_fetched_caches_are_copies() -> None:
     cache, model = PromptCache(BIG), make_model()
     cache.store([1, 2, 3], read([1, 2, 3]))
     first, _ = cache.fetch([1, 2, 3, 4])
@@ -48,13 +48,13 @@ def test_what_is_fetched_is_a_copy() -> None:
     assert_same_cache(cache.fetch([1, 2, 3, 4])[0] or [], read([1, 2, 3]))
 
 
-def test_states_are_found_only_as_prefixes() -> None:
+def test_states_match_only_as_whole_prefixes() -> None:
     model = make_family("mamba2")
     cache = PromptCache(BIG)
     cache.store([1, 2, 3], read([1, 2, 3], model))
     assert cache.fetch([1, 2, 4, 5]) == (None, 0)
     assert cache.fetch([1, 2, 3, 5])[1] == 3
-    # A longer one does not stand for it.
+    # The cache of a longer text cannot replace it.
     cache.store([1, 2, 3, 4], read([1, 2, 3, 4], model))
     assert len(cache) == 2 and cache.fetch([1, 2, 3, 5])[1] == 3
 
@@ -66,7 +66,7 @@ def test_longer_texts_replace_their_prefixes() -> None:
     assert len(cache) == 2
 
 
-def test_bytes_are_bounded_oldest_use_first() -> None:
+def test_the_least_recently_used_is_dropped_first() -> None:
     size = sum(c.nbytes for c in read([1, 2]))
     cache = PromptCache(2 * size)
     cache.store([1, 2], read([1, 2]))
@@ -79,7 +79,7 @@ def test_bytes_are_bounded_oldest_use_first() -> None:
     assert (len(cache), cache.nbytes) == (0, 0)
 
 
-def test_of_the_prefixes_of_a_text_the_longest_goes_first() -> None:
+def test_the_longest_prefix_of_a_text_is_dropped_first() -> None:
     model = make_family("mamba2")
     size = sum(c.nbytes for c in read([1], model))
     cache = PromptCache(4 * size)
@@ -98,7 +98,8 @@ def test_an_answer_does_not_drop_its_prompt() -> None:
     cache = PromptCache(3 * sum(c.nbytes for c in read([1], model)))
     for text in ([9], [1], [1, 2]):
         cache.store(text, read(text, model))
-    for answer, held in (([1, 2, 3], [0, 3]), ([1, 2, 4], [0, 2])):  # the other text goes, then the other answer
+    # The other text is dropped first, then the other answer.
+    for answer, held in (([1, 2, 3], [0, 3]), ([1, 2, 4], [0, 2])):
         cache.store(answer, read(answer, model), has_answer=True)
         assert [cache.count(np.array(text, np.int32)) for text in ([9], [1, 2, 3])] == held
 
@@ -114,20 +115,20 @@ def test_the_newest_is_kept_even_if_it_is_too_large(caplog: pytest.LogCaptureFix
     ]
 
 
-def test_default_is_half_of_what_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_limit_is_half_of_the_remaining_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for usable, expected in ((100 << 30, 50 << 30), (1 << 30, 1 << 30)):
         monkeypatch.setattr(prompt_cache, "usable_bytes", lambda usable=usable: usable + mx.get_active_memory())
         assert default_bytes() == pytest.approx(expected, rel=1e-3)
 
 
-def test_no_bytes_keep_nothing() -> None:
+def test_a_limit_of_zero_keeps_nothing() -> None:
     cache = PromptCache(0)
     cache.store([1, 2], read([1, 2]))
     assert len(cache) == 0
 
 
-def test_an_older_text_does_not_overrule_a_longer_match() -> None:
+def test_a_longer_match_wins_over_an_older_text() -> None:
     cache = PromptCache(BIG)
     for text in ([9, 9, 9, 5, 9, 9], [1, 2, 3]):
         cache.store(text, read(text))
-    assert cache.fetch([1, 2, 3, 5, 6])[1] == 3  # the older one has a 5 at the same place
+    assert cache.fetch([1, 2, 3, 5, 6])[1] == 3  # the older one has a 5 at the same position

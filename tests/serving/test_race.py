@@ -1,4 +1,4 @@
-"""The page that shows plain and drafted decoding side by side: its text, its headers, and how it runs in a browser."""
+"""The race page (plain and drafted decoding side by side): its text, its headers, and a run in a browser."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def page_server(chat_tokenizer: Any) -> Iterator[tuple[Running, ScriptedEngine]]
 
 
 def read_about(text: str) -> Any:
-    """What the page is told of the models."""
+    """The page's data about the models."""
     found = re.search(r'data-about="([^"]*)"', text)
     assert found is not None
     return json.loads(html.unescape(found.group(1)))
 
 
-def test_the_page_names_nothing_outside_itself() -> None:
+def test_the_page_loads_nothing_external() -> None:
     address = r"https?://[^\s\"'<>)]+|(?:src|href|action)=\"[^\"]*\"|url\([^)]*\)|@import|import\("
     icon, *others = re.findall(address, PAGE)
-    # The icon is in its own address; the name of SVG is no address, and nothing fetches it.
+    # The icon is a data URL; the SVG namespace is never fetched.
     assert icon.startswith('href="data:image/svg+xml,') and others == ["http://www.w3.org/2000/svg"]
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", PAGE)
     assert not re.search(r"\son\w+=|\sstyle=", PAGE.split("<body>")[1].split("<script>")[0])
 
 
-def test_what_the_page_is_told_is_data(page_server: tuple[Running, ScriptedEngine], chat_tokenizer: Any) -> None:
+def test_model_names_on_the_page_are_escaped(page_server: tuple[Running, ScriptedEngine], chat_tokenizer: Any) -> None:
     reply = ask(page_server[0], "/?prompt=x&go=1")
     assert reply.status == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
     expected = {"model": "demo", "demo": True, "drafter": "demo", "chat": True, "plan": "plan auto"}
@@ -73,13 +73,13 @@ def test_what_the_page_is_told_is_data(page_server: tuple[Running, ScriptedEngin
     assert read_about(told)["model"] == NASTY and told.split("<style>")[1] == PAGE.split("<style>")[1]
 
 
-def test_the_page_is_on_a_race_alone(scripted: tuple[Running, ScriptedEngine], chat_tokenizer: Any) -> None:
+def test_only_a_race_serves_the_page(scripted: tuple[Running, ScriptedEngine], chat_tokenizer: Any) -> None:
     assert ask(scripted[0], "/").status == 404
     with start_scripted(chat_tokenizer, "--api-key", "secret", make=make_race_app) as (server, _):
         assert ask(server, "/").status == 200 and ask(server, TEXT, {"prompt": "x"}).status == 401
 
 
-def test_only_its_own_page_may_ask(page_server: tuple[Running, ScriptedEngine]) -> None:
+def test_other_pages_are_refused(page_server: tuple[Running, ScriptedEngine]) -> None:
     server, _ = page_server
     body = {"prompt": "x", "max_tokens": 1}
     for origin in (server.url, server.url.replace("http", "https"), "http://a.example"):
@@ -90,14 +90,16 @@ def test_only_its_own_page_may_ask(page_server: tuple[Running, ScriptedEngine]) 
         assert reply.error == f"pages of the Origin {origin!r} are not among --allowed-origins"
 
 
-def test_the_page_opens_where_a_screen_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_opens_if_there_is_a_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     opened: list[str] = []
     monkeypatch.setattr(race.webbrowser, "open", lambda url: opened.append(url) or "8" in url)
     monkeypatch.setattr(race.sys, "platform", "linux")
     monkeypatch.setenv("DISPLAY", ":0")
     race.show_page("http://127.0.0.1:8")
     assert opened == ["http://127.0.0.1:8"] and capsys.readouterr().err == ""
-    race.show_page("http://127.0.0.1:9")  # it could not be opened
+    race.show_page("http://127.0.0.1:9")  # opening the browser fails
     assert len(opened) == 2 and capsys.readouterr().err == "open http://127.0.0.1:9 in a browser\n"
 
     def fail(url: str) -> bool:
@@ -118,7 +120,7 @@ def test_the_page_opens_where_a_screen_is(monkeypatch: pytest.MonkeyPatch, capsy
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    """Chromium without a window."""
+    """Headless Chromium."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROME or ""
     profile = tmp_path_factory.mktemp("profile")
@@ -134,19 +136,19 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 
 
 def finish(browser: webdriver.Chrome) -> str:
-    """How the race ended, once it did."""
+    """Waits for the end of a race; returns its outcome."""
     until(lambda: bool(browser.execute_script("return document.body.dataset.done")), 120)
     return str(browser.execute_script("return document.body.dataset.done"))
 
 
 def read_side(browser: webdriver.Chrome, side: str) -> str:
-    """What a column says after the prompt."""
+    """A column's text after the prompt."""
     script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent).join('')"
     return str(browser.execute_script(script, f"#{side} pre span:not(.asked)"))
 
 
 @in_browser
-def test_the_demo_runs_by_itself(browser: webdriver.Chrome, demo_models: Any) -> None:
+def test_the_demo_starts_by_itself(browser: webdriver.Chrome, demo_models: Any) -> None:
     model, tokenizer, _ = demo_models
     prompt = "class Stack:\n    def push(self, item):\n"
     steps = stream_generate(model, tokenizer, prompt, max_tokens=60, temp=0.8, seed=3)
@@ -172,7 +174,7 @@ def test_a_wrong_field_is_an_error(browser: webdriver.Chrome, page_server: tuple
 
 
 @in_browser
-def test_what_looks_like_html_is_text(browser: webdriver.Chrome, page_server: tuple[Running, ScriptedEngine]) -> None:
+def test_html_in_answers_is_escaped(browser: webdriver.Chrome, page_server: tuple[Running, ScriptedEngine]) -> None:
     server, engine = page_server
     engine.texts = [[NASTY]]
     browser.get(f"{server.url}/?prompt={quote(NASTY)}&max=999")

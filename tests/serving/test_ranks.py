@@ -1,4 +1,4 @@
-"""The server over several processes that share one model: each text is that of a server in one process."""
+"""The server on several processes that share one model gives the texts of a single process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 VOCAB = 264
-"""A few more than the tokenizer has."""
+"""A few more than the tokenizer's."""
 SEEDED = {"temperature": 0.8, "seed": 5}
 TOGETHER: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": "abc abc abc", "stream": True},
@@ -51,12 +51,13 @@ TOGETHER: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Those of a byte-level target that mlx-lm divides both ways, and of its drafter."""
+    """Flags for a byte-level target that mlx-lm can shard both ways, and its drafter."""
     root, tokenizer = tmp_path_factory.mktemp("pair"), make_byte_tokenizer()
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
     target: Any = make_family("qwen2", vocab_size=VOCAB, max_position_embeddings=4096, **heads)
     save_target(root / "target", target, tokenizer, eos_token_id=0)
-    index = {"weight_map": dict.fromkeys(list_weights(target), "model.safetensors")}  # which pipelines are loaded by
+    # mlx-lm needs the index to load a pipeline.
+    index = {"weight_map": dict.fromkeys(list_weights(target), "model.safetensors")}
     (root / "target" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     save_drafter(root / "drafter", small_drafter(hidden=target.args.hidden_size, vocab=VOCAB))
     models = ["--model", str(root / "target"), "--drafter", str(root / "drafter")]
@@ -65,14 +66,14 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @contextmanager
 def serve(count: int, flags: Sequence[str], cache: Path) -> Iterator[tuple[Running, list[subprocess.Popen[str]]]]:
-    """A server over so many ranks, which compare what they read; killed at the end where it still runs."""
+    """A server on `count` ranks that compare their reads; killed at the end if still running."""
     given = ["-m", "mlx_redrafter.server", *flags, "--port", "0"]
     started = start_ranks(count, *given, **{ranks.CHECK: "1", "XDG_CACHE_HOME": str(cache)})
     try:
         assert started[0].stderr is not None
         line = started[0].stderr.readline()
         assert line.startswith("serving on http://127.0.0.1:"), (line, wait_for_ranks(started))
-        service: Any = None  # of another process
+        service: Any = None  # it runs in another process
         yield Running(line.split()[-1], service), started
     finally:
         for each in started:
@@ -81,7 +82,7 @@ def serve(count: int, flags: Sequence[str], cache: Path) -> Iterator[tuple[Runni
 
 
 def complete(server: Running, body: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """(the texts of an answer, its usage)."""
+    """Returns (texts of an answer, its usage)."""
     reply = ask(server, "/v1/completions", {"max_tokens": 24} | body | {"stream_options": {"include_usage": True}})
     if not body.get("stream"):
         return [choice["text"] for choice in reply.json["choices"]], reply.json["usage"]
@@ -91,7 +92,7 @@ def complete(server: Running, body: dict[str, Any]) -> tuple[list[str], dict[str
 
 @contextmanager
 def open_stream(server: Running, body: dict[str, Any]) -> Iterator[Any]:
-    """The reply to a stream, after its first line; closed at the end, read or not."""
+    """A stream after its first line, closed at the end even if unread."""
     connection = HTTPConnection(*server.address, timeout=PATIENCE)
     try:
         connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}))
@@ -103,17 +104,17 @@ def open_stream(server: Running, body: dict[str, Any]) -> Iterator[Any]:
 
 
 def count_metric(server: Running, name: str) -> float:
-    """A counter of the server's."""
+    """A counter of the server."""
     found = re.search(rf"^mlx_redrafter_{re.escape(name)} (\S+)$", ask(server, "/metrics").body.decode(), re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
 def talk(server: Running) -> dict[str, list[str]]:
-    """The texts of mixed clients: one alone, many together, one that goes, one that stops, one that asks again."""
+    """Texts of mixed clients: alone, concurrent, disconnecting, with a stop string, and repeated."""
     texts = {}
     texts["alone"], usage = complete(server, {"prompt": PROMPT, "max_tokens": 40})
     assert usage["drafted"] > 0 and usage["context_accepted"] > 0
-    # It is handed to the batch, and back once it is the only one.
+    # It moves into the batch, and out again once it is the only request.
     with open_stream(server, {"prompt": "y", "max_tokens": 100, **SEEDED, "logit_bias": {"0": -100}}) as stream:
         with open_stream(server, {"prompt": "gone", "max_tokens": -1, "logit_bias": {"0": -100}}):
             pass
@@ -131,13 +132,13 @@ def talk(server: Running) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def texts(flags: list[str]) -> dict[str, list[str]]:
-    """What a server in one process tells its clients."""
+    """The same texts from a server in one process."""
     with start_server(load_service(parse_flags(*flags))) as server:
         return talk(server)
 
 
 @pytest.mark.parametrize("more", [[], ["--pipeline"]], ids=["tensor", "pipeline"])
-def test_texts_are_those_of_one_process(
+def test_texts_match_one_process(
     more: list[str], flags: list[str], texts: dict[str, list[str]], tmp_path: Path
 ) -> None:
     with serve(2, [*flags, *more], tmp_path) as (server, processes):
@@ -147,14 +148,14 @@ def test_texts_are_those_of_one_process(
         with open_stream(server, {"prompt": PROMPT, "max_tokens": 40}) as stream:
             for each in processes:  # as Ctrl-C does
                 each.send_signal(signal.SIGINT)
-            assert b"[DONE]" in stream.read()  # what runs is finished
+            assert b"[DONE]" in stream.read()  # running answers are finished
         ended = wait_for_ranks(processes)
     assert [each.status for each in ended] == [0, 0], ended
     assert not any(each.out or each.err for each in ended), ended
 
 
-def test_four_ranks_answer_what_one_process_does(flags: list[str], tmp_path: Path) -> None:
-    """Few short requests: four ranks that wait for each other take long where there are fewer processors."""
+def test_four_ranks_match_one_process(flags: list[str], tmp_path: Path) -> None:
+    """Only a few short requests: four ranks are slow on fewer cores."""
     bodies = [{"prompt": PROMPT, "max_tokens": 8, **more} for more in ({}, SEEDED, {**SEEDED, "n": 2})]
 
     def answer(server: Running) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What clients may send: what is ignored, what is refused by name, and what no body can break."""
+"""Request bodies: ignored fields, named errors, and fuzzing."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ SDK_FIELDS: dict[str, Any] = {
     "/v1/messages": beta_message_params.MessageCreateParamsBase,
 }
 REFUSED = {"audio", "functions", "echo", "suffix", "background", "conversation", "previous_response_id", "prompt"}
-"""What changes an answer, and is not supported."""
+"""Fields that would change an answer and are not supported."""
 
 
 @pytest.mark.parametrize("path", SDK_FIELDS)
-def test_fields_of_the_sdks_are_read_refused_or_ignored(scripted: Scripted, path: str) -> None:
+def test_all_sdk_fields_are_read_refused_or_ignored(scripted: Scripted, path: str) -> None:
     fields = APIS[path].body_type.model_fields
     read = {field.alias or name for name, field in fields.items()} - REFUSED
     others = SDK_FIELDS[path].__annotations__.keys() - read - BODIES[path].keys()
@@ -98,7 +98,7 @@ def test_fields_of_the_sdks_are_read_refused_or_ignored(scripted: Scripted, path
         ),
     ],
 )
-def test_what_is_wrong_is_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
+def test_invalid_fields_are_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
     reply = ask(scripted[0], "/v1/completions", {"prompt": "x"} | fields)
     assert reply.status == 400 and reply.error.startswith(said), reply.body
     assert "\n" not in reply.error and len(reply.error) < 400
@@ -133,7 +133,7 @@ def test_what_is_wrong_is_named(scripted: Scripted, fields: dict[str, Any], said
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs must be variables"),
     ],
 )
-def test_what_a_chat_cannot_have_is_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
+def test_invalid_chat_fields_are_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
     reply = ask(scripted[0], "/v1/chat/completions", CHAT | fields)
     assert reply.status == 400 and reply.error.startswith(said), reply.body
 
@@ -150,12 +150,12 @@ def test_what_a_chat_cannot_have_is_named(scripted: Scripted, fields: dict[str, 
         (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion limit exceeded"),
     ],
 )
-def test_what_is_no_json_object_is_refused(scripted: Scripted, raw: bytes, said: str) -> None:
+def test_bodies_other_than_json_objects_are_refused(scripted: Scripted, raw: bytes, said: str) -> None:
     reply = ask(scripted[0], "/v1/completions", raw)
     assert reply.status == 400 and said in reply.error
 
 
-def test_a_reply_repeats_no_infinity(scripted: Scripted) -> None:
+def test_replies_do_not_echo_infinity(scripted: Scripted) -> None:
     tool = b'{"type": "function", "name": "f", "parameters": {"x": 1e999}}'
     reply = ask(scripted[0], "/v1/responses", b'{"input": "x", "tools": [' + tool + b"]}")
     assert reply.status == 400 and "must be a finite number, got inf" in reply.error
@@ -175,7 +175,7 @@ def test_a_model_without_tools_says_so(demo: Running) -> None:
     assert reply.status == 400 and "tools are not supported by this model" in reply.error
 
 
-def test_a_model_without_a_template_chats(demo: Running, demo_models: Any) -> None:
+def test_chat_works_without_a_template(demo: Running, demo_models: Any) -> None:
     body = {"messages": USER, "max_tokens": 5, "role_mapping": {"user": "Q: ", "assistant": "A: ", "stop": "|"}}
     made = ask(demo, "/v1/chat/completions", body).json
     assert made["usage"]["prompt_tokens"] == len(demo_models[1].encode("Q: Hi|A:"))

@@ -1,4 +1,4 @@
-"""What clients get while a long prompt is read, or a long tool call is composed."""
+"""Keep-alive events during a long prefill and a long tool call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class Pauses:
-    """A text with two silences, before it and before its call, each of which ends after two empty events."""
+    """An answer with two pauses, before its start and before its call; each ends after two empty events."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.gates, self.empty = [engine.gate, threading.Event()], 0
@@ -36,7 +36,7 @@ class Pauses:
         engine.texts = [["</think>I look.", self.gates[1], CALL]]
 
     def count(self, *, is_empty: bool) -> None:
-        """Counts an event."""
+        """Counts an event and opens the gates that are due."""
         self.empty += is_empty
         for gate in self.gates[: self.empty // 2]:
             gate.set()
@@ -44,12 +44,12 @@ class Pauses:
 
 @pytest.fixture
 def pauses(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> Pauses:
-    """What the scripted engine says next."""
+    """The scripted answer with pauses."""
     monkeypatch.setattr(app, "PROGRESS_SECONDS", 0.05)
     return Pauses(scripted[1])
 
 
-def test_chats_of_openais_client_pass_on_empty_chunks(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
+def test_openais_client_accepts_empty_chat_chunks(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     deltas = []
     with scripted_openai.chat.completions.stream(model="demo", messages=USER, tools=tools) as stream:
@@ -65,7 +65,7 @@ def test_chats_of_openais_client_pass_on_empty_chunks(pauses: Pauses, scripted_o
     assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}']
 
 
-def test_completions_of_openais_client_pass_on_empty_chunks(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
+def test_openais_client_accepts_empty_completion_chunks(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
     texts = []
     for chunk in scripted_openai.completions.create(model="demo", prompt="x", stream=True):
         texts.append(chunk.choices[0].text)
@@ -73,7 +73,7 @@ def test_completions_of_openais_client_pass_on_empty_chunks(pauses: Pauses, scri
     assert pauses.empty >= 4 and "".join(texts) == f"</think>I look.{CALL}"
 
 
-def test_responses_of_openais_client_pass_on_empty_events(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
+def test_openais_client_accepts_empty_response_events(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
     numbers = []
     with scripted_openai.responses.stream(model="demo", input="x", tools=tools) as stream:
@@ -85,7 +85,7 @@ def test_responses_of_openais_client_pass_on_empty_events(pauses: Pauses, script
     assert (made.output_text, made.status, made.output[-1].arguments) == ("I look.", "completed", '{"a": 1}')
 
 
-def test_anthropics_client_passes_on_empty_events(pauses: Pauses, scripted_anthropic: anthropic.Anthropic) -> None:
+def test_anthropics_client_accepts_empty_events(pauses: Pauses, scripted_anthropic: anthropic.Anthropic) -> None:
     tools: Any = [{"name": "f", "input_schema": {"type": "object"}}]
     with scripted_anthropic.messages.stream(model="demo", max_tokens=99, messages=USER, tools=tools) as stream:
         for event in stream:
@@ -97,7 +97,7 @@ def test_anthropics_client_passes_on_empty_events(pauses: Pauses, scripted_anthr
 
 
 def send_request(server: Running, path: str, **fields: Any) -> socket.socket:
-    """A connection on which a request was sent."""
+    """Opens a connection and sends a request."""
     raw = json.dumps(BODIES[path] | fields).encode()
     connection = socket.create_connection(server.address, timeout=PATIENCE)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
@@ -106,7 +106,7 @@ def send_request(server: Running, path: str, **fields: Any) -> socket.socket:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_comments_say_how_much_of_the_prompt_is_read(scripted: Scripted, pauses: Pauses, path: str) -> None:
+def test_comments_report_prefill_progress(scripted: Scripted, pauses: Pauses, path: str) -> None:
     server, engine = scripted
     pauses.gates[1].set()
     with send_request(server, path, stream=True) as connection:
@@ -122,7 +122,7 @@ def test_comments_say_how_much_of_the_prompt_is_read(scripted: Scripted, pauses:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_log_says_how_much_of_the_prompt_is_read(
+def test_the_log_reports_prefill_progress(
     scripted: Scripted, pauses: Pauses, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, engine = scripted

@@ -1,4 +1,4 @@
-"""Grammars of schemas: what they allow after each node of a tree, and what they force."""
+"""Grammars of JSON schemas: allowed and forced tokens, and unsupported schemas."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def compiler(chat_tokenizer: Any) -> GrammarCompiler:
-    """For a model with rows for tokens that no tokenizer knows."""
+    """For a model with more rows than the tokenizer has tokens."""
     return GrammarCompiler(chat_tokenizer, len(chat_tokenizer) + 3)
 
 
 def find_allowed(grammar: SchemaGrammar) -> list[int] | None:
-    """What may come next; None for all."""
+    """Allowed next tokens; None if all are."""
     mask = grammar.find_mask()
     return None if mask is None else mask.nonzero()[0].tolist()
 
 
 def take(grammar: SchemaGrammar, tokens: Sequence[int]) -> SchemaGrammar:
-    """The grammar after tokens that it allows."""
+    """Advances the grammar over tokens that it must allow."""
     assert all(grammar.take(token) for token in tokens)
     return grammar
 
 
 @pytest.fixture
 def encode(chat_tokenizer: Any) -> Any:
-    """Text to token ids."""
+    """Encodes text to token ids."""
     return lambda text: list(chat_tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -58,12 +58,12 @@ def test_a_schema_holds_after_the_reasoning(chat_tokenizer: Any, compiler: Gramm
     take(grammar, encode("true"))
     assert find_allowed(grammar) == list(chat_tokenizer.eos_token_ids)
     assert not grammar.fork().take(encode("x")[0])
-    take(grammar, [*chat_tokenizer.eos_token_ids, *encode("anything")])  # which is no part of the answer
+    take(grammar, [*chat_tokenizer.eos_token_ids, *encode("anything")])  # not part of the answer
     assert grammar.length == len(encode("Hm. true? </think>true")) + 1 + len(encode("anything"))
 
 
 def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any) -> None:
-    """What is allowed at each place is the same whatever was tried there before, and after tokens that are refused."""
+    """Allowed tokens do not depend on earlier forks, nor on rejected tokens in them."""
     answer, chance = encode('{"name": "Ada Lo", "works":\n true}'), random.Random(3)
     tried, untouched = compiler.compile(PERSON)(), compiler.compile(PERSON)()
     for token in answer:
@@ -77,7 +77,7 @@ def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any) -
         take(untouched, [token])
 
 
-def test_what_is_forced_is_all_that_is_allowed(chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any) -> None:
+def test_forced_tokens_are_the_only_allowed_ones(chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any) -> None:
     grammar = take(compiler.compile(PERSON)(), encode('{"'))
     forced = grammar.find_forced()
     assert chat_tokenizer.decode(forced) == "name"
@@ -87,7 +87,7 @@ def test_what_is_forced_is_all_that_is_allowed(chat_tokenizer: Any, compiler: Gr
     assert len(find_allowed(grammar) or []) > 1 and grammar.find_forced() == []
 
 
-def test_an_answer_may_begin_with_a_mark_instead(compiler: GrammarCompiler, encode: Any) -> None:
+def test_an_answer_may_begin_with_a_tool_marker_instead(compiler: GrammarCompiler, encode: Any) -> None:
     mark = encode("<tool>")
     make = compiler.compile(PERSON, unless=tuple(mark))
     start, without = find_allowed(make()) or [], find_allowed(compiler.compile(PERSON)()) or []
@@ -118,7 +118,7 @@ def test_a_call_is_one_of_the_functions(compiler: GrammarCompiler, encode: Any) 
 
 
 def refer(count: int, levels: int = 1) -> dict[str, Any]:
-    """A schema with some references, each of which leads through so many levels to the next."""
+    """A schema of `count` references, each `levels` arrays away from the next."""
 
     def wrap(schema: dict[str, Any], count: int) -> dict[str, Any]:
         return {"type": "array", "items": wrap(schema, count - 1)} if count else schema
@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_schemas_that_cannot_be_followed_are_refused(name: str, compiler: GrammarCompiler) -> None:
+def test_unsupported_schemas_are_refused(name: str, compiler: GrammarCompiler) -> None:
     schema, wrong = REFUSED[name]
     with pytest.raises(ApiError, match=re.escape("the JSON schema cannot be followed: ") + ".*" + re.escape(wrong)):
         compiler.compile(schema)
@@ -170,12 +170,12 @@ IGNORED: dict[str, dict[str, Any]] = {
     "-9223372036854775808": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
     "http://json-schema.org/schema": {"$schema": "http://json-schema.org/schema", "type": "string"},
 }
-"""What the log names -> a schema with it."""
+"""Text in the log -> a schema that causes it."""
 
 
 @pytest.mark.parametrize("name", IGNORED)
 @pytest.mark.parametrize("place", ["format", "call", "within"])
-def test_what_cannot_be_enforced_is_ignored(
+def test_unenforceable_keywords_are_ignored(
     name: str, place: str, compiler: GrammarCompiler, encode: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -189,8 +189,8 @@ def test_what_cannot_be_enforced_is_ignored(
     assert len([each for each in caplog.messages if "ignored" in each]) == 1
 
 
-def test_all_else_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode: Any) -> None:
-    """Also properties that are called as keywords, and constants that look like schemas."""
+def test_the_rest_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode: Any) -> None:
+    """Includes properties named like keywords, and constants that look like schemas."""
     look = {"pattern": "(?=a)"}
     properties = {"pattern": {"type": "boolean"}, "a": {"type": "string", **look}, "b": {"const": look}}
     schema = {"type": "object", "properties": properties, "required": ["pattern", "a", "b"]}
@@ -219,8 +219,8 @@ def test_violations_are_found(schema: dict[str, Any], text: str, violation: str 
     assert find_violation(schema, text) == violation and json.dumps(schema) == before
 
 
-def test_references_may_lead_far(compiler: GrammarCompiler, encode: Any) -> None:
-    """They would overflow a usual thread's stack, and with it end the process."""
+def test_long_chains_of_references_work(compiler: GrammarCompiler, encode: Any) -> None:
+    """Too deep for the stack of an ordinary thread, which would end the process."""
     grammar = take(compiler.compile(refer(200, 30))(), encode("[[[["))
     assert grammar.fork().take(encode("[")[0])
     assert take(compiler.compile({"anyOf": [{"$ref": "#"}, {"type": "null"}]})(), encode("null")).length == 1
@@ -246,7 +246,7 @@ STRICT_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def ask_strictly(scripted: Any, name: str, answer: str, **fields: Any) -> None:
-    """A request with a strict schema, which waits for the check."""
+    """Sends a request with a strict schema and waits for the check."""
     (server, engine), (path, own) = scripted, STRICT_BODIES[name]
     call = '<tool_call>{"name": "f", "arguments": {"a": ', answer, "}}</tool_call>"
     engine.texts = [["</think>", *(call if "tool" in name else [answer])]]
@@ -269,7 +269,7 @@ def test_the_log_says_when_an_answer_breaks_a_strict_schema(
     assert f"The strict schema of {named} is not followed: {place} breaks uniqueItems" in caplog.messages
 
 
-def test_an_answer_that_is_cut_short_breaks_nothing(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_answers_are_not_checked(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
     ask_strictly(scripted, "chat", "[1, 1]", max_tokens=3)
     ask_strictly(scripted, "chat", "[1, 1]", stop=", ")
     assert "strict" not in caplog.text

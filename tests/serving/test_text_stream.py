@@ -1,4 +1,4 @@
-"""Tokens to text, reasoning and tool calls, however they are cut into tokens."""
+"""Splitting tokens into text, reasoning and tool calls, wherever token boundaries are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
 def read(tokenizer: Any, pieces: list[str], state: str | None = "normal", stops: tuple[str, ...] = ()) -> Any:
-    """(text, reasoning, calls, the raw text, the stream) of an answer whose tokens are those of each piece."""
+    """Streams the pieces. Returns (text, reasoning, calls, raw text, stream)."""
     stream = TextStream(tokenizer, state, stops, TOOLS)
     segments, raw = [], ""
     for token in [*(token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)), None]:
@@ -27,7 +27,7 @@ def read(tokenizer: Any, pieces: list[str], state: str | None = "normal", stops:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_cuts_between_tokens_do_not_matter(chat_tokenizer: Any, size: int) -> None:
+def test_token_boundaries_do_not_matter(chat_tokenizer: Any, size: int) -> None:
     whole = f"Hi <think>hm, <5</think>→ so: {CALL}{CALL} and <tool"
     pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
     text, reasoning, calls, raw, stream = read(chat_tokenizer, pieces)
@@ -70,7 +70,7 @@ def test_stop_strings_are_found_and_named(
         '<tool_call>"a": {"name": "f",}</tool_call>',
     ],
 )
-def test_a_call_that_is_none_is_text(chat_tokenizer: Any, call: str) -> None:
+def test_an_invalid_call_is_text(chat_tokenizer: Any, call: str) -> None:
     text, _, calls, _, stream = read(chat_tokenizer, [call])
     assert text == call and not calls and not stream.has_tool_calls
 
@@ -100,23 +100,23 @@ def test_common_mistakes_are_repaired(chat_tokenizer: Any, call: str, x: Any) ->
     assert read(chat_tokenizer, [f"<tool_call>{call}</tool_call>"])[:3] == ("", "", [("f", {"x": x})])
 
 
-def test_the_log_says_what_is_no_call(chat_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_calls_are_logged(chat_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     read(chat_tokenizer, ["<tool_call>{no}</tool_call>"])
     (line,) = caplog.messages
     assert line.startswith("a tool call cannot be parsed and is passed on as text: Expecting property name")
 
 
 @pytest.mark.parametrize("between", ["", "\n", " \n\n"])
-def test_blanks_between_calls_are_no_text(chat_tokenizer: Any, between: str) -> None:
+def test_whitespace_between_calls_is_dropped(chat_tokenizer: Any, between: str) -> None:
     assert read(chat_tokenizer, [f"{CALL}{between}{CALL}{between}"])[:2] == ("", "")
     assert read(chat_tokenizer, [f"a\n{CALL}{between}b{between}c"])[0] == f"a\n{between}b{between}c"
 
 
-def test_a_call_cut_short_may_be_whole(chat_tokenizer: Any) -> None:
+def test_a_truncated_call_may_be_complete(chat_tokenizer: Any) -> None:
     assert read(chat_tokenizer, [CALL.removesuffix("</tool_call>")])[2] == [("f", {"x": 1})]
 
 
-def test_without_tools_reasoning_may_name_a_call(chat_tokenizer: Any) -> None:
+def test_without_tools_a_call_marker_is_text(chat_tokenizer: Any) -> None:
     stream = TextStream(chat_tokenizer, "reasoning", [], [])
     tokens = chat_tokenizer.encode("A <tool_call> is</think>42", add_special_tokens=False)
     segments = [each for token in tokens for each in stream.add(token)[1]] + stream.add(None, is_last=True)[1]

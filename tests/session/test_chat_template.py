@@ -1,4 +1,4 @@
-"""What a turn adds after the last answer is what the template would put there, once and without stray spaces."""
+"""A turn adds exactly what the chat template puts after the last answer, without extra spaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIGHT = "{% for m in messages %}{{ m.content }}{{ ':' if m.role == 'assistant' e
 
 
 def sentencepiece(kind: str, template: str | None = None) -> Any:
-    """Letters and a few pairs, with a space before every text, as Llama 2's and Mistral's tokenizers have it."""
+    """A tokenizer of letters and pairs that adds a space before every text, as Llama 2's and Mistral's do."""
     vocab = {piece: number for number, piece in enumerate([*LETTERS, *JOINED])}
     pairs = [(piece[0], piece[1]) for piece in JOINED]
     tokenizer = Tokenizer(models.BPE(vocab, pairs, unk_token="<unk>"))
@@ -82,12 +82,12 @@ THINKING = (
 
 
 def make_thinker(**settings: Any) -> Session:
-    """Over a template that shows tools at the front, and an argument at the end."""
+    """A session whose template shows tools first and an argument last."""
     return Session(make_model("qwen3"), chat_tokenizer(THINKING), max_tokens=4, **settings)
 
 
 def send(session: Session, text: str, **options: Any) -> tuple[str, int]:
-    """(the conversation as text up to the new answer, how many tokens of it this turn has read)."""
+    """Returns (the conversation up to the new answer as text, the number of tokens prefilled)."""
     answer = session.send(text, **options)
     assert answer.last is not None
     return session.tokenizer.decode(session.tokens[: -len(answer.tokens)]), answer.last.prompt_tokens
@@ -97,26 +97,26 @@ def look() -> None:
     """Looks."""
 
 
-def test_template_arguments_of_a_turn_override_the_sessions() -> None:
+def test_a_turns_template_arguments_override_the_sessions() -> None:
     session = make_thinker(chat_template_config={"think": True})
     assert send(session, "a") == ("UazAh", 5)
     before = session.tokens
     text, count = send(session, "b", chat_template_config={"think": False})
-    assert text.endswith("UbzA") and session.tokens[: len(before)] == before and count < 7, "no token is read twice"
+    assert text.endswith("UbzA") and session.tokens[: len(before)] == before and count < 7, "nothing is prefilled twice"
     assert send(session, "c", chat_template_config=None)[0].endswith("UczA")
     assert send(session, "d")[0].endswith("UdzAh")
 
 
-def test_changed_tools_are_read_again(tmp_path: Path) -> None:
+def test_changed_tools_are_prefilled_again(tmp_path: Path) -> None:
     session = make_thinker(tools=[look])
     assert send(session, "a")[0] == "tUazA"
     assert send(session, "b")[1] < 7
     text, count = send(session, "c", tools=[look, look])
     assert text.startswith("ttUazA") and count == len(text)
-    assert send(session, "d", tools=[look, look])[1] < 7, "only once"
+    assert send(session, "d", tools=[look, look])[1] < 7, "only the first time"
     session.save(tmp_path / "talk.safetensors")
     loaded = Session.load(tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4)
-    assert send(loaded, "e")[0].startswith("Uaz"), "without the tools, so read again"
+    assert send(loaded, "e")[0].startswith("Uaz"), "without tools, so prefilled again"
     assert send(session, "e")[0].startswith("tUazA")
     assert send(session.fork(), "f")[1] < 7
 

@@ -1,4 +1,4 @@
-"""How long a conversation may be for its cache to fit into a memory, and what happens at that length."""
+"""Memory budgets of a session: the longest conversation that fits, and what happens at that length."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mlx_redrafter.session.memory import measure_cache
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 SPARE = 320
-"""Rows of the cache that a session keeps for spare allocations and trees."""
+"""Cache rows that a session reserves for allocations and trees."""
 
 
 def budget(tokens: int, family: str = "qwen3", **options: Any) -> int:
-    """Bytes for a conversation of so many tokens."""
+    """Bytes for a conversation of `tokens` tokens."""
     size = measure_cache(make_model(family), Options(**options))
     return round(size.fixed + size.per_token * (tokens + SPARE))
 
@@ -35,12 +35,12 @@ def budget(tokens: int, family: str = "qwen3", **options: Any) -> int:
         *((family, {}) for family in ("gemma3_text", "falcon_h1", "deepseek_v32", "mamba")),
     ],
 )
-def test_text_as_long_as_allowed_takes_the_budget(family: str, options: dict[str, Any]) -> None:
+def test_the_longest_conversation_fills_the_budget(family: str, options: dict[str, Any]) -> None:
     model = make_model(family)
     size = measure_cache(model, Options(prefill_step_size=64, quantized_kv_start=128, **options))
     cache = make_prompt_cache(model, options.get("max_kv_size"))
     for _ in range(16):
-        model(mx.ones((1, 64), mx.int32), cache=cache)  # never computed: the shapes are known
+        model(mx.ones((1, 64), mx.int32), cache=cache)  # lazy: only the shapes are needed
         if "kv_bits" in options:
             maybe_quantize_kv_cache(cache, 128, 32, options["kv_bits"])
     taken = sum(c.nbytes for c in cache)
@@ -50,7 +50,7 @@ def test_text_as_long_as_allowed_takes_the_budget(family: str, options: dict[str
         assert taken <= size.fixed and size.tokens_in(size.fixed) > 10**9
 
 
-def test_turn_without_room_is_refused_before_reading() -> None:
+def test_a_turn_without_room_is_refused_before_prefill() -> None:
     session = plain_session(max_tokens=9, memory_budget=budget(192))
     session.send("hello")
     before = session.tokens
@@ -62,7 +62,7 @@ def test_turn_without_room_is_refused_before_reading() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "kept"), [(5, "abcd"), (6, "bcd"), (54, "bcd"), (55, "cd"), (-1, "cd")])
-def test_no_more_is_trimmed_than_the_answer_needs(max_tokens: int, kept: str) -> None:
+def test_only_as_much_is_trimmed_as_the_answer_needs(max_tokens: int, kept: str) -> None:
     session = plain_session(max_tokens=9, memory_budget=budget(192), when_full="trim")
     for letter in "abc":
         session.send(letter * 40)
@@ -73,7 +73,7 @@ def test_no_more_is_trimmed_than_the_answer_needs(max_tokens: int, kept: str) ->
     assert_fresh(session, answer)
 
 
-def test_the_systems_message_is_never_trimmed() -> None:
+def test_the_system_message_is_never_trimmed() -> None:
     session = make_session(memory_budget=budget(192), when_full="trim")
     session.send([{"role": "system", "content": "be brief"}, {"role": "user", "content": "a" * 40}])
     for letter in "bcdefgh":
@@ -88,7 +88,7 @@ def test_the_systems_message_is_never_trimmed() -> None:
 def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     session = plain_session(max_tokens=4)
     monkeypatch.setattr("mlx_redrafter.session.session.free_memory", lambda: budget(100))
-    for _ in range(8):  # what the cache has is not free, but the session's
+    for _ in range(8):  # the session's own cache counts as available
         session.send("a" * 30)
     assert len(session.tokens) == 8 * 34
     with pytest.raises(RedrafterError, match="more than the machine has left"):

@@ -1,4 +1,4 @@
-"""Saved sessions go on as they would have; what cannot be saved or loaded is refused in one line."""
+"""Saved sessions continue as if never saved; errors are one line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Where to save."""
     return tmp_path / "talk.safetensors"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loaded_session_goes_on_as_the_saved_one(family: str, file: Path) -> None:
+def test_a_loaded_session_continues_like_the_saved_one(family: str, file: Path) -> None:
     options: dict[str, Any] = {"temp": 0.8, "seed": 3, "max_tokens": 9, "beam_width": 1, "draft_depth": 2}
     session = make_session(family, **options)
     session.send("hello")
@@ -31,10 +30,10 @@ def test_loaded_session_goes_on_as_the_saved_one(family: str, file: Path) -> Non
     loaded = Session.load(file, session.model, session.tokenizer, session.drafter, **options)
     assert loaded.tokens == session.tokens and loaded.messages == session.messages
     assert loaded.send("more").tokens == session.send("more").tokens
-    assert load_prompt_cache(str(file)), "mlx-lm reads it, too"
+    assert load_prompt_cache(str(file)), "mlx-lm can read it"
 
 
-def test_what_cannot_be_saved_is_refused(file: Path) -> None:
+def test_unsavable_sessions_are_refused(file: Path) -> None:
     session = make_session()
     with pytest.raises(RedrafterError, match="nothing to save"):
         session.save(file)
@@ -49,7 +48,7 @@ def test_what_cannot_be_saved_is_refused(file: Path) -> None:
     foreign.send("hello")
     with pytest.raises(RedrafterError, match="mlx-lm cannot read a LayerCache again: the cache of deepseek_v41 cannot"):
         foreign.save(file)
-    assert not [*file.parent.iterdir()], "nothing was made"
+    assert not [*file.parent.iterdir()], "nothing was created"
 
 
 def test_damaged_or_inconsistent_file_is_refused(file: Path) -> None:

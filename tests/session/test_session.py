@@ -1,4 +1,4 @@
-"""A session says what a fresh run over the same tokens says, whatever happened in the turns before."""
+"""Every turn of a session gives what a fresh run over the same tokens gives, whatever happened before."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]) -> 
         assert session.tokens[: len(before)] == before
         assert_fresh(session, answer, **options)
         n_read = len(session.tokens) - len(answer.tokens) - len(before)
-        assert answer.last is not None and answer.last.prompt_tokens == n_read, "no token is read twice"
+        assert answer.last is not None and answer.last.prompt_tokens == n_read, "nothing is prefilled twice"
     assert [each["role"] for each in session.messages] == ["user", "assistant"] * 6
 
 
-def test_send_stream_and_callbacks_give_the_same() -> None:
+def test_send_stream_and_callbacks_agree() -> None:
     session, other = make_session(**SAMPLED), make_session(**SAMPLED)
     texts: list[str] = []
     tokens: list[int] = []
@@ -70,7 +70,7 @@ def test_send_stream_and_callbacks_give_the_same() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cancelled_or_closed_answer_keeps_what_it_has(family: str) -> None:
+def test_a_cancelled_or_closed_answer_keeps_its_tokens(family: str) -> None:
     session = make_session(family, max_tokens=40)
     assert not session.cancel(), "there is no answer to cancel"
     answer = session.send("hello", on_token=lambda response: response.generation_tokens == 5 and session.cancel())
@@ -87,7 +87,7 @@ def test_cancelled_or_closed_answer_keeps_what_it_has(family: str) -> None:
 @pytest.mark.parametrize(("text", "step"), [("x", 4), ("xyz", 1), ("xyzabcdefghijkl", 4)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cancel_around_the_prompt_changes_nothing(family: str, step: int, text: str) -> None:
-    """A forward of one row overwrites the oldest row of a full ring, as plain decoding leaves it."""
+    """One more row would overwrite the oldest row of a full ring buffer."""
     session = plain_session(family, max_tokens=9, prefill_step_size=step, context=False)
 
     def after(history: mx.array, logits: mx.array) -> mx.array:
@@ -123,7 +123,7 @@ def test_cancel_from_another_thread_ends_the_answer() -> None:
 
 @pytest.mark.parametrize("place", [1, 6, 11])
 @pytest.mark.parametrize("family", [*FAMILIES, "recurrent_gemma", "gemma3n"])
-def test_turn_after_an_interrupt_may_use_another_thread(family: str, place: int) -> None:
+def test_a_turn_after_an_interrupt_may_use_another_thread(family: str, place: int) -> None:
     session, calls = plain_session(family, max_tokens=20), []
 
     def interrupt(history: mx.array, logits: mx.array) -> mx.array:
@@ -152,7 +152,7 @@ def test_use_by_two_threads_at_once_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forks_go_on_separately(family: str) -> None:
+def test_forks_are_independent(family: str) -> None:
     session = make_session(family)
     session.send("hello")
     other, common = session.fork(), session.tokens
@@ -160,7 +160,7 @@ def test_forks_go_on_separately(family: str) -> None:
         assert_fresh(one, one.send(text))
     assert session.tokens != other.tokens
     assert session.tokens[: len(common)] == other.tokens[: len(common)] == common
-    list(zip_longest(session.stream("hello"), other.stream("why")))  # in turns
+    list(zip_longest(session.stream("hello"), other.stream("why")))  # alternating
     for one in (session, other):
         assert_fresh(one, one.send("more"))
     session.reset()
@@ -196,7 +196,7 @@ def test_bad_sessions_are_refused() -> None:
             make_session(**option)
 
 
-def test_template_that_drops_answers_is_read_again() -> None:
+def test_a_template_that_drops_answers_is_prefilled_again() -> None:
     template = "{% for m in messages if m.role == 'user' %}U{{ m.content }}{% endfor %}A"
     session = Session(make_model("qwen3"), chat_tokenizer(template), max_tokens=4)
     session.send("one")
@@ -205,7 +205,7 @@ def test_template_that_drops_answers_is_read_again() -> None:
     assert_fresh(session, answer)
 
 
-def test_plan_of_a_turn_replaces_the_sessions() -> None:
+def test_a_turns_plan_overrides_the_sessions() -> None:
     model, tokenizer, drafter = load_demo()
     session = Session(model, tokenizer, drafter, draft_depth=3, max_tokens=8)
     assert session.send("class Stack:", plan="off").last.drafted == 0
@@ -217,15 +217,15 @@ def test_plan_of_a_turn_replaces_the_sessions() -> None:
     assert copied.last.context_drafted > 0
 
 
-# A model is loaded in one thread, and each turn of a session over it may come from another.
+# A model is loaded in one thread; each turn may come from another.
 
 
 @pytest.mark.parametrize(
     "family",
     [
-        "gpt_oss",  # ropes whose frequencies are not parameters, as those of Llama 3
-        "bailing_hybrid",  # slopes of its linear attention
-        "gemma3n",  # its forward puts other weights into the model
+        "gpt_oss",  # rope frequencies that are not parameters, as in Llama 3
+        "bailing_hybrid",  # slopes of linear attention
+        "gemma3n",  # a forward that replaces weights of the model
         "qwen3_5",
         "mamba",
     ],
@@ -242,8 +242,8 @@ def test_every_turn_may_come_from_another_thread(family: str) -> None:
             first.submit(assert_fresh, session, answer).result()
 
 
-def test_model_must_be_evaluated_where_it_is_loaded(tmp_path: Path) -> None:
-    """A rope of this kind keeps its frequencies, which are not parameters."""
+def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path: Path) -> None:
+    """This rope keeps frequencies that are not parameters."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     model = toys.make_model("llama-yarn", vocab=53)
     save_target(tmp_path, model, chat_tokenizer()._tokenizer, rope_scaling=rope, head_dim=32)

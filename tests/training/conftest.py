@@ -1,4 +1,4 @@
-"""Targets, texts and drafters that the trainer's tests share."""
+"""Targets, texts and drafters shared by the trainer's tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB = 23
 
 @pytest.fixture
 def model() -> nn.Module:
-    """A target with tied embeddings, D = 16, that prefers some tokens clearly."""
+    """A target with tied embeddings, D = 16, with clear preferences for some tokens."""
     model = small_llama(hidden=16, vocab=VOCAB, tie_word_embeddings=True)
     model.model.norm.weight = 3 + model.model.norm.weight
     return model
@@ -39,7 +39,7 @@ def demo() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="package")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target on disk for whole runs: a random llama that says four words mostly, with the demo's tokenizer."""
+    """A target on disk for whole runs: a random llama that mostly repeats a few tokens, with the demo's tokenizer."""
     place = tmp_path_factory.mktemp("small") / "target"
     model, tokenizer = small_llama(vocab=4096, layers=1, tie_word_embeddings=True), load_demo()[1]
     table = model.model.embed_tokens

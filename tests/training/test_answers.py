@@ -1,4 +1,4 @@
-"""The target's answers: its own, written once, in groups that a stopped run keeps."""
+"""The target's answers to training prompts: generated once, in groups that survive an interrupted run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def answer_file(path: Path, prompts: list[list[int]], **changes: Any) -> AnswerF
     return AnswerFile(path, TrainingArgs(**{"temp": (0.0, 0.8), "max_tokens": 6, "seed": 3} | changes), prompts)
 
 
-def test_answers_are_the_targets_own(demo: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path) -> None:
+def test_answers_match_the_target(demo: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path) -> None:
     model, tokenizer = demo
     found = answer_file(tmp_path / "answers.jsonl", prompts[:3], temp=(0.0,)).complete(model, tokenizer)
     for text, prompt in zip(found, prompts, strict=False):
@@ -36,12 +36,12 @@ def test_answers_are_the_targets_own(demo: tuple[Any, Any], prompts: list[list[i
     tokenizer.add_eos_token(str(tokenizer.convert_ids_to_tokens(ended)))
     try:
         short = answer_file(tmp_path / "short.jsonl", prompts[2:3], temp=(0.0,)).complete(model, tokenizer)[0]
-        assert short.ids.tolist()[short.offset :] == plain[: plain.index(ended) + 1], "the end is part of it"
+        assert short.ids.tolist()[short.offset :] == plain[: plain.index(ended) + 1], "includes the end token"
     finally:
         tokenizer.eos_token_ids.discard(ended)
 
 
-def test_every_temperature_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_temperatures_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temps = []
 
     def write(model: Any, tokenizer: Any, group: Any, temp: float, max_tokens: int) -> list[list[int]]:
@@ -53,9 +53,7 @@ def test_every_temperature_has_its_turn(tmp_path: Path, monkeypatch: pytest.Monk
     assert temps == [(0.0, 3), (0.8, 2)]
 
 
-def test_prompts_of_about_the_same_length_are_answered_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_similar_length_are_grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = []
 
     def write(model: Any, tokenizer: Any, group: Any, temp: float, max_tokens: int) -> list[list[int]]:
@@ -70,7 +68,7 @@ def test_prompts_of_about_the_same_length_are_answered_together(
     assert [text.ids.tolist() for text in found] == [[*prompt, len(prompt)] for prompt in given]
 
 
-def test_a_stopped_run_keeps_whole_groups(
+def test_an_interrupted_run_keeps_complete_groups(
     demo: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "AT_ONCE", 2)
@@ -88,7 +86,7 @@ def test_a_stopped_run_keeps_whole_groups(
         answer_file(path, prompts).complete(*demo)
     assert len(answer_file(path, prompts).read()) == 2
     found = answer_file(path, prompts).complete(*demo)
-    assert calls == [2, 2, 2, 1], "the first group is not written again"
+    assert calls == [2, 2, 2, 1], "the first group is not generated again"
     assert [text.ids.tolist() for text in found] == [text.ids.tolist() for text in whole]
     assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
     assert answer_file(path, prompts).complete(*demo) and len(calls) == 4

@@ -1,4 +1,4 @@
-"""The flags of `train` and its YAML file: what means nothing is refused before anything is loaded or written."""
+"""Flags and YAML file of `train`: errors come before anything is loaded or written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_redrafter.training.command import make_parser, parse_args
 from mlx_redrafter.training.settings import TrainingArgs
 
 
-def test_flags_overrule_the_file(tmp_path: Path) -> None:
+def test_flags_override_the_file(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     path.write_text("iters: 7\nlearning_rate: 1e-3\ntemp: [0.0, 0.5]\nmask_prompt: true\nmodel: some/model\ndata: x\n")
     args, flags = parse_args(["-c", str(path), "--iters", "9"])
@@ -38,7 +38,7 @@ def test_flags_overrule_the_file(tmp_path: Path) -> None:
         (None, "cannot read the settings in"),
     ],
 )
-def test_a_wrong_file_is_refused(text: str | None, reason: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused(text: str | None, reason: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "train.yaml").write_text(text)
     with pytest.raises(RedrafterError, match=reason):
@@ -46,7 +46,7 @@ def test_a_wrong_file_is_refused(text: str | None, reason: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["drafter_type", "dtype", "compute_dtype", "labels"])
-def test_a_choice_that_is_none_is_refused_in_python(name: str) -> None:
+def test_an_invalid_choice_is_refused_in_python(name: str) -> None:
     with pytest.raises(RedrafterError, match=f"{name} must be one of .*, got 'float65'"):
         TrainingArgs(**{name: "float65"})  # type: ignore[arg-type]
 

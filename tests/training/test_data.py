@@ -1,4 +1,4 @@
-"""What a drafter is trained on: mlx-lm's data formats, prompts, and batches of them."""
+"""Training data: mlx-lm's formats, prompts, and batches."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
 def test_unreadable_data_is_refused_in_one_line(
     case: str, demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "find_spec", lambda name: None)  # as without the extra `train`
+    monkeypatch.setattr(data, "find_spec", lambda name: None)  # as without the `train` extra
     for name, content in {"empty": "", "broken": "{", "other": '{"words": 3}\n'}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.jsonl").write_text(content)
@@ -154,14 +154,14 @@ def text(size: int, offset: int = 0, first: int = 0) -> Text:
     return Text(np.arange(first, first + size, dtype=np.int32), offset)
 
 
-def test_every_text_is_seen_in_turn() -> None:
+def test_epochs_shuffle_all_texts() -> None:
     texts = [text(5 + n % 4, first=100 * n) for n in range(7)]
     batches = make_batches(texts, 2, seed=0)
     epochs = [[np.array(batches(3 * epoch + i).ids)[:, 0] // 100 for i in range(3)] for epoch in range(6)]
     for epoch in epochs:
         assert len(set(np.concatenate(epoch).tolist())) == 6
     assert {int(n) for epoch in epochs for rows in epoch for n in rows} == set(range(7))
-    assert len({str(epoch) for epoch in epochs}) > 1, "another order each time"
+    assert len({str(epoch) for epoch in epochs}) > 1, "a new order each time"
     assert mx.array_equal(make_batches(texts, 2, seed=0)(7).ids, batches(7).ids)
     assert not all(mx.array_equal(make_batches(texts, 2, seed=1)(i).ids, batches(i).ids) for i in range(3))
 
@@ -174,7 +174,7 @@ def test_padding_and_masked_prompts_are_not_learned() -> None:
     assert np.array(batch.ids)[0, :5].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_short_texts_are_left_out_and_long_ones_cut() -> None:
+def test_short_texts_are_dropped_and_long_ones_truncated() -> None:
     args = TrainingArgs(max_seq_length=12, draft_depth=3, batch_size=1)
     said: list[str] = []
     given = [text(3), text(9), text(20, offset=12), text(20, offset=3)]
@@ -194,7 +194,7 @@ def test_texts_are_held_out_at_random() -> None:
         split_texts(TrainingArgs(), texts[:3], texts[:1], print)
 
 
-def test_prompts_are_taken_once_and_leave_room() -> None:
+def test_prompts_are_unique_and_leave_room_for_answers() -> None:
     args = TrainingArgs(max_seq_length=16, draft_depth=3, batch_size=1)
     said: list[str] = []
     assert select_prompts(args, [[1], [2], [1], [3] * 13], said.append) == [[1], [2]]
@@ -210,14 +210,14 @@ def test_prompts_are_limited() -> None:
     assert select_prompts(TrainingArgs(iters=20, batch_size=2, max_prompts=42), many, pytest.fail) == many[:42]
 
 
-def test_most_frequent_tokens_of_what_is_learned() -> None:
+def test_the_most_frequent_learned_tokens_are_counted() -> None:
     texts = [Text(np.array([9, 9, 9, 1, 2, 2]), 3), Text(np.array([4, 2, 1, 5]), 0)]
     assert most_frequent(texts, 2, 10).tolist() == [1, 2]
     assert most_frequent(texts, 4, 10).tolist() == [1, 2, 4, 5]
     assert most_frequent(texts, 10, 10).tolist() == list(range(10))
 
 
-def test_the_demos_prompts_are_not_held_out() -> None:
+def test_the_demos_prompts_are_not_training_data() -> None:
     held_out = "".join(path.read_text(encoding="utf-8") for path in split_files()[1])
     prompts = training_prompts(40)
     assert len(prompts) == 40 == len(set(prompts)) and all(len(prompt) >= 200 for prompt in prompts)

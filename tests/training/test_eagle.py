@@ -1,4 +1,4 @@
-"""Training an EAGLE head: the loss of all drafts at once is that of drafts made one after the other."""
+"""Training an EAGLE head: the parallel loss equals that of drafts made one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEPTH, LENGTH, VOCAB = 3, 9, 23
 
 
 def draft(drafter: Any, model: Any, text: mx.array, start: int) -> list[mx.array]:
-    """(V,) logits of each guess of the draft after `start`, when every token before it was right."""
+    """(V,) logits of each guess of a draft from `start` in which every earlier token was right."""
     source: Any = drafter.open(model)
     hidden = Target(model, capture=source.capture).forward(text[: start + 1]).hidden
     source.keep(Kept(text[: start + 1], hidden, None, start + 1, 0))
@@ -35,7 +35,7 @@ def draft(drafter: Any, model: Any, text: mx.array, start: int) -> list[mx.array
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 0.5, 2.0]])
-def test_loss_is_that_of_drafts_one_by_one(weights: list[float] | None) -> None:
+def test_the_loss_matches_drafts_made_one_by_one(weights: list[float] | None) -> None:
     model = small_llama(hidden=64, vocab=VOCAB, tie_word_embeddings=False)
     drafter: Any = make_cached("eagle 1", 64, VOCAB)
     drafter.share(model)
@@ -59,7 +59,7 @@ def test_loss_is_that_of_drafts_one_by_one(weights: list[float] | None) -> None:
     assert found.loss.item() == pytest.approx(total / mass, rel=1e-4)
 
 
-def test_it_begins_with_the_targets_own_guess_and_learns() -> None:
+def test_it_starts_from_the_targets_guess_and_learns() -> None:
     model = small_llama(hidden=64, vocab=VOCAB, tie_word_embeddings=False)
     args = TRAINABLE["eagle"].for_training(64, VOCAB, depth=DEPTH, draft_vocab_size=None, intermediate_size=48)
     assert isinstance(args, eagle.DrafterArgs) and args.num_attention_heads * args.head_dim == 64
@@ -68,6 +68,6 @@ def test_it_begins_with_the_targets_own_guess_and_learns() -> None:
     tokens = mx.zeros((1, 4), mx.int32)
     features = drafter.read_token(tokens, find_parts(model).embedding, hidden, None, 0)[0]
     assert mx.abs(features - hidden).mean().item() < 0.5
-    assert "_shared" not in dict(drafter.parameters()), "the target's matrix is not the head's to save"
+    assert "_shared" not in dict(drafter.parameters()), "the target's matrix is not saved"
     with pytest.raises(RedrafterError, match="leave out draft_vocab_size"):
         TRAINABLE["eagle"].for_training(64, VOCAB, depth=DEPTH, draft_vocab_size=8, intermediate_size=48)

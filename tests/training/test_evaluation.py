@@ -1,4 +1,4 @@
-"""What a drafter is found to be worth: shares of guesses, beam shapes against plain decoding."""
+"""Evaluating a drafter: acceptance rates, and draft shapes compared with plain decoding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def result(width: int, depth: int, ratio: float) -> ShapeResult:
     return ShapeResult(width, depth, 1 + width * depth, 1.5, (0.5,), 100.0, ratio, True)
 
 
-def test_acceptance_is_the_share_of_each_rank(model: Any, texts: list[Text]) -> None:
+def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
     drafter = small_drafter(hidden=16, vocab=23, exit_dim=12)
     loss, shares = measure_guesses(model, drafter, texts, TrainingArgs(draft_depth=2, batch_size=4))
     hits, tried = np.zeros((2, 8)), np.zeros(2)
@@ -61,8 +61,8 @@ def test_acceptance_is_the_share_of_each_rank(model: Any, texts: list[Text]) -> 
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_counted_rounds_are_those_of_decoding(depth: int) -> None:
-    """Greedy texts: what is counted of a text that is there is what chains did when it was decoded."""
+def test_counted_rounds_match_decoding(depth: int) -> None:
+    """Greedy texts: rounds counted on a finished text equal those of decoding it with chains."""
     model, drafter = small_llama(vocab=12), small_drafter(vocab=12)
     train_drafter(model, drafter, lambda at: collate([Text(np.arange(40) % 12, 1)]), TrainingArgs(iters=60))
     args, accepted = TrainingArgs(draft_depth=depth), 0
@@ -79,13 +79,13 @@ def test_counted_rounds_are_those_of_decoding(depth: int) -> None:
     assert accepted > 10
 
 
-def test_the_context_is_counted_where_it_gets_further() -> None:
+def test_the_context_counts_if_it_gets_further() -> None:
     text = Text(np.array([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 9], np.int32), 8)
     assert count_rounds(text, None, None) == 6
     alone = count_rounds(text, None, ContextSource())
     assert alone < 6
     right = np.zeros(len(text.ids), int)
-    right[7] = 5  # after the prompt's last token: all but the last
+    right[7] = 5  # after the prompt: five right tokens, all but the last
     assert count_rounds(text, right, None) == 1 < alone and count_rounds(text, right, ContextSource()) == 1
     right[7] = 0
     assert count_rounds(text, right, ContextSource()) == alone
@@ -104,7 +104,7 @@ def test_shapes_are_compared_with_plain_decoding(monkeypatch: pytest.MonkeyPatch
     assert [line.split()[:3] for line in lines[1:-1]] == [["1", "2", "3"], ["2", "3", "5"]]
 
 
-def test_noise_is_marked() -> None:
+def test_standard_errors_are_shown() -> None:
     model, drafter, options = small_llama(), small_drafter(), Options(max_tokens=12, seed=0)
     prompts = [[1 + at, 2, 3] for at in range(8)]
     for count in (1, 2, 8):
@@ -120,14 +120,14 @@ def test_noise_is_marked() -> None:
     assert both.tokens_per_round_error == pytest.approx(abs(one.tokens_per_round - two.tokens_per_round) / 2)
 
 
-def test_the_best_chain_is_that_of_paired_ratios() -> None:
+def test_the_best_chain_is_chosen_by_paired_ratios() -> None:
     sizes = DrafterArgs(8, 10, 4, 1)
     rows = [result(1, 1, 0.8), result(1, 2, 0.9), result(1, 3, 0.9), result(4, 3, 1.5)]
     found = add_results(sizes, "target", [[0.123456]], rows)
     assert (found.draft_depth, found.base_model, found.acceptance) == (2, "target", [[0.1235]])
 
 
-def test_prompts_of_texts_are_masked_parts_or_beginnings() -> None:
+def test_prompts_are_the_masked_part_or_the_start_of_a_text() -> None:
     ids = np.arange(200)
     texts = [Text(ids, 3), Text(ids, 3), Text(ids, 0), Text(ids[:5], 0), Text(ids, 9)]
     assert [len(prompt) for prompt in make_prompts(texts, 3)] == [3, 64, 2]

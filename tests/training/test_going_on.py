@@ -1,4 +1,4 @@
-"""`train --drafter` and `--answers`: what is learned and held out, and when a drafter is replaced."""
+"""`train --drafter` and `--answers`: what is learned, what is held out, and when a drafter is replaced."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def requests(pair: Pair) -> list[tuple[list[int], list[int]]]:
 
 @pytest.fixture(scope="module")
 def answers(pair: Pair, requests: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of them."""
+    """A folder of past answers."""
     return keep(tmp_path_factory.mktemp("kept") / "answers", pair, requests)
 
 
@@ -100,7 +100,7 @@ def keep(place: Path, pair: Pair, requests: Sequence[tuple[list[int], list[int]]
 
 
 def make_start(place: Path, model: nn.Module, kind: str = "recurrent") -> Path:
-    """An untrained drafter on disk."""
+    """Saves an untrained drafter."""
     sizes = TRAINABLE[kind].for_training(32, 4096, depth=3, draft_vocab_size=None, **SIZES[kind])
     mx.random.seed(3)
     save_drafter(place, new_drafter(model, sizes), dtype=mx.float16)
@@ -112,7 +112,7 @@ def flags_of(target: str, output: Path, *flags: str | Path) -> list[str]:
 
 
 def train(target: str, output: Path, *flags: str | Path, **options: bool) -> tuple[int, list[str]]:
-    """(the exit status, what it said)."""
+    """Returns (exit status, output lines)."""
     said: list[str] = []
     return run.train(parse_args(flags_of(target, output, *flags))[0], say=said.append, **options), said
 
@@ -122,7 +122,7 @@ def contents(place: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
-def test_it_goes_on_from_every_kind_in_its_place(
+def test_every_kind_can_be_trained_further_in_place(
     kind: str, target: str, pair: Pair, answers: Path, tmp_path: Path
 ) -> None:
     place = make_start(tmp_path / "drafter", pair[0], kind)
@@ -134,13 +134,13 @@ def test_it_goes_on_from_every_kind_in_its_place(
     )
     assert numbers and float(numbers[1]) >= 1.01 * float(numbers[3]) - 0.01 and int(numbers[2]) > 1
     drafter = load_drafter(place, pair[0])
-    assert {array.dtype for array in tensors(drafter).values()} == {mx.float16}, "as it was stored"
+    assert {array.dtype for array in tensors(drafter).values()} == {mx.float16}, "the stored dtype"
     assert not same(before, tensors(drafter)) and drafter.args.acceptance is not None
     assert {path.name for path in place.iterdir()} == {
         *("config.json", "model.safetensors", "README.md", "training.json", "training.png"),
     }
     for file in ("config.json", "training.json", "README.md"):
-        assert str(tmp_path) not in (place / file).read_text(), "no folders of this machine"
+        assert str(tmp_path) not in (place / file).read_text(), "no local paths"
     prompt = [7, 8, 9, 10]
     plain = [token for token, _, _ in generate_step(prompt, pair[0], max_tokens=12)]
     assert [token for token, _, _ in generate_step(prompt, pair[0], drafter, max_tokens=12, plan=(2, 3))] == plain
@@ -158,7 +158,7 @@ def test_every_source_has_texts_for_new_and_known_drafters(
     flags = (f"--{source}", given)
     status, said = train(target, tmp_path / "new", *flags, "--exit-dim", "32", "--iters", "4")
     assert status == 0 and not any("before" in line for line in said), said
-    assert (tmp_path / "new" / "training").exists() is (source != "answers"), "past answers stay where they are"
+    assert (tmp_path / "new" / "training").exists() is (source != "answers"), "past answers are not copied"
     with pytest.raises(RedrafterError, match=r"exists already: give another --output, or --drafter .*new to go on"):
         train(target, tmp_path / "new", *flags, "--exit-dim", "32")
     start = make_start(tmp_path / "start", pair[0])
@@ -167,7 +167,7 @@ def test_every_source_has_texts_for_new_and_known_drafters(
     assert (tmp_path / "better" / "model.safetensors").exists() is (status == 0)
 
 
-def test_one_that_is_not_better_is_not_written(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
+def test_a_drafter_that_is_no_better_is_not_written(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
     place = make_start(tmp_path / "drafter", pair[0])
     before = contents(tmp_path)
     for output in (place, tmp_path / "other"):
@@ -180,7 +180,7 @@ def test_one_that_is_not_better_is_not_written(target: str, pair: Pair, answers:
 
 
 @pytest.mark.parametrize(("after", "is_written"), [(1.52, True), (1.51, False)])
-def test_the_gate(
+def test_a_drafter_must_improve_by_one_percent(
     after: float,
     is_written: bool,
     target: str,
@@ -189,7 +189,7 @@ def test_the_gate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """1% more tokens per round on held-out answers."""
+    """At least 1% more tokens per round on held-out answers."""
     counted = iter([1.5, after])
     monkeypatch.setattr(run, "count_all", lambda *args: next(counted))
     place = make_start(tmp_path / "drafter", pair[0])
@@ -215,7 +215,7 @@ def test_held_out_requests_are_never_learned(
     held_out = [prompt for prompt, answer in requests if is_held_out(Text(np.array(prompt), len(prompt)))]
     assert 0 < len(held_out) < 15
     wanted = [[*prompt, *answer][-29:] for prompt, answer in requests if prompt not in held_out]
-    assert sorted(text.ids.tolist() for text in learned) == sorted(wanted), "of longer texts the end"
+    assert sorted(text.ids.tolist() for text in learned) == sorted(wanted), "only the end of longer texts"
     assert {len(text.ids) - text.offset for text in learned} == {len(answer) for _, answer in requests}
 
 
@@ -225,11 +225,11 @@ def test_a_tenth_is_held_out_and_stays_so() -> None:
     assert 150 < sum(map(is_held_out, texts)) < 250
     for text in texts[:200]:
         other = np.concatenate([text.ids[:12], text.ids[:8]]).astype(np.int64)
-        assert is_held_out(text) == is_held_out(Text(other, 12)), "another answer to the same request"
+        assert is_held_out(text) == is_held_out(Text(other, 12)), "a different answer to the same request"
 
 
-def test_minutes_are_the_limit(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
-    """It ends, however many iterations are asked for; if nothing fits, it says so."""
+def test_minutes_limit_a_run(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
+    """It stops in time whatever `--iters` is, and fails if the time is too short for anything."""
     flags = ("--answers", answers, "--drafter", make_start(tmp_path / "old", pair[0]), "--iters", str(2**31 - 1))
     status, said = train(target, tmp_path / "new", *flags, "--minutes", "0.1")
     assert status in (0, 3) and any(re.fullmatch(r"\d+ iterations fit into 0\.1 minutes", line) for line in said)
@@ -238,7 +238,7 @@ def test_minutes_are_the_limit(target: str, pair: Pair, answers: Path, tmp_path:
     assert not (tmp_path / "other").exists()
 
 
-def test_time_that_was_estimated_too_short_ends_training(
+def test_training_ends_on_time_if_the_estimate_was_too_low(
     target: str, pair: Pair, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimate.Estimate, "count_fitting", lambda *args: 2**30)
@@ -249,7 +249,7 @@ def test_time_that_was_estimated_too_short_ends_training(
 
 
 @pytest.mark.parametrize("accumulation", ["1", "3"])
-def test_a_run_that_ended_late_resumes_with_what_it_has_learned(
+def test_a_run_out_of_time_resumes_to_the_same_drafter(
     accumulation: str, target: str, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*args: Any) -> Any:
@@ -267,7 +267,7 @@ def test_a_run_that_ended_late_resumes_with_what_it_has_learned(
     assert all(mx.array_equal(written[name], resumed[name]).item() for name in written.keys() | resumed.keys())
 
 
-def test_answers_of_an_earlier_run_stay_and_private_ones_do_not(
+def test_earlier_answers_are_kept_and_private_ones_removed(
     target: str, pair: Pair, answers: Path, tmp_path: Path
 ) -> None:
     place = make_start(tmp_path / "drafter", pair[0])
@@ -293,7 +293,7 @@ def test_answers_of_an_earlier_run_stay_and_private_ones_do_not(
 def test_a_killed_run_leaves_the_old_drafter(
     patch: str, target: str, pair: Pair, requests: Any, tmp_path: Path
 ) -> None:
-    """And resumes to the drafter of a run that was not killed, whatever was answered in between."""
+    """It resumes to the same drafter as an uninterrupted run, even if answers were added in between."""
     answers, places = keep(tmp_path / "kept", pair, requests), [tmp_path / "whole", tmp_path / "drafter"]
     for place in places:
         make_start(place, pair[0])
@@ -318,7 +318,7 @@ def test_a_killed_run_leaves_the_old_drafter(
     assert train(target, place, *flags, resume=True)[0] == 0
     assert same(*(tensors(load_drafter(each)) for each in places))
     assert train(target, tmp_path / "copy", "--answers", answers, "--drafter", tmp_path / "copy")[0] == 0, (
-        "or starts over"
+        "it can start over"
     )
 
 
@@ -338,7 +338,7 @@ def test_a_full_disk_leaves_the_old_drafter(
     assert before.items() <= contents(place).items()
 
 
-def test_a_dry_run_says_what_it_takes(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_estimate(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
     place = make_start(tmp_path / "drafter", pair[0])
     before = contents(tmp_path)
     status, said = train(target, place, "--answers", answers, "--drafter", place, dry_run=True)
@@ -346,7 +346,7 @@ def test_a_dry_run_says_what_it_takes(target: str, pair: Pair, answers: Path, tm
     assert contents(tmp_path) == before
 
 
-def test_answers_that_cannot_be_learned_are_one_line(target: str, pair: Pair, requests: Any, tmp_path: Path) -> None:
+def test_unusable_answers_are_a_one_line_error(target: str, pair: Pair, requests: Any, tmp_path: Path) -> None:
     start = make_start(tmp_path / "old", pair[0])
     (tmp_path / "empty").mkdir()
     keep(tmp_path / "foreign", (pair[0], SimpleNamespace(get_vocab=lambda: {str(n): n for n in range(4096)})), requests)
@@ -376,9 +376,7 @@ def test_answers_that_cannot_be_learned_are_one_line(target: str, pair: Pair, re
     ],
     ids=["eagle 3", "dflash", "quantized", "before norm"],
 )
-def test_drafters_that_cannot_be_trained_are_refused(
-    make: Any, reason: str, target: str, answers: Path, tmp_path: Path
-) -> None:
+def test_untrainable_drafters_are_refused(make: Any, reason: str, target: str, answers: Path, tmp_path: Path) -> None:
     drafter = make()
     bits = {"quantization": {"group_size": 32, "bits": 4}} if "scales" in str(tensors(drafter).keys()) else {}
     save_drafter(tmp_path / "old", drafter, extra=bits)
@@ -397,7 +395,7 @@ def before_norm(drafter: Any) -> Any:
     return drafter
 
 
-def test_a_head_in_another_layout_is_not_written_over(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
+def test_a_head_in_another_layout_is_not_overwritten(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
     place = make_start(tmp_path / "old", pair[0])
     (place / "model.safetensors").rename(place / "model-00001.safetensors")
     before = contents(place)
@@ -406,11 +404,11 @@ def test_a_head_in_another_layout_is_not_written_over(target: str, pair: Pair, a
     assert contents(place) == before
 
 
-def test_the_record_has_what_was_done(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
+def test_the_record_describes_the_run(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
     start = make_start(tmp_path / "old", pair[0])
     status, said = train(target, tmp_path / "new", "--answers", answers, "--drafter", start)
     assert status == 0, said
     summary = json.loads((tmp_path / "new" / "training.json").read_text())
     assert [entry["iteration"] for entry in summary["reports"]] == list(range(2, 41, 2))
     assert summary["settings"]["drafter"] == "old" and summary["settings"]["answers"] == "answers"
-    assert summary["settings"]["learning_rate"] == pytest.approx(0.02), "a twentieth of what was given"
+    assert summary["settings"]["learning_rate"] == pytest.approx(0.02), "a twentieth of the configured rate"

@@ -1,4 +1,4 @@
-"""Texts that the target reads once: the states that are kept are those of its forward, and a killed run goes on."""
+"""The target reads each text once: cached states match a forward, and a killed run resumes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SETTINGS = {"model": "a"}
 
 @pytest.fixture
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of one or two of the texts."""
+    """Groups of one or two texts."""
     monkeypatch.setattr(hidden_states, "TOKENS_AT_ONCE", 24)
 
 
 @pytest.mark.usefixtures("few_at_once")
 @pytest.mark.parametrize("in_file", [False, True])
-def test_states_are_those_of_a_forward(model: nn.Module, texts: list[Text], in_file: bool, tmp_path: Path) -> None:
+def test_states_match_a_forward(model: nn.Module, texts: list[Text], in_file: bool, tmp_path: Path) -> None:
     read = add_hidden_states(model, texts, tmp_path / "states.f16" if in_file else None, SETTINGS)
     for text, given in zip(read, texts, strict=True):
         assert text.ids is given.ids and text.offset == given.offset and text.hidden is not None
@@ -41,7 +41,7 @@ def test_states_are_those_of_a_forward(model: nn.Module, texts: list[Text], in_f
 
 
 @pytest.mark.parametrize("labels", ["distribution", "sampled"])
-def test_the_loss_is_that_of_texts_that_were_not_read(model: nn.Module, texts: list[Text], labels: str) -> None:
+def test_the_loss_with_cached_states_matches_a_forward(model: nn.Module, texts: list[Text], labels: str) -> None:
     args, drafter = TrainingArgs(labels=labels), small_drafter(hidden=16, vocab=23)
     unread = compute_targets(model, collate(texts[:3]), args)
     read = compute_targets(Teacher(model, reads=False), collate(add_hidden_states(model, texts)[:3]), args)
@@ -52,10 +52,10 @@ def test_the_loss_is_that_of_texts_that_were_not_read(model: nn.Module, texts: l
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 9])
-def test_the_loss_of_kept_likeliest_tokens_is_that_of_the_targets(
+def test_the_loss_with_cached_top_tokens_matches_a_forward(
     model: nn.Module, texts: list[Text], draft_vocab: int | None
 ) -> None:
-    """All 23 of the vocabulary are kept here, so that nothing is left out; then 4, so that little is."""
+    """First all 23 tokens of the vocabulary are kept, so nothing is lost; then 4, so little is."""
     drafter = small_drafter(hidden=16, vocab=23)
     if draft_vocab:
         drafter = partial_drafter(drafter, np.arange(0, 2 * draft_vocab, 2))
@@ -68,7 +68,7 @@ def test_the_loss_of_kept_likeliest_tokens_is_that_of_the_targets(
         losses.append(draft_loss(drafter, targets, 3).loss.item())
         choices.append(np.array(targets.choices)[np.array(batch.positions) >= 0].tolist())
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert draft_vocab or losses[3] == pytest.approx(losses[2], rel=1e-3), "of the draft vocabulary others are left out"
+    assert draft_vocab or losses[3] == pytest.approx(losses[2], rel=1e-3), "a draft vocabulary loses others"
     assert choices[0] == choices[1] == choices[2] == choices[3]
 
 
@@ -94,7 +94,7 @@ def test_a_killed_run_reads_only_the_rest(
 
 
 @pytest.mark.parametrize("change", ["texts", "settings", "damaged"])
-def test_states_of_other_texts_are_read_anew(model: nn.Module, texts: list[Text], change: str, tmp_path: Path) -> None:
+def test_states_of_other_texts_are_recomputed(model: nn.Module, texts: list[Text], change: str, tmp_path: Path) -> None:
     path, settings = tmp_path / "states.f16", SETTINGS
     add_hidden_states(model, texts, path, settings)
     if change == "texts":
@@ -108,7 +108,7 @@ def test_states_of_other_texts_are_read_anew(model: nn.Module, texts: list[Text]
     assert all(text.hidden is not None and np.abs(text.hidden).max() > 0 for text in read)
 
 
-def test_what_cannot_be_kept_is_one_error(
+def test_unsavable_states_are_a_one_line_error(
     model: Any, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -120,8 +120,8 @@ def test_what_cannot_be_kept_is_one_error(
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere", "gemma2", "granite", "minicpm", "qwen3_5", "nanochat"])
-def test_logits_are_the_models_own(name: str) -> None:
-    """Some models scale or cap what their output matrix gives."""
+def test_logits_match_the_model(name: str) -> None:
+    """Some models scale or cap the output matrix's logits."""
     model, tokens = make_family(name), mx.array([[3, 5, 9, 1, 2, 8, 4]])
     found = Teacher(model, reads=False).logits(read_states(model, tokens))
     assert mx.allclose(found, model(tokens), atol=1e-4)
@@ -137,6 +137,6 @@ def test_scale_and_cap_are_found_in_every_dtype(factor: float, cap: float | None
     assert found_cap is None if cap is None else found_cap == pytest.approx(cap, rel=0.02)
 
 
-def test_other_logits_are_refused() -> None:
+def test_unknown_logit_transforms_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="cannot train for phixtral: its logits are not those"):
         Teacher(make_family("phixtral"))

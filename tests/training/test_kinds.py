@@ -1,4 +1,4 @@
-"""Every kind of drafter through the same trainer: its loss is that of its drafts, it learns, it resumes, it decodes."""
+"""Every kind of drafter with the same trainer: its loss matches its drafts, it learns, resumes and decodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "arctic_lstm": {"draft_vocab_size": 300},
     "eagle": {"intermediate_size": 24},
 }
-"""Kind, after the space where there is one, with settings of its own."""
+"""Kind, after an optional variant name -> settings."""
 
 
 def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array:
@@ -50,7 +50,7 @@ def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_that_of_its_drafts(kind: str, model: Any, texts: list[Text]) -> None:
+def test_the_loss_matches_its_drafts(kind: str, model: Any, texts: list[Text]) -> None:
     drafter, args = make_head(kind, HIDDEN, VOCAB), TrainingArgs(draft_depth=DEPTH)
     targets = compute_targets(model, collate(texts[:2]), args)
 
@@ -69,7 +69,7 @@ def test_the_loss_is_that_of_its_drafts(kind: str, model: Any, texts: list[Text]
     for value, grads in found:
         assert count and value.item() == pytest.approx(total / count, abs=1e-4)
         flat: Any = tree_flatten(grads)
-        assert all(mx.abs(grad).max().item() > 0 for _, grad in flat), "all of it learns"
+        assert all(mx.abs(grad).max().item() > 0 for _, grad in flat), "all parameters learn"
 
 
 @pytest.mark.parametrize("kind", FLAGS)

@@ -1,4 +1,4 @@
-"""The vectorised loss against one draft at a time, written out in float64 numpy."""
+"""The vectorised loss against a float64 NumPy reference that makes one draft at a time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.training.loss import TrainingTargets, draft_loss
 
 HIDDEN, VOCAB, TEXTS, LENGTH, DEPTH = 8, 11, 2, 7, 3
-LEARNED = [1, 3, 4, 5, 6, 9, 10, 11, 13, -1]  # of 2 x 7 positions; the last one pads
+LEARNED = [1, 3, 4, 5, 6, 9, 10, 11, 13, -1]  # of 2 x 7 positions; -1 is padding
 REGRESSION = 3.0
 Arrays = dict[str, np.ndarray]
 
 
 def make(rnn: bool = True, seed: int = 0, few: bool = False) -> tuple[Drafter, TrainingTargets]:
-    """A drafter and targets: all probabilities, or those of three tokens, which do not add up to 1."""
+    """A drafter and targets: full distributions, or three tokens each, which do not sum to 1."""
     mx.random.seed(seed)
     drafter = Drafter(DrafterArgs(HIDDEN, VOCAB, exit_dim=6, num_draft_layers=2, rnn=rnn))
     hidden, embeddings = mx.random.normal((2, TEXTS, LENGTH, HIDDEN))
@@ -45,7 +45,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def features(weights: Arrays, targets: TrainingTargets, row: int, start: int, depth: int) -> np.ndarray:
-    """(X,) of the guess at `depth` of the draft from position `start`, with nothing of the package."""
+    """(X,) features of the guess at `depth` of a draft from `start`, computed independently of the package."""
     hidden, embeddings = (np.array(array[row]).astype(np.float64) for array in targets[1:3])
     state = np.zeros(HIDDEN)
     for k in range(1, depth + 1):
@@ -61,7 +61,7 @@ def features(weights: Arrays, targets: TrainingTargets, row: int, start: int, de
 
 
 class Reference:
-    """The loss, the weights of its guesses and their ranks."""
+    """Reference loss, weights and ranks of the guesses."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Reference:
         (False, False, [1.0] * (LENGTH - 1)),
     ],
 )
-def test_same_as_one_draft_at_a_time(rnn: bool, few: bool, weights: list[float] | None) -> None:
+def test_the_loss_matches_one_draft_at_a_time(rnn: bool, few: bool, weights: list[float] | None) -> None:
     drafter, targets = make(rnn, few=few)
     depth = DEPTH if weights is None else len(weights)
     found = draft_loss(drafter, targets, depth, weights)
@@ -126,7 +126,7 @@ def test_same_as_one_draft_at_a_time(rnn: bool, few: bool, weights: list[float] 
 
 
 @pytest.mark.parametrize("width", [4, 6])
-def test_features_are_compared_with_the_states_after_the_same_tokens(width: int) -> None:
+def test_the_regression_loss_matches_the_reference(width: int) -> None:
     drafter, targets = make()
     axes = np.linalg.qr(np.random.default_rng(0).normal(size=(HIDDEN, HIDDEN)))[0][:, :width]
     found = draft_loss(drafter, targets, DEPTH, axes=mx.array(axes, mx.float32), regression_weight=REGRESSION)
@@ -136,8 +136,8 @@ def test_features_are_compared_with_the_states_after_the_same_tokens(width: int)
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0]])
-def test_gradient_is_that_of_finite_differences(weights: list[float] | None) -> None:
-    """The weights of the guesses have no gradient."""
+def test_the_gradient_matches_finite_differences(weights: list[float] | None) -> None:
+    """The weights of the guesses are constants."""
     drafter, targets = make(few=True)
     grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH, weights).loss)()[1]
     before = parameters(drafter)

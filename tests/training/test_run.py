@@ -1,4 +1,4 @@
-"""A whole run of `python -m mlx_redrafter.train` as a user sees it: stopped, killed, resumed, and refused."""
+"""Whole runs of `python -m mlx_redrafter.train`: finished, stopped, killed, resumed and refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def validate(*args):
 run.validate = validate
 runpy.run_module("mlx_redrafter.train", run_name="__main__")
 """
-"""A run that gets the signal of its first argument when it is about to validate: after iteration 4 of 8."""
+"""A run that signals itself (first argument) before its first validation, after iteration 4 of 8."""
 
 
 def prompts(directory: Path) -> Path:
@@ -57,7 +57,7 @@ def prompts(directory: Path) -> Path:
 
 
 def execute(*arguments: str | Path, code: Sequence[str] = ("-m", "mlx_redrafter.train")) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr)."""
+    """Runs `train`; returns (exit status, stdout, stderr)."""
     done = subprocess.run(
         [sys.executable, *code, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -69,14 +69,14 @@ def execute(*arguments: str | Path, code: Sequence[str] = ("-m", "mlx_redrafter.
 
 
 def settings(tmp_path: Path, target: str | None, **changes: Any) -> TrainingArgs:
-    """`QUICK` ones, with prompts and an output in that directory; no target is the packaged demo's."""
+    """`QUICK` settings with prompts and output in `tmp_path`; without a target, the demo's."""
     args = parse_args([*QUICK, "--prompts", str(prompts(tmp_path)), "--output", str(tmp_path / "drafter")])[0]
     return TrainingArgs(**{**vars(args), "model": target, **changes})
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, target: str) -> tuple[Path, str]:
-    """(the directory of a run that was never stopped, what it said)."""
+    """Returns (the directory of an uninterrupted run, its output)."""
     place = tmp_path_factory.mktemp("whole")
     status, out, said = execute("--model", target, "--prompts", prompts(place), "--output", place / "drafter", *QUICK)
     assert (status, out) == (0, ""), said
@@ -85,12 +85,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory, target: str) -> tuple[Path, 
 
 @pytest.fixture
 def copied(whole: tuple[Path, str], target: str, tmp_path: Path) -> TrainingArgs:
-    """The settings of a copy of that run."""
+    """Settings of a copy of that run."""
     shutil.copytree(whole[0], tmp_path / "drafter")
     return settings(tmp_path, target, prompts=str(whole[0].parent / "prompts.jsonl"))
 
 
-def test_a_run_says_what_it_does(whole: tuple[Path, str]) -> None:
+def test_a_run_reports_its_progress(whole: tuple[Path, str]) -> None:
     place, said = whole
     assert re.search(
         r"drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, 0\.\d\d M parameters\n"
@@ -127,7 +127,7 @@ def test_the_finished_directory(whole: tuple[Path, str], target: str) -> None:
     card = (place / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: mlx\n") and "base_model:" not in card
     for file in ("config.json", "training.json", "README.md"):
-        assert str(place.parent) not in (place / file).read_text(), "no folders of this machine"
+        assert str(place.parent) not in (place / file).read_text(), "no local paths"
     model, tokenizer = load(target)
     ids = encode(tokenizer, demo_prompts()[1])
     plain = [token for token, _, _ in generate_step(ids, model, max_tokens=12)]
@@ -189,7 +189,7 @@ def test_the_target_is_not_in_memory_while_it_trains(
     monkeypatch.setattr(run, "load_target", load)
     monkeypatch.setattr(run, "train_drafter", train)
     assert run.train(settings(tmp_path, target)) == 0
-    assert seen == [False] and len(loaded) == 2, "it comes back for the comparison"
+    assert seen == [False] and len(loaded) == 2, "loaded again for the comparison"
 
 
 def test_a_full_disk_is_refused_first(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_a_full_disk_is_refused_first(target: str, tmp_path: Path, monkeypatch: 
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl"}
 
 
-def test_what_is_done_is_not_expected_again(copied: TrainingArgs, tmp_path: Path) -> None:
+def test_finished_work_is_not_estimated_again(copied: TrainingArgs, tmp_path: Path) -> None:
     said: list[str] = []
     before = {path: path.read_bytes() for path in (tmp_path / "drafter").rglob("*") if path.is_file()}
     assert run.train(copied, resume=True, dry_run=True, say=said.append) == 0
@@ -235,8 +235,8 @@ def test_a_draft_vocabulary_and_given_texts(target: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_prompts_are_learned_when_told_to(target: str, tmp_path: Path, learned: bool) -> None:
-    """The target, of random weights, answers no token of `def`."""
+def test_prompts_are_learned_on_request(target: str, tmp_path: Path, learned: bool) -> None:
+    """The random target never answers with the tokens of `def`."""
     chosen = settings(tmp_path, target, learn_prompts=learned, draft_vocab_size=64, num_draft_layers=1)
     said: list[str] = []
     assert run.train(chosen, say=said.append) == 0
@@ -246,7 +246,7 @@ def test_prompts_are_learned_when_told_to(target: str, tmp_path: Path, learned: 
 
 
 def test_early_stopping_keeps_the_best(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of equals is the best; resuming a run that has stopped for good only finishes it again."""
+    """Ties go to the earlier validation. Resuming a stopped run only rewrites its result."""
     scores, real = iter([1.5, 1.7, 1.7, 1.6]), run.validate
     monkeypatch.setattr(run, "validate", lambda *args: {**real(*args), "tokens_per_round": next(scores)})
     said: list[str] = []
@@ -258,7 +258,7 @@ def test_early_stopping_keeps_the_best(target: str, tmp_path: Path, monkeypatch:
     assert same(tensors(load_drafter(tmp_path / "drafter" / "training" / "best")), result)
     assert json.loads((tmp_path / "drafter" / "training" / "run.json").read_text())["ended"] == 8
     (tmp_path / "drafter" / "model.safetensors").unlink()
-    assert run.train(chosen, resume=True) == 0, "no validation is left to be scored"
+    assert run.train(chosen, resume=True) == 0, "no further validation"
     assert same(tensors(load_drafter(tmp_path / "drafter")), result)
 
 
@@ -273,7 +273,7 @@ def test_early_stopping_completes_an_update(target: str, tmp_path: Path, monkeyp
     assert checkpoint[1]["step"] == "8"
 
 
-def test_answers_serve_other_settings(copied: TrainingArgs, tmp_path: Path) -> None:
+def test_answers_are_reused_with_other_settings(copied: TrainingArgs, tmp_path: Path) -> None:
     (tmp_path / "other" / "training").mkdir(parents=True)
     answers = [tmp_path / place / "training" / "answers.jsonl" for place in ("drafter", "other")]
     shutil.copy(*answers)
@@ -299,7 +299,7 @@ def test_one_directory_is_for_one_run(target: str, tmp_path: Path) -> None:
     assert [path.name for path in work.iterdir()] == ["lock"]
 
 
-def test_a_gain_that_is_none_is_said(copied: TrainingArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gain_is_reported(copied: TrainingArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     real = run.compare_shapes
     monkeypatch.setattr(run, "compare_shapes", lambda *a: [row._replace(against_plain=0.9) for row in real(*a)])
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""What the frozen target says of a batch, for every kind of label and target."""
+"""Labels and states that the frozen target gives for a batch, for every kind of label and target."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def batch(texts: list[Text]) -> Batch:
 
 
 def logits_at(model: nn.Module, batch: Batch) -> mx.array:
-    """(N, V) of the target after the batch's positions."""
+    """(N, V) logits of the target after the batch's positions."""
     return model(batch.ids[:, :-1]).reshape(-1, VOCAB)[batch.positions]
 
 
-def test_states_and_labels_are_the_targets(model: Any, batch: Batch) -> None:
+def test_states_and_labels_match_the_target(model: Any, batch: Batch) -> None:
     logits, tokens = logits_at(model, batch), batch.ids[:, :-1]
     data, law = (compute_targets(model, batch, TrainingArgs(), of_text=of_text) for of_text in (True, False))
     assert data.ids is not None and law.ids is None
@@ -42,7 +42,7 @@ def test_states_and_labels_are_the_targets(model: Any, batch: Batch) -> None:
     assert np.array_equal(columns, np.where(positions < 0, -1, positions % tokens.shape[1])) and columns[-1] == -1
 
 
-def test_distribution_is_the_targets_or_its_likeliest_tokens(model: Any, batch: Batch) -> None:
+def test_the_distribution_may_be_limited_to_top_tokens(model: Any, batch: Batch) -> None:
     law = mx.softmax(logits_at(model, batch), axis=-1)
     assert mx.allclose(compute_targets(model, batch, TrainingArgs()).probs, law)
     few = compute_targets(model, batch, TrainingArgs(teacher_top_k=4))
@@ -62,7 +62,7 @@ def test_drawn_labels_follow_the_distribution(model: Any, batch: Batch) -> None:
     assert mx.abs(drawn - law).mean().item() < mx.abs(drawn - other).mean().item()
 
 
-def test_a_draft_vocabulary_gets_only_its_tokens(model: Any, batch: Batch) -> None:
+def test_a_draft_vocabulary_restricts_the_labels(model: Any, batch: Batch) -> None:
     drafter = new_drafter(model, DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED)), GUESSED)
     assert np.array_equal(np.array(drafter.draft_ids), GUESSED)
     vocabulary, law = drafter.get("draft_ids"), mx.softmax(logits_at(model, batch), axis=-1)
@@ -91,7 +91,7 @@ def test_adapters_are_part_of_the_target(model: Any, batch: Batch) -> None:
 
 
 @pytest.mark.parametrize(("exit_dim", "ids"), [(12, None), (12, np.arange(18)), (2 * HIDDEN, None)])
-def test_a_new_head_has_the_embeddings_components(model: Any, exit_dim: int, ids: np.ndarray | None) -> None:
+def test_a_new_head_starts_from_the_embeddings_components(model: Any, exit_dim: int, ids: np.ndarray | None) -> None:
     count = None if ids is None else len(ids)
     drafter = new_drafter(model, DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count), ids)
     head = drafter.output_layers[0].weight

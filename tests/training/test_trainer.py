@@ -1,4 +1,4 @@
-"""The training loop on a tiny target: it learns, it can be stopped anywhere, it leaves the target alone."""
+"""The training loop with a tiny target: it learns, can stop anywhere, and leaves the target unchanged."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def same(one: nn.Module, other: nn.Module, **tolerance: float) -> bool:
 
 
 def losses(model: nn.Module, batch: Batch, *drafters: Drafter, **changes: Any) -> list[float]:
-    """On one batch, all depths alike."""
+    """Losses on one batch, with equal weights for all depths."""
     targets = compute_targets(model, batch, settings(**changes))
     return [float(np.array(draft_loss(drafter, targets, 3, [1.0] * 3).loss)) for drafter in drafters]
 
@@ -93,7 +93,7 @@ def test_it_learns_from_every_kind_of_label(model: nn.Module, batches: Batches, 
 
 
 @pytest.mark.parametrize("make", [with_adapters, in_four_bits, mixture])
-def test_every_kind_of_target_stays_as_it_was(make: Callable[[], nn.Module], batches: Batches) -> None:
+def test_every_kind_of_target_stays_unchanged(make: Callable[[], nn.Module], batches: Batches) -> None:
     mx.random.seed(3)
     model: Any = make()
     sizes = DrafterArgs(model.args.hidden_size, VOCAB, 12, 1, draft_vocab_size=18)
@@ -107,7 +107,7 @@ def test_every_kind_of_target_stays_as_it_was(make: Callable[[], nn.Module], bat
 
 
 class Stopped(Exception):
-    """What ends a run early."""
+    """Ends a run early."""
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,14 @@ def test_resuming_changes_nothing(
     train_drafter(model, whole, batches, args)
     with pytest.raises(Stopped):
         train_drafter(model, untrained(), interrupted, args, checkpoint=checkpoint)
-    resumed.update({"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}})  # all must come from the checkpoint
+    resumed.update({"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}})  # all weights must come from the checkpoint
     train_drafter(model, resumed, watched, args, checkpoint=checkpoint)
     assert seen == list(range(kept, 8))
     assert same(resumed, whole) and not same(resumed, untrained())
     assert [file.name for file in tmp_path.iterdir()] == [checkpoint.name]
 
 
-def test_it_stops_where_it_is_told(model: nn.Module, batches: Batches, tmp_path: Path) -> None:
+def test_a_callback_can_stop_it(model: nn.Module, batches: Batches, tmp_path: Path) -> None:
     checkpoint, seen = tmp_path / "checkpoint.safetensors", []
 
     def on_iteration(done: int, shown: dict[str, float]) -> bool:
@@ -154,9 +154,9 @@ def test_it_stops_where_it_is_told(model: nn.Module, batches: Batches, tmp_path:
     assert same(resumed, trained(model, batches))
 
 
-def test_accumulated_gradients_are_those_of_one_batch(model: nn.Module) -> None:
+def test_accumulated_gradients_match_one_batch(model: nn.Module) -> None:
     alike = [Text(np.arange(n, n + 13, dtype=np.int32) % VOCAB, 0) for n in range(4)]
-    changes: dict[str, Any] = {"draft_depth": 1}  # whose guesses weigh alike
+    changes: dict[str, Any] = {"draft_depth": 1}  # so that all guesses have the same weight
     small = trained(model, lambda i: collate([alike[i % 4]]), grad_accumulation_steps=4, **changes)
     large = trained(model, lambda i: collate(alike), iters=2, **changes)
     assert same(small, large, atol=1e-5) and not same(small, untrained(), atol=1e-3)
@@ -165,7 +165,7 @@ def test_accumulated_gradients_are_those_of_one_batch(model: nn.Module) -> None:
 def test_half_precision_learns_as_much(model: nn.Module, batches: Batches) -> None:
     half, single = (trained(model, batches, iters=60, compute_dtype=dtype) for dtype in ("bfloat16", "float32"))
     assert {array.dtype for array in tensors(half).values()} == {mx.float32}
-    assert not same(half, single), "negative control: it was computed otherwise"
+    assert not same(half, single), "negative control: computed in another dtype"
     found = losses(model, batches(0), half, single, untrained())
     assert found[0] == pytest.approx(found[1], rel=0.02) and found[0] < found[2] - 0.05
 
@@ -224,7 +224,7 @@ def test_another_drafters_checkpoint_is_refused(model: nn.Module, batches: Batch
 
 
 def test_the_helper_thread_leaves_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that outlives its thread makes the process abort at its exit."""
+    """A stream that outlives its thread aborts the process at exit."""
     cleared: list[str] = []
     monkeypatch.setattr(mx, "clear_streams", lambda: cleared.append(threading.current_thread().name))
     with pytest.raises(RedrafterError), trainer.helper_thread() as helper:

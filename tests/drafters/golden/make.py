@@ -1,10 +1,10 @@
-"""The recipe of the golden arrays beside this file. Not run by the tests.
+"""Generates the golden arrays in this folder. Tests do not run it.
 
     pip install torch transformers
     git clone https://github.com/apple/ml-recurrent-drafter && git -C ml-recurrent-drafter checkout bd8586b
     PYTHONPATH=ml-recurrent-drafter python make.py OUTPUT_DIRECTORY
 
-Everything is computed by Apple's own classes; this file draws the weights, calls them, and writes what they return.
+Apple's classes compute everything; this file draws the weights, calls them and stores the results.
 """
 
 import json
@@ -29,13 +29,13 @@ BEAMS = [BeamShape(width=1, length=5), BeamShape(width=3, length=4), BeamShape(w
 
 @torch.no_grad()
 def make(name: str, sizes: dict, directory: Path) -> None:
-    # float64, so that what is stored in float32 is right to the last bit or nearly so.
+    # float64, so that the stored float32 values are accurate to about the last bit.
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(SEED)
     config = {"vocab_size": VOCAB, "hidden_size": HIDDEN, **sizes}
     drafter = Drafter(DrafterConfig(**config)).double().eval()
     for key, weight in drafter.named_parameters():
-        # Wide enough that no two hypotheses have nearly the same score.
+        # Large enough that no two hypotheses nearly tie.
         weight.normal_(0, 0.1 if key.endswith("bias") else 0.3)
     embedding = torch.nn.Embedding(VOCAB, HIDDEN)
     hidden = torch.randn(3, HIDDEN)
@@ -59,7 +59,7 @@ def make(name: str, sizes: dict, directory: Path) -> None:
 
 
 def chain(drafter: Drafter, embedding: torch.nn.Embedding, hidden: torch.Tensor, token: torch.Tensor) -> dict:
-    """Teacher forcing: whatever the drafter guesses, it is fed these tokens, of which the first is the root."""
+    """Teacher forcing: the drafter is fed these tokens, starting with the root, whatever it predicts."""
     tokens = torch.cat([token[:, None], torch.randint(VOCAB, (3, 3))], dim=1)
     state = torch.zeros_like(hidden)
     logits, log_probs = [], []
@@ -71,7 +71,7 @@ def chain(drafter: Drafter, embedding: torch.nn.Embedding, hidden: torch.Tensor,
         joined = torch.cat([hidden, state], dim=-1)
         projected = drafter.input_proj(joined) if hasattr(drafter, "input_proj") else joined
         logits.append(drafter.lm_head(projected))
-        # `compute_logits` subtracts the row's maximum and keeps the top 50; it wants a beam axis.
+        # `compute_logits` subtracts each row's maximum, keeps the top 50 and expects a beam axis.
         log_probs.append(drafter.compute_logits(joined[:, None])[:, 0].log_softmax(dim=-1))
     return {
         "chain_tokens": tokens,
@@ -83,7 +83,7 @@ def chain(drafter: Drafter, embedding: torch.nn.Embedding, hidden: torch.Tensor,
 def beams(
     drafter: Drafter, embedding: torch.nn.Embedding, hidden: torch.Tensor, token: torch.Tensor, shape: BeamShape
 ) -> dict:
-    """Apple's search, best beam first, with the sum of each beam's own log-probabilities."""
+    """Apple's beam search: beams, best first, and the sum of each beam's log-probabilities."""
     found, log_probs = drafter.beam_search_candidates(hidden, token, embedding, shape)
     scores = log_probs.gather(-1, found[..., 1:, None]).squeeze(-1).sum(dim=-1)
     order = scores.argsort(dim=-1, descending=True)
