@@ -145,7 +145,7 @@ GARBAGE = [
     (b'{"type": "send", "id": "g", "text": "\\ud800"}', "the message is not UTF-8"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"temperature": 5}}', "unknown option 'temperature'"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"temp": -1}}', "temp must be at least 0, got -1"),
-    (b'{"type": "send", "id": "g", "text": "x", "options": {"kv_bits": 8}}', "kv_bits is the session's"),
+    (b'{"type": "send", "id": "g", "text": "x", "options": {"kv_bits": 8}}', "kv_bits cannot be given here"),
     (b'{"type": "send", "id": "right", "text": "x"}', "a request of this id is waiting or being answered"),
     (b'{"type": "reset", "id": "g", "session": []}', ""),
     (b'{"type": "fork", "id": "g"}', "fork needs 'as'"),
