@@ -159,7 +159,7 @@ def test_every_source_has_texts_for_new_and_known_drafters(
     status, said = train(target, tmp_path / "new", *flags, "--exit-dim", "32", "--iters", "4")
     assert status == 0 and not any("before" in line for line in said), said
     assert (tmp_path / "new" / "training").exists() is (source != "answers"), "past answers stay where they are"
-    with pytest.raises(RedrafterError, match=r"exists already: give another --output, or --drafter .*new to go on"):
+    with pytest.raises(RedrafterError, match=r"exists already: give another --output, or --drafter .*new to train it"):
         train(target, tmp_path / "new", *flags, "--exit-dim", "32")
     start = make_start(tmp_path / "start", pair[0])
     status, said = train(target, tmp_path / "better", *flags, "--drafter", start)
@@ -174,7 +174,7 @@ def test_one_that_is_not_better_is_not_written(target: str, pair: Pair, answers:
         status, said = train(target, output, "--answers", answers, "--drafter", place, "--learning-rate", "1e-9")
         assert status == run.REFUSED == 3
         assert re.fullmatch(
-            r"not written: the new drafter makes (1\.\d+) tokens per .* before, \d\.\d+ needed", said[-1]
+            r"not written: the new drafter makes (1\.\d+) tokens per .* before, \d\.\d+ required", said[-1]
         )
     assert contents(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
@@ -233,7 +233,7 @@ def test_minutes_are_the_limit(target: str, pair: Pair, answers: Path, tmp_path:
     flags = ("--answers", answers, "--drafter", make_start(tmp_path / "old", pair[0]), "--iters", str(2**31 - 1))
     status, said = train(target, tmp_path / "new", *flags, "--minutes", "0.1")
     assert status in (0, 3) and any(re.fullmatch(r"\d+ iterations fit into 0\.1 minutes", line) for line in said)
-    with pytest.raises(RedrafterError, match=r"expected more --minutes: nothing is left of 0\.01 to train in"):
+    with pytest.raises(RedrafterError, match=r"expected more --minutes: of 0\.01 no time is left to train"):
         train(target, tmp_path / "other", *flags, "--minutes", "0.01", "--val-tokens", "4000")
     assert not (tmp_path / "other").exists()
 
@@ -288,7 +288,7 @@ def test_answers_of_an_earlier_run_stay_and_private_ones_do_not(
 @pytest.mark.parametrize(
     "patch",
     ["run.make_batches = stop_early", "checkpoints.save_arrays = write_half"],
-    ids=["while it trains", "while it writes"],
+    ids=["while training", "while it writes"],
 )
 def test_a_killed_run_leaves_the_old_drafter(
     patch: str, target: str, pair: Pair, requests: Any, tmp_path: Path
@@ -362,7 +362,7 @@ def test_answers_that_cannot_be_learned_are_one_line(target: str, pair: Pair, re
     few = keep(tmp_path / "few", pair, others[:3])
     status, said = train(target, tmp_path / "new", "--answers", few, "--drafter", start)
     assert status == 3 and not (tmp_path / "new").exists()
-    text = "not written: expected at least 2 held-out answers, got 0 beside 3 to learn: every 10th request is held out"
+    text = "not written: expected at least 2 held-out answers, got 0, and 3 to learn: every 10th request is held out"
     assert said == [text]
 
 
@@ -382,7 +382,7 @@ def test_drafters_that_cannot_be_trained_are_refused(
     drafter = make()
     bits = {"quantization": {"group_size": 32, "bits": 4}} if "scales" in str(tensors(drafter).keys()) else {}
     save_drafter(tmp_path / "old", drafter, extra=bits)
-    with pytest.raises(RedrafterError, match=rf"cannot go on training .*old: .*{reason}") as caught:
+    with pytest.raises(RedrafterError, match=rf"cannot continue training .*old: .*{reason}") as caught:
         train(target, tmp_path / "new", "--answers", answers, "--drafter", tmp_path / "old")
     assert "\n" not in str(caught.value)
 
@@ -401,7 +401,7 @@ def test_a_head_in_another_layout_is_not_written_over(target: str, pair: Pair, a
     place = make_start(tmp_path / "old", pair[0])
     (place / "model.safetensors").rename(place / "model-00001.safetensors")
     before = contents(place)
-    with pytest.raises(RedrafterError, match="expected --output to be a drafter as train and convert write it"):
+    with pytest.raises(RedrafterError, match="expected --output to be a drafter written by train or convert"):
         train(target, place, "--answers", answers, "--drafter", place)
     assert contents(place) == before
 
