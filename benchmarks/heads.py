@@ -282,7 +282,7 @@ def make_rows(records: Sequence[Record]) -> list[Row]:
 
 
 def make_length_rows(records: Sequence[Record]) -> list[Row]:
-    """A row for each drafter: tokens per round of a chain of four by the length of the text before."""
+    """A row for each drafter: tokens per round with a chain of four, by prompt length."""
     rows: dict[str, Row] = {}
     for length in LENGTHS:
         own = [record for record in records if record.get("category") == LONG.format(length)]

@@ -85,7 +85,7 @@ def make_grid(widths: list[int], depths: list[int], sizes: list[Any], vocab_size
         if size == "whole" or (width > 1 and size < 1 + width * depth):
             found.append(make_plan(width, depth, None if size == "whole" else size, vocab_size))
     if not found:
-        raise RedrafterError("the grid has no plan: sizes must be below that of the whole tree, and chains have none")
+        raise RedrafterError("the grid has no plan: sizes must be below the whole tree's, and do not apply to chains")
     return list(dict.fromkeys(found))
 
 

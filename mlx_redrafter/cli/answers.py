@@ -19,7 +19,7 @@ def run() -> int:
         line = f"{path.name}: {len(texts):,} texts, {tokens:,} tokens, {size:,} bytes"
         print(line + (f", {damaged:,} of them damaged" if damaged else ""))
     if not list_files(folder):
-        print("no answers are kept here")
+        print("the folder has no answers")
     return 0
 
 

@@ -86,5 +86,5 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
     checked = Options(**options).require_tokens()
     if args.no_drafter and (find_drafter_name(args) is not None or checked.shape not in (AUTO, None)):
         drafting = ", ".join(f"--{name.replace('_', '-')}" for name in ("drafter", "draft_model", *PLAN_OPTIONS[1:]))
-        raise RedrafterError(f"--no-drafter takes none of {drafting}")
+        raise RedrafterError(f"--no-drafter cannot be used with any of {drafting}")
     return options

@@ -69,7 +69,7 @@ def unite(own: Cumulative, copied: Sequence[float]) -> Cumulative:
 
 
 def predict(costs: CostTable, plan: Plan, length: int, cumulative: Cumulative, slowdown: float = 1.0) -> Prediction:
-    """The expected rounds of a plan at context length `length`."""
+    """Predicts the tokens and the cost of a plan's rounds at context length `length`."""
     ms = costs.round_ms(plan, length, expected_replay(cumulative) if costs.replay_row_ms else 0.0)
     return Prediction(plan, sum(cumulative), max(1.0, slowdown * ms / costs.plain_ms(length)))
 
@@ -110,7 +110,7 @@ def find_cumulative(costs: CostTable, table: AcceptanceTable, acceptance_scale: 
 def predict_all(
     costs: CostTable, table: AcceptanceTable, length: int, acceptance_scale: float = 1.0
 ) -> Iterator[Prediction]:
-    """The expected rounds of every measured plan."""
+    """The prediction for every measured plan."""
     for plan, cumulative in find_cumulative(costs, table, acceptance_scale).items():
         yield predict(costs, plan, length, cumulative)
 

@@ -90,7 +90,7 @@ def choose_size(
         if cost < CHEAP:
             reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {CHEAP:.0%}"
             return Choice(args, reason)
-    reason = f"the smallest one: even its draft step costs {cost:.1%} of a plain step ({plain:.2f} ms)"
+    reason = f"no size is cheap enough; the smallest costs {cost:.1%} of a plain step ({plain:.2f} ms) per draft step"
     return Choice(sizes[-1], reason)
 
 

@@ -222,7 +222,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
         RedrafterError: the file cannot be written; an earlier checkpoint is kept.
     """
     arrays: Any = dict(tree_flatten({"model": model.parameters(), "optimizer": optimizer.state}))
-    kept = "the checkpoint before it is kept" if path.exists() else "nothing was saved before"
+    kept = "the previous checkpoint is kept" if path.exists() else "nothing was saved before"
     try:
         with replace_file(path) as partial_file:
             save_arrays(partial_file, arrays, {"step": str(step)})

@@ -28,7 +28,7 @@ def test_generate_and_chat_keep_answers_and_say_the_same(
     assert len({re.sub(r"^.* tok/s .*$", "", text, flags=re.MULTILINE) for text in shown}) == 1
     assert ": 5 texts, " in run("answers", folder)[1], "the chat's tokenizer is the same one"
     assert run("answers", folder, "--clear")[1] == "removed all answers\n"
-    assert run("answers", folder, "--clear")[1] == run("answers", folder)[1] == "no answers are kept here\n"
+    assert run("answers", folder, "--clear")[1] == run("answers", folder)[1] == "the folder has no answers\n"
     assert (tmp_path / "answers").is_dir()
     (tmp_path / "notes").mkdir()
     run("answers", str(tmp_path / "notes"), "--clear")
