@@ -1,1 +1,1 @@
-"""Benchmarks: both sides alternate in one process; medians and ratios, with every setting."""
+"""Benchmarks. Contestants alternate in one process; results are medians and ratios, with all settings."""

@@ -1,12 +1,12 @@
-"""Tokens per round by beam shape, greedy or sampled, with repetition in the texts, and a check of exactness.
+"""Tokens per round by beam shape, the repetition in the texts, and a check of exactness.
 
     python -m benchmarks acceptance --plans 1,4 4,5 --temp 0.8
     python -m benchmarks acceptance --plans 1,3 --compare
 
-Pooled over all prompts: 1 + accepted / rounds. `--compare` also decodes every prompt plainly. At a difference, the
-log-probabilities of both sides are compared: rounding explains it (a tie) or does not (an error, exit status 1). For
-ties in other dtypes give a converted model. On GPUs that compute float32 in TF32 (M5, NVIDIA) set MLX_ENABLE_TF32=0,
-or ties count as errors.
+Tokens per round are pooled over all prompts: 1 + accepted / rounds. `--compare` also decodes every prompt plainly and
+compares log-probabilities at the first difference. A difference is a tie if rounding explains it, and otherwise an
+error (exit status 1). For other dtypes give a converted model. On GPUs that compute float32 in TF32 (M5, NVIDIA) set
+MLX_ENABLE_TF32=0, or ties count as errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPES = ((1, 2), (1, 3), (1, 4), (2, 3), (4, 3), (4, 5))
 
 
 def find_repeated(tokens: Sequence[int], length: int = 8) -> float:
-    """The share of `length`-grams that occur earlier in the same text."""
+    """The share of `length`-grams that occurred earlier in the text."""
     grams = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -39,7 +39,7 @@ def find_repeated(tokens: Sequence[int], length: int = 8) -> float:
 def find_differences(
     model: nn.Module, drafter: Drafter, prompts: Sequence[list[int]], texts: Sequence[Sequence[int]], options: Options
 ) -> list[Difference]:
-    """The first difference from plain decoding of each of the drafted `texts` that differs."""
+    """The first difference from plain decoding, for each of the drafted `texts` that has one."""
     plain = decode_prompts(model, None, prompts, replace(options, plan="off"))
     found = []
     for prompt, one, other in zip(prompts, plain.texts, texts, strict=True):
@@ -63,12 +63,12 @@ def measure(
     seed: int = 0,
     compare: bool = False,
 ) -> dict[str, Any]:
-    """One row: a shape, pooled over all prompts.
+    """The row of a shape, pooled over all prompts.
 
     Args:
         prompts: token ids.
         plan: W, K and, if not all nodes are verified, N.
-        compare: whether to decode plainly as well, and to judge differences.
+        compare: whether to compare with plain decoding.
     """
     options = Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan)
     runs = decode_prompts(model, drafter, prompts, options)
@@ -86,7 +86,7 @@ def measure(
 
 
 def add_plans(parser: argparse.ArgumentParser, shapes: Sequence[Sequence[int]]) -> None:
-    """Adds the flag for plans, with these shapes as the default."""
+    """Adds the `--plans` flag, with `shapes` as the default."""
     default = " ".join(",".join(map(str, shape)) for shape in shapes)
     help = f"W,K or W,K,N (default: {default})"
     parser.add_argument("--plans", type=parse_shape, nargs="+", default=shapes, metavar="PLAN", help=help)
@@ -98,9 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plans(parser, SHAPES)
     add = parser.add_argument
     add("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
-    add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--max-tokens", type=parse_positive, default=128, help="of a text (default: %(default)s)")
-    add("--compare", action="store_true", help="also decode plainly, and count differences")
+    add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=128, help="tokens per text (default: %(default)s)")
+    add("--compare", action="store_true", help="also decode plainly and count differences")
     add_json(parser)
 
 

@@ -1,18 +1,18 @@
-"""Past answers and drafters trained on them: tokens per round and speed by the number of kept answers.
+"""Tokens per round and speed with past answers, and with drafters trained on them, by number of answers.
 
     python -m benchmarks answers --kept 0 25 100 --prompts 12 --max-tokens 96 --minutes 1 --texts answers.json
 
 takes about ten minutes on two cores; the defaults take several times as long.
 
-The packaged demo continues pieces of two kinds of text at a temperature: "code" of the standard library, on which its
-drafter was trained, and "topics", the language manual in `pydoc_data`, which neither model was trained on. Some answers
-are kept, and `train --answers` trains a drafter on them for `--minutes`, starting from the packaged one, which stays if
-the gate refuses the new one. Other pieces are continued with drafts from the context, also from past answers, from that
+The packaged demo continues pieces of two kinds of text, sampled: "code" from the standard library, on which its drafter
+was trained, and "topics", the language manual in `pydoc_data`, on which neither model was trained. Some answers are
+kept. `train --answers` trains the packaged drafter on them for `--minutes`; if the result is not better, the packaged
+one is used. Other pieces are then continued with drafts from the context, from context and past answers, from the
 drafter, and from all of them.
 
-Tokens per round are pooled over the prompts: with whole proposals, counted on the plain texts, and under `auto`, which
-leaves out what does not pay. The ratio to plain decoding is the median over prompts, with alternating runs. With
-`--texts` the answers are written to a file, and read from it if it exists.
+Tokens per round are pooled over the prompts, in two ways: with whole drafts verified, counted on the plain texts, and
+under `auto`, which drafts only if that is faster. The ratio to plain decoding is the median over prompts, of
+alternating runs. With `--texts` the answers are written to a file, or read from it if it exists.
 """
 
 from __future__ import annotations
@@ -58,29 +58,29 @@ KINDS = {
 """Kind of text -> its files."""
 
 DEPTH = 5
-"""The length of the chains that are counted."""
+"""The length of chains."""
 
 Text = tuple[list[int], list[int]]
 """Token ids of a prompt and its answer."""
 
 
 class ReadFolder(AnswerFolder):
-    """A folder that keeps no new texts."""
+    """A read-only answer folder."""
 
     def add(self, prompt: Sequence[int], made: Sequence[int], known: int = 0) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Side(NamedTuple):
-    """A combination of what drafts.
+    """A combination of draft sources.
 
     Attributes:
-        answers: how many are kept.
-        source: its name in the table.
-        folder: of past answers; None for none.
-        drafter: None for none.
-        context: whether the text itself drafts.
-        gate: whether the gate accepted the trained drafter.
+        answers: number of past answers.
+        source: name in the table.
+        folder: the folder of past answers, or None.
+        drafter: the drafter, or None.
+        context: whether to draft from the context.
+        gate: "written" or "refused", whether training wrote a new drafter; "" without training.
     """
 
     answers: int
@@ -94,20 +94,20 @@ class Side(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
-    add("--kept", type=int, nargs="+", default=[0, 25, 100, 400], metavar="N", help="answers (default: 0 25 100 400)")
+    add("--kept", type=int, nargs="+", default=[0, 25, 100, 400], metavar="N", help="default: 0 25 100 400")
     add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds of text (default: all)")
-    add("--prompts", type=parse_positive, default=32, help="prompts of a kind that are measured (default: %(default)s)")
-    add("--max-tokens", type=parse_positive, default=128, help="of each answer (default: %(default)s)")
-    add("--minutes", type=parse_above_zero, default=5.0, help="to train a drafter in (default: %(default)s)")
-    add("--iters", type=parse_positive, default=1000, help="of that at most (default: %(default)s)")
+    add("--prompts", type=parse_positive, default=32, help="prompts to measure per kind (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=128, help="tokens per answer (default: %(default)s)")
+    add("--minutes", type=parse_above_zero, default=5.0, help="time for training a drafter (default: %(default)s)")
+    add("--iters", type=parse_positive, default=1000, help="maximum training iterations (default: %(default)s)")
     add("--temp", type=float, default=0.8, help="sampling temperature (default: %(default)s)")
-    add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--texts", type=parse_output, help="a file to keep the answers in")
+    add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    add("--texts", type=parse_output, help="file to store the answers in")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each number of answers and side; returns exit status 1 if a text is not the plain one."""
+    """Prints a row for each number of answers and side; returns exit status 1 if a text differs from plain decoding."""
     model, tokenizer, _ = load_demo()
     rows = []
     for kind in args.kinds:
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 def make_texts(
     kind: str, model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], args: argparse.Namespace
 ) -> list[Text]:
-    """The prompts with their answers, from the file if it has them."""
+    """The prompts with their answers, from the file if it has them, else generated."""
     settings, known = [args.seed, args.temp, args.max_tokens], dict[str, Any]()
     if args.texts is not None and args.texts.exists():
         known = json.loads(args.texts.read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def make_texts(
 def make_sides(
     model: nn.Module, tokenizer: Any, texts: Sequence[Text], root: Path, args: argparse.Namespace
 ) -> list[Side]:
-    """The sides with these kept texts."""
+    """The sides that use these past answers."""
     count, name, gate, folder = len(texts), DIRECTORY / "drafter", "", None
     if texts:
         place = root / str(count)

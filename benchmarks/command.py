@@ -1,4 +1,4 @@
-"""The commands of `python -m benchmarks`, and the types and flags that they share."""
+"""The commands of `python -m benchmarks`, and the flag types they share."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ COMMANDS = {
     "soak": "soak",
     "ranks": "ranks",
 }
-"""Name -> its module, with `add_arguments(parser)` and `run(args)`, which returns the exit status."""
+"""Command -> its module, with `add_arguments(parser)` and `run(args)`, which returns the exit status."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """A parser with a command for each module."""
+    """The argument parser, with a subcommand for each module."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of speculative decoding.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
@@ -53,10 +53,10 @@ def run() -> int:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """The shape `W,K` or `W,K,N`.
+    """Parses a shape `W,K` or `W,K,N`.
 
     Raises:
-        argparse.ArgumentTypeError: the text is something else.
+        argparse.ArgumentTypeError: the text has another form.
     """
     parts = text.split(",")
     if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
@@ -65,12 +65,16 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_plan(text: str) -> Any:
-    """The plan `auto`, `W,K` or `W,K,N`."""
+    """Parses a plan: `auto`, `W,K` or `W,K,N`.
+
+    Raises:
+        argparse.ArgumentTypeError: the text has another form.
+    """
     return text if text == "auto" else parse_shape(text)
 
 
 def parse_positive(text: str) -> int:
-    """A whole number above 0.
+    """Parses a positive integer.
 
     Raises:
         argparse.ArgumentTypeError: the text is something else.
@@ -81,7 +85,7 @@ def parse_positive(text: str) -> int:
 
 
 def parse_above_zero(text: str) -> float:
-    """A number above 0.
+    """Parses a positive number.
 
     Raises:
         argparse.ArgumentTypeError: the text is something else.
@@ -96,17 +100,17 @@ def parse_above_zero(text: str) -> float:
 
 
 def parse_output(text: str) -> Path:
-    """A file to write to, with `~` expanded.
+    """Parses the path of a file to write; expands `~`.
 
     Raises:
-        argparse.ArgumentTypeError: it cannot be written.
+        argparse.ArgumentTypeError: the file cannot be written.
     """
     path = expand_path(text)
     if why := why_not_writable(path):
-        raise argparse.ArgumentTypeError(f"expected a file to write to, got {text}: {why}")
+        raise argparse.ArgumentTypeError(f"expected a writable file, got {text}: {why}")
     return path
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag for one JSON object per line instead of a table."""
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    """Adds the `--json` flag."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")

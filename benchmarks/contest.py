@@ -1,9 +1,9 @@
-"""Contestants that alternate on the same prompts in one process, and the record of each.
+"""Runs contestants alternately on the same prompts in one process, and makes a record for each.
 
-First every contestant decodes a little of the first prompt as a warm-up. Then all of them decode each prompt `repeats`
-times, in an order that rotates with repeats and prompts. Times are from the first token to the last, after the prompt.
-A ratio is plain decoding's time over the contestant's in the same repeat. Bandwidth counts only the target's weights,
-once per forward. Memory is the whole process's, including the models of all contestants.
+Every contestant first decodes a few tokens of the first prompt as a warm-up. Then each prompt is decoded `repeats`
+times by all of them, in an order that rotates with repeats and prompts. Times are from the first to the last generated
+token. A ratio is plain decoding's time over the contestant's in the same repeat. Bandwidth counts only the target's
+weights, once per forward. Memory is that of the whole process, including the models of all contestants.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ QUICK_TOKENS = 64
 
 
 def hold_contest(workload: Workload, sides: Sequence[Contestant], settings: Settings) -> Iterator[list[Record]]:
-    """Yields for each prompt a record per contestant; the first one is plain decoding.
+    """Yields, for each prompt, a record per contestant. The first contestant must be plain decoding.
 
-    The contestants must be warmed up.
+    Contestants must be warmed up.
     """
     shared = workload.describe() | {
         "schema": SCHEMA,
@@ -67,10 +67,12 @@ def hold_contest(workload: Workload, sides: Sequence[Contestant], settings: Sett
 def describe_runs(
     side: Contestant, runs: list[Run], plain: list[Run], bytes_read: int | None, settings: Settings
 ) -> Record:
-    """The record of a contestant on a prompt, with the rounds of the repeat of median time.
+    """The record of a contestant on a prompt; round statistics are those of the repeat with the median time.
 
     Args:
-        bytes_read: bytes of weights in a forward.
+        runs: the contestant's repeats.
+        plain: plain decoding's repeats.
+        bytes_read: bytes of weights that a forward reads; None if unknown.
     """
     seconds = [run.seconds for run in runs]
     ratios = [other.seconds / run.seconds for other, run in zip(plain, runs, strict=True)]
@@ -107,47 +109,50 @@ def find_quartiles(values: Sequence[float]) -> list[float]:
 
 
 def add_options(parser: argparse.ArgumentParser, quick: str, *, sampling: bool = True) -> None:
-    """Adds the flags for how contestants decode, and where results are written.
+    """Adds the flags for decoding and for the output file.
 
     Args:
-        quick: what else `--quick` does.
-        sampling: whether the models choose the tokens.
+        quick: what else `--quick` does, for its help.
+        sampling: whether to add `--temp`.
     """
     add = parser.add_argument
-    add("--max-tokens", type=parse_positive, help=f"in a turn (default: {DEFAULTS.max_tokens})")
+    add("--max-tokens", type=parse_positive, help=f"tokens per run (default: {DEFAULTS.max_tokens})")
     add("--repeats", type=parse_positive, help=f"repeats of each contestant (default: {DEFAULTS.repeats})")
-    add("--seed", type=int, default=DEFAULTS.seed, help="default: %(default)s")
+    add("--seed", type=int, default=DEFAULTS.seed, help="random seed (default: %(default)s)")
     if sampling:
         add("--temp", type=float, default=DEFAULTS.temp, help="sampling temperature (default: %(default)s)")
-    add("--quick", action="store_true", help=f"{quick}; {QUICK_TOKENS} tokens, once")
-    add("--output", type=parse_output, metavar="FILE", help="where to keep the records, one a line")
+    add("--quick", action="store_true", help=f"{quick}; {QUICK_TOKENS} tokens, one repeat")
+    add("--output", type=parse_output, metavar="FILE", help="file for the records, one per line")
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
     """The settings of all contestants, from the flags of `add_options`.
 
     Raises:
-        RedrafterError: there would be nothing to time.
+        RedrafterError: `--max-tokens` is below 2.
     """
     max_tokens = args.max_tokens or (QUICK_TOKENS if args.quick else DEFAULTS.max_tokens)
     if max_tokens < 2:
-        raise RedrafterError("--max-tokens must be at least 2: the clock starts at the first one")
+        raise RedrafterError("--max-tokens must be at least 2: timing starts at the first token")
     repeats = args.repeats or (1 if args.quick else DEFAULTS.repeats)
     return Settings(max_tokens, getattr(args, "temp", DEFAULTS.temp), args.seed, repeats)
 
 
 def warn_if_disturbed(name: str, costs: CostTable) -> None:
-    """Prints to stderr if the times of a workload contradict each other."""
+    """Prints a warning to stderr if the times of a workload contradict each other."""
     if is_disturbed(costs):
-        why = "the measured times contradict each other: the machine was busy with something else"
-        print(f"{name}: {why}. Run this again when it is not", file=sys.stderr)
+        why = "the measured times contradict each other: the machine was busy with other work"
+        print(f"{name}: {why}. Run this again when it is idle", file=sys.stderr)
 
 
 def measure_costs(workload: Workload) -> Record:
-    """Measures the parts of a round; plan "auto" then uses the same times.
+    """Measures the parts of a round and returns them as a record; plan "auto" then uses the same times.
 
-    The record has milliseconds by context length, nodes and width, the drafter's acceptance, and the plans that may
-    pay. Times that contradict each other are reported on stderr.
+    The record has milliseconds by context length, nodes and width, the drafter's acceptance, and the candidate plans.
+    Warns on stderr if times contradict each other.
+
+    Raises:
+        RedrafterError: the workload has no drafter.
     """
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None
@@ -166,10 +171,11 @@ def measure_costs(workload: Workload) -> Record:
 def measure(
     workload: Workload, plans: list[Any], args: argparse.Namespace, *, mlx_lm: bool = True, context: bool = False
 ) -> tuple[int, list[Record]]:
-    """(exit status, records) of a workload; writes and prints by the flags of `add_options`, see `find_status`.
+    """Measures, prints and writes the records of a workload; returns (exit status of `find_status`, records).
 
     Args:
-        mlx_lm: whether to include mlx-lm's own ways of decoding.
+        args: has the flags of `add_options`.
+        mlx_lm: whether to include mlx-lm's own decoding.
         context: whether to include drafts from the context.
     """
     settings = make_settings(args)
@@ -184,15 +190,15 @@ def measure(
     contest = hold_contest(workload, sides, settings)
     for records in tqdm(contest, workload.name, total=len(workload.prompts), unit="prompt"):
         found += [each | {"machine": machine} for each in records]
-        if args.output:  # every time, so that an interrupted run leaves its records
+        if args.output:  # after each prompt, so that an interrupted run leaves its records
             write_records(args.output, found)
     print(f"{format_text(make_rows(found))}\n\n{describe_setting(found)}", end="")
     return find_status(found), found
 
 
 def find_status(records: Iterable[Record]) -> int:
-    """The exit status: 1 if our tokens are not plain decoding's, or plain decoding's are not mlx-lm's.
+    """The exit status: 1 if our tokens differ from plain decoding, or plain decoding differs from mlx-lm.
 
-    In mlx-lm's own speculation a forward of several rows may break ties differently, which is only recorded.
+    Differences in mlx-lm's own speculative decoding are only recorded: its larger forwards may break ties differently.
     """
     return int(any(each.get("same_tokens") is False and each["contestant"] != MLX_LM_DRAFT for each in records))

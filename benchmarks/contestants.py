@@ -1,4 +1,4 @@
-"""Contestants: plain decoding, mlx-lm's own two ways, and our loop with each plan, timed alike."""
+"""Contestants: plain decoding, mlx-lm's plain and speculative decoding, and our loop with each plan."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from .tables import (
     label,
 )
 
-WARM_UP = 16  # tokens of every contestant's warm-up
-NUM_DRAFT_TOKENS = 3  # in mlx-lm's own speculation, its command's default
+WARM_UP = 16  # tokens to generate as a warm-up
+NUM_DRAFT_TOKENS = 3  # of mlx-lm's speculative decoding; the default of its command
 
 Tokens = Iterator[tuple[int, Stats | None]]
-"""Tokens with the statistics of the rounds so far, or None without rounds."""
+"""Tokens, each with the statistics so far, or None if there are no rounds."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ DEFAULTS = Settings()
 
 
 class Run(NamedTuple):
-    """One contestant's text.
+    """A contestant's run on a prompt.
 
     Attributes:
-        tokens: their ids.
+        tokens: the generated ids.
         seconds: from the first token to the last.
-        stats: of the rounds; None without rounds.
-        peak: the most bytes in use.
+        stats: speculative-decoding statistics; None if there are no rounds.
+        peak: peak memory in bytes.
     """
 
     tokens: list[int]
@@ -80,9 +80,9 @@ class Contestant:
     """A way of decoding.
 
     Attributes:
-        kind: a name of contestants in `tables.py`.
-        plan: "off", "auto", or [W, K, N]; None for mlx-lm's own.
-        decode: (prompt ids, max_tokens) -> the text.
+        kind: one of the names in `tables.py`.
+        plan: "off", "auto", or [W, K, N]; None for mlx-lm.
+        decode: (prompt ids, max_tokens) -> tokens.
     """
 
     kind: str
@@ -91,11 +91,11 @@ class Contestant:
 
     @property
     def label(self) -> str:
-        """Its name in tables."""
+        """The contestant's name in tables."""
         return label(self.kind, self.plan)
 
     def run(self, prompt: Prompt, max_tokens: int) -> Run:
-        """Decodes a prompt until the text ends, but at least two tokens."""
+        """Decodes a prompt until the text ends, at least two tokens."""
         mx.reset_peak_memory()
         steps = self.decode(prompt.ids, max_tokens)
         last = next(steps)
@@ -116,16 +116,17 @@ def make_contestants(
     context: bool = False,
     random: bool = False,
 ) -> list[Contestant]:
-    """Plain decoding, mlx-lm's, the context alone, each plan of the drafter, and `auto` with both, each once.
+    """The contestants of a workload, without duplicates; the first is plain decoding.
 
-    With mlx-lm's own speculation, its draft model is also used in our loop: at the same depth, and with the context and
-    plan "auto".
+    The others are mlx-lm, the context alone, the drafter with each plan, and the drafter and the context with "auto".
+    If mlx-lm's speculative decoding is included, its draft model also runs in our loop: at the same depth, and with the
+    context and plan "auto".
 
     Args:
-        plans: "auto", (W, K) or (W, K, N).
-        mlx_lm: whether to include mlx-lm's own ways.
-        context: whether to include drafts from the context, alone and beside the drafter with plan "auto".
-        random: whether to include an untrained drafter with plan "auto" and the costs of the workload's drafter.
+        plans: the drafter's, each "auto", (W, K) or (W, K, N).
+        mlx_lm: whether to include mlx-lm's plain and speculative decoding.
+        context: whether to include drafts from the context, alone and together with the drafter.
+        random: whether to include an untrained drafter of the same size and cost, with plan "auto".
 
     Raises:
         RedrafterError: a plan or an option is out of range.
@@ -151,7 +152,7 @@ def make_contestants(
 
 
 def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: Settings, kind: str) -> Contestant:
-    """Our loop with a plan, or with its chain if the model takes no trees."""
+    """Our loop with a plan; its chain if the model takes no trees."""
     context, temp = kind in (CONTEXT, BOTH, DRAFT_MODEL_BOTH), 0.0 if workload.sampler else settings.temp
     options = Options(seed=settings.seed, plan=plan, context=context, temp=temp, sampler=workload.sampler)
     found = options.resolve_plan(drafter)
@@ -175,7 +176,7 @@ def make_random_drafter(drafter: Drafter) -> Drafter:
 
 
 def make_mlx_lm(workload: Workload, settings: Settings) -> Callable[[list[int], int], Tokens]:
-    """mlx-lm's `generate_step`."""
+    """A decode function that runs mlx-lm's `generate_step`."""
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
         sampler = make_mlx_lm_sampler(workload, len(prompt), settings)
@@ -188,10 +189,10 @@ def make_mlx_lm(workload: Workload, settings: Settings) -> Callable[[list[int], 
 def make_draft_model(
     workload: Workload, draft_model: nn.Module, settings: Settings
 ) -> Callable[[list[int], int], Tokens]:
-    """mlx-lm's `speculative_generate_step`.
+    """A decode function that runs mlx-lm's `speculative_generate_step`.
 
-    By itself it makes its first tokens in a round that also reads the end of the prompt. Here both models read the
-    prompt and the first token is chosen before, so that its first round is timed like ours.
+    Its first round normally also processes the end of the prompt. Here both models process the whole prompt, and the
+    first token is chosen, before it starts, so that its first round is timed like ours.
     """
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
@@ -219,7 +220,7 @@ def make_draft_model(
 
 
 def make_mlx_lm_sampler(workload: Workload, position: int, settings: Settings) -> Callable[[mx.array], mx.array]:
-    """An mlx-lm sampler for a text that begins at `position`."""
+    """An mlx-lm sampler for a text that starts at `position`."""
     mx.random.seed(settings.seed)
     own, positions = workload.sampler, count(position)
     if own is None:
@@ -233,6 +234,6 @@ def make_mlx_lm_sampler(workload: Workload, position: int, settings: Settings) -
 
 
 def warm_up(workload: Workload, side: Contestant) -> Run:
-    """Decodes a contestant's first tokens of the first prompt, which are not timed."""
+    """Decodes the first `WARM_UP` tokens of the first prompt."""
     with wired_limit(workload.model):
         return side.run(workload.prompts[0], WARM_UP)

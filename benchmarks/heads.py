@@ -1,13 +1,15 @@
-"""Kinds of drafters compared on the demo, trained with equal data, steps and numbers of weights.
+"""Compares kinds of drafters on the demo, trained with the same data, iterations and number of weights.
 
     python -m benchmarks heads --output heads --results benchmarks/results/heads.jsonl
 
-The target writes the texts once. Each kind is trained on them at each learning rate, and represented by the drafter
-with the most tokens per round on held-out prompts. Then each kind at each shape, a bigram of the same texts, the
-context alone and mlx-lm's own speculation decode the demo's prompts, greedy and sampled. Ratios are to plain decoding
-in the same repeat. Each kind also decodes after the last 64, 512, ... tokens before the same places in long held-out
-source files: drafters learn from short texts, and some may be worse beyond that length. `--output` keeps texts,
-drafters and records: the same command continues a stopped run, and prints the tables of a finished one.
+The target generates the texts once. Each kind is trained on them at each learning rate; the drafter with the most
+tokens per round on held-out prompts represents it. Then the demo's prompts are decoded, greedy and sampled, with each
+kind at each shape, a bigram of the same texts, the context alone, and mlx-lm's speculative decoding. Ratios are to
+plain decoding in the same repeat.
+
+Each kind also decodes after prompts of 64, 512, ... tokens that end at the same places in long held-out source files:
+drafters are trained on short texts, and some may be worse at longer contexts. `--output` stores texts, drafters and
+records: the same command continues a stopped run, and prints the tables of a finished one.
 """
 
 from __future__ import annotations
@@ -72,20 +74,20 @@ SIZES: dict[str, dict[str, Any]] = {
     "arctic_lstm": {"inner_dim": 298},
     "eagle": {"intermediate_size": 1196},
 }
-"""Sizes at which the kinds have the same number of weights for the demo, within 1%."""
+"""Sizes that give all kinds the same number of weights for the demo, within 1%."""
 
 DEPTH, SHAPES = 5, ((1, 4), (4, 5), (8, 5))
 TEMPS = (0.0, 0.8)
 RATES = dict.fromkeys(SIZES, (4e-3, 8e-3)) | {"medusa": (4e-3,), "arctic_lstm": (8e-3,), "eagle": (1e-3, 2e-3)}
-"""Learning rates to try by kind: the best from 4e-3 to 1.6e-2, where EAGLE heads diverge."""
+"""Learning rates to try per kind: the best ones from 4e-3 to 1.6e-2; lower for EAGLE heads, which diverge there."""
 
 TEXTS, HELD_OUT, BIGRAM = 704, 24, "bigram of the same texts"
 LENGTHS, PLACES, LONG = (64, 512, 1024, 1984), 4, "after {} tokens"
-"""Numbers of tokens of long files before a text, the number of places, and the category of such prompts."""
+"""Lengths of the long prompts, the number of places, and the category of such prompts."""
 
 
 class Bigram(Drafter):
-    """The likeliest successors of a token in some texts, a baseline for heads."""
+    """Drafts the most frequent successors of a token in some texts; a baseline for heads."""
 
     def __init__(self, args: DrafterArgs, texts: Iterable[Text]) -> None:
         super().__init__(args)
@@ -96,7 +98,7 @@ class Bigram(Drafter):
         self.successors.weight = mx.log(mx.array(counts))
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """Begins a draft, without a state."""
+        """Starts a draft, without state."""
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
             return self.successors(tokens), ()
@@ -107,14 +109,14 @@ class Bigram(Drafter):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
-    add("--output", type=expand_path, required=True, metavar="DIR", help="where texts, drafters and records are kept")
-    add("--results", type=parse_output, metavar="FILE", help="where to write all records, one a line")
+    add("--output", type=expand_path, required=True, metavar="DIR", help="directory for texts, drafters and records")
+    add("--results", type=parse_output, metavar="FILE", help="file for all records, one per line")
     add("--kinds", nargs="+", choices=SIZES, default=list(SIZES), help="default: all")
-    add("--iters", type=parse_positive, default=400, help="iterations of two texts (default: %(default)s)")
-    add("--learning-rates", type=parse_above_zero, nargs="+", metavar="RATE", help="to try (default: by kind)")
-    add("--texts", type=parse_positive, default=TEXTS, help="that the target writes (default: %(default)s)")
-    add("--text-tokens", type=parse_positive, default=128, help="of each (default: %(default)s)")
-    add("--max-tokens", type=parse_positive, default=64, help="to decode of a prompt (default: %(default)s)")
+    add("--iters", type=parse_positive, default=400, help="iterations, of two texts each (default: %(default)s)")
+    add("--learning-rates", type=parse_above_zero, nargs="+", metavar="RATE", help="rates to try (default: by kind)")
+    add("--texts", type=parse_positive, default=TEXTS, help="texts to generate (default: %(default)s)")
+    add("--text-tokens", type=parse_positive, default=128, help="tokens per text (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=64, help="tokens to decode per prompt (default: %(default)s)")
     add("--prompts", nargs="+", default=["demo"], metavar="NAME", help="as in run (default: demo)")
 
 
@@ -172,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_long_prompts(tokenizer: Any) -> list[Prompt]:
-    """`LENGTHS` tokens before some places in held-out source files."""
+    """Prompts of `LENGTHS` tokens that end at some places in held-out source files."""
     found = (encode(tokenizer, file.read_text(encoding="utf-8")) for file in split_files()[1])
     texts = [text for text in found if len(text) > LENGTHS[-1]]
     return [
@@ -190,10 +192,10 @@ def sweep(
     held_out: list[Text],
     output: Path,
 ) -> Row:
-    """The result of a kind at a learning rate, trained and saved unless it already was.
+    """Trains and saves a kind at a learning rate, if not done before; returns its result.
 
     Raises:
-        RedrafterError: it was trained for another number of iterations.
+        RedrafterError: the saved one was trained for another number of iterations.
     """
     name = f"{kind}-{settings.learning_rate:g}"
     place, score = output / name, output / name / "score.json"
@@ -231,10 +233,10 @@ def sweep(
 def decode(
     workload: Workload, temp: float, max_tokens: int, file: Path, shapes: Sequence[tuple[int, int]] | None = None
 ) -> list[Record]:
-    """The records of a drafter at a temperature, kept in a file; without a drafter, of the other contestants.
+    """The records of a drafter at a temperature, stored in a file; without a drafter, of the other contestants.
 
     Args:
-        shapes: W x K; None for `SHAPES`, and the costs of a greedy draft.
+        shapes: (W, K) shapes; None for `SHAPES` and, if greedy, a record of costs.
     """
     if file.exists():
         return read_records(file)
@@ -258,7 +260,7 @@ def decode(
 
 
 def make_rows(records: Sequence[Record]) -> list[Row]:
-    """A row for each drafter and shape and each other contestant: tokens per round and ratio at each temperature."""
+    """A row for each drafter at each shape, and for each other contestant, with columns for each temperature."""
     rows: dict[tuple[str, str], Row] = {}
     long = {LONG.format(length) for length in LENGTHS}
     records = [record for record in records if record.get("category") not in long]
@@ -280,7 +282,7 @@ def make_rows(records: Sequence[Record]) -> list[Row]:
 
 
 def make_length_rows(records: Sequence[Record]) -> list[Row]:
-    """A row for each drafter: tokens per round of a chain of four by the length of the text before."""
+    """A row for each drafter: tokens per round with a chain of four, by prompt length."""
     rows: dict[str, Row] = {}
     for length in LENGTHS:
         own = [record for record in records if record.get("category") == LONG.format(length)]
@@ -293,7 +295,7 @@ def make_length_rows(records: Sequence[Record]) -> list[Row]:
 
 
 def find_draft_ms(records: Iterable[Record], record: Record) -> float | None:
-    """Milliseconds of a draft of a record's plan, measured alone; None if its width was not."""
+    """Milliseconds of a draft with the record's plan, measured separately; None if its width was not measured."""
     costs = next((each for each in records if each["kind"] == "costs" and each["drafter"] == record["drafter"]), None)
     if costs is None or record["contestant"] == CONTEXT or not isinstance(record["plan"], list):
         return None
@@ -302,14 +304,14 @@ def find_draft_ms(records: Iterable[Record], record: Record) -> float | None:
 
 
 def describe(records: Sequence[Record]) -> str:
-    """The machine and the settings in a line."""
+    """One line with the machine and the settings."""
     record = next(record for record in records if record["kind"] == "speed")
     how = f"{record['max_tokens']} tokens, 1 turn, seed {record['seed']}; {record['machine']['when'][:10]}"
     return f"{describe_machine(record['machine'])}; {how}.\n"
 
 
 def make_heads_table(results: Results) -> str:
-    """The table of the kinds of drafters, from the kept records."""
+    """The table of the kinds of drafters, from stored records."""
     records = results.files.get("heads", [])
     rows = make_rows(records), make_length_rows(records)
     return "\n".join((*map(format_markdown, filter(None, rows)), describe(records))) if records else ""

@@ -1,4 +1,4 @@
-"""Workloads: a target, its drafter, a draft model for mlx-lm's own speculation, and prompts."""
+"""Workloads: a target, its drafter, a draft model for mlx-lm's speculative decoding, and prompts."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from mlx_redrafter.training.data import load_prompts
 
 PROMPTS = Path(__file__).parent / "prompts"
 DRAFT_MODEL = Path(__file__).parent / "draft_model"
-"""A smaller llama, trained on the demo's files, for mlx-lm's own speculation."""
+"""A smaller Llama, trained on the demo's files, for mlx-lm's speculative decoding."""
 
 DEMO = "demo"
 DEMO_CATEGORIES = {"demo-edits": "edits", "demo-code": "code"}
-"""Categories of the packaged demo's own prompts, from source files that its models were not trained on."""
+"""Category -> kind of the packaged demo's prompts, from source files that its models were not trained on."""
 
 
 class Prompt(NamedTuple):
-    """A prompt as a model reads it.
+    """A prompt.
 
     Attributes:
         name: `category/file`, or the user's file and the prompt's number in it.
         category: the kind of text.
-        ids: the token ids, with the chat template if the tokenizer has one.
-        ends: the token ids that end the text.
+        ids: token ids, with the chat template if the tokenizer has one.
+        ends: end-of-text tokens.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Workload:
     """Models and prompts.
 
     Attributes:
-        name: of the model in records.
+        name: the model's name in records.
         model: the target.
-        drafter: its drafter; None to measure only plain decoding.
-        drafter_name: its name in records.
-        draft_model: for mlx-lm's own speculation; None to leave that out.
-        draft_model_name: its name in records.
-        prompts: to decode.
-        sampler: instead of `temp` and `seed`; None for these.
+        drafter: None to measure only plain decoding.
+        drafter_name: the drafter's name in records.
+        draft_model: for mlx-lm's speculative decoding; None to skip it.
+        draft_model_name: the draft model's name in records.
+        prompts: the prompts to decode.
+        sampler: replaces `temp` and `seed`; None to use these.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Workload:
     sampler: Sampler | None = None
 
     def describe(self) -> dict[str, Any]:
-        """The models' entries in records."""
+        """The fields of records that describe the models."""
         return {
             "model": self.name,
             "model_bits": round(compute_bits_per_weight(self.model), 3),
@@ -85,10 +85,10 @@ class Workload:
         }
 
     def require_drafter(self) -> Drafter:
-        """Its drafter.
+        """Returns the drafter.
 
         Raises:
-            RedrafterError: it has none.
+            RedrafterError: there is none.
         """
         if self.drafter is None:
             raise RedrafterError("expected the --drafter that was trained for the model")
@@ -96,14 +96,14 @@ class Workload:
 
 
 def count_bytes(module: nn.Module) -> int:
-    """Bytes of its parameters."""
+    """The size of a module's parameters in bytes."""
     return sum(array.nbytes for _, array in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
 def count_bytes_read(model: nn.Module) -> int | None:
-    """Bytes of weights that a forward of one token reads; None for models with experts.
+    """Bytes of weights that a one-token forward reads; None for models with experts.
 
-    An embedding is left out unless it is also the head, as only one row of it is read.
+    An embedding counts only if it is also the head, as otherwise only one row is read.
     """
     modules = [(name.rpartition(".")[2], each) for name, each in model.named_modules()]
     if any(isinstance(each, (SwitchLinear, QuantizedSwitchLinear)) for _, each in modules):
@@ -119,22 +119,22 @@ def add_workload(
     """Adds the flags of a workload.
 
     Args:
-        draft_model: whether mlx-lm's own speculation is included.
-        prompts: the default prompts; () if none are decoded.
+        draft_model: whether to add `--draft-model`.
+        prompts: the default of `--prompts`; () not to add it.
     """
     parser.set_defaults(prompts=list(prompts))
     add = parser.add_argument
-    add("--model", help="a directory or hub id; the packaged demo when not given")
-    add("--drafter", help="the drafter that was trained for it")
+    add("--model", help="a directory or hub id; the packaged demo if not given")
+    add("--drafter", help="the drafter that was trained for the model")
     if draft_model:
-        add("--draft-model", help="a smaller model of the same vocabulary, for mlx-lm's own speculation and ours")
+        add("--draft-model", help="a smaller model with the same tokenizer, for mlx-lm's speculative decoding and ours")
     if prompts:
-        help = f"names or categories of prompts, 'all', 'demo', or files (default: {' '.join(prompts)})"
+        help = f"prompt names or categories, 'all', 'demo', or files (default: {' '.join(prompts)})"
         add("--prompts", nargs="+", metavar="NAME", help=help)
 
 
 def open_workload(args: argparse.Namespace) -> Workload:
-    """The models and prompts of the flags of `add_workload`; with `--quick` one prompt of each category.
+    """Loads the models and prompts given by the flags of `add_workload`; with `--quick` one prompt per category.
 
     Raises:
         RedrafterError: a model, drafter or prompt cannot be loaded.
@@ -147,7 +147,7 @@ def open_workload(args: argparse.Namespace) -> Workload:
 
 
 def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
-    """(a workload without prompts, the target's tokenizer), by the flags of `add_workload`.
+    """Loads (a workload without prompts, the target's tokenizer), given by the flags of `add_workload`.
 
     Raises:
         RedrafterError: a model or drafter cannot be loaded.
@@ -171,11 +171,11 @@ def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
 
 
 def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
-    """The prompts of these names, each once.
+    """The prompts with these names, without duplicates.
 
     Args:
-        names: of prompts or categories, "all" (of the benchmarks' own), "demo" (both of its categories), or files with
-            a prompt per line.
+        names: names or categories of prompts, "all" for all in `PROMPTS`, "demo" for both of the demo's categories, or
+            files of prompts.
 
     Raises:
         RedrafterError: a name is none of these, or a file cannot be read.

@@ -1,10 +1,10 @@
-"""Speed of `plan="auto"` on real texts without noise: real drafts, and costs from a table.
+"""Simulated speed of `plan="auto"` on real texts: real drafts, and round times from a cost table.
 
     python -m benchmarks planning
     python -m benchmarks planning --second-row 1.1 --row 0.05 --level 0.1
 
-At every position of each prompt's greedy text a chain is drafted, and its right tokens are counted. Then `auto` and
-each fixed chain are simulated on those texts, with times from the table, so that the result is the same on any machine.
+A chain is drafted at every position of each prompt's greedy text, and its right tokens are counted. Then `auto` and
+each fixed chain are simulated on these texts. Times come from the table, so the result is the same on any machine.
 Costs are in plain steps. The defaults are the packaged demo's on two idle x86 cores (`python -m benchmarks round`).
 """
 
@@ -33,7 +33,7 @@ from .command import add_json, parse_above_zero, parse_positive
 from .models import add_workload, open_workload
 from .tables import show_rows
 
-DEPTH = 8  # levels of the drafted chains
+DEPTH = 8  # length of the drafted chains
 NODES = 16  # the largest forward of the cost table
 
 
@@ -41,15 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add_workload(parser, draft_model=False, prompts=("demo",))
     add = parser.add_argument
-    add("--max-tokens", type=parse_positive, default=256, help="of a text (default: %(default)s)")
-    add("--second-row", type=parse_above_zero, default=1.1, help="a forward of two nodes (default: %(default)s)")
-    add("--row", type=parse_above_zero, default=0.015, help="each node more (default: %(default)s)")
-    add("--level", type=parse_above_zero, default=0.087, help="a level of a draft (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=256, help="tokens per text (default: %(default)s)")
+    add("--second-row", type=parse_above_zero, default=1.1, help="cost of a 2-node forward (default: %(default)s)")
+    add("--row", type=parse_above_zero, default=0.015, help="cost of each further node (default: %(default)s)")
+    add("--level", type=parse_above_zero, default=0.087, help="cost of a draft level (default: %(default)s)")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each text, medians and geometric means; returns the exit status."""
+    """Prints a row for each text, and rows of medians and geometric means; returns the exit status."""
     workload = open_workload(args)
     drafter = workload.require_drafter()
     costs = make_costs(args.second_row, args.row, args.level)
@@ -69,14 +69,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_costs(second: float, row: float, level: float) -> CostTable:
-    """Costs in plain steps: `second` for two nodes, `row` for each further node, `level` for each drafted level."""
+    """A cost table in plain steps.
+
+    Args:
+        second: a forward of two nodes.
+        row: each further node.
+        level: each draft level.
+    """
     counts = tuple(range(1, NODES + 1))
     verify = tuple(1.0 if count == 1 else second + row * (count - 2) for count in counts)
     return CostTable((64,), counts, (verify,), (1.0,), (1,), (level,), (0.0, 0.0)).check()
 
 
 def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count: int) -> list[int]:
-    """(count,) how many tokens of a chain drafted after each token of the greedy text are right."""
+    """(count,) the number of right tokens of a chain drafted after each token of the greedy text."""
     steps = generate_step(mx.array(list(prompt)), model, max_tokens=count + DEPTH)
     text = [int(token) for token, *_ in steps]
     source, found = drafter.open(model), list[int]()
@@ -100,10 +106,10 @@ def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count
 
 
 def simulate_chains(costs: CostTable, planner: Planner, length: int, right: list[int]) -> float:
-    """Speed over plain decoding after a prompt of `length` tokens, without drafts from the context.
+    """Simulated speed over plain decoding after a prompt of `length` tokens, without drafts from the context.
 
     Args:
-        right: from `count_right`.
+        right: the result of `count_right`.
     """
     text = range(length, length + len(right))
     return simulate(costs, planner, range(length), text, lambda plan, made: min(right[made - 1], plan.depth))

@@ -1,15 +1,15 @@
-"""Predicts speeds on other chips from published figures; measures nothing.
+"""Predicts speeds on Apple chips from published results; measures nothing.
 
     python -m benchmarks predict
     python -m benchmarks predict --chip m2-ultra --beam-width 1 --draft-depth 4 --tokens-per-round 2.5
 
-A model of a round is fitted to Apple's published results of ReDrafter on three chips (benchmarks/data/README.md):
+A cost model of a round is fitted to Apple's published ReDrafter results on three chips (benchmarks/data/README.md):
 
     ms = plain step x (two + row (N - 2) + [N >= 16] (cliff + beyond (N - 16)) + K draft)
 
-for N verified rows and K drafted levels; levels of chains and of beams have different costs. Without a plan, prints how
-well the model predicts published shapes that it was not fitted to, and the predicted speeds with changes on each chip.
-With a plan, prints its speed.
+for N verified rows and K draft levels; levels of chains and of beams have different costs. Without a plan, prints the
+model's errors on published shapes that it was not fitted to, and predicted speeds on each chip with this package's
+changes. With a plan, prints its predicted speed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SOURCE = (
     "Vicuna-7B in 16 bits, one prompt"
 )
 CHIPS, DTYPES = ("m1-max", "m2", "m2-ultra"), ("float16", "bfloat16")
-TOKENS = 200  # new tokens of every published run
+TOKENS = 200  # generated tokens of every published run
 MAX_WIDTH, MAX_DEPTH = 4, 4  # no larger drafts were published
-CLIFF, NO_CLIFF = 16, 1 << 30  # from this many rows on, MLX in 2024 used another matrix kernel
-DRAFT = 0.86 / 13.5  # bytes of Vicuna-7B's drafter over its target's: the cost of a level that only reads weights
+CLIFF, NO_CLIFF = 16, 1 << 30  # for this many rows or more, MLX of 2024 used another matrix kernel
+DRAFT = 0.86 / 13.5  # size of Vicuna-7B's drafter over the target's: the cost of a level that only reads weights
 PRIOR = {
     "two": (1.0, 0.5),
     "row": (0.0, 0.05),
@@ -50,14 +50,14 @@ PRIOR = {
     "draft, chain": (DRAFT, 0.03),
     "draft, beam": (DRAFT, 0.03),
 }
-"""The prior of the model's numbers in plain steps: (mean, standard deviation)."""
-NOISE = 0.01  # relative error of a published round, to weigh against the prior
-SPLITS = 50  # of the shapes into a fitted and a predicted half
-QUANTIZED = 4.5 / 16  # bytes of 4-bit weights in groups of 64, over those of 16-bit weights
+"""Priors of the model's coefficients in plain steps: (mean, standard deviation)."""
+NOISE = 0.01  # assumed relative error of a published round
+SPLITS = 50  # random splits of the shapes into a fitted and a predicted half
+QUANTIZED = 4.5 / 16  # size of 4-bit weights in groups of 64, over that of 16-bit weights
 
 
 class Cell(NamedTuple):
-    """A published beam shape; `plan.size` counts rows: Apple verifies each hypothesis whole, its root included."""
+    """A published beam shape. `plan.size` counts rows: Apple verifies every hypothesis in full, with its root."""
 
     plan: Plan
     tokens_per_round: float
@@ -65,7 +65,7 @@ class Cell(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The published results of a chip and a dtype: a plain step with Apple's own llama, and rounds by shape."""
+    """The published results for a chip and dtype: a plain step of Apple's own Llama, and the rounds of each shape."""
 
     chip: str
     dtype: str
@@ -74,27 +74,32 @@ class Published(NamedTuple):
 
 
 class RoundModel(NamedTuple):
-    """The numbers of `PRIOR` for a chip, and its plain step, their unit."""
+    """The fitted coefficients of `PRIOR` for a chip, and its plain step, which is their unit."""
 
     plain_ms: float
     numbers: tuple[float, ...]
     cliff: int = CLIFF
 
     def round_ms(self, plan: Plan, draft_scale: float = 1.0, hidden_ms: float = 0.0) -> float:
-        """A round's time, at least a plain step's: drafts scaled by `draft_scale`, less `hidden_ms` of host work."""
+        """Milliseconds of a round, at least a plain step.
+
+        Args:
+            draft_scale: factor for the cost of drafts.
+            hidden_ms: host time that overlaps and is subtracted.
+        """
         steps = [count * number for count, number in zip(count_terms(plan, self.cliff), self.numbers, strict=True)]
         return max(self.plain_ms * (sum(steps[:4]) + draft_scale * sum(steps[4:])) - hidden_ms, self.plain_ms)
 
 
 def count_terms(plan: Plan, cliff: int) -> tuple[float, ...]:
-    """(6,) the factor of each number of `PRIOR` in a round."""
+    """(6,) the factors of the coefficients of `PRIOR` for a round."""
     width, depth, rows = plan.shape
     past = rows >= cliff
     return (1, rows - 2, past, past * (rows - cliff), depth * (width == 1), depth * (width > 1))
 
 
 def fit_model(cells: Iterable[Cell], plain_ms: float, cliff: int = CLIFF) -> RoundModel:
-    """The model by least squares of relative errors, with the prior: eight cells suffice."""
+    """Fits the model by least squares of relative errors, with the priors; eight cells suffice."""
     centre, spread = (np.array(side) for side in zip(*PRIOR.values(), strict=True))
     rows, right = [np.diag(1 / spread)], [centre / spread]
     for cell in cells:
@@ -105,7 +110,7 @@ def fit_model(cells: Iterable[Cell], plain_ms: float, cliff: int = CLIFF) -> Rou
 
 
 def read_rows(name: str, dtype: str) -> Iterator[dict[str, str]]:
-    """The lines of a file of runs in a dtype, except those in `disturbed.csv`."""
+    """The rows of a file with this dtype, except those listed in `disturbed.csv`."""
     with (RUNS / "disturbed.csv").open(encoding="utf-8") as file:
         disturbed = [row for row in csv.DictReader(file) if row["file"] == name]
     with (RUNS / name).open(encoding="utf-8") as file:
@@ -116,7 +121,7 @@ def read_rows(name: str, dtype: str) -> Iterator[dict[str, str]]:
 
 
 def read_published() -> list[Published]:
-    """Every chip in every dtype, with the fastest of several runs: disturbances only slow them down."""
+    """The results for every chip and dtype; of several runs the fastest counts, as disturbances only slow them down."""
     found = []
     for chip, dtype in ((chip, dtype) for chip in CHIPS for dtype in DTYPES):
         plain = list(read_rows(f"{chip}-autoregression.csv", dtype))
@@ -135,7 +140,7 @@ def read_published() -> list[Published]:
 
 
 def split_shapes() -> list[set[tuple[int, int]]]:
-    """Halves of the shapes to fit; each has a shape of at least `CLIFF` rows, which shows the cliff."""
+    """Random halves of the shapes to fit; each has a shape of at least `CLIFF` rows, to fit the cliff."""
     shapes = [(width, depth) for width in range(1, MAX_WIDTH + 1) for depth in range(1, MAX_DEPTH + 1)]
     halves = (set(random.Random(seed).sample(shapes, len(shapes) // 2)) for seed in count())
     seeing = (half for half in halves if any(width * (depth + 1) >= CLIFF for width, depth in half))
@@ -143,7 +148,7 @@ def split_shapes() -> list[set[tuple[int, int]]]:
 
 
 def find_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[str, float]:
-    """Relative errors of the predicted speeds of all cells outside each fitted half, given their tokens per round."""
+    """Relative errors of predicted speeds, for the cells outside each fitted half, given their tokens per round."""
     errors = []
     for half in split_shapes():
         for each in published:
@@ -155,9 +160,10 @@ def find_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[str,
 
 
 def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
-    """(plan, tokens per round) of every tree below the cliff, the likeliest nodes of a whole one; chains stay.
+    """(plan, tokens per round) of every pruned tree below the cliff; a chain is yielded unchanged.
 
-    Its share of the whole tree's `tokens` is that of a drafter with unknown acceptance.
+    A pruned tree keeps the likeliest nodes. Its share of the whole tree's `tokens` is computed with the assumed
+    acceptance table.
     """
     width, depth, whole = plan.shape
     full = expected_tokens(UNKNOWN_ACCEPTANCE, plan)
@@ -167,9 +173,9 @@ def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
 
 
 def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
-    """Each change alone and all together, on each chip and dtype: the fastest of the published shapes with it."""
+    """Each change alone and all together, on each chip and dtype, with the fastest of the published shapes."""
     models = [fit_model(each.cells, each.plain_ms) for each in published]
-    # The host's time per round is at most the least cost of a second row, as Python is equally fast on all chips.
+    # Host time per round is at most the lowest cost of a second row, as Python is about equally fast on all chips.
     hidden = max(0.0, min(model.round_ms(Plan(1, 0, 2)) - model.plain_ms for model in models))
     for each, model in zip(published, models, strict=True):
         whole = [(cell.plan, cell.tokens_per_round) for cell in each.cells]
@@ -220,7 +226,7 @@ def study() -> dict[str, Any]:
 
 
 def format_study(found: dict[str, Any]) -> str:
-    """The study in words and tables."""
+    """The study as text and Markdown tables."""
     errors = [
         {"predicted speed": name} | {key: f"{x:.2%}" if key != "cells" else x for key, x in found[name].items()}
         for name in ("error", "error without the cliff")
@@ -233,10 +239,10 @@ def format_study(found: dict[str, Any]) -> str:
 
 
 def predict_plan(args: argparse.Namespace) -> dict[str, Any]:
-    """The predicted speed of one plan on a chip, with Apple's tokens per round by default.
+    """The predicted speed of a plan on a chip, by default with Apple's tokens per round.
 
     Raises:
-        RedrafterError: no chip is given, or more tokens per round than the plan can make.
+        RedrafterError: no chip is given, or the tokens per round are impossible for the plan.
     """
     width, depth = args.beam_width or 1, args.draft_depth or DRAFT_DEPTH
     plan = Plan(width, depth, 1 + width * depth)
@@ -248,7 +254,7 @@ def predict_plan(args: argparse.Namespace) -> dict[str, Any]:
     made = {cell.plan[:2]: cell.tokens_per_round for cell in same_text}
     tokens = args.tokens_per_round or made[width, depth]
     if not 1 <= tokens <= depth + 1:
-        raise RedrafterError(f"expected from 1 to {depth + 1} tokens per round of a draft of {depth}, got {tokens:g}")
+        raise RedrafterError(f"expected from 1 to {depth + 1} tokens per round at draft depth {depth}, got {tokens:g}")
     model = fit_model(each.cells, each.plain_ms)
     ms, verify = model.round_ms(plan), model.round_ms(plan._replace(depth=0))
     return {
@@ -269,10 +275,10 @@ def predict_plan(args: argparse.Namespace) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     parser.add_argument("--chip", choices=CHIPS, help="predict a plan on this chip")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the plan's chip (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype for --chip (default: %(default)s)")
     parser.add_argument("--beam-width", type=int, choices=range(1, MAX_WIDTH + 1), help="default: 1")
     parser.add_argument("--draft-depth", type=int, choices=range(1, MAX_DEPTH + 1), help=f"default: {DRAFT_DEPTH}")
-    parser.add_argument("--tokens-per-round", type=parse_above_zero, help="what your drafter makes (default: Apple's)")
+    parser.add_argument("--tokens-per-round", type=parse_above_zero, help="of your drafter (default: Apple's)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,14 +1,15 @@
-"""How drafting hides a network's latency: a model divided among processes, with a delay added to every message.
+"""Speedup of drafting on several ranks by network latency: a sharded model, with a delay added to every message.
 
     python -m benchmarks ranks --layers 4
     python -m benchmarks ranks --shape llama-3.2-1b --layers 4 --delays 0 1 --plans 1,3 --count 2 --pipeline
 
-Each process is a rank on this machine; all share its processors. A proxy between two neighbours of the ring forwards
-everything after the delay, in both directions, in addition to the time of sockets and proxy. "messages" is how many
-messages a forward waits for one after the other: how much longer a plain step takes per millisecond of delay.
-"expected" is the speed over plain decoding that follows from that number, the times at the smallest delay, and the
-tokens per round, as drafting adds no message. Times are lower quartiles of all rounds, as other work on the machine
-slows down some of them.
+Each rank is a process on this machine; all share its processors. A proxy between two neighbours of the ring delays
+everything in both directions, in addition to the time of sockets and proxy.
+
+"messages" is the number of messages that a forward waits for, one after another, computed as the increase of a plain
+step per millisecond of delay. "expected" is the speed over plain decoding computed from that number, the times at the
+smallest delay, and the tokens per round, as drafting adds no messages. Times are lower quartiles of all rounds, as
+other work on the machine slows down some of them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ START = "from benchmarks.ranks import main; main()"
 
 
 class Wire:
-    """A link between two ranks that adds latency, but does not limit throughput."""
+    """A link between two ranks that adds latency without limiting throughput."""
 
     def __init__(self, target: int) -> None:
         self.milliseconds, self._target = 0.0, target
@@ -71,7 +72,7 @@ class Wire:
         while True:
             try:
                 return socket.create_connection(("127.0.0.1", self._target))
-            except ConnectionRefusedError:  # the rank does not listen yet
+            except ConnectionRefusedError:  # the rank is not listening yet
                 time.sleep(0.05)
 
     def _read(self, source: socket.socket, on_the_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
@@ -96,7 +97,7 @@ class Wire:
 
 @contextmanager
 def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Wire]]]:
-    """Runs this command as ranks; yields rank 0 and the wires between them."""
+    """Runs this command on several ranks; yields rank 0's process and the wires between ranks."""
     with tempfile.TemporaryDirectory() as folder:
         ports = []
         for _ in range(count):
@@ -105,7 +106,7 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Wire]]
         wires = [Wire(port) for port in ports]
         processes = []
         for rank in range(count):
-            # A rank listens on its own port, and connects to the others through their wires.
+            # A rank listens on its own port, and connects to other ranks through their wires.
             seen = [port if at == rank else wires[at].port for at, port in enumerate(ports)]
             file = Path(folder, f"{rank}.json")
             file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in seen]), encoding="utf-8")
@@ -124,7 +125,7 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Wire]]
 
 
 def time_rounds(side: Contestant, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float], Stats]:
-    """(the text, milliseconds of each round after the first token, statistics)."""
+    """(generated tokens, milliseconds of each round after the first token, statistics)."""
     tokens, ends, stats = list[int](), list[float](), Stats()
     for token, now in side.decode(prompt, max_tokens):
         tokens.append(token)
@@ -135,16 +136,17 @@ def time_rounds(side: Contestant, prompt: list[int], max_tokens: int) -> tuple[l
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    """Runs one of the ranks, which decodes at each delay that rank 0 requests.
+    """Runs one of the ranks: decodes at each delay, which rank 0 requests from the parent process.
 
     Raises:
-        RedrafterError: the model has no pipeline, a plan's text is not plain decoding's, or the parent has ended.
+        RedrafterError: the model does not support pipelining, a plan's text differs from plain decoding, or the parent
+            has ended.
     """
     workload = open_shape(args)
     model, group = workload.model, mx.distributed.init()
     if args.pipeline:
         if not hasattr(model.model, "pipeline"):
-            raise RedrafterError(f"mlx-lm does not divide {args.shape} into a pipeline")
+            raise RedrafterError(f"mlx-lm does not support pipelining for {args.shape}")
         model.model.pipeline(group)
     else:
         model.shard(group)
@@ -170,7 +172,7 @@ def run_rank(args: argparse.Namespace) -> None:
                 times[side.label] += ms
                 made[side.label] = stats.tokens_per_round
         if any(text != texts[sides[0].label] for text in texts.values()):
-            raise RedrafterError("a plan decodes another text than plain decoding")
+            raise RedrafterError("a plan's text differs from plain decoding")
         for plan, ms in times.items():
             row = {"plan": plan, "ms/round": lower_quartile(ms), "tokens/round": made[plan]}
             if ranks.index() == 0:
@@ -198,12 +200,12 @@ def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             else:
                 rows.append({"delay, ms": delay} | row)
         if first.wait():
-            raise RedrafterError(f"rank 0 ended with {first.returncode}")
+            raise RedrafterError(f"rank 0 exited with status {first.returncode}")
     return rows
 
 
 def compare_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table: each plan beside plain decoding at the same delay, and its expected speed."""
+    """The rows with each plan's speed over plain decoding at the same delay, and its expected speed."""
     ms = {(row["delay, ms"], row["plan"]): row["ms/round"] for row in rows}
     least, most = min(delay for delay, _ in ms), max(delay for delay, _ in ms)
     messages = (ms[most, "plain"] - ms[least, "plain"]) / (most - least) if most > least else 0.0
@@ -221,11 +223,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add_shape(parser, "llama-3.2-1b")
     add = parser.add_argument
-    add("--count", type=parse_positive, default=2, help="ranks (default: %(default)s)")
-    add("--pipeline", action="store_true", help="divide layers among ranks instead of each layer")
-    add("--delays", type=float, nargs="+", default=DELAYS, metavar="MS", help="of each message (default: %(default)s)")
+    add("--count", type=parse_positive, default=2, help="number of ranks (default: %(default)s)")
+    add("--pipeline", action="store_true", help="pipelining instead of tensor parallelism")
+    add("--delays", type=float, nargs="+", default=DELAYS, metavar="MS", help="per message (default: %(default)s)")
     add("--plans", type=parse_plan, nargs="+", default=[(1, 3), (1, 7)], metavar="PLAN", help="default: 1,3 1,7")
-    add("--max-tokens", type=parse_positive, default=64, help="in a turn (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=64, help="tokens per run (default: %(default)s)")
     add("--repeats", type=parse_positive, default=3, help="repeats of each contestant (default: %(default)s)")
     add_json(parser)
 

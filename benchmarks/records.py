@@ -1,7 +1,7 @@
-"""Records of results: one JSON object per line, checked against `record.schema.json`, with machine and versions.
+"""Records of results: one JSON object per line, with machine and versions, checked against `record.schema.json`.
 
-A "speed" record is a contestant on a prompt, a "costs" record has the times of a round's parts on this machine, and a
-"suite" is a contributed file with records of both.
+A "speed" record has the results of a contestant on a prompt, a "costs" record the times of the parts of a round on a
+machine. A "suite" is a contributed file with records of both kinds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_redrafter.errors import RedrafterError, one_line
 from mlx_redrafter.planning.machine import describe_machine
 
 SCHEMA = 1
-"""The version of the records' format."""
+"""The format version of records."""
 
 RESULTS = Path(__file__).parent / "results"
 CONTRIBUTED = "contributed"
@@ -31,7 +31,7 @@ Record = dict[str, Any]
 
 
 def find_problem(record: Any) -> str | None:
-    """What is wrong with a record, and where; None if nothing is.
+    """The first problem of a record and its place; None if it is valid.
 
     Raises:
         RedrafterError: the package jsonschema is not installed.
@@ -39,12 +39,12 @@ def find_problem(record: Any) -> str | None:
     try:
         import jsonschema
     except ImportError as error:
-        raise RedrafterError("results are checked with the package jsonschema: pip install '.[bench]'") from error
+        raise RedrafterError("checking results needs jsonschema: pip install '.[bench]'") from error
     schema = read_schema()
     kinds = schema["$defs"]["kinds"]["enum"]
     kind = record.get("kind") if isinstance(record, dict) else None
     if kind not in kinds:
-        return f"its kind must be one of {', '.join(kinds)}, got {kind!r}"
+        return f"kind must be one of {', '.join(kinds)}, got {kind!r}"
     validator = jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{kind}"})
     worst = jsonschema.exceptions.best_match(validator.iter_errors(record))
     return None if worst is None else f"{worst.json_path}: {one_line(worst.message)[:200]}"
@@ -58,10 +58,10 @@ def read_schema() -> dict[str, Any]:
 
 
 def parse_record(text: str, where: str) -> Record:
-    """The record in a JSON text.
+    """Parses a JSON text as a record.
 
     Raises:
-        RedrafterError: the text is not a JSON object, or does not fit the schema.
+        RedrafterError: the text is not a JSON object, or does not match the schema.
     """
     try:
         record = json.loads(text)
@@ -70,16 +70,16 @@ def parse_record(text: str, where: str) -> Record:
     if problem := find_problem(record):
         raise RedrafterError(f"{where}: {problem}")
     if "machine" not in record:
-        raise RedrafterError(f"{where}: expected the machine that it was measured on")
+        raise RedrafterError(f"{where}: expected a field 'machine'")
     return dict(record)
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file.
+    """Reads a file of records.
 
     Raises:
-        RedrafterError: a line is not a record; the message says which, and why.
-        OSError: it cannot be read.
+        RedrafterError: a line is not a valid record.
+        OSError: the file cannot be read.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     return [parse_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
@@ -89,8 +89,8 @@ class Results(NamedTuple):
     """The results in a folder.
 
     Attributes:
-        files: name of a file without its suffix -> its records.
-        contributed: contributed files of the suite.
+        files: file name without suffix -> records.
+        contributed: contributed suite files.
     """
 
     files: dict[str, list[Record]]
@@ -98,17 +98,17 @@ class Results(NamedTuple):
 
 
 def read_results(directory: Path) -> Results:
-    """The results in a folder.
+    """Reads the results in a folder.
 
     Raises:
-        RedrafterError: there are none, a file is damaged, or a contribution does not say who made it.
+        RedrafterError: there are none, a file is damaged, or a contribution has no contributor.
     """
     files = {path.stem: read_records(path) for path in sorted(directory.glob("*.jsonl"))}
     suites = sorted((directory / CONTRIBUTED).glob("*.json"))
     contributed = [parse_record(path.read_text(encoding="utf-8"), f"{path}") for path in suites]
     for path, suite in zip(suites, contributed, strict=True):
         if not suite.get("contributor"):
-            raise RedrafterError(f"{path} does not say who measured it: fill in its 'contributor'")
+            raise RedrafterError(f"{path} has no contributor: fill in its 'contributor' field")
     if not files and not contributed:
         raise RedrafterError(f"expected results in {directory}: files that end in .jsonl, or {CONTRIBUTED}/*.json")
     return Results(files, contributed)
@@ -118,13 +118,13 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
     """Writes a file of records, completely or not at all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     write_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
 
 
 def stamp() -> dict[str, Any]:
-    """Machine, versions and time of a measurement; on a Mac also GPU cores and power source."""
+    """Machine, versions and time of a measurement; on macOS also GPU cores and power source."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     found = describe_machine() | {"mlx_redrafter": __version__, "when": now}
     if sys.platform == "darwin":
@@ -134,7 +134,7 @@ def stamp() -> dict[str, Any]:
 
 
 def ask_system(pattern: str, *command: str) -> str | None:
-    """The match of `pattern` in a system command's output; None without one."""
+    """The first group of `pattern` in the output of a system command; None if there is no match."""
     try:
         printed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

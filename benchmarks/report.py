@@ -1,12 +1,12 @@
-"""Makes the tables and plots of the documents from the kept results.
+"""Makes the tables and plots of the documentation from stored results.
 
     python -m benchmarks report
     python -m benchmarks report --results my-results
     python -m benchmarks report --write
 
-Prints the tables in Markdown. `--write` puts each into its place in the documents of this repository, between the
-lines `<!-- results: NAME -->` and `<!-- results: end -->`, and draws the plots. Rows in which drafting does not pay are
-included.
+Prints the tables in Markdown. `--write` inserts them into the documentation of this repository, between the lines
+`<!-- results: NAME -->` and `<!-- results: end -->`, and draws the plots. Rows in which drafting is slower than plain
+decoding are included.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ DOCUMENTS = tuple(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs
 PLOTS = ROOT / "docs" / "plots"
 SPREAD = "{x plain:.2f} ({least:.2f} to {most:.2f})"
 DEMO_FILES = {"demo-edits": "edits, greedy", "demo-code": "fresh code, temperature 0.8"}
-"""Results of the packaged demo -> their kind of text."""
+"""Result file of the packaged demo -> its kind of text."""
 
 PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
 
 
 def find_costs(records: Iterable[Record]) -> Record | None:
-    """The first costs record."""
+    """The first costs record; None if there is none."""
     return next((record for record in records if record["kind"] == "costs"), None)
 
 
 def find_limit(costs: Record | None, record: Record) -> float | None:
-    """A record's speed over plain decoding if a round took only its verify forward.
+    """The speed over plain decoding that a record would have if a round took only its verify forward.
 
-    That is tokens per round over the forward in plain steps, measured alone at the context length halfway through the
-    text; of the forwards of as many nodes or more the fastest counts. If the measured ratio is larger, it is returned.
-    None if the plan is not fixed, or its forward was not measured.
+    That is tokens per round over the cost of the forward in plain steps, measured separately, at the context length
+    halfway through the text. Of all forwards with at least as many nodes, the fastest counts. If the measured ratio is
+    larger, it is returned instead. None if the plan is not fixed, or its forward was not measured.
     """
     if costs is None or not is_fixed(record):
         return None
@@ -75,7 +75,7 @@ def find_limit(costs: Record | None, record: Record) -> float | None:
 
 
 def find_median(values: Iterable[float | None]) -> float | None:
-    """The median of the values that are not None; None if all are."""
+    """The median of the values that are not None; None if there are none."""
     return median(found) if (found := [value for value in values if value is not None]) else None
 
 
@@ -92,7 +92,7 @@ def make_row(name: str, records: list[Record]) -> Row:
 
 
 def make_demo_table(results: Results) -> str:
-    """Every contestant on the demo's own prompts, edits and fresh code apart."""
+    """Every contestant on the demo's own prompts: edits, then fresh code."""
     rows, settings = list[Row](), ""
     for file, text in DEMO_FILES.items():
         records = results.files.get(file, [])
@@ -102,7 +102,7 @@ def make_demo_table(results: Results) -> str:
 
 
 def split_temps(results: Results) -> dict[str, list[Record]]:
-    """Description of a temperature -> Spec-Bench's records with it."""
+    """Spec-Bench's speed records by temperature, as "greedy" or "temperature T"."""
     found: dict[str, list[Record]] = {}
     for record in results.files.get("specbench", []):
         if record["kind"] == "speed":
@@ -112,7 +112,7 @@ def split_temps(results: Results) -> dict[str, list[Record]]:
 
 
 def make_summary_table(results: Results) -> str:
-    """Speedups of a chat model's answers by kind of text, with the context alone and with a drafter beside it."""
+    """Speedups of a chat model's answers by kind of text, with the context alone and with drafter and context."""
     rows: dict[str, Row] = {}
     for temp, records in split_temps(results).items():
         speeds, tokens = (make_kind_rows(records, what) for what in ("x plain", "tokens/round"))
@@ -148,7 +148,7 @@ def make_kinds_table(results: Results) -> str:
 
 
 def make_size_rows(records: Iterable[Record]) -> Iterator[Row]:
-    """A row for each target, acceptance and contestant at real sizes."""
+    """A row for each target, acceptance and contestant at real model sizes."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         groups.setdefault((record["model"], record["model_bits"], record["drafter"]), []).append(record)
@@ -171,7 +171,7 @@ def make_size_rows(records: Iterable[Record]) -> Iterator[Row]:
 
 
 def make_synthetic_table(results: Results) -> str:
-    """Every contestant at real sizes."""
+    """Every contestant at real model sizes."""
     files = [records for name, records in results.files.items() if name.startswith("synthetic")]
     rows = [row for records in files for row in make_size_rows(records)]
     settings = dict.fromkeys(describe_setting(records) for records in files)
@@ -179,7 +179,7 @@ def make_synthetic_table(results: Results) -> str:
 
 
 def make_rounds_table(results: Results) -> str:
-    """The cost of a round of each published kind of head in plain steps, beside its verify forward alone."""
+    """The cost of a round in plain steps for each published kind of head, and of its verify forward alone."""
     rows, records = [], results.files.get("published-heads", [])
     for record in [each for each in records if each["kind"] == "speed" and is_fixed(each)]:
         group = [each for each in records if each["drafter"] == record["drafter"]]
@@ -200,7 +200,7 @@ def make_rounds_table(results: Results) -> str:
 
 
 def make_predicted_table(results: Results) -> str:
-    """Predicted speeds with changes on Apple's chips of 2024, beside Apple's measurements."""
+    """Predicted speeds with changes on Apple's chips of 2024, next to Apple's measurements."""
     found = study()
     rows = []
     for best in found["measured by Apple"]:
@@ -240,13 +240,15 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "predicted": make_predicted_table,
     "contributed": make_contributed_table,
 }
-"""Name of a place in the documents -> the function that makes its table, "" without results."""
+"""Name of a place in the documentation -> the function that makes its table, or "" without results."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: those that are kept")
-    parser.add_argument("--write", action="store_true", help="into the documents and docs/plots")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="default: the repository's results"
+    )
+    parser.add_argument("--write", action="store_true", help="write to the documentation and docs/plots")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -266,10 +268,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def place_tables(text: str, results: Results) -> str:
-    """A document with the tables in their places.
+    """Inserts the tables into a document.
 
     Raises:
-        RedrafterError: there is no table for a place's name.
+        RedrafterError: the document names an unknown table.
     """
 
     def place(match: re.Match[str]) -> str:

@@ -1,12 +1,12 @@
-"""Times of a round's parts: a plain step, a verify forward of N nodes, a draft, and a whole round.
+"""Times of the parts of a round: a plain step, a verify forward of N nodes, a draft, and a whole round.
 
     python -m benchmarks round
     python -m benchmarks round --model MODEL --drafter DRAFTER --plans 1,1 1,4 4,3
     python -m benchmarks round --shape llama-3.2-1b --layers 4 --contexts 1024 4096 16384 32768 --plans 1,3
 
-The times are those that plan "auto" uses, measured now: the parts alternate, alone and in whole rounds of two levels,
-with a cache of the given length that is filled with zeros. A round pays if it makes more tokens than it takes plain
-steps. The last column is a whole round over its verify forward and draft.
+Measures the times that plan "auto" uses: the parts alternate, alone and in whole rounds of two levels, with a cache of
+the given length that is filled with zeros. A round is worthwhile if it makes more tokens than it takes plain steps. The
+last column is the time of a whole round over that of its verify forward and draft.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PLANS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 3))
 
 
 def make_row(costs: CostTable, plan: Plan, context: int) -> dict[str, Any]:
-    """The parts of a round at one of the table's context lengths.
+    """The row of a plan at one of the table's context lengths.
 
     Raises:
-        RedrafterError: the plan's parts were not measured.
+        RedrafterError: the plan's tree size or beam width was not measured.
     """
     if not costs.has(plan):
         sizes = f"{costs.counts[-1]} nodes and widths {', '.join(map(str, costs.widths))}"

@@ -1,15 +1,15 @@
-"""Decodes prompts with alternating contestants: plain, mlx-lm's own two ways, and each plan of ours.
+"""Decodes prompts with alternating contestants: plain decoding, mlx-lm, and our loop with each plan.
 
     python -m benchmarks run --quick
     python -m benchmarks run --plans auto 1,3 2,3 --output demo.jsonl
     python -m benchmarks run --suite mac --output my-mac.json
 
-Prints a row for each contestant: medians over prompts, ratios to plain decoding in the same repeat. `--output` writes
-one JSON object per line: the times of a round's parts on this machine, then one for each prompt and contestant.
+Prints a row for each contestant: medians over prompts, and ratios to plain decoding in the same repeat. `--output`
+writes one JSON object per line: the times of the parts of a round on this machine, then one per prompt and contestant.
 
-`--suite mac` makes a file to contribute: the demo on a prompt of each category, then published shapes with random
-weights, from small to large. Shapes that do not fit into memory or time are listed as skipped; what was measured of
-them is kept.
+`--suite mac` makes a file to contribute: the demo on one prompt per category, then published shapes with random
+weights, from small to large. Shapes that do not fit into memory or time are listed as skipped; their measurements so
+far are kept.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ ON_GPU = (
     ("gemma-3-27b", 4),
     ("qwen3-30b-a3b", 4),
 )
-"""Shapes and bits of the suite, the smallest first."""
+"""Shapes and bits of the suite, smallest first."""
 
 ON_CPU = (("llama-3.2-1b", 2), ("llama-3.2-3b", 2))
-"""Shapes and numbers of layers for a CPU, in float32."""
+"""Shapes and numbers of layers of the suite on a CPU, in float32."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add_workload(parser)
-    add_options(parser, "a prompt of each category, fewer plans")
+    add_options(parser, "one prompt per category, fewer plans")
     add = parser.add_argument
     add("--plans", type=parse_plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N")
-    add("--random-drafter", action="store_true", help="also auto with an untrained drafter")
-    add("--suite", choices=["mac"], help="a file to contribute; of the other flags it takes --output and --minutes")
-    about = f"of the suite, after which it begins nothing more (default: {MINUTES:g})"
+    add("--random-drafter", action="store_true", help="also run auto with an untrained drafter")
+    add("--suite", choices=["mac"], help="make a file to contribute; only --output and --minutes apply to it")
+    about = f"time after which the suite starts no more items (default: {MINUTES:g})"
     add("--minutes", type=parse_above_zero, default=MINUTES, help=about)
 
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_items() -> dict[str, Callable[[], Workload]]:
-    """The suite's items in order: a name, and the function that makes the models."""
+    """The suite's items in order: name -> function that makes the workload."""
 
     def build(name: str, bits: int, layers: int) -> Workload:
         return build_workload(name, bits, layers=layers, acceptance=make_acceptance(0.7))
@@ -93,11 +93,11 @@ def list_items() -> dict[str, Callable[[], Workload]]:
 
 
 def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: float) -> int:
-    """Measures items while there is time, and writes one JSON object after each; returns `find_status`.
+    """Measures items while there is time, and writes the results after each; returns the status of `find_status`.
 
     Raises:
         RedrafterError: the file exists, or nothing could be measured.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if output.exists():
         raise RedrafterError(f"{output} exists already: give another --output")
@@ -112,7 +112,7 @@ def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: f
             if perf_counter() > end:
                 raise RedrafterError("no time was left")
             measure_item(make(), records, is_demo=name == "demo")
-        except (ValueError, RuntimeError, MemoryError) as error:  # also MLX's and mlx-lm's; other items may still work
+        except (ValueError, RuntimeError, MemoryError) as error:  # also from MLX and mlx-lm; other items may still work
             skipped.append({"name": name, "why": one_line(error)})
             print(f"skipped: {one_line(error)}", file=sys.stderr)
         mx.clear_cache()
@@ -125,7 +125,7 @@ def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: f
 
 
 def measure_item(workload: Workload, records: list[Record], *, is_demo: bool) -> None:
-    """Adds the records of a round's parts, then of every contestant; the demo has more of them."""
+    """Adds records of the parts of a round, then of every contestant; the demo has more contestants."""
     records.append(measure_costs(workload))
     settings, plans = Settings(max_tokens=QUICK_TOKENS), PLANS if is_demo else QUICK_PLANS
     sides = make_contestants(workload, plans, settings, context=is_demo, random=is_demo)

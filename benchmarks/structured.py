@@ -1,9 +1,10 @@
-"""JSON with a schema from the server's engine, drafted and plain alternately.
+"""Speedup of JSON schema output in the server's engine; drafted and plain decoding alternate.
 
     python -m benchmarks structured
 
-Uses the packaged demo in float32, greedy, one request at a time; its text is meaningless. Prints tokens per second
-after the first token, medians over the repeats, their ratio, tokens per round, and whether both texts are the same.
+Uses the packaged demo in float32, greedy by default, one request at a time; its text is meaningless. Prints tokens per
+second after the first token, as medians over the repeats, their ratio, tokens per round, and whether both texts are
+the same.
 """
 
 from __future__ import annotations
@@ -70,15 +71,15 @@ PROMPT = "# An example of {}, as JSON\nexample = "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
-    add("--max-tokens", type=parse_positive, default=256, help="of each answer (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=256, help="tokens per answer (default: %(default)s)")
     add("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
-    add("--repeats", type=parse_positive, default=5, help="default: %(default)s")
-    add("--no-drafter", action="store_true", help="draft from grammar and context alone")
+    add("--repeats", type=parse_positive, default=5, help="repeats (default: %(default)s)")
+    add("--no-drafter", action="store_true", help="draft only from grammar and context")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each schema; returns exit status 1 if a drafted text is not the plain one."""
+    """Prints a row for each schema; returns exit status 1 if a drafted text differs from the plain one."""
     from mlx_redrafter.serving.structured_output import GrammarCompiler  # needs llguidance, unlike --help
 
     model, tokenizer, drafter = load_demo()
@@ -122,6 +123,6 @@ def time_schema(engine: Engine, tokenizer: Any, compiler: Any, name: str, args: 
 
 
 async def generate(engine: Engine, **asked: Any) -> tuple[list[int], Request]:
-    """The tokens of an answer, and its request, with statistics."""
+    """(the tokens of an answer, its request with statistics)."""
     request = engine.submit(**asked)
     return [event.token async for event in request.events()], request

@@ -1,10 +1,10 @@
-"""The grid of beam widths, depths and tree sizes, alternating with plain decoding, as records and heat maps.
+"""Measures a grid of beam widths, depths and tree sizes, alternating with plain decoding, and draws heat maps.
 
     python -m benchmarks sweep --quick --plot sweep.png
     python -m benchmarks sweep --widths 1 2 4 8 --depths 1 2 3 4 5 6 --sizes whole 9 --plot sweep.png
 
-Draws a map for each tree size, width against depth: speed over plain decoding above, tokens per round below. Sizes
-that are larger than a shape's tree, or equal to it, are left out.
+`--plot` draws two maps of width against depth for each tree size: speed over plain decoding, and tokens per round.
+Sizes that are not below that of a shape's whole tree are skipped.
 """
 
 from __future__ import annotations
@@ -35,31 +35,35 @@ Cells = dict[tuple[int, int], float]
 
 
 def parse_size(text: str) -> int | str:
-    """A number of nodes, or "whole"."""
+    """Parses a number of nodes, or "whole".
+
+    Raises:
+        argparse.ArgumentTypeError: the text is neither.
+    """
     return text if text == "whole" else parse_positive(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add_workload(parser, draft_model=False)
-    add_options(parser, "a prompt of each category, a small grid")
+    add_options(parser, "one prompt per category, a small grid")
     for name, kind, default in (
         ("widths", parse_positive, WIDTHS),
         ("depths", parse_positive, DEPTHS),
         ("sizes", parse_size, SIZES),
     ):
         parser.add_argument(f"--{name}", type=kind, nargs="+", help=f"default: {' '.join(map(str, default))}")
-    parser.add_argument("--plot", type=parse_output, metavar="PNG", help="where to draw the maps")
+    parser.add_argument("--plot", type=parse_output, metavar="PNG", help="file for the maps")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures the grid; returns the exit status.
 
     Raises:
-        RedrafterError: matplotlib is missing, see `make_grid` and `open_workload`.
+        RedrafterError: matplotlib is missing, or see `make_grid` and `open_workload`.
     """
     if args.plot and find_spec("matplotlib") is None:
-        raise RedrafterError("maps are drawn with matplotlib: pip install '.[bench]'")
+        raise RedrafterError("maps need matplotlib: pip install '.[bench]'")
     workload = open_workload(args)
     widths, depths, sizes = (QUICK_WIDTHS, QUICK_DEPTHS, QUICK_SIZES) if args.quick else (WIDTHS, DEPTHS, SIZES)
     grid = args.widths or widths, args.depths or depths, args.sizes or sizes
@@ -71,22 +75,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_grid(widths: list[int], depths: list[int], sizes: list[Any], vocab_size: int) -> list[Plan]:
-    """The plans of a grid, each once.
+    """The plans of a grid, without duplicates.
 
     Raises:
-        RedrafterError: there are none, or one is out of range.
+        RedrafterError: the grid has no plan, or one is out of range.
     """
     found = []
     for width, depth, size in product(widths, depths, sizes):
         if size == "whole" or (width > 1 and size < 1 + width * depth):
             found.append(make_plan(width, depth, None if size == "whole" else size, vocab_size))
     if not found:
-        raise RedrafterError("a grid without a plan: a size must be below that of the whole tree, and a chain has none")
+        raise RedrafterError("the grid has no plan: sizes must be below the whole tree's, and do not apply to chains")
     return list(dict.fromkeys(found))
 
 
 def find_cells(records: Iterable[Record]) -> dict[str, dict[str, Cells]]:
-    """Tree size -> "x plain" and "tokens/round" -> cells, of fixed plans."""
+    """Tree size -> "x plain" or "tokens/round" -> cells, for fixed plans."""
     found: dict[str, dict[str, Cells]] = defaultdict(lambda: defaultdict(dict))
     for own in group_by_contestant(records).values():
         if is_fixed(own[0]):
@@ -97,7 +101,7 @@ def find_cells(records: Iterable[Record]) -> dict[str, dict[str, Cells]]:
 
 
 def draw_maps(records: list[Record], path: Path) -> None:
-    """Draws the maps of a sweep to a PNG, completely or not at all.
+    """Draws the maps of a sweep to a PNG file, written completely or not at all.
 
     Raises:
         OSError: the file cannot be written.
@@ -119,7 +123,7 @@ def draw_maps(records: list[Record], path: Path) -> None:
 
 
 def draw_map(axis: Any, cells: Cells, name: str, **colours: Any) -> None:
-    """Draws a map with a number in every cell."""
+    """Draws a heat map with a number in every cell."""
     widths, depths = sorted({width for width, _ in cells}), sorted({depth for _, depth in cells})
     values = [[cells.get((width, depth), float("nan")) for depth in depths] for width in widths]
     axis.imshow(values, origin="lower", aspect="auto", **colours)

@@ -1,11 +1,11 @@
-"""The engine at real sizes without a download: published shapes, random weights, and a chosen acceptance.
+"""Measures real model sizes without a download: published shapes, random weights, and a chosen acceptance.
 
     python -m benchmarks synthetic --quick
     python -m benchmarks synthetic --shape llama-3.1-8b --bits 4 --acceptance 0.7 --plans auto 1,3 2,3
 
-The text is fixed (`Oracle`), so that drafts are right with a given probability; target and drafter compute everything
-as usual. `--layers` takes only the first layers of a shape, if the whole does not fit or takes too long; records say
-so, and nothing is extrapolated. `--drafter-type` drafts with a head of its kind's published sizes.
+The text is fixed (`Oracle`), so that drafts are right with a given probability. Target and drafter compute everything
+as usual. `--layers` uses only the first layers of a shape, if it is too large or slow; records state this, and nothing
+is extrapolated. `--drafter-type` uses a head of published sizes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ PROMPT_TOKENS = 64
 
 
 def make_config(model_type: str, sizes: Sequence[int], *, tied: bool = True, **more: Any) -> dict[str, Any]:
-    """The part of a transformer's `config.json` that mlx-lm's class reads.
+    """A transformer's config for mlx-lm's model class.
 
     Args:
-        sizes: of the hidden state, layers, MLP, heads, key-value heads, a head, and the vocabulary.
-        tied: whether the embedding is its output matrix.
+        sizes: hidden size, layers, MLP size, heads, key-value heads, head size, and vocabulary size.
+        tied: whether the embedding is also the output matrix.
     """
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     found = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
@@ -76,24 +76,24 @@ SHAPES = {
 
 
 def make_layer(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The sizes of a drafter with layers like its target's."""
+    """The sizes of a drafter with layers like the target's."""
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {name: shape[name] for name in names} | {"width": shape["hidden_size"], **more}
 
 
 def make_block(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The sizes of a block drafter of five layers that reads five of its target's."""
+    """The sizes of a block drafter with five layers that reads five of the target's."""
     return make_layer(shape, num_layers=5, mask_token_id=0, capture_layers=spread(shape, 5), **more)
 
 
 def make_mtp_config(shape: dict[str, Any]) -> dict[str, Any]:
-    """The config of Qwen3.5's dense multi-token-prediction layer, with its target's sizes."""
+    """The config of Qwen3.5's dense multi-token-prediction layer, with the target's sizes."""
     names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {name: shape[name] for name in (*names, "rms_norm_eps")} | {"model_type": "qwen3_5"}
 
 
 def spread(shape: dict[str, Any], count: int) -> list[int]:
-    """The numbers of `count` evenly spaced layers of a target."""
+    """The indices of `count` evenly spaced layers of a target."""
     last = shape["num_hidden_layers"] - 1
     return [round(at * last / (count - 1)) for at in range(count)]
 
@@ -114,19 +114,19 @@ HEADS: dict[str, Callable[[dict[str, Any]], tuple[type[DrafterArgs], dict[str, A
     "dflash": lambda shape: (dflash.DrafterArgs, make_block(shape, block_size=16)),
     "dspark": lambda shape: (dspark.DrafterArgs, make_block(shape, block_size=7, from_anchor=True, markov_rank=256)),
 }
-"""Name of a kind -> the arguments of its published heads for a target, except the target's sizes."""
+"""Kind -> function from a target's shape to (config class, its arguments for published heads)."""
 
 
 class Oracle(Sampler):
     """A sampler with a fixed text, in which the drafter's guess of rank r is right with a given probability.
 
-    The token at each position is a function of the position, not of the logits: the output of random weights is
-    meaningless, and no drafter could learn it. A draw for each position decides which rank the right token has among
-    the drafter's guesses, or that it has none; the other ranks are wrong guesses. A beam search then keeps the same
-    nodes as for a drafter with that acceptance.
+    The token at each position depends on the position, not on the logits: random weights produce meaningless text that
+    no drafter could learn. A random draw per position decides the rank of the right token among the drafter's guesses,
+    or that it is not among them; all other guesses are wrong. A beam search then keeps the same nodes as for a drafter
+    with that acceptance.
 
     Args:
-        acceptance: (K, R) probabilities by depth and rank; the last depth applies to all deeper ones.
+        acceptance: (K, R) probabilities by depth and rank; the last depth also applies to deeper ones.
         seed: of the draws.
     """
 
@@ -136,22 +136,22 @@ class Oracle(Sampler):
         mx.eval(self._key)
 
     def make_text(self, positions: mx.array, vocab_size: int) -> mx.array:
-        """The tokens at these positions, int32, in large steps through the vocabulary, so that experts change."""
+        """The tokens at these positions, int32; they vary widely, so that different experts are selected."""
         return ((positions.astype(mx.int32) * 7919 + 104729) % vocab_size).astype(mx.int32)
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
-        """The positions (P, 1) from `position` on instead of noise."""
+        """Returns positions (P, 1), from `position` on, in place of noise."""
         places = (position.astype(mx.int32) + mx.arange(count))[:, None]
         return Draws(places, places)
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """(N,) the text. The likeliest tokens of logprobs (N, V) are computed as in a sampler, but not used."""
+        """(N,) the tokens of the text. The argmax of logprobs (N, V) is computed as in a sampler, but not used."""
         assert draws is not None
         likeliest = mx.argmax(logprobs, axis=-1).astype(mx.int32)
         return self.make_text(draws.gumbel[rows, 0], logprobs.shape[-1]) + mx.minimum(likeliest, 0)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """(W, V) the log-probabilities of the guesses; the other tokens share the remaining probability."""
+        """(W, V) log-probabilities with the chosen guesses; all other tokens share the remaining probability."""
         vocab_size, least = logits.shape[-1], 1e-12
         chances = self.acceptance[min(row, len(self.acceptance) - 1)]
         position, ranks = draws.gumbel[row, 0], mx.arange(len(chances))
@@ -167,10 +167,10 @@ class Oracle(Sampler):
 
 
 def parse_rate(text: str) -> AcceptanceTable:
-    """The table for a rate of first guesses; after a miss, other guesses are right at the assumed default rates.
+    """Parses the rate of first guesses as an acceptance table; the other guesses have the assumed default rates.
 
     Raises:
-        argparse.ArgumentTypeError: the text is no rate.
+        argparse.ArgumentTypeError: the rate is not from 0 to 1.
     """
     if not 0 <= (rate := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
@@ -180,13 +180,13 @@ def parse_rate(text: str) -> AcceptanceTable:
 def build_workload(
     name: str, bits: int, *, layers: int, acceptance: AcceptanceTable, drafter_type: str | None = None, seed: int = 0
 ) -> Workload:
-    """A target with random weights, a drafter of a suitable size, and an oracle for its acceptance.
+    """Makes a target with random weights, a drafter of suitable size, and an oracle for its acceptance.
 
     Args:
         name: one of `SHAPES`.
-        bits: 32 for float32, 16 for bfloat16; fewer for quantized layers beside float32 on a CPU, else bfloat16.
-        layers: how many of the shape's layers.
-        drafter_type: one of `HEADS`, with published sizes; None for a recurrent drafter of a suitable size.
+        bits: 32 for float32, 16 for bfloat16; fewer for quantized layers, with float32 on a CPU and else bfloat16.
+        layers: the number of layers, at most the shape's.
+        drafter_type: one of `HEADS`, with published sizes; None for a recurrent drafter of suitable size.
 
     Raises:
         RedrafterError: the shape has fewer layers, or does not fit into this machine's memory.
@@ -204,12 +204,12 @@ def build_workload(
             f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, more than "
             f"the {memory / 1e9:.1f} GB that MLX should use on this machine: give fewer --layers or --bits"
         )
-    for _, module in model.named_modules():  # one by one, so that at most one exists unquantized
+    for _, module in model.named_modules():  # one by one, so that at most one is in memory unquantized
         mx.eval([array for array in module.values() if isinstance(array, mx.array)])
     mx.clear_cache()
     set_blas_threads(model)
     if drafter_type is None:
-        sizes = candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the last resort
+        sizes = candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the fallback
         size = next((each for each in sizes if n_weights(each) * dtype.size < CHEAP * count_bytes(model)), sizes[-1])
     else:
         kind, own = HEADS[drafter_type](shape | {"num_hidden_layers": layers})
@@ -232,13 +232,13 @@ def build_workload(
 
 
 def make_target(config: dict[str, Any], bits: int, dtype: mx.Dtype) -> nn.Module:
-    """A model of mlx-lm's class with random weights, not evaluated."""
+    """A model of mlx-lm's class with random weights that are not evaluated yet."""
     module = import_module(f"mlx_lm.models.{config['model_type']}")
-    # Every sixth layer of Gemma has full attention; mlx-lm looks up the first of them.
+    # Every sixth layer of Gemma has full attention, and mlx-lm indexes the first of them: there must be one.
     config = config | {"sliding_window_pattern": min(6, config["num_hidden_layers"])}
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     if config["tie_word_embeddings"] and "lm_head" in model:
-        model.sanitize({})  # some drop the head only if the weights have none
+        model.sanitize({})  # some models drop the head only here, if the weights have none
     model.set_dtype(dtype)
     if bits < 16:
         quantize_model(model, {}, GROUP_SIZE, bits)
@@ -247,22 +247,22 @@ def make_target(config: dict[str, Any], bits: int, dtype: mx.Dtype) -> nn.Module
 
 
 def add_shape(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Adds the flags of a synthetic pair.
+    """Adds the flags of a synthetic target and drafter.
 
     Args:
-        default: the default shape; None for none.
+        default: the default of `--shape`.
     """
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default=default, help="of a target of random weights (default: %(default)s)")
-    add("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="of the target (default: 32 on a CPU, else 4)")
-    add("--layers", type=parse_positive, help="only its first layers")
-    add("--acceptance", type=parse_rate, default="0.7", help="chance of the first guess (default: %(default)s)")
+    add("--shape", choices=SHAPES, default=default, help="use a target with random weights (default: %(default)s)")
+    add("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="target's bits (default: 32 on a CPU, else 4)")
+    add("--layers", type=parse_positive, help="use only the first layers")
+    add("--acceptance", type=parse_rate, default="0.7", help="rate of right first guesses (default: %(default)s)")
     add("--drafter-type", choices=HEADS, help="a head with published sizes (default: recurrent, small)")
     parser.set_defaults(seed=0)
 
 
 def open_shape(args: argparse.Namespace) -> Workload:
-    """The pair of models of the flags of `add_shape`; with `--quick` with a few layers.
+    """Makes the workload given by the flags of `add_shape`; with `--quick` it has few layers.
 
     Raises:
         RedrafterError: see `build_workload`.
@@ -270,7 +270,7 @@ def open_shape(args: argparse.Namespace) -> Workload:
     quick = getattr(args, "quick", False)
     layers = args.layers or (QUICK_LAYERS if quick else SHAPES[args.shape]["num_hidden_layers"])
     bits = args.bits or (32 if mx.default_device().type == mx.cpu else 4)
-    print(f"{args.shape}: drawing weights of {layers} layers", file=sys.stderr)
+    print(f"{args.shape}: making random weights of {layers} layers", file=sys.stderr)
     return build_workload(
         args.shape, bits, layers=layers, acceptance=args.acceptance, drafter_type=args.drafter_type, seed=args.seed
     )
@@ -285,6 +285,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds a pair and measures it; returns the exit status."""
+    """Makes a workload and measures it; returns the exit status."""
     status, _ = measure(open_shape(args), args.plans or (QUICK_PLANS if args.quick else PLANS), args)
     return status

@@ -1,4 +1,4 @@
-"""Tables of rows for a terminal and in Markdown, and rows from records."""
+"""Tables for a terminal and in Markdown, and their rows from records."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PLAIN, MLX_LM, MLX_LM_DRAFT = "plain", "mlx-lm", "mlx-lm draft model"
 DRAFTED, RANDOM = "drafted", "drafted, random drafter"
 CONTEXT, BOTH = "context", "drafter + context"
 DRAFT_MODEL, DRAFT_MODEL_BOTH = "draft model", "draft model + context"
-"""The contestants in records: plain, mlx-lm's own, our drafter, the context, both, and mlx-lm's draft model in our
-loop, without and with the context. New ones need a name here and in `record.schema.json`."""
+"""Contestants in records: plain decoding, mlx-lm, our drafter, the context, both, and mlx-lm's draft model in our loop
+without and with the context. New ones need a name here and in `record.schema.json`."""
 
 Row = dict[str, Any]
 
 
 def format_cell(value: Any) -> str:
-    """A table's cell: two decimals, or two digits below a tenth; lists as `1 x 4`."""
+    """Formats a table cell: two decimals, or two digits below 0.1; lists as `1 x 4`."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -35,19 +35,19 @@ def format_cell(value: Any) -> str:
 
 
 def format_cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The cells of a table, its head included."""
+    """The cells of a table, including the header."""
     return [list(rows[0]), *([format_cell(value) for value in row.values()] for row in rows)]
 
 
 def format_text(rows: Sequence[Row]) -> str:
-    """Rows as a table for a terminal."""
+    """Formats rows as a table for a terminal."""
     lines = format_cells(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
 
 
 def format_markdown(rows: Sequence[Row]) -> str:
-    """Rows as a table in Markdown, with a final newline; "" for no rows."""
+    """Formats rows as a Markdown table with a final newline; "" for no rows."""
     if not rows:
         return ""
     lines = [[text.replace("|", "\\|") for text in line] for line in format_cells(rows)]
@@ -56,7 +56,7 @@ def format_markdown(rows: Sequence[Row]) -> str:
 
 
 def show_rows(args: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Prints a table with the machine and the flags below it; with `--json` one object per row with both."""
+    """Prints a table, then a line with machine and flags; with `--json` one object per row with both."""
     machine = stamp()
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
     if args.json:
@@ -69,7 +69,7 @@ def show_rows(args: argparse.Namespace, rows: Sequence[Row]) -> None:
 
 
 def describe_machine(machine: dict[str, Any]) -> str:
-    """A machine and its versions in a line."""
+    """One line with the machine and its versions."""
     parts = [machine["chip"], f"{machine['cores']} cores", machine["platform"].split("-with")[0]]
     parts += [f"{name} {machine[name]}" for name in ("mlx", "mlx-lm", "mlx_redrafter")]
     parts += [str(machine["blas"])] if "blas" in machine else [machine["device"]]
@@ -79,7 +79,7 @@ def describe_machine(machine: dict[str, Any]) -> str:
 
 
 def describe_setting(records: Iterable[Record]) -> str:
-    """The machine and the settings of speed records in a line; "" without any."""
+    """One line with the machine and the settings of speed records; "" without records."""
     record = next((record for record in records if record["kind"] == "speed"), None)
     if record is None:
         return ""
@@ -106,7 +106,7 @@ def group_by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def summarize(records: Sequence[Record]) -> Row:
-    """A row over several prompts: medians, the smallest and largest ratio, how many texts equal plain decoding's."""
+    """A row over several prompts: medians, the range of ratios, and how many texts equal plain decoding's."""
     ratios = [record["ratio"] for record in records]
     rounds = [record for record in records if record["tokens_per_round"] is not None]
     same = [record["same_tokens"] for record in records if record["same_tokens"] is not None]

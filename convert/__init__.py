@@ -1,6 +1,8 @@
-"""`python -m mlx_redrafter.convert`: writes a trained drafter from any source as a directory that MLX loads.
+"""`python -m mlx_redrafter.convert`: converts a trained drafter to a directory that MLX loads.
 
-sources     formats of PyTorch and TensorRT-LLM: pickles, without executing code, and slices of ranks
-conversion  all steps in order, with cast, quantization and measurements; `command` has its flags
-output      the directory that is written, completely or not at all
+Modules:
+    sources: reads PyTorch pickles, without executing code, and TensorRT-LLM files with one slice per rank.
+    conversion: all steps in order, with cast, quantization and measurements.
+    output: writes the directory, completely or not at all.
+    command: flags and report.
 """

@@ -1,4 +1,4 @@
-"""The flags of `convert`, with mlx-lm's names and meanings, and its report."""
+"""The flags of `convert`, named as in mlx-lm, and its report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .conversion import Conversion, convert
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of `python -m mlx_redrafter.convert`; each flag is a parameter of `convert`."""
+    """The argument parser; each flag is a parameter of `convert`."""
     parser = argparse.ArgumentParser(
         prog="mlx_redrafter.convert",
         description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, MLP or Arctic speculators, "
@@ -23,31 +23,31 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     origin = parser.add_mutually_exclusive_group(required=True)
     origin.add_argument("--hf-path", "--model", help="the drafter: a directory, a file or a Hugging Face repo")
-    origin.add_argument("--from-base", help="a model, to read only its multi-token-prediction layer")
+    origin.add_argument("--from-base", help="a model; only its multi-token-prediction layer is read")
     add("--mlx-path", default="mlx_model", help="the directory to write (default: %(default)s)")
     add("-q", "--quantize", action="store_true", help="quantize the drafter")
-    add("--q-group-size", type=int, help="group size of the quantization")
-    add("--q-bits", type=int, help="bits per weight of the quantization")
-    add("--q-mode", default="affine", choices=list(MODES), help="the quantization's mode (default: %(default)s)")
+    add("--q-group-size", type=int, help="group size for quantization")
+    add("--q-bits", type=int, help="bits per weight for quantization")
+    add("--q-mode", default="affine", choices=list(MODES), help="quantization mode (default: %(default)s)")
     for part, means in {"head": "output matrix", "blocks": "blocks and input projection", "rnn": "cell"}.items():
-        add(f"--{part}-bits", type=int, metavar="BITS", help=f"other bits for the {means}; 0 does not quantize it")
+        add(f"--{part}-bits", type=int, metavar="BITS", help=f"bits for the {means} (default: --q-bits); 0 for none")
     add("--dtype", choices=DTYPES, help="dtype of unquantized weights; as stored if not given")
     add("-d", "--dequantize", action="store_true", help="dequantize a quantized drafter")
-    add("--base-model", help="its target: recorded, and used to measure tokens per round before and after")
-    add("--draft-depth", type=int, help="how many tokens it should draft by default; recorded")
-    add("--hidden-state", choices=(AFTER_NORM, BEFORE_NORM), help="the target's hidden state that it reads; recorded")
+    add("--base-model", help="the drafter's target; recorded, and used to measure tokens per round before and after")
+    add("--draft-depth", type=int, help="default number of drafted tokens; recorded")
+    add("--hidden-state", choices=(AFTER_NORM, BEFORE_NORM), help="which hidden state the drafter reads; recorded")
     add("--draft-vocab-size", type=int, help="keep only the N most frequent tokens of --token-counts")
-    add("--token-counts", help="JSON: token ids, the most frequent first, or an object of ids and counts")
+    add("--token-counts", help="JSON file: token ids, most frequent first, or an object from ids to counts")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
-    add("--upload-repo", help="the Hugging Face repo to upload the result to")
-    add("--force", action="store_true", help="replace the drafter at --mlx-path")
+    add("--upload-repo", help="Hugging Face repo to upload the result to")
+    add("--force", action="store_true", help="replace an existing drafter at --mlx-path")
     return parser
 
 
 def run() -> int:
-    """Converts by the flags in `sys.argv`; returns the exit status."""
+    """Runs the command with `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt to reach the hub
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # otherwise it logs every attempt to reach the hub
     done = convert(**vars(args))
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -56,7 +56,7 @@ def run() -> int:
 
 
 def describe(done: Conversion) -> str:
-    """The report, a few lines."""
+    """The report to print."""
     args = done.args
     lines = [
         f"{done.path}: {args.model_type}, hidden size {args.hidden_size}, vocabulary {args.vocab_size}, "

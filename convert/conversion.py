@@ -1,4 +1,4 @@
-"""The conversion, in order: read, cast, quantize, write, load again, compare, rename."""
+"""Converts a drafter: read, cast, quantize, write, load again, compare, rename."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .output import check_destination, make_card, new_directory, upload
 from .sources import choose_files, read_checkpoint
 
 NEW_TOKENS = 64
-"""Tokens after each prompt on which tokens per round are measured."""
+"""Tokens to generate per prompt when measuring tokens per round."""
 
 Models = tuple[nn.Module, Any]
 """A target and its tokenizer."""
@@ -49,11 +49,11 @@ class Conversion(NamedTuple):
     Attributes:
         path: the written directory.
         args: the drafter's config.
-        bytes_before, bytes_after: of its tensors.
-        bits_per_weight: of the result.
+        bytes_before, bytes_after: size of its tensors.
+        bits_per_weight: after conversion.
         difference: (the largest difference of logits on random inputs, the largest logit before).
-        tokens_per_round: (before, after), if the base model was given.
-        notes: lines for the user.
+        tokens_per_round: (before, after); None without a base model.
+        notes: messages for the user.
     """
 
     path: Path
@@ -95,23 +95,23 @@ def convert(
         hf_path: a directory, a file or a hub id; docs/checkpoints.md lists the supported formats.
         mlx_path: the directory to write, completely or not at all.
         quantize, q_group_size, q_bits, q_mode, dtype, upload_repo, revision, dequantize: as in `mlx_lm.convert`.
-        head_bits, blocks_bits, rnn_bits: other bits for a part; 0 does not quantize it.
-        base_model: the target it was trained for: recorded, and used to measure tokens per round.
-        draft_depth: its default draft depth K; recorded.
-        hidden_state: which of the target's hidden states it was trained on, `AFTER_NORM` or `BEFORE_NORM`; recorded.
-        draft_vocab_size: the number of tokens whose rows its head keeps, the most frequent ones of `token_counts`.
+        head_bits, blocks_bits, rnn_bits: bits for a part, if not `q_bits`; 0 for unquantized.
+        base_model: the drafter's target; recorded, and used to measure tokens per round.
+        draft_depth: the default draft depth K; recorded.
+        hidden_state: the target's hidden state that the drafter reads, `AFTER_NORM` or `BEFORE_NORM`; recorded.
+        draft_vocab_size: keep only this many rows of the head, for the most frequent tokens of `token_counts`.
         token_counts: a JSON file, see `read_frequent_tokens`.
-        force: replace the drafter at `mlx_path`.
-        from_base: instead of `hf_path` a model, a directory or a hub id; only its multi-token-prediction layer is read.
+        force: replace an existing drafter at `mlx_path`.
+        from_base: a model instead of `hf_path`, a directory or a hub id; only its multi-token-prediction layer is read.
 
     Raises:
-        RedrafterError: settings contradict, or the directory must not or cannot be written.
+        RedrafterError: settings contradict each other, or the directory must not or cannot be written.
         CheckpointError: the source cannot be converted.
     """
     given = {"head": head_bits, "blocks": blocks_bits, "rnn": rnn_bits}
     parts = {part: bits for part, bits in given.items() if bits is not None}
     if quantize and dequantize:
-        raise RedrafterError("choose either to quantize (-q) or to dequantize (-d), not both")
+        raise RedrafterError("give either -q to quantize or -d to dequantize, got both")
     if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
         raise RedrafterError("bits, group size and mode need -q")
     group_size, bits = q_group_size or MODES[q_mode][0], q_bits or MODES[q_mode][1]
@@ -131,7 +131,7 @@ def convert(
     drafter = read_drafter(checkpoint, models[0] if models else None)
     is_quantized, notes = checkpoint.is_quantized, tuple(checkpoint.notes)
     if dtype == "float16" and not drafter.takes_float16:
-        raise RedrafterError(f"the range of float16 is too small for a {drafter.args.model_type}: give bfloat16")
+        raise RedrafterError(f"the range of float16 is too small for {drafter.args.model_type}: give bfloat16")
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
     if is_quantized and not dequantize and (quantize or from_base is None):
@@ -139,11 +139,11 @@ def convert(
 
     recorded: dict[str, Any] = {"base_model": base_model, "draft_depth": draft_depth, "hidden_state": hidden_state}
     args = drafter.args = replace(drafter.args, **{name: value for name, value in recorded.items() if value})
-    Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # refuses impossible depths
+    Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # checks the depth
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
-    stored_dtype = source.config.get("dtype") if is_quantized else None  # mxfp4's scales do not show it
+    stored_dtype = source.config.get("dtype") if is_quantized else None  # mxfp4's scales do not tell the dtype
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))
-    stays = is_quantized and not dequantize  # a layer from a quantized model
+    stays = is_quantized and not dequantize  # only for a layer of a quantized model
     if not stays:
         drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:
@@ -151,7 +151,7 @@ def convert(
         before, args = (before[0][:, ids], before[1]), drafter.args
     drafter.set_dtype(getattr(mx, dtype))
     if (name := find_not_finite(list_weights(drafter))) is not None:
-        raise RedrafterError(f"{name} holds numbers too large for {dtype}: give another --dtype")
+        raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
     n_weights = sum(array.size for array in list_weights(drafter).values())
     config: dict[str, Any] = {"dtype": dtype}
     if quantize:
@@ -178,13 +178,13 @@ def convert(
 
 
 def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.array:
-    """(count,) int32, the ids of the most frequent tokens, in ascending order.
+    """(count,) int32, ascending: the ids of the most frequent tokens.
 
     Args:
-        file: JSON, either a list of ids, the most frequent first, or an object of ids and counts.
+        file: JSON, either a list of ids, most frequent first, or an object from ids to counts.
 
     Raises:
-        RedrafterError: it cannot be read, or holds other ids or fewer than `count`.
+        RedrafterError: the file cannot be read, has invalid or duplicate ids, or fewer than `count` of them.
     """
     path = expand_path(file)
     try:
@@ -202,10 +202,10 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
 
 
 def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
-    """Reduces an unquantized drafter's head to the rows of these tokens, and returns their ids.
+    """Reduces the head of an unquantized drafter to the rows of these tokens; returns `ids`.
 
     Raises:
-        CheckpointError: the drafter already has a draft vocabulary.
+        CheckpointError: the drafter already has a draft vocabulary, or has no head of its own.
     """
     if not drafter.output_layers:
         raise CheckpointError("the drafter uses the target's output matrix: its vocabulary cannot be trimmed")
@@ -220,7 +220,7 @@ def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
 
 
 def dequantize_heads(module: nn.Module) -> nn.Module:
-    """Dequantizes a module's matrices of latent attention, which mlx-lm's `dequantize_model` leaves out."""
+    """Dequantizes the matrices of latent attention, which mlx-lm's `dequantize_model` skips."""
 
     def dequantize(layer: Any) -> Any:
         if not isinstance(layer, QuantizedMultiLinear):
@@ -235,7 +235,7 @@ def dequantize_heads(module: nn.Module) -> nn.Module:
 
 
 def count_bytes(drafter: Drafter) -> int:
-    """Bytes of a drafter's weights."""
+    """The size of a drafter's weights in bytes."""
     return sum(array.nbytes for array in list_weights(drafter).values())
 
 
@@ -245,10 +245,10 @@ def quantize_layers(
     """Quantizes a drafter's layers.
 
     Args:
-        parts: other bits for the `head`, the `blocks` (with the input projection) or the `rnn`; 0 for none.
+        parts: bits of `head`, `blocks` (including the input projection) or `rnn`, if not `bits`; 0 for unquantized.
 
     Returns:
-        The config entry in mlx-lm's format, empty if no layer is quantized; a note on each layer that cannot be.
+        (the config entry in mlx-lm's format, empty if no layer is quantized; a note for each layer that cannot be).
     """
     entry: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode}
     notes: list[str] = []
@@ -256,7 +256,7 @@ def quantize_layers(
     def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(layer, "to_quantized"):
             return False
-        is_router = drafter.part_of(name) == "router"  # small, and its choice of experts is sensitive
+        is_router = drafter.part_of(name) == "router"  # small, and the selection of experts is sensitive to rounding
         own = {"group_size": group_size, "bits": parts.get(drafter.part_of(name), bits), "mode": mode}
         inputs, rows = layer.weight.shape[-1], math.prod(layer.weight.shape[:-1])
         fits = inputs % group_size == rows * inputs % 32 == 0  # MLX packs 32 weights at a time, two groups of nvfp4
@@ -275,7 +275,7 @@ def quantize_layers(
 
 
 def describe_quantization(drafter: Drafter) -> dict[str, Any]:
-    """The config entry, in mlx-lm's format, of a drafter with quantized layers."""
+    """The config entry in mlx-lm's format for a drafter with quantized layers."""
     layers = {
         name: {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         for name, layer in drafter.named_modules()
@@ -286,9 +286,9 @@ def describe_quantization(drafter: Drafter) -> dict[str, Any]:
 
 
 def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
-    """(logits for fixed random inputs, tokens per round with the base model, or 0 without one).
+    """(logits for fixed random inputs, tokens per round with the base model or 0 without one).
 
-    Tokens per round are greedy, with the drafter's own depth, see `try_drafter`.
+    Tokens per round are measured with greedy decoding and the drafter's default depth, see `try_drafter`.
     """
     logits, weights = drafter.sample_logits(), drafter.parameters()
     try:

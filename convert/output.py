@@ -1,4 +1,4 @@
-"""The output directory: checks its place, writes it completely or not at all, and uploads it."""
+"""The output directory: checks the destination, writes it completely or not at all, and uploads it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ DRAFTER_FILES = re.compile(
     r"config\.json|README\.md|training\.(json|png)|\.gitattributes"
     r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
 )
-"""The files of a directory that may be replaced: a drafter that can be converted or trained again."""
+"""The files that a replaceable directory may have: those of a converted or trained drafter."""
 
 
 def check_destination(place: Path, source: str | Path, force: bool) -> None:
-    """Refuses to overwrite anything, or with `force` anything except an empty directory or a drafter's.
+    """Checks that `place` may be written: it does not exist or, with `force`, is empty or has only a drafter.
 
     Args:
         place: an absolute path.
-        source: of the conversion, a path or a hub id.
+        source: the source of the conversion, a path or a hub id.
 
     Raises:
-        RedrafterError: the directory must not be written; the message says why.
+        RedrafterError: it must not be written, or contains the source.
     """
     if not os.path.lexists(place):
         return
@@ -52,10 +52,10 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
 
 @contextmanager
 def new_directory(place: Path) -> Iterator[Path]:
-    """A directory beside `place` that replaces it when the block ends, or is removed if the block raises.
+    """Yields a new directory that replaces `place` after the block, or is removed if the block raises.
 
     Raises:
-        RedrafterError: the disk is full or cannot be written.
+        RedrafterError: the directory cannot be written.
     """
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def new_directory(place: Path) -> Iterator[Path]:
 
 
 def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> str:
-    """The README of the result in the hub's format, with only the last part of local paths."""
+    """The README of the result, as a model card; local paths are reduced to their last part."""
     base, how = args.base_model, config.get("quantization")
     target = strip_folders(base) if base else None
     packing = "in {bits} bits, group size {group_size}, mode {mode}".format(**how) if how else "not quantized"
@@ -102,5 +102,5 @@ def upload(path: Path, repo: str) -> None:
     try:
         HfApi().create_repo(repo_id=repo, exist_ok=True)
         HfApi().upload_folder(folder_path=path, repo_id=repo, repo_type="model")
-    except Exception as error:  # of the network or the hub
+    except Exception as error:  # network and hub errors
         raise RedrafterError(f"{path} is written, but not uploaded to {repo}: {one_line(error)}") from error

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch and TensorRT-LLM: pickles, without executing their code, and slices of ranks."""
+"""Reads checkpoints of PyTorch, without executing code in pickles, and of TensorRT-LLM, with one slice per rank."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from mlx_redrafter.drafters.loading import Source, check_shards, make_checkpoint
 from mlx_redrafter.errors import CheckpointError, one_line
 
 RANK = r"rank\d+\.safetensors"
-"""Names of TensorRT-LLM's files, each with a slice of every tensor."""
+"""File names of TensorRT-LLM; each file has a slice of every tensor."""
 
 PICKLES = (
     r"pytorch_model.*\.bin",
     r"(?!optimizer|scheduler|scaler|rng_state|training_args|adapter|.*_(optim|model)_states).*\.(bin|pt|pth)",
 )
-"""Name patterns of pickles; a trainer's own state is never opened. Without safetensors, the files of the first pattern
-with a match are read. No index is needed: all shards are read, and their names contain the number."""
+"""Name patterns of pickles, except the state of trainers. If there are no safetensors, the files that match the first
+matching pattern are read. The index is not needed: all shards are read, and their names contain their number."""
 
 NESTS = ("state_dict", "model_state_dict", "model", "module", "drafter")
-"""Keys under which a pickled checkpoint keeps its tensors."""
+"""Keys under which a pickled checkpoint may store its tensors."""
 
 REFUSED = (
     (r".*\.(engine|plan)", "TensorRT engines hold no readable weights: convert the checkpoint they were built from"),
     (
         r"(.*/)?([^/]*_(optim|model)_states\.pt|zero_to_fp32\.py)",
-        "DeepSpeed shards: join them first with the zero_to_fp32.py that lies beside them",
+        "DeepSpeed shards: join them first with zero_to_fp32.py from the same folder",
     ),
     (
         r"(.*/)?([^/]*\.distcp|\.metadata)|pytorch_model_fsdp_\d+/.*",
@@ -41,43 +41,43 @@ REFUSED = (
     ),
     (r"adapter_model\.(safetensors|bin)", "LoRA adapters: merge them into the drafter first"),
 )
-"""(pattern of file names, advice), if no layout fits."""
+"""(pattern of file names, advice to print) if no supported file is found."""
 
 
 class TorchTensor(NamedTuple):
-    """A torch tensor that is converted when it is read."""
+    """A torch tensor that is converted on `read`."""
 
     tensor: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The tensor's shape."""
         return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> Any:
-        """Its torch dtype."""
+        """The tensor's torch dtype."""
         return self.tensor.dtype
 
     def read(self) -> mx.array:
-        """The tensor in MLX, float64 as float32.
+        """The tensor as an MLX array; float64 becomes float32.
 
         Raises:
-            RuntimeError, TypeError: it is not dense.
+            RuntimeError, TypeError: the tensor is not dense.
         """
         tensor, name = self.tensor, name_dtype(self.tensor)
         if tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise TypeError("expected a dense tensor, got a broadcast view")  # a file may name any shape
+            raise TypeError("expected a dense tensor, got a broadcast view")  # a small file may declare any shape
         if name not in FLOATS:
             return mx.array(tensor.numpy())
         return mx.array(tensor.detach().float().numpy()).astype(mx.float32 if name == "float64" else getattr(mx, name))
 
 
 def choose_files(present: Iterable[str], name: str) -> list[str]:
-    """The files of `name` that hold its tensors, in order: ranks, safetensors, or pickles.
+    """The files with the tensors of `name`, in order: those of ranks, safetensors, or pickles.
 
     Raises:
-        CheckpointError: there are none, or one is missing.
+        CheckpointError: there are none, one is missing, or their format is not supported.
     """
     present = sorted(present)
     if files := [file for file in present if re.fullmatch(RANK, file)]:
@@ -96,7 +96,7 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
 
 
 def read_checkpoint(source: Source) -> Checkpoint:
-    """The checkpoint in the files of a source, ranks joined along the first axis.
+    """Reads the checkpoint of a source; slices of ranks are joined along the first axis.
 
     Raises:
         CheckpointError: a file is damaged, a rank is missing or does not fit, or two shards have the same tensor.
@@ -106,7 +106,7 @@ def read_checkpoint(source: Source) -> Checkpoint:
     mapping, where = source.config.get("mapping"), source.path
     size, count = mapping.get("tp_size") if isinstance(mapping, dict) else None, len(source.files)
     if type(size) is int and 0 < size != count:
-        raise CheckpointError(f"incomplete checkpoint: {where} says tp_size {size}, and has {count} ranks")
+        raise CheckpointError(f"incomplete checkpoint: {where} expects {size} ranks (tp_size), got {count}")
     slices: dict[str, list[mx.array]] = {}
     for file in source.files:
         for name, array in read_safetensors(file).items():
@@ -117,16 +117,16 @@ def read_checkpoint(source: Source) -> Checkpoint:
         if len(shapes) != count:
             raise CheckpointError(f"{where}: {count - len(shapes)} of {count} ranks have no {tail}")
         if any(not shape or shape[1:] != shapes[0][1:] for shape in shapes):
-            raise CheckpointError(f"{where}: expected {tail} as matrices or vectors that fit, got shapes {shapes}")
+            raise CheckpointError(f"{where}: expected slices of {tail} with matching shapes, got {shapes}")
         joined[name] = mx.concatenate(slices[name])
     return make_checkpoint(source, joined, count)
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of a state dict pickled by torch, bare or nested under `NESTS`.
+    """Reads the tensors of a safetensors file, or of a state dict pickled by torch, possibly nested under `NESTS`.
 
     Raises:
-        CheckpointError: it is damaged or holds something else, or no torch is installed that reads pickles safely.
+        CheckpointError: the file is damaged or has no tensors, or torch is missing or too old to read pickles safely.
     """
     refuse_pointer(path)
     if path.suffix == ".safetensors":
@@ -141,13 +141,13 @@ def read_file(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"reading {path} safely needs torch >= 2.10, got {torch.__version__}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about archives that it then refuses
+            warnings.simplefilter("ignore")  # torch warns about archives before it rejects them
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is refused: expected tensors alone, as torch.save(module.state_dict(), ...) writes them"
+            f"cannot read {path}: expected only tensors, as written by torch.save(module.state_dict(), ...)"
         ) from error
-    except Exception as error:  # torch raises many kinds for damaged files
+    except Exception as error:  # torch raises errors of many types for damaged files
         raise CheckpointError(f"cannot read {path}: {one_line(error)[:200]}") from error
     values: dict[Any, Any] = loaded if isinstance(loaded, dict) else {}
     for _ in NESTS:

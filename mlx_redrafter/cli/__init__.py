@@ -1,1 +1,1 @@
-"""The commands: argument parsing and printing."""
+"""Command-line interface: argument parsing and output."""

@@ -7,7 +7,7 @@ from ..errors import Parser
 
 
 def run() -> int:
-    """Lists or clears a folder by `sys.argv`; returns the exit status."""
+    """Runs the command with `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
     folder = find_folder(args.folder)
     if args.clear and clear_folder(folder):
@@ -19,15 +19,15 @@ def run() -> int:
         line = f"{path.name}: {len(texts):,} texts, {tokens:,} tokens, {size:,} bytes"
         print(line + (f", {damaged:,} of them damaged" if damaged else ""))
     if not list_files(folder):
-        print("no answers are kept here")
+        print("the folder has no answers")
     return 0
 
 
 def make_parser() -> Parser:
-    """The parser."""
+    """The argument parser."""
     parser = Parser(
-        prog="mlx_redrafter.answers", description="Say what a folder of past answers holds, a line for each tokenizer."
+        prog="mlx_redrafter.answers", description="List a folder of past answers, one line per tokenizer, or clear it."
     )
-    parser.add_argument("folder", metavar="DIR", help="the folder of --answers")
-    parser.add_argument("--clear", action="store_true", help="remove all answers; the folder stays")
+    parser.add_argument("folder", metavar="DIR", help="the folder given to --answers")
+    parser.add_argument("--clear", action="store_true", help="remove all answers, but not the folder")
     return parser

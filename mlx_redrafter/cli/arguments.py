@@ -1,4 +1,4 @@
-"""Flags that commands share: models, options, chat template."""
+"""Flags shared by several commands: models, options, chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from ..options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_option
 
 
 def make_parser(command: str, about: str, without_drafter: str) -> Parser:
-    """A parser with the flags of target and drafter; `without_drafter` describes the default drafter."""
+    """A parser with the flags for target and drafter.
+
+    Args:
+        about: the description in `--help`.
+        without_drafter: describes the default drafter in `--help`.
+    """
     parser = Parser(prog=f"mlx_redrafter.{command}", description=about)
     add = parser.add_argument
     add("--model", help="local directory or Hugging Face repo of the target; the packaged demo if not given")
@@ -27,28 +32,28 @@ def make_parser(command: str, about: str, without_drafter: str) -> Parser:
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
     add("--dtype", dest="model_dtype", choices=DTYPES, help=DTYPE_HELP)
-    add("--quantize-activations", "-qa", action="store_true", help="quantize activations as the layers are")
+    add("--quantize-activations", "-qa", action="store_true", help="quantize activations like their layers")
     return parser
 
 
 def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ()) -> Parser:
-    """The parser of a command that generates text, with all options except those in `without`."""
+    """A parser for a command that generates text, with the flags of all `Options` except those in `without`."""
     parser = make_parser(command, about, "the demo's with the demo, or none,")
     add = parser.add_argument
     add("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
-    add("--pipeline", action="store_true", help="on several ranks: some layers for each, not a part of every layer")
+    add("--pipeline", action="store_true", help="on several ranks: pipelining instead of tensor parallelism")
     add("--answers", metavar="DIR", help=ANSWERS_HELP)
-    add("--chat-template-config", type=parse_object, help="JSON object of more arguments for the chat template")
+    add("--chat-template-config", type=parse_object, help="additional chat template arguments, as JSON")
     add_options(parser, without)
     add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name for --draft-depth")
     return parser
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object in a flag's value.
+    """Parses a flag's value as a JSON object.
 
     Raises:
-        argparse.ArgumentTypeError: it is no JSON object.
+        argparse.ArgumentTypeError: the value is not a JSON object.
     """
     try:
         value = json.loads(text)
@@ -62,7 +67,7 @@ def parse_object(text: str) -> dict[str, Any]:
 def load_models(
     args: argparse.Namespace, tokenizer_config: dict[str, Any] | None = None, *, verbose: bool = True
 ) -> tuple[nn.Module, Any, Drafter | None]:
-    """(model, tokenizer, drafter or None); `verbose` prints the default models in use to stderr."""
+    """Loads (model, tokenizer, drafter or None); `verbose` tells on stderr if defaults are used."""
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, tokenizer_config)
     if verbose and args.model is None:
         print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
@@ -72,14 +77,14 @@ def load_models(
 
 
 def read_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The keywords of `Options` from flags, checked before anything is loaded.
+    """The keyword arguments of `Options` from flags, validated before anything is loaded.
 
     Raises:
-        RedrafterError: a flag is out of its range, or flags contradict.
+        RedrafterError: a flag is out of range, or flags contradict each other.
     """
     options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS}
     checked = Options(**options).require_tokens()
     if args.no_drafter and (find_drafter_name(args) is not None or checked.shape not in (AUTO, None)):
         drafting = ", ".join(f"--{name.replace('_', '-')}" for name in ("drafter", "draft_model", *PLAN_OPTIONS[1:]))
-        raise RedrafterError(f"--no-drafter takes none of {drafting}")
+        raise RedrafterError(f"--no-drafter cannot be used with any of {drafting}")
     return options

@@ -1,4 +1,4 @@
-"""`chat`: mlx-lm's chat with a `Session`, which reads no token twice. Ctrl-C stops an answer, not the conversation."""
+"""`chat`: mlx-lm's chat on top of `Session`. Ctrl-C stops an answer, not the conversation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .arguments import load_models, make_text_parser, read_options
 from .generate import show_prompt_progress
 
 TINTS, UNTINT = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
-"""Colours of accepted tokens by what drafted them, and the reset to the terminal's own colour."""
+"""Escape sequences: colours of accepted tokens by draft source, and the reset to the default colour."""
 
 
 def run() -> int:
-    """Chats with the flags in `sys.argv`; returns the exit status."""
+    """Runs the command with `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
     options = read_options(args)
     model, tokenizer, drafter = load_models(args)
@@ -54,7 +54,7 @@ def run() -> int:
 
 
 def make_parser() -> Parser:
-    """The parser: flags and defaults of mlx-lm's chat, plus those of drafting and other commands."""
+    """The argument parser: mlx-lm's chat flags and defaults, plus those shared by our commands."""
     about = "Chat with a model, with speculative decoding; with the packaged demo if no --model is given."
     parser = make_text_parser("chat", about, without=("seed",))
     add = parser.add_argument
@@ -71,10 +71,10 @@ def make_parser() -> Parser:
 def answer(session: Session, screen: Screen, query: str, system_prompt: str | None = None) -> None:
     """Prints an answer while it is generated. In a terminal an error ends the turn, not the conversation.
 
-    Ctrl-C cancels the answer; pressed again it raises as usual. On several ranks it ends them.
+    Ctrl-C cancels the answer; pressed again, it raises as usual. With several ranks it ends them all.
 
     Raises:
-        RedrafterError: the turn was refused, or memory ran out, and input is not a terminal.
+        RedrafterError: the turn failed, for instance out of memory, and this is not a terminal.
         KeyboardInterrupt: Ctrl-C was pressed twice.
     """
     messages = [{"role": "user", "content": query}]
@@ -82,7 +82,7 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
         messages.insert(0, {"role": "system", "content": system_prompt})
 
     def cancel(*signalled: object) -> None:
-        if session.cancel():  # False if no turn has begun
+        if session.cancel():  # False if no turn has started
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     alone = ranks.count() == 1  # otherwise Ctrl-C ends all ranks
@@ -103,20 +103,16 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
 
 
 class Screen(ChatUI):
-    """mlx-lm's terminal interface with rounds and tints; plain text without a terminal.
-
-    Args:
-        args: the flags of `chat`.
-    """
+    """mlx-lm's terminal interface with round statistics and tinted tokens; plain text if not in a terminal."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's console also writes colours into pipes
+        self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's console writes colours into pipes, too
         self.interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
         self._tints = args.show_accepted and self._console.color_system is not None and not self._console.no_color
 
     def show_header(self, session: Session) -> None:
-        """Prints what is loaded, and the commands."""
+        """Prints the loaded models, settings and commands."""
         args, demo = self._args, "the packaged demo"
         drafter = "none" if session.drafter is None else find_drafter_name(args) or f"{demo}'s"
         limit = f"{args.max_tokens:,}" if args.max_tokens > 0 else "no limit"
@@ -126,7 +122,7 @@ class Screen(ChatUI):
         print_chat_help(self._console)
 
     def prompt(self) -> str:
-        """A line from the user, read by rank 0.
+        """Reads a line from the user, on rank 0.
 
         Raises:
             EOFError: the input has ended.
@@ -145,7 +141,7 @@ class Screen(ChatUI):
         self.stream_token(f"{tint}{response.text}{UNTINT}" if tint else response.text)
 
     def end_turn(self, response: GenerationResponse | None) -> None:
-        """Prints mlx-lm's line of counts and speeds, and one about the rounds if any of them drafted."""
+        """Prints mlx-lm's line of counts and speeds and, if anything was drafted, a line of round statistics."""
         super().end_turn(response)
         if response is not None and response.drafted:
             self._console.print(

@@ -1,4 +1,4 @@
-"""`doctor`: costs and speedup of drafting for a model on this machine, with and without a drafter."""
+"""`doctor`: measures the cost and predicts the speedup of drafting, with and without a drafter."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ from ..planning.sizing import choose_size
 from .arguments import make_parser
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)
-"""Qualities of drafters, on any machine: tokens per round with a chain of four drafted tokens."""
+"""Drafter qualities to predict for: tokens per round with a chain of four drafted tokens."""
 RATES = np.linspace(0, 0.95, 9501)
 """Rates at which a drafter's first guess is right."""
 CHAIN_TOKENS = np.polyval([1] * 5, RATES)
-"""Tokens per round of a chain of four drafted tokens at each rate; up to 4.52."""
+"""Tokens per round with a chain of four drafted tokens, for each of `RATES`; at most 4.52."""
 
 TRIAL_DEPTH, TRIAL_TOKENS = 4, 48
-"""The chain length of a trial, and the tokens that are decoded after each prompt."""
+"""Chain length in a trial, and tokens decoded after each prompt."""
 HARDLY_ANY = 0.1
-"""A drafter whose first guess is right less often is tried with other hidden states."""
+"""If the first guess is accepted less often, the trial also tries other hidden states."""
 LONG_CONTEXT = 32768
-"""The context length for which the size of a drafter's cache is reported."""
+"""The context length at which the size of a drafter's cache is reported."""
 
 
 def run() -> int:
     """Runs the command with `sys.argv`; returns the exit status."""
-    about = "Measure the speedup of drafting on this machine, from the context and with a drafter, before training one."
+    about = "Predict the speedup of drafting on this machine, with and without a drafter, before you train one."
     parser = make_parser("doctor", about, "a random one of the size that training would choose")
-    parser.add_argument("--refresh", action="store_true", help="measure again even if an earlier result is kept")
-    parser.add_argument("--plot", metavar="PNG", help="also draw the costs and the predicted speeds to this file")
+    parser.add_argument("--refresh", action="store_true", help="measure again instead of using saved costs")
+    parser.add_argument("--plot", metavar="PNG", help="also plot costs and predicted speeds to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     args = parser.parse_args()
     if args.plot is not None:
@@ -75,13 +75,13 @@ def run() -> int:
 def diagnose(
     model: nn.Module, drafter: Drafter | None = None, tokenizer: Any = None, *, refresh: bool = False
 ) -> dict[str, Any]:
-    """The object of `--json` without `settings`; without a drafter it measures one of the size that training chooses.
+    """The object of `--json` without `settings`. Without a drafter, measures one of the size that training chooses.
 
     Args:
-        tokenizer: to try the drafter on a few prompts, see `make_trial`; None for no trial.
+        tokenizer: for trying the drafter on a few prompts, see `make_trial`; None for no trial.
 
     Raises:
-        UnsupportedModelError: drafters cannot draft for the model.
+        UnsupportedModelError: the model does not support drafting.
     """
     no_trees, stand_in, trial = check_draftable(model, tree=True), None, None
     can_merge = no_trees is None
@@ -145,17 +145,17 @@ def diagnose(
 
 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
-    """The properties of a model that its costs depend on, and the size of its weights in bytes."""
+    """Name, dtype, quantization and bytes of weights of a model."""
     weight_bytes = sum(array.nbytes for array in list_weights(module).values())
     return {"name": name, "dtype": dtype_name(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
 
 
 def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
-    """("target" or "drafter" if its numbers overflow in its dtype, or None; the drafter's cache bytes per token)."""
+    """("target" or "drafter" if its numbers are not finite, else None; bytes per token of the drafter's cache)."""
     source, guesses, text = drafter.open(model), list[mx.array](), list(range(min(16, drafter.args.vocab_size)))
 
     def record(logits: mx.array, level: int, paths: mx.array) -> mx.array:
-        guesses.append(mx.maximum(logits, 0))  # tokens that are never guessed may have -inf
+        guesses.append(mx.maximum(logits, 0))  # -inf is valid for tokens that are never guessed
         return logits
 
     target = Target(model, capture=source.capture)
@@ -168,12 +168,13 @@ def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
 
 
 def make_trial(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, Any]:
-    """A greedy trial of a drafter on a few prompts; if hardly a guess is right, also with other hidden states.
+    """Tries a drafter on a few prompts, greedy; if hardly any guess is right, also with other hidden states.
 
-    With the wrong hidden state or layer nothing fails, but no guess is right.
+    A drafter that reads the wrong hidden state or layer raises no error, but none of its guesses is right.
 
     Returns:
-        `depth` of the chain, `tokens_per_round`, `acceptance_per_depth`; `others`: config entry -> tokens per round.
+        `depth` of the chain, `tokens_per_round`, `acceptance_per_depth`, and `others`, a dictionary from config entry
+        to tokens per round.
     """
     depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
     options = Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
@@ -195,7 +196,7 @@ def make_trial(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, 
 
 
 def correct_acceptance(table: AcceptanceTable, shares: Sequence[float]) -> AcceptanceTable:
-    """The table with the measured rates of first guesses; below them, the last measured rate."""
+    """The table with measured rates of the first guesses; deeper levels use the last measured rate."""
     rates = [share / before if before else 0.0 for before, share in pairwise((1.0, *shares))]
     rows = [table[min(depth, len(table) - 1)] for depth in range(max(len(rates), len(table)))]
     return [
@@ -205,7 +206,7 @@ def correct_acceptance(table: AcceptanceTable, shares: Sequence[float]) -> Accep
 
 
 def describe_trial(report: dict[str, Any]) -> list[str]:
-    """The drafter's target, and the result of its trial."""
+    """Lines on the drafter's target, its cache, and the result of its trial."""
     drafter, trial = report["drafter"], report["drafter"]["trial"]
     made_for = f"it was made for {drafter['base_model']}" if drafter["base_model"] else "its config names no target"
     lines = [f"It reads {drafter['states']}; {made_for}"]
@@ -214,8 +215,8 @@ def describe_trial(report: dict[str, Any]) -> list[str]:
     if trial:
         shares = " ".join(f"{share:.2f}" for share in trial["acceptance_per_depth"])
         lines.append(
-            f"Tried on {len(TRIAL_PROMPTS)} prompts, greedy: {trial['tokens_per_round']:.2f} tokens per round of a "
-            f"chain of {trial['depth']}, right at depth 1, 2, ...: {shares}"
+            f"Tried on {len(TRIAL_PROMPTS)} prompts, greedy: {trial['tokens_per_round']:.2f} tokens per round with a "
+            f"chain of {trial['depth']}, accepted at depth 1, 2, ...: {shares}"
         )
         if trial["others"]:
             tried = ", ".join(f"{tokens:.2f} with {what}" for what, tokens in trial["others"].items())
@@ -229,13 +230,13 @@ def describe_trial(report: dict[str, Any]) -> list[str]:
 
 
 def make_acceptance(rate: float) -> AcceptanceTable:
-    """The table of a drafter whose first guess is right at this rate at every depth, and others at most as often."""
+    """A table whose first guess is right at this rate at every depth, and whose other guesses at most as often."""
     first, *others = UNKNOWN_ACCEPTANCE[0]
     return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
 
 
 def find_break_even(costs: CostTable, context: int) -> float | None:
-    """The fewest tokens per round of a chain of four with which a plan beats plain decoding; None if none does."""
+    """The tokens per round, with a chain of four, from which a plan beats plain decoding; None if none does."""
     at = bisect_right(RATES, 1, key=lambda rate: find_plan_speed(costs, make_acceptance(rate), context)["ratio"])
     return float(CHAIN_TOKENS[at]) if at < len(RATES) else None
 
@@ -243,14 +244,14 @@ def find_break_even(costs: CostTable, context: int) -> float | None:
 def find_plan_speed(
     costs: CostTable, acceptance: AcceptanceTable, context: int, plan: Plan | None = None
 ) -> dict[str, Any]:
-    """The prediction for a plan (None: the fastest): a round costs `plain_steps`, `ratio` is the speedup."""
+    """The prediction for a plan, or for the fastest if None: cost of a round in `plain_steps`, speedup as `ratio`."""
     plans = (found for found in predict_all(costs, acceptance, context) if plan in (None, found.plan))
     best = max(plans, key=lambda found: found.speedup)
     return {"plan": best.plan, "tokens_per_round": best.tokens, "plain_steps": best.steps, "ratio": best.speedup}
 
 
 def find_start(costs: CostTable, acceptance: AcceptanceTable, context: int) -> dict[str, Any]:
-    """The plan that `auto` starts with and its offer; for plain decoding None and the fastest plan's offer."""
+    """The plan that `auto` starts with and its prediction; if that is plain decoding, None and the fastest plan's."""
     plan = starting_plan(costs, acceptance, context)
     offer = find_plan_speed(costs, acceptance, context, plan)
     reason = f"{describe_plan(offer['plan'])} makes {offer['tokens_per_round']:.2f} tokens in a round of "
@@ -271,13 +272,13 @@ def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
         if not has_fast_blas(machine["blas"]):
             yield "no fast BLAS: a forward of N nodes costs nearly N plain steps"
         if target["quantized"] or target["dtype"] != "float32":
-            yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slowly, slower for more nodes"
+            yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slow, more so for more nodes"
     if drafter["stand_in"] is None and drafter["acceptance_assumed"]:
-        yield "the drafter's config has no acceptance: its predictions assume one"
+        yield "the drafter's config has no acceptance table: predictions assume one"
 
 
 def describe_plan(plan: Plan) -> str:
-    """W x K, and N if not all nodes are verified."""
+    """`W x K`, followed by N if not all nodes are verified."""
     return f"{plan.width} x {plan.depth}" + ("" if plan.whole else f", {plan.size} nodes")
 
 
@@ -285,7 +286,7 @@ def describe_verdict(report: dict[str, Any], limit: str) -> list[str]:
     """The predicted speed with default options, the tokens per round that a drafter needs, and the assumptions.
 
     Args:
-        limit: the fewest tokens per round with which a drafter pays, as text.
+        limit: the tokens per round from which a drafter is faster, as text.
     """
     if odd := report["not_finite"]:
         return [f"Drafting does not pay here: the {odd}'s numbers are not finite."]
@@ -295,24 +296,24 @@ def describe_verdict(report: dict[str, Any], limit: str) -> list[str]:
     verdict = "does not pay" if max(speeds.values()) <= 1 + HYSTERESIS else verdict
     fresh, copied = (f"{speeds[kind]:.2f}" for kind in ("fresh", "copied"))
     with_it = f"about {fresh} times plain decoding on fresh text, {copied} times on copied text"
-    pays, rests = f"On fresh text a drafter pays from {limit} tokens per round on", "this machine's times"
+    pays, rests = f"On fresh text a drafter pays from {limit} tokens per round", "this machine's times"
     if drafter:
         with_it = f"with this drafter {with_it}; without one {alone['fresh']:.2f} and {alone['copied']:.2f}"
-        pays += f"; this one is expected to make {report['drafter']['tokens_per_round']:.2f}"
+        pays += f"; this one is expected to reach {report['drafter']['tokens_per_round']:.2f}"
         where = "on the prompts below" if report["drafter"]["acceptance_tried"] else "in training"
         rests += f" and the drafter's acceptance {where}"
     else:
         with_it = f"without a drafter {with_it}"
-    example = f"copied text is here its prompt with every {CHANGED_EVERY}th token changed"
+    example = f"copied text: the prompt with every {CHANGED_EVERY}th token changed"
     return [
         f"Drafting {verdict} here: {with_it}.",
         f"{pays}.",
-        f"Predicted from {rests}; your text decides ({example}).",
+        f"Predicted from {rests}; actual speed depends on your text ({example}).",
     ]
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The report as text: verdict and notes, the models, the plan that `auto` starts with, costs, predictions."""
+    """The report as text: verdict, notes, models, starting plans, costs and predictions."""
     costs, drafter = report["costs"], report["drafter"]
     least = [each["tokens_per_round"] for each in report["pays_from"]]
     limits = [f"{tokens:.2f}" if tokens else f"more than {CHAIN_TOKENS[-1]:.2f}" for tokens in least]
@@ -322,12 +323,12 @@ def format_report(report: dict[str, Any]) -> str:
         name, dtype, quantized, size = (report[role][key] for key in ("name", "dtype", "quantized", "weight_bytes"))
         text.append(f"{role.title()}: {name}, {'quantized, ' * quantized}{dtype}, {size / 1e6:,.1f} MB of weights")
     if drafter["stand_in"]:
-        text.append(f"This drafter is random, for its costs: {drafter['stand_in']}")
+        text.append(f"This drafter is random and only shows costs: {drafter['stand_in']}")
     else:
         text += describe_trial(report)
     if report["no_trees"]:
         text.append(f"Plans: chains only, {report['no_trees']}")
-    text += ["", "What auto starts with (width x depth; plain decoding if no plan is expected to be 2% faster):"]
+    text += ["", "Starting plan of auto (width x depth; plain decoding unless a plan is expected to be 2% faster):"]
     for start in report["starts"]:
         kind = "" if start["plan"] else "plain decoding, as the best plan "
         text.append(f"After {start['context']:,} tokens: {kind}{start['reason']}")
@@ -347,20 +348,20 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def check_plot(name: str) -> None:
-    """Checks before measuring that a plot can be drawn.
+    """Checks, before anything is measured, that a plot can be drawn.
 
     Raises:
         RedrafterError: the name does not end in .png, its folder does not exist, or matplotlib is missing.
     """
     path = expand_path(name)
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
-        raise RedrafterError(f"--plot: expected a name that ends in .png, in a folder that exists, got {name}")
+        raise RedrafterError(f"--plot: expected a .png file in an existing folder, got {name}")
     if find_spec("matplotlib") is None:
         raise RedrafterError("--plot needs matplotlib: pip install matplotlib")
 
 
 def draw_plot(name: str, report: dict[str, Any]) -> None:
-    """Draws costs and predicted speeds to a PNG, written whole or not at all."""
+    """Plots costs and predicted speeds to a PNG file, written completely or not at all."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -1,4 +1,4 @@
-"""`generate`: prints the text to stdout and statistics to stderr; `--compare` compares it with plain decoding."""
+"""`generate`: prints text to stdout and statistics to stderr; `--compare` checks it against plain decoding."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from .arguments import load_models, make_text_parser, read_options
 
 DEMO_MAX_TOKENS = 400
 """Enough for the answer to the demo's own prompt, an edit."""
-NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short; mlx_redrafter.doctor measures it"
+NOTHING_DRAFTED = "nothing was drafted: it is not faster here, or the text was short; mlx_redrafter.doctor measures it"
 SHORT_RUN = 2.0
-"""Seconds; ratios of shorter runs are printed with a caution."""
+"""Seconds; the ratio of a shorter run is printed with a warning."""
 WARM_UP_TOKENS = 16
-"""Tokens that `--compare` reads and decodes on each side before it measures."""
+"""Prompt tokens, and generated tokens, of the warm-up of each side of `--compare`."""
 TF32 = "MLX_ENABLE_TF32"
-"""The environment variable that, if 0, stops MLX from computing float32 products in TF32 on GPUs."""
+"""Environment variable; 0 disables TF32 for MLX's float32 products on GPUs."""
 ProgressBar = partial(tqdm, unit="token", leave=False, delay=1.0, disable=None, position=0)
-"""A bar on stderr in a terminal, which appears after a second and disappears at the end."""
+"""A progress bar on stderr, in terminals only; appears after a second and disappears at the end."""
 Stream = partial[Generator[GenerationResponse, None, None]]
 """`stream_generate` with its arguments."""
 
 
 def run() -> int:
-    """Generates by the flags in `sys.argv`; returns the exit status, 1 if `--compare` finds a different token.
+    """Runs the command with `sys.argv`; returns the exit status, 1 if `--compare` finds a different token.
 
     Raises:
-        RedrafterError: a flag or input is refused.
+        RedrafterError: a flag or an input is invalid.
     """
     parser = make_parser()
     args = parser.parse_args()
@@ -107,7 +107,7 @@ def run() -> int:
             drawn = f"--seed {options['seed']}" if args.seed is None and args.temp > 0 else ""
             print(describe(verdict, decoded.last, drawn, args.kv_bits), file=sys.stderr)
             last, rounds = decoded.last, decoded.last.rounds - decoded.last.plain_steps
-            # If tokens of the context were accepted, the drafter may have had no chance.
+            # If context tokens were accepted, the drafter may have had no chance.
             is_useless = last.drafted > last.context_drafted and not last.accepted
             if drafter is not None and is_useless and rounds < USELESS_ROUNDS:
                 print(explain_useless(drafter, rounds), file=sys.stderr)  # after more rounds there was a warning
@@ -115,19 +115,19 @@ def run() -> int:
 
 
 def make_parser() -> Parser:
-    """The parser: mlx-lm's flags, meanings and defaults, plus those of drafting."""
+    """The argument parser: mlx-lm's flags with their meanings and defaults, plus those for drafting."""
     about = "Generate text with speculative decoding: the same text as plain decoding, in less time."
     parser = make_text_parser("generate", about)
     add = parser.add_argument
-    add("--prompt", "-p", help="the prompt; '-' reads from stdin; without one the demo edits a packaged function")
+    add("--prompt", "-p", help="the prompt, '-' for stdin; without one the demo edits a packaged function")
     add("--system-prompt", help="system prompt for the chat template")
-    add("--prefill-response", help="beginning of the answer, for the chat template")
+    add("--prefill-response", help="start of the answer, for the chat template")
     add("--ignore-chat-template", action="store_true", help="use the prompt without the tokenizer's chat template")
     add("--use-default-chat-template", action="store_true", help="the tokenizer's default template if it has no other")
-    add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
+    add("--extra-eos-token", nargs="+", default=(), help="additional tokens that end the text")
     add("--stop", nargs="+", default=(), help="strings that end the text")
     add("--prompt-cache-file", help="a prompt cache made by mlx_lm.cache_prompt")
-    add("--verbose", type=parse_bool, default=True, help="F prints the text alone, at the end (default: %(default)s)")
+    add("--verbose", type=parse_bool, default=True, help="F prints only the text, at the end (default: %(default)s)")
     add("--compare", action="store_true", help="decode plainly, then with drafts; exit 1 if a token differs")
     add("--json", action="store_true", help="print one JSON object instead of the text")
     parser.set_defaults(max_tokens=DEFAULT_MAX_TOKENS)
@@ -135,10 +135,10 @@ def make_parser() -> Parser:
 
 
 def parse_bool(text: str) -> bool:
-    """A flag's value as in mlx-lm: True or T, False or F.
+    """Parses a boolean as mlx-lm does: True or T, False or F, in any case.
 
     Raises:
-        argparse.ArgumentTypeError: it is something else.
+        argparse.ArgumentTypeError: the text is none of these.
     """
     if text.lower() not in ("true", "t", "false", "f"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
@@ -146,16 +146,16 @@ def parse_bool(text: str) -> bool:
 
 
 def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
-    """(the cache of `--prompt-cache-file`, its tokenizer's config); `args.model` becomes the cache's model.
+    """Loads (the cache in `--prompt-cache-file`, its tokenizer's config); sets `args.model` to the cache's model.
 
     Raises:
-        RedrafterError: it cannot be read, or contradicts the flags.
+        RedrafterError: the file cannot be read, or was made with a model other than `--model`.
     """
     file = args.prompt_cache_file
     try:
         cache, metadata = load_prompt_cache(file, return_metadata=True)
         config = dict(json.loads(metadata.get("tokenizer_config", "{}")))
-    except Exception as error:  # damaged files raise many kinds
+    except Exception as error:  # damaged files raise errors of many types
         raise RedrafterError(f"cannot read the prompt cache {file}: {error}") from error
     made_with = metadata.get("model", args.model)
     if args.model not in (None, made_with):
@@ -168,7 +168,7 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
     """The prompt's token ids, with the chat template if there is one, as in mlx-lm.
 
     Raises:
-        RedrafterError: the prompt is not UTF-8, or the template refuses it.
+        RedrafterError: the prompt is not UTF-8, or the template rejects it.
     """
     if args.prompt is None:
         text = DEFAULT_PROMPT if args.model else demo_prompts("edits")[0]
@@ -183,7 +183,7 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
             template = args.chat_template_config or {}
             return render(tokenizer, given, template, prefilled=args.prefill_response is not None)
 
-        # A prompt cache already holds what the template puts before the user's message.
+        # A prompt cache already holds the part of the template before the user's message.
         text = apply(text)[apply("<query>").index("<query>") if args.prompt_cache_file else 0 :]
     if not is_text(text):
         raise RedrafterError("the prompt is not UTF-8")
@@ -192,12 +192,16 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
 
 
 def unescape(text: str) -> str:
-    """Replaces escapes by newlines and tabs, as mlx-lm does in prompts."""
+    r"""Replaces `\n` and `\t` by newlines and tabs, as mlx-lm does in prompts."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 class Decoded(NamedTuple):
-    """A whole text; `row`: the log-probabilities (V,) at the first token that is not the expected one, or None."""
+    """A decoded text.
+
+    Attributes:
+        row: (V,) the log-probabilities at the first token that differs from the expected one; None if none does.
+    """
 
     tokens: list[int]
     text: str
@@ -213,13 +217,13 @@ def decode(
     expected: Sequence[int] = (),
     **options: Any,
 ) -> Decoded:
-    """Decodes a text, with a progress bar while a long prompt is read.
+    """Decodes a text, with a progress bar while a long prompt is prefilled.
 
     Args:
         show: whether to print the text while it is generated.
         label: of a progress bar over the tokens; None for no bar.
-        expected: see `Decoded`.
-        options: override those of `stream`.
+        expected: tokens to compare with, see `Decoded.row`.
+        options: override the arguments of `stream`.
     """
     tokens, text, row, others = list[int](), "", None, iter(expected)
     with show_prompt_progress() as callback:
@@ -236,7 +240,7 @@ def decode(
 
 @contextmanager
 def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar while a prompt is read; yields a `prompt_progress_callback`."""
+    """Shows a progress bar while a prompt is prefilled; yields a `prompt_progress_callback`."""
     with ProgressBar(desc="prompt") as bar:
 
         def callback(done: int, total: int) -> None:
@@ -249,8 +253,8 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
-    """(the drafted text, the `compare` field of `--json`); each side is warmed up first."""
-    plain = {"drafter": None, "context": False, "answers": None}  # otherwise this text would become a past answer
+    """(the drafted text, the `compare` field of `--json`); both sides are warmed up first."""
+    plain = {"drafter": None, "context": False, "answers": None}  # else the plain text would become a past answer
     plain_stream, (model, tokenizer, prompt) = partial(stream, **plain), stream.args
     for side in ({"answers": None}, plain):
         start = partial(stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **stream.keywords | side)
@@ -259,7 +263,7 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
     drafted = decode(stream, show=show, label=None if show else "drafting", expected=expected.tokens)
     at, difference = first_difference(expected.tokens, drafted.tokens), None
     if at is not None:
-        difference = Difference(at, 0.0, 0.0, rounding=False)  # if one text is just longer
+        difference = Difference(at, 0.0, 0.0, rounding=False)  # kept if one text is only longer than the other
         if drafted.row is not None and at < len(expected.tokens):
             rows = (decode(plain_stream, max_tokens=at + 1).last.logprobs, drafted.row)
             chosen = (expected.tokens[at], drafted.tokens[at])
@@ -276,7 +280,7 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
 def describe(
     verdict: dict[str, Any], last: GenerationResponse, more_flags: str = "", kv_bits: int | None = None
 ) -> str:
-    """The result of `compare` in words, with cautions; for `more_flags` and `kv_bits` see `judge_rounding`."""
+    """The result of `compare` in words, with warnings; for `more_flags` and `kv_bits` see `judge_rounding`."""
     plain, drafted, tokens = verdict["plain_generation_tps"], verdict["generation_tps"], last.generation_tokens
     text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {verdict['ratio']:.2f} times\n"
     if verdict["ratio"] < 1 and last.rounds:
@@ -284,7 +288,7 @@ def describe(
         steps = made / verdict["ratio"]
         text += f"slower, as a round made {made:.2f} tokens and took {steps:.2f} plain steps; {find_cause()}\n"
     if (seconds := tokens / max(plain, drafted)) < SHORT_RUN:
-        text += f"(a run of {seconds:.1f} s, which other work may disturb: --max-tokens makes it longer)\n"
+        text += f"(a run of {seconds:.1f} s is easily disturbed by other work: raise --max-tokens)\n"
     if verdict["identical"]:
         return f"{text}all {tokens} tokens identical"
     token, distance, margin, rounding = verdict["difference"].values()
@@ -296,12 +300,12 @@ def judge_rounding(rounding: bool, dtype: mx.Dtype, more_flags: str = "", kv_bit
     """The verdict on a difference and, if it is not certain, how to settle it.
 
     Args:
-        rounding: whether it is below the margin.
+        rounding: whether rounding explains the difference.
         dtype: of the log-probabilities.
-        more_flags: the flags with which a command decodes the same text again.
-        kv_bits: of the KV cache; None if it is not quantized.
+        more_flags: flags that the command needs to decode the same text again.
+        kv_bits: bits of the KV cache; None if it is not quantized.
     """
-    # On an M5 and on CUDA MLX multiplies several float32 rows in TF32, which has 10 bits, unless TF32 is 0.
+    # On an M5 and on CUDA, MLX multiplies several float32 rows in TF32, with a mantissa of 10 bits, unless disabled.
     in_tf32 = mx.default_device().type == mx.gpu and os.environ.get(TF32) != "0"
     flags = f"{'' if dtype == mx.float32 else '--dtype float32 '}{more_flags}".strip()
     front, end = f"{TF32}=0 in front" if in_tf32 else "", f"{flags} at the end" if flags else ""
@@ -316,7 +320,7 @@ def judge_rounding(rounding: bool, dtype: mx.Dtype, more_flags: str = "", kv_bit
 
 
 def find_cause() -> str:
-    """Why rounds may be slow on this machine."""
+    """A likely reason for slow rounds on this machine, or how to find it."""
     machine = describe_machine()
     if platform.system() == "Linux" and not has_fast_blas(machine.get("blas", "openblas")):
         return f"MLX computes with {machine['blas']}, which is slow for several rows"
@@ -333,7 +337,7 @@ class Difference(NamedTuple):
 
     Attributes:
         token: its index in the text.
-        distance: the larger difference between the sides' log-probabilities, of the two tokens.
+        distance: the difference between the sides' log-probabilities; the larger one of the two chosen tokens.
         margin: the largest distance that rounding explains.
         rounding: whether rounding explains the difference.
     """
@@ -349,18 +353,18 @@ def judge_difference(
 ) -> Difference:
     """Judges whether rounding explains that two sides chose different tokens.
 
-    Forwards of one row and of several round differently, by at most `margin`: four steps of the dtype at logits of 20,
-    and at least 0.001. A side maximizes the log-probability or, if tokens are sampled, log-probability / temperature +
-    noise, a sum that may tie to the last bit even in float32. So rounding explains a difference if the sides differ by
-    at most `margin` at both tokens, and each chose the better token by its own row and the shared noise, up to the
-    last bits.
+    Forwards of one row and of several rows round differently, by at most `margin`: four steps of the dtype at logits of
+    20, and at least 0.001. Each side maximizes the log-probability or, if tokens are sampled, log-probability /
+    temperature + noise, a sum that may tie to the last bit even in float32. Rounding therefore explains a difference if
+    the sides differ by at most `margin` at both tokens, and each side chose the better token by its own row and the
+    shared noise, up to the last bits.
 
     Args:
-        token: the index in the text.
-        rows: (V,) log-probabilities of each side.
-        chosen: the token of each side.
+        token: its index in the text.
+        rows: the log-probabilities (V,) of each side.
+        chosen: the token that each side chose.
         sampler: of both sides, with the seed in use.
-        position: of the token in the prompt and the text together.
+        position: of the token, counted from the start of the prompt.
     """
     one, other = (row.astype(mx.float32) for row in rows)
     both = mx.array(chosen)

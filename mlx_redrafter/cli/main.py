@@ -1,4 +1,4 @@
-"""The console script `mlx_redrafter COMMAND`. Bad input to any command prints one line on stderr."""
+"""The console script `mlx_redrafter COMMAND`. Errors in user input print one line on stderr."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ COMMANDS = {
     "chat": ("mlx_redrafter.cli.chat", "hold a conversation in the terminal"),
     "convert": ("mlx_redrafter.convert.command", "convert a PyTorch drafter checkpoint, and quantize it"),
     "train": ("mlx_redrafter.training.command", "train a drafter for a model"),
-    "doctor": ("mlx_redrafter.cli.doctor", "measure what drafting costs and brings on this machine"),
+    "doctor": ("mlx_redrafter.cli.doctor", "measure the cost and speedup of drafting on this machine"),
     "server": ("mlx_redrafter.serving.command", "serve the OpenAI and Anthropic APIs over HTTP"),
-    "race": ("mlx_redrafter.serving.race", "a page that decodes with and without drafting, side by side"),
-    "answers": ("mlx_redrafter.cli.answers", "say what a folder of past answers holds, or clear it"),
-    "stdio": ("mlx_redrafter.cli.stdio", "sessions for another program, over lines of JSON"),
+    "race": ("mlx_redrafter.serving.race", "serve a web page with plain and drafted decoding side by side"),
+    "answers": ("mlx_redrafter.cli.answers", "list or clear a folder of past answers"),
+    "stdio": ("mlx_redrafter.cli.stdio", "run sessions for another program, over JSON lines"),
 }
 """Name -> (the module whose `run()` is the command, its description)."""
 
 SEVERAL_RANKS = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat", "mlx_redrafter.serving.command")
-"""The modules of commands that `mlx.launch` may start; each also has a `make_parser()`."""
+"""Modules of the commands that `mlx.launch` may start; each also has a `make_parser()`."""
 
 NO_BACKEND = (
     "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx_redrafter[cpu]' or "
@@ -41,10 +41,10 @@ NO_SERVER = (
 
 
 def main(command: str | None = None) -> None:
-    """Runs a command with `sys.argv`, and exits with its status.
+    """Runs a command with `sys.argv` and exits with its status.
 
     Args:
-        command: one of `COMMANDS`; None takes it from the first argument.
+        command: one of `COMMANDS`; None to take it from the first argument.
     """
     if command is None:
         listed = "".join(f"\n  {name:10}{text}" for name, (_, text) in COMMANDS.items())
@@ -58,16 +58,16 @@ def main(command: str | None = None) -> None:
 
 
 def run_module(module: str) -> None:
-    """Imports `module`, calls its `run()`, and exits with the status that it returns; errors become one stderr line."""
+    """Imports `module`, calls its `run()` and exits with the returned status. Errors print one line on stderr."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by the shell; the next opened file would get its number
+        if getattr(sys, name) is None:  # closed by the shell; the next opened file would get its descriptor
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     has_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if has_handler:  # it prints a traceback during imports, and is not called while waiting for ranks
+    if has_handler:  # it would print a traceback during imports, and is not called while waiting for ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     warnings.formatwarning = lambda message, *place, **more: f"warning: {one_line(message)}\n"
     logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
-    if logging.lastResort is not None:  # the handler of logs that a command has not set up
+    if logging.lastResort is not None:  # handles log messages if the command sets up no handler
         logging.lastResort.setLevel(logging.INFO)
     try:
         import_module("mlx.core")
@@ -82,7 +82,7 @@ def run_module(module: str) -> None:
     fail = exit_with_error if size == 1 else ranks.exit_with_error
     if size > 1:
         ranks.watch_connections()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message would not handle it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message cannot handle it
     elif has_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if ranks.index():
@@ -90,13 +90,13 @@ def run_module(module: str) -> None:
     try:
         if size > 1 and module not in SEVERAL_RANKS:
             raise RedrafterError(
-                f"this command runs in one process, got {size}: generate, chat and server take several ranks"
+                f"this command needs a single process, got {size}: only generate, chat and server support ranks"
             )
         command = import_module(module)
         if size > 1:
             ranks.check_flags(vars(command.make_parser().parse_args()))
         status = command.run()
-        ranks.gather(None)  # others lose messages if a rank ends before them
+        ranks.gather(None)  # if a rank ended earlier, the others would lose messages
         sys.stdout.flush()
     except ModuleNotFoundError as error:
         if not module.startswith("mlx_redrafter.serving"):
@@ -114,11 +114,11 @@ def run_module(module: str) -> None:
             raise
         fail(f"{type(error).__name__}: {one_line(error)}")
     if size > 1:
-        os._exit(status)  # at once, even while sending
+        os._exit(status)  # immediately, even while sending
     sys.exit(status)
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Prints one line on stderr and exits with 1."""
+    """Prints one line on stderr and exits with status 1."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(1)

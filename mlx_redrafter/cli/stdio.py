@@ -1,8 +1,8 @@
-"""`stdio`: sessions for another program, over lines of JSON; docs/stdio.schema.json has every request and event.
+"""`stdio`: sessions for another program, over JSON lines; docs/stdio.schema.json defines all requests and events.
 
-Requests come from stdin, events go to stdout. The main thread loads and answers in the order of the requests; another
-one reads stdin, so that a request can be cancelled while it is answered. When stdin ends, the remaining requests are
-finished; when the parent process ends, this one does.
+Requests are read from stdin, events are written to stdout. The main thread loads the models and answers requests in
+order. Another thread reads stdin, so that a request can be cancelled while it runs. At the end of stdin the remaining
+requests are finished. When the parent process ends, this process exits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..session.session import Session
 from .arguments import load_models, make_text_parser, read_options
 
 PROTOCOL = 1
-"""The version of the schema."""
+"""The schema version."""
 
 FIELDS: dict[str, set[str]] = {
     "send": {"session", "text", "messages", "options"},
@@ -36,7 +36,7 @@ FIELDS: dict[str, set[str]] = {
     **{kind: {"session"} for kind in ("open", "reset", "close")},
     **{kind: set() for kind in ("cancel", "ping")},
 }
-"""The fields of each type of request besides type and id; "as" and "path" are required."""
+"""Request type -> its fields besides type and id; "as" and "path" are required."""
 
 USAGE = (
     "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", *USAGE_FIELDS, "peak_memory", "seed",
@@ -47,18 +47,23 @@ Request = dict[str, Any]
 
 
 def run() -> int:
-    """Loads the models in `sys.argv`, and answers until stdin ends; returns the exit status."""
-    parser = make_text_parser("stdio", "Sessions for another program: lines of JSON on stdin and stdout.")
+    """Loads the models given in `sys.argv`, and answers requests until stdin ends; returns the exit status."""
+    parser = make_text_parser("stdio", "Run sessions for another program, over JSON lines on stdin and stdout.")
     add = parser.add_argument
     add("--stop", nargs="+", default=(), help="strings that end an answer")
-    add("--memory-budget", type=int, help="bytes that a session's cache may take; the free memory if not given")
-    add("--when-full", choices=("refuse", "trim"), default="refuse", help="a turn without room (default: %(default)s)")
+    add("--memory-budget", type=int, help="maximum bytes of a session's cache; the free memory if not given")
+    add(
+        "--when-full",
+        choices=("refuse", "trim"),
+        default="refuse",
+        help="refuse a turn that does not fit, or trim the oldest messages (default: %(default)s)",
+    )
     args = parser.parse_args()
     settings = read_options(args) | {"stop": args.stop, "chat_template_config": args.chat_template_config}
     settings |= {"memory_budget": args.memory_budget, "when_full": args.when_full}
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     stdout = sys.stdout.buffer
-    with redirect_stdout(sys.stderr):  # other prints are no events
+    with redirect_stdout(sys.stderr):  # stdout is for events only
         models = load_models(args, verbose=False)
         settings["answers"] = open_answers(args.answers, models[1])
 
@@ -69,7 +74,7 @@ def run() -> int:
         drafter = None if models[2] is None else find_drafter_name(args) or "demo"
         model = args.model or "demo"
         server.write("ready", None, protocol=PROTOCOL, version=__version__, model=model, drafter=drafter)
-        # Not sys.stdin, as Python cannot exit while a thread reads from it.
+        # A copy, as Python cannot exit while a thread reads sys.stdin.
         stdin = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
         threading.Thread(target=server.read_requests, args=(stdin,), daemon=True).start()
         server.answer_requests()
@@ -77,7 +82,7 @@ def run() -> int:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Ends the process when its parent has ended; runs in its own thread."""
+    """Exits when the parent process has ended; runs in its own thread."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(0)
@@ -94,7 +99,7 @@ class SessionServer:
     def __init__(self, events: IO[bytes], make_session: Callable[[str | None], Session]) -> None:
         self._events, self._make_session = events, make_session
         self._queue: SimpleQueue[Request | None] = SimpleQueue()
-        self._pending: dict[str, bool] = {}  # ids of unfinished requests, and whether each was cancelled
+        self._pending: dict[str, bool] = {}  # id of an unfinished request -> whether it was cancelled
         self._lock = threading.Lock()
         self._sessions = {"main": make_session(None)}
 
@@ -102,7 +107,7 @@ class SessionServer:
         """Writes an event, from any thread.
 
         Raises:
-            OSError: the reader is gone.
+            OSError: the client has closed the stream.
         """
         line = json.dumps({"type": kind, "id": name, **fields}).encode() + b"\n"
         with self._lock:
@@ -110,7 +115,7 @@ class SessionServer:
             self._events.flush()
 
     def read_requests(self, stream: IO[bytes]) -> None:
-        """Queues requests until the stream ends; cancellations and pings are handled at once."""
+        """Queues requests until the stream ends; cancel and ping are handled immediately."""
         try:
             for line in filter(bytes.strip, stream):
                 name = None
@@ -122,7 +127,7 @@ class SessionServer:
                 except RedrafterError as error:
                     self.write("error", name, message=str(error))
         except OSError:
-            pass  # the reader is gone, which the next event will find as well
+            pass  # the client has closed the stream; the next event raises in the main thread
         finally:
             self._queue.put(None)
 
@@ -133,35 +138,35 @@ class SessionServer:
             return
         with self._lock:
             if (kind == "cancel") is not (name in self._pending):
-                found = "nothing" if kind == "cancel" else "a request"
-                raise RedrafterError(f"{found} of this id is waiting or being answered")
+                found = "no request" if kind == "cancel" else "a request"
+                raise RedrafterError(f"{found} with this id is waiting or running")
             self._pending[name] = kind == "cancel"
         if kind != "cancel":
             self._queue.put(request)
 
     def answer_requests(self) -> None:
-        """Answers requests in order until there are no more.
+        """Answers requests in order until stdin has ended.
 
         Raises:
-            BrokenPipeError: the reader is gone.
+            BrokenPipeError: the client has closed the stream.
         """
         while (request := self._queue.get()) is not None:
             try:
                 kind, fields = self._answer(request)
             except BrokenPipeError:
                 raise
-            except Exception as error:  # for instance out of memory: the conversation is unchanged
+            except Exception as error:  # for instance out of memory; the conversation is unchanged
                 kind, fields = "error", {"message": one_line(error)}
             with self._lock:  # after the last event the client may reuse its id
                 del self._pending[request["id"]]
             self.write(kind, request["id"], **fields)
 
     def _answer(self, request: Request) -> tuple[str, dict[str, Any]]:
-        """Answers a request; returns type and fields of its last event."""
+        """Answers a request; returns the type and fields of its last event."""
         kind, name, sessions = request["type"], request.get("session", "main"), self._sessions
         new = name if kind == "open" else request.get("as")
         if new in sessions:
-            raise RedrafterError(f"there is a session {new!r} already")
+            raise RedrafterError(f"session {new!r} already exists")
         if kind in ("open", "load"):
             sessions[name] = self._make_session(request.get("path"))
         elif name not in sessions:
@@ -179,7 +184,7 @@ class SessionServer:
         return "ok", {}
 
     def _send(self, session: Session, request: Request) -> dict[str, Any]:
-        """Runs a turn with an event for every token; returns the fields of `done`."""
+        """Runs a turn, writing an event for every token; returns the fields of `done`."""
         name = request["id"]
 
         def cancel_if_asked(*progress: int) -> None:
@@ -199,32 +204,32 @@ class SessionServer:
 
 
 def parse_line(line: bytes) -> Request:
-    """The request in a line.
+    """Parses a line as a request.
 
     Raises:
-        RedrafterError: it is no JSON object with an id.
+        RedrafterError: the line is not a JSON object with an id.
     """
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise RedrafterError(f"not JSON: {one_line(error)}") from error
     if not isinstance(request, dict) or not isinstance(request.get("id"), str):
-        raise RedrafterError(f"expected an object whose id is a string, got {request!r:.100}")
+        raise RedrafterError(f"expected an object with a string id, got {request!r:.100}")
     return request
 
 
 def check_request(request: Request) -> None:
-    """Checks type and field names of a request; the session checks the values.
+    """Checks the type and field names of a request; the session checks the values.
 
     Raises:
-        RedrafterError: they are not in the schema.
+        RedrafterError: the type or a field is not in the schema, or a required field is missing.
     """
     kind, names = request.get("type"), request.keys() - {"type", "id"}
     if not isinstance(kind, str) or kind not in FIELDS:
         raise RedrafterError(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}")
     if unknown := names - FIELDS[kind]:
-        raise RedrafterError(f"{kind} has no {unknown.pop()!r:.100}")
+        raise RedrafterError(f"{kind} has no field {unknown.pop()!r:.100}")
     if missing := FIELDS[kind] & {"as", "path"} - names:
         raise RedrafterError(f"{kind} needs {missing.pop()!r}")
     if kind == "send" and ("text" in request) is ("messages" in request):
-        raise RedrafterError("send has either a text or messages")
+        raise RedrafterError("send needs either text or messages")

@@ -1,1 +1,1 @@
-"""Which plan the next round takes: what rounds cost on this machine, and what they are expected to make."""
+"""Chooses the plan of each round from measured costs and expected acceptance."""

@@ -1,6 +1,7 @@
-"""How often a drafter's guesses are right: its config's table from training, corrected by the texts it drafts.
+"""Acceptance rates of a drafter: the table in its config, corrected by the texts it has drafted.
 
-A *table* has a row for each depth: how often the guess of rank 1, 2, ... is right if everything before it was.
+An acceptance table has one row per depth: the rates at which the guesses of rank 1, 2, ... are right if everything
+before them was.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ from ..drafters.protocol import Drafter
 from ..engine.plan import Plan
 
 AcceptanceTable = Sequence[Sequence[float]]
-"""(K, R): at depth d + 1, how often the guess of rank r is right."""
+"""(K, R): the rate at which the guess of each rank is right, by depth."""
 
 Cumulative = tuple[float, ...]
-"""(1 + K,): how often a round accepts at least 0, 1, ..., K drafted tokens."""
+"""(1 + K,): the probability that a round accepts at least 0, 1, ..., K drafted tokens."""
 
-NOTHING: Cumulative = (1.0,)  # without a draft
+NOTHING: Cumulative = (1.0,)  # no draft
 
 Count = tuple[float, float]
 """(hits, expected hits)."""
 
 UNKNOWN_ACCEPTANCE: AcceptanceTable = ((0.6, 0.1, 0.05, 0.03),)
-"""The table of a drafter whose config has none."""
+"""The assumed table of a drafter whose config has none."""
 
-MAX_RATE = 0.98  # the highest rate that is expected of a guess
-STEPS = 20  # tables are corrected in steps of 1 / STEPS, so that small changes keep a table the same
+MAX_RATE = 0.98  # upper limit of an expected rate
+STEPS = 20  # corrections are rounded to 1 / STEPS, so that small changes leave the table unchanged
 
 DECAY, PRIOR_HITS = 0.96, 2.5  # of a text's acceptance scale: decay per round, and weight of the prior in hits
-SLOW_DECAY, PRIOR_COUNT = 0.998, 25.0  # the same for the counts that are kept from text to text
+SLOW_DECAY, PRIOR_COUNT = 0.998, 25.0  # the same for the counts shared by all texts
 DEPTH_PRIOR = 25.0  # weight of the prior at one depth, in expected hits
-CONTEXT_WON_WEIGHT = 0.5  # of a miss when the context was accepted further
+CONTEXT_WON_WEIGHT = 0.5  # weight of a miss when the context was accepted further
 
 
 def find_acceptance(drafter: Drafter) -> AcceptanceTable:
-    """The table of a drafter's config, or an assumed one; 0 below the drafter's greatest depth."""
+    """The table in a drafter's config, or the assumed one; 0 beyond the drafter's maximum depth."""
     rows, most = drafter.args.acceptance or UNKNOWN_ACCEPTANCE, drafter.args.max_depth
     if most is None:
         return rows
@@ -44,21 +45,24 @@ def find_acceptance(drafter: Drafter) -> AcceptanceTable:
 
 
 def scale_row(row: Sequence[float], acceptance_scale: float) -> list[float]:
-    """The row with its first rate scaled, up to `MAX_RATE`; the other rates share what that leaves."""
+    """Scales the first rate, up to `MAX_RATE`, and the others within the remaining probability."""
     first = min(acceptance_scale * row[0], max(MAX_RATE, row[0]))
     others = min(acceptance_scale, (1 - first) / (1 - row[0])) if row[0] < 1 else 0.0
     return [first, *(others * rate for rate in row[1:])]
 
 
 def cumulative_acceptance(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> Cumulative:
-    """(1 + K,) how often a round keeps at least 0, 1, ..., K drafted tokens. Below the table its last row counts."""
+    """(1 + K,) the probability of accepting at least 0, 1, ..., K drafted tokens.
+
+    Depths beyond the table use its last row.
+    """
     return cumulative_acceptances(table, plan, acceptance_scale)[plan.depth][-1]
 
 
 def cumulative_acceptances(
     table: AcceptanceTable, largest: Plan, acceptance_scale: float = 1.0
 ) -> list[list[Cumulative]]:
-    """The same for all plans of the largest one's width, by depth, then by size from 1 to the largest tree."""
+    """`cumulative_acceptance` of all plans as wide as `largest`: indexed by depth, then by tree size - 1."""
     found, nodes, above = [[NOTHING]], list[tuple[float, int]](), [1.0]
     rows = [scale_row(row, acceptance_scale) for row in table[: largest.depth]]
     for depth in range(1, largest.depth + 1):
@@ -74,19 +78,19 @@ def cumulative_acceptances(
 
 
 def expected_tokens(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> float:
-    """Mean tokens per round, root included: 1 plus the chances of the nodes of the plan's pruned tree."""
+    """Mean tokens per round: 1 for the root, plus the acceptance probability of each node in the plan's tree."""
     return sum(cumulative_acceptance(table, plan, acceptance_scale))
 
 
 class Counts:
-    """How often a drafter was right in all texts, as decayed counts.
+    """A drafter's hits in all texts, as decayed counts.
 
     Attributes:
-        overall: (hits, hits expected from its table).
-        by_depth: (K,) the same for each depth, with its table scaled by the text's acceptance before the round.
-        n_new: rounds counted since the counts were last written.
+        overall: (hits, hits that the table predicts).
+        by_depth: (K,) the same per depth; predictions include the text's acceptance scale before the round.
+        n_new: rounds added since the counts were last saved.
 
-    `overall` and `by_depth` are replaced, never changed in place: several texts may share them.
+    `overall` and `by_depth` are replaced, never modified in place: several texts may share them.
     """
 
     def __init__(self, overall: Count = (0.0, 0.0), by_depth: Sequence[Count] = ()) -> None:
@@ -99,7 +103,7 @@ class Counts:
 
     @property
     def shape(self) -> list[float]:
-        """(K,) hits over expected hits at each depth that has counts, relative to `acceptance_scale`."""
+        """(K,) hits over expected hits at each depth with counts, relative to `acceptance_scale`."""
         return [(hits + DEPTH_PRIOR) / (expected + DEPTH_PRIOR) for hits, expected in self.by_depth]
 
     def correct(self, table: AcceptanceTable) -> AcceptanceTable:
@@ -110,12 +114,12 @@ class Counts:
         return list(map(scale_row, rows, scales))
 
     def add(self, rates: Sequence[float], acceptance_scale: float, n_accepted: int) -> None:
-        """Counts a round.
+        """Adds a round.
 
         Args:
-            rates: the table's rates of its plan at depth 1, 2, ...
-            acceptance_scale: of the text before the round.
-            n_accepted: drafted tokens that were accepted.
+            rates: the table's rates for the round's plan at depth 1, 2, ...
+            acceptance_scale: the text's, before the round.
+            n_accepted: accepted drafted tokens.
         """
         reached = range(min(n_accepted + 1, len(rates)))
         self.overall = _add(self.overall, n_accepted, sum(rates[: n_accepted + 1]))
@@ -132,12 +136,12 @@ def _add(count: Count, hits: float, expected: float) -> Count:
 
 
 class Acceptance:
-    """How often a drafter is right in one text: its table, corrected by `Counts` and by the text so far.
+    """A drafter's acceptance in one text: its table, corrected by `Counts` and by the text so far.
 
     Args:
-        table: of the drafter.
-        plans: those that `cumulative` is asked for.
-        counts: of earlier texts; this text is added.
+        table: the drafter's.
+        plans: the plans that may be passed to `cumulative`.
+        counts: of earlier texts; updated with this text.
     """
 
     def __init__(self, table: AcceptanceTable, plans: Sequence[Plan], counts: Counts | None = None) -> None:
@@ -149,7 +153,7 @@ class Acceptance:
         self._cumulative: dict[Plan, Cumulative] = {}
 
     def cumulative(self, plan: Plan) -> Cumulative:
-        """The expected cumulative acceptance of the next rounds of a plan."""
+        """The expected cumulative acceptance of the plan's next rounds."""
         if plan not in self._cumulative:
             scale = round(50 * self._hits / self._expected) / 50
             chances = (min(MAX_RATE, scale * rate) for rate in self._correct(plan))
@@ -157,10 +161,10 @@ class Acceptance:
         return self._cumulative[plan]
 
     def observe(self, plan: Plan, n_accepted: int, *, context_won: bool = False) -> None:
-        """Called with the number of drafted tokens that a round has accepted.
+        """Updates the estimate after a round that accepted `n_accepted` drafted tokens.
 
         Args:
-            context_won: whether the context was accepted further, which hides how far the drafter was right.
+            context_won: whether the context was accepted further; how far the drafter was right is then unknown.
         """
         rates, scale = self._correct(plan), self._hits / self._expected
         self._hits, self._expected = DECAY * self._hits, DECAY * self._expected
@@ -173,7 +177,7 @@ class Acceptance:
         self._cumulative.clear()
 
     def _correct(self, plan: Plan) -> list[float]:
-        """The plan's rates by depth, corrected by the counts of each depth."""
+        """The plan's rates, corrected by the counts of each depth."""
         rates = self._rates[plan]
         corrected = [rate * times for rate, times in zip(rates, self._counts.shape, strict=False)]
         return corrected + rates[len(corrected) :]

@@ -1,4 +1,4 @@
-"""The cost table: milliseconds of the parts of a round on one machine, for a pair of models."""
+"""The cost table of a model and its drafter: milliseconds of each part of a round on one machine."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any, NamedTuple
 from ..engine.plan import Plan
 from ..errors import RedrafterError
 
-MEASURED_NODES = 16  # the most nodes of a measured forward
-ASSUMED_ROW, ASSUMED_OVERHEAD = 0.15, 0.1  # plain steps for a row of a forward and for a round, if not measured
-OLD_NAMES = {"rest": "overhead_ms", "again": "replay_row_ms"}  # in records of earlier versions
+MEASURED_NODES = 16  # the largest measured forward
+ASSUMED_ROW, ASSUMED_OVERHEAD = 0.15, 0.1  # plain steps per extra row and per round, if not measured
+OLD_NAMES = {"rest": "overhead_ms", "again": "replay_row_ms"}  # field names in records of earlier versions
 
 
 class CostTable(NamedTuple):
     """Milliseconds of the parts of a round.
 
     Attributes:
-        contexts: (C,) ascending context lengths.
-        counts: (M,) ascending from 1, numbers of nodes of a forward.
-        verify: C rows of M, a forward of the target over that many nodes.
+        contexts: (C,) context lengths, ascending.
+        counts: (M,) nodes per forward, ascending from 1.
+        verify: (C, M) a forward of the target.
         plain: (C,) a plain step, with the next one enqueued before this one is read.
-        widths: (B,) ascending from 1, beam widths.
-        level: (B,) each level of a draft of that width after the first.
-        overhead_ms: the rest of a round, with a chain and with a tree; negative if its parts overlap.
+        widths: (B,) beam widths, ascending from 1.
+        level: (B,) each draft level after the first.
+        overhead_ms: the rest of a round, (with a chain, with a tree); negative if its parts overlap.
         replay_row_ms: each row beyond `counts`, for a model that replays tokens after a rejection; 0 for others.
-        first: (B,) the first level, including the round before that it takes in; empty if it is like the others.
+        first: (B,) the first draft level, including reading the previous round; empty if it costs the same as `level`.
     """
 
     contexts: tuple[int, ...]
@@ -42,10 +42,10 @@ class CostTable(NamedTuple):
     first: tuple[float, ...] = ()
 
     def check(self) -> CostTable:
-        """Returns itself.
+        """Returns the table itself if it is valid.
 
         Raises:
-            RedrafterError: parts do not fit together, or a time is not a positive number.
+            RedrafterError: shapes are inconsistent, or a time is not positive and finite.
         """
         fits = (
             len(self.contexts) == len(self.verify) == len(self.plain)
@@ -60,28 +60,28 @@ class CostTable(NamedTuple):
         return self
 
     def chains_only(self) -> CostTable:
-        """The same table for rounds without branches."""
+        """The same table, for chains only."""
         return self._replace(widths=self.widths[:1], level=self.level[:1], first=self.first[:1])
 
     def has(self, plan: Plan) -> bool:
-        """Whether the parts of the plan's rounds were measured."""
+        """Whether the plan's tree size and beam width were measured."""
         return plan.size in self.counts and plan.width in self.widths
 
     def plain_ms(self, length: int) -> float:
-        """The time of a plain step at context length `length`."""
+        """Milliseconds of a plain step at context length `length`."""
         return interpolate(self.contexts, self.plain, length)
 
     def step_ms(self, length: int, replayed: float = 0.0) -> float:
-        """The time of a plain step that replays tokens."""
+        """Milliseconds of a plain step that also replays tokens."""
         return self.plain_ms(length) + self._replay_ms(1, length, replayed)
 
     def draft_ms(self, plan: Plan) -> float:
-        """The time of a draft of a plan of a measured width."""
+        """Milliseconds of a draft; the plan's width must be measured."""
         at = self.widths.index(plan.width)
         return (self.first or self.level)[at] + (plan.depth - 1) * self.level[at] if plan.depth else 0.0
 
     def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
-        """The time of a measured plan's round that replays tokens: at least that of a plain step."""
+        """Milliseconds of a round that also replays tokens, at least a plain step; the plan must be measured."""
         overhead = self.overhead_ms[plan.branched]
         if not plan.depth:  # without a draft nothing overlaps
             overhead = max(0.0, self.overhead_ms[0])
@@ -89,14 +89,14 @@ class CostTable(NamedTuple):
         return max(parts, self.plain_ms(length)) + self._replay_ms(plan.rows, length, replayed)
 
     def _replay_ms(self, nodes: int, length: int, rows: float) -> float:
-        """What replayed rows add to a forward; a fraction of a row is interpolated."""
+        """Milliseconds that replayed rows add to a forward; fractions of a row are interpolated."""
         if not self.replay_row_ms or not rows:
             return 0.0
         lower, upper = (self._verify_ms(nodes + count, length) for count in (math.floor(rows), math.ceil(rows)))
         return max(0.0, lower + rows % 1 * (upper - lower) - self._verify_ms(nodes, length))
 
     def _verify_ms(self, nodes: int, length: int) -> float:
-        """The time of a forward of the next larger measured number of nodes; beyond the largest, extrapolated."""
+        """Milliseconds of a forward: of the next larger measured node count, or extrapolated beyond the largest."""
         column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
         first, last = self.verify[0][0], self.verify[0][-1]
         per_row = max(self.replay_row_ms, (last - first) / max(1, self.counts[-1] - 1))
@@ -105,7 +105,7 @@ class CostTable(NamedTuple):
 
 
 def interpolate(contexts: Sequence[int], values: Sequence[float], length: int) -> float:
-    """Linear interpolation; constant before the first context, and never falling after the last."""
+    """Linear interpolation: constant before the first context, never decreasing after the last."""
     if length <= contexts[0] or len(contexts) == 1:
         return values[0]
     right = min(bisect_left(contexts, length), len(contexts) - 1)
@@ -114,7 +114,7 @@ def interpolate(contexts: Sequence[int], values: Sequence[float], length: int) -
 
 
 def assume_costs(*, replays: bool) -> CostTable:
-    """Costs in plain steps, assumed on the expensive side.
+    """Assumed costs in plain steps, chosen high.
 
     Args:
         replays: whether the model must replay tokens after a rejection.
@@ -127,10 +127,10 @@ def assume_costs(*, replays: bool) -> CostTable:
 
 
 def parse_costs(fields: dict[str, Any]) -> CostTable:
-    """The table of `CostTable._asdict()`, read from JSON, also under the names of older records.
+    """Parses `CostTable._asdict()` as read from JSON; field names of earlier versions are accepted.
 
     Raises:
-        KeyError, TypeError, ValueError: the fields are no cost table.
+        KeyError, TypeError, ValueError: the fields are not a cost table.
     """
 
     def freeze(value: Any) -> Any:
@@ -141,10 +141,10 @@ def parse_costs(fields: dict[str, Any]) -> CostTable:
 
 
 def is_disturbed(costs: CostTable) -> bool:
-    """Whether something took less than 0.9 of the time of something that does less, as on a busy machine.
+    """Whether the times contradict each other, as on a busy machine: more work took less than 0.9 times as long.
 
-    A forward of one node that is read at once does at least a plain step's work; longer contexts and wider levels are
-    more work. Numbers of nodes are not compared: more may take less time when another kernel is chosen.
+    A one-node forward that is read at once is at least as much work as a plain step. Longer contexts and wider levels
+    are more work. Node counts are not compared: a larger one may select a faster kernel.
     """
     single = zip(costs.plain, (row[0] for row in costs.verify), strict=True)
     contexts = [pair for column in (costs.plain, *zip(*costs.verify, strict=True)) for pair in pairwise(column)]
@@ -153,6 +153,6 @@ def is_disturbed(costs: CostTable) -> bool:
 
 
 def lower_quartile(values: Iterable[float]) -> float:
-    """The lower quartile, for times: whatever else a machine does only makes them longer."""
+    """The lower quartile, used for times: other load on the machine only makes them longer."""
     ordered = sorted(values)
     return ordered[len(ordered) // 4]

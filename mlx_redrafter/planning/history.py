@@ -1,4 +1,4 @@
-"""What a pair's texts have shown, as a start for the next one: most answers are too short to learn it themselves."""
+"""State that one text passes to the next: most answers are too short to estimate it themselves."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import deque
 from .acceptance import Counts
 from .costs import lower_quartile
 
-MAX_SLOWDOWN, WINDOW = 4.0, 16  # the largest slowdown; the last rounds and plain steps that it is computed from
+MAX_SLOWDOWN, WINDOW = 4.0, 16  # upper limit; number of recent rounds and of recent plain steps used
 
 
 class Slowdown:
-    """How many times as long as in the cost table rounds take, relative to plain steps.
+    """Measured over predicted time of rounds, relative to the same ratio of plain steps.
 
     Args:
-        least: the smallest value; 1 if costs were measured, as a busy machine must not make rounds look cheap.
+        least: lower limit; 1 for measured costs, as a busy machine must not make rounds look cheap.
         earlier: the slowdown of an earlier text to start from.
     """
 
@@ -25,26 +25,26 @@ class Slowdown:
         self.value: float = earlier.value if earlier else 1.0
 
     def observe(self, ratio: float, *, is_round: bool) -> None:
-        """Called with observed over predicted time, of a round or of a plain step."""
+        """Adds the measured over predicted time of a round or plain step."""
         (self._rounds if is_round else self._steps).append(ratio)
-        if min(len(self._rounds), len(self._steps)) >= 3:  # one stalled round says nothing
+        if min(len(self._rounds), len(self._steps)) >= 3:  # ignore a single stalled round
             ratio = lower_quartile(self._rounds) / lower_quartile(self._steps)
             self.value = min(max(ratio, self._least), MAX_SLOWDOWN)
 
 
 class History:
-    """What earlier texts have shown of a target with its drafter, or with its context alone.
+    """Observations from earlier texts of a target with its drafter, or with the context alone.
 
     Attributes:
-        counts: how often the drafter was right, earlier processes included; the others are this process's.
+        counts: the drafter's hits, earlier processes included; all other attributes are from this process.
         slowdown: of the last text; None before the first.
-        pause: plain steps until the drafter is tried again, if the last text had given it up; the next text waits for
-            at most `PROBE_EVERY`.
-        next_pause: the pause after the next try that fails.
-        debts: lost time in plain steps that later texts must make up for; True for rounds with the drafter.
-        n_texts: how many texts there were.
+        pause: plain steps until the next probe, if the last text had stopped drafting; the next text waits for at most
+            `PROBE_EVERY` of them.
+        next_pause: the pause after the next failed probe.
+        debts: lost time, in plain steps, that later texts must recover, by whether the drafter took part.
+        n_texts: number of texts so far.
 
-    Texts that run at the same time may share it: values are replaced, and one text's may overwrite another's.
+    Concurrent texts may share it: values are replaced, so one text may overwrite another's.
     """
 
     def __init__(self, counts: Counts | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The properties of this machine that affect speed, and the folder of its measurements."""
+"""Properties of this machine that affect speed, and the cache directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from platformdirs import user_cache_path
 from ..engine.blas import LIBRARY, thread_count
 
 PACKAGES = ("mlx", "mlx-lm")
-FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # several rows at once cost less than one by one
+FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # faster for several rows at once than one by one
 
 
 def describe_machine() -> dict[str, Any]:
@@ -41,7 +41,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def memory_bytes() -> int:
-    """Bytes of the device's memory, or of the system's if MLX does not report it."""
+    """Bytes of device memory, or of system memory if MLX does not report it."""
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
     size = info.get("memory_size") or info.get("total_memory")
     return int(size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -54,25 +54,25 @@ def usable_bytes() -> int:
 
 
 def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """File names of this process's BLAS libraries that MLX may call unless OpenBLAS is loaded for it.
+    """File names of the loaded BLAS libraries that MLX may call if OpenBLAS was not loaded for it.
 
     [] if the system does not report them.
     """
     if not maps.exists():
         return []
-    # numpy and scipy bring their own, whose functions have other names: libscipy_openblas, libopenblas64.
+    # MLX cannot call those of numpy and scipy, as they rename functions: libscipy_openblas, libopenblas64.
     pattern = rf"/(lib(?:blas|{FAST_BLAS})[^/\s]*)$"
     found = re.findall(pattern, maps.read_text(encoding="utf-8"), re.MULTILINE)
     return sorted({name for name in found if not name.startswith("libopenblas64")})
 
 
 def has_fast_blas(libraries: str) -> bool:
-    """Whether several rows at once cost less than one by one; `libraries` is "blas" of `describe_machine`."""
+    """Whether the BLAS is faster for several rows at once; `libraries` is "blas" of `describe_machine`."""
     return re.search(FAST_BLAS, libraries) is not None
 
 
 def cache_directory() -> Path:
-    """The folder of this package's caches.
+    """The cache directory of this package.
 
     Raises:
         RuntimeError: the user has no home directory.

@@ -1,6 +1,6 @@
-"""Measures the cost table of a pair of models, and times any calls.
+"""Measures the cost table of a model and its drafter, and times arbitrary calls.
 
-The cache is filled with zeros: a forward takes as long as after a real text.
+The KV cache is filled with zeros: a forward takes as long as after real text.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CONTEXTS = (64, 1024)  # measured context lengths
 WIDTHS = (1, 2, 4)  # measured beam widths
 SECONDS, MAX_TURNS = 4.0, 20  # measuring stops after SECONDS or MAX_TURNS, but finishes one pass
 IN_A_ROW = 4  # plain steps, rounds or draft levels in one timed call
-SLOW_STEP = 0.1  # seconds of a plain step from which everything is run once, at the first context length
-SLOW_STEPS = 36  # the most plain steps that this takes, if a forward of N nodes costs N of them
+SLOW_STEP = 0.1  # if a plain step takes this many seconds, parts are run once, at the first context length
+SLOW_STEPS = 36  # the most plain steps this takes, even if a forward of N nodes costs N of them
 
 
 def time_calls(
@@ -50,13 +50,13 @@ def time_calls(
     max_turns: int | None = None,
     before: Callable[[K], object] = lambda key: None,
 ) -> dict[K, list[float]]:
-    """Milliseconds of every call. The calls alternate, so that a slow moment of the machine affects all of them.
+    """Milliseconds of every call. Calls alternate, so that a slow moment affects all of them.
 
     Args:
-        calls: each returns when its work is evaluated. They should have run once before.
-        seconds: no pass over the calls begins later.
-        min_turns, max_turns: the least and the most passes, whatever the time.
-        before: called untimed before each call, with its key.
+        calls: each returns after its work is evaluated; run each once before, to compile kernels.
+        seconds: no pass over the calls starts later.
+        min_turns, max_turns: the minimum and maximum number of passes, regardless of `seconds`.
+        before: called before each call with its key, not timed.
     """
     times: dict[K, list[float]] = {key: [] for key in calls}
     end, turn = time.perf_counter() + seconds, 0
@@ -71,12 +71,12 @@ def time_calls(
 
 
 def seconds_until(end: float) -> float:
-    """Seconds until `time.perf_counter()` is `end`; the same on all ranks."""
+    """Seconds until `time.perf_counter()` reaches `end`; the same on all ranks."""
     return float(max(ranks.gather(end - time.perf_counter())))
 
 
 def time_step(model: nn.Module) -> float:
-    """Seconds of the second of two plain steps: the first compiles kernels."""
+    """Seconds of a plain step, after one that compiles kernels."""
     target, chooser = Target(model), TokenChooser(make_sampler(seed=0))
     calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
     return time_calls(calls, 0.0, min_turns=2)[1][-1] / 1e3
@@ -85,14 +85,17 @@ def time_step(model: nn.Module) -> float:
 def time_parts(
     model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float, *, slow: bool
 ) -> dict[tuple[str, int], float]:
-    """Milliseconds of the parts of decoding at a context length, by name and a number.
+    """Milliseconds of the parts of decoding at a context length.
 
-    ("plain", 1) is a plain step and ("round", width) a round of depth 2, both of a decoder; ("first", width) is a draft
-    of one level that takes in a plain step, ("level", width) each further level, and ("verify", nodes) a forward. Slow
-    models are measured up to fewer nodes.
+    Keys:
+        ("plain", 1): a plain step of a decoder.
+        ("round", width): a round of a decoder, of depth 2.
+        ("first", width): a draft of one level, which also reads a plain step.
+        ("level", width): each further level.
+        ("verify", nodes): a forward; slow models are measured up to fewer nodes.
 
     Args:
-        slow: one run of a part may be enough, as compiling its kernels takes little time beside it.
+        slow: one run per part may be enough, as compiling kernels is a small part of its time.
     """
     in_a_row = 1 if slow else IN_A_ROW
     after_text, chooser = drafter.open(model), TokenChooser(make_sampler(seed=0))
@@ -112,7 +115,7 @@ def time_parts(
             c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
     target.evaluate()
     target.length, snapshot = context, kv_cache.snapshot(target.cache)
-    tokens = (mx.arange(MEASURED_NODES) * 7919) % logits.shape[-1]  # experts differ by token; the first one is 0
+    tokens = (mx.arange(MEASURED_NODES) * 7919) % logits.shape[-1]  # tokens select different experts; the first is 0
     most = min(IN_A_ROW, drafter.args.max_depth or IN_A_ROW)
     rounds: Rounds
     source = after_text
@@ -134,7 +137,7 @@ def time_parts(
                 next(rounds)
         elif name != "verify":
             source.keep(step(target, tokens[:1], chooser, None).kept)
-            if source.waits:  # a fork's first draft copies what it shares
+            if source.waits:  # a fork's first draft copies the shared arrays
                 source.confirm([0])
                 mx.eval(source.propose(tokens[0], chain_plan(1), None, ordered=False))
             source.confirm([0])
@@ -187,12 +190,12 @@ def time_parts(
 def measure_costs(
     model: nn.Module, drafter: Drafter, *, trees: bool, contexts: tuple[int, ...] | None = None
 ) -> CostTable:
-    """Measures a pair of models in `SECONDS`; slow ones in about `SLOW_STEPS`, with fewer nodes.
+    """Measures a model and its drafter in about `SECONDS`; slow ones in about `SLOW_STEPS`, with fewer nodes.
 
     Args:
         trees: whether the model takes trees.
-        contexts: ascending context lengths; None for `CONTEXTS`, or the first of them if models are slow. Lengths
-            beyond the model's positions are left out.
+        contexts: ascending context lengths; None for `CONTEXTS`, of which slow models use only the first. Lengths
+            beyond the model's learned positions are dropped.
     """
     with wired_limit(model), mx.stream(generation_stream):
         step_seconds = max(ranks.gather(time_step(model)))

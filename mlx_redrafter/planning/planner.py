@@ -1,7 +1,7 @@
-"""Chooses the plan of every round: the one that makes the most tokens in a millisecond, or plain decoding.
+"""Chooses the plan of each round: the one with the most expected tokens per millisecond, or plain decoding.
 
-The tokens of a plan follow from how often its sources are right (`acceptance.py`), its time from the cost table
-(`costs.py`) and from how much longer this text's rounds take. A budget bounds the cost of bad rounds.
+Expected tokens come from acceptance rates (`acceptance.py`), time from the cost table (`costs.py`) and this text's
+slowdown. A budget limits the time lost in bad rounds.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from ..drafters.source import Forecast
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # acceptance scales for which candidate plans are found
-HYSTERESIS = 0.02  # a plan replaces the one in use, or plain decoding, if it is this much faster
-MAX_LOSS, MIN_TOKENS = 0.01, 512  # each source may lose this share of the plain time of at least this many tokens
-WARM_UP = 4  # plain steps at the start of a text, to compare rounds with
+HYSTERESIS = 0.02  # a plan must be this much faster to replace the current one or plain decoding
+MAX_LOSS, MIN_TOKENS = 0.01, 512  # a source may lose this share of the plain decoding time of at least MIN_TOKENS
+WARM_UP = 4  # plain steps at the start of a text, as a baseline for its rounds
 WARM_UP_EVERY = 8  # texts
-PROBE_EVERY = 16  # plain steps before a probe round while no plan pays; doubled by each rejected one, up to 256
-CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # tokens of a proposal that may be verified, besides all of them
-MIN_ASSUMED_SLOWDOWN = 0.3  # the smallest slowdown if costs are assumed
+PROBE_EVERY = 16  # plain steps before a probe round while no plan is faster; doubled by each rejected one, to 256
+CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # lengths to which a proposal may be cut
+MIN_ASSUMED_SLOWDOWN = 0.3  # lower limit of the slowdown if costs are assumed
 
 
 class Prediction(NamedTuple):
@@ -44,7 +44,7 @@ class Prediction(NamedTuple):
     Attributes:
         plan: (W, K, N).
         tokens: per round, root included.
-        steps: the cost of a round in plain steps, expected replay included.
+        steps: the cost of a round in plain steps, including the expected replay.
     """
 
     plan: Plan
@@ -53,36 +53,36 @@ class Prediction(NamedTuple):
 
     @property
     def speedup(self) -> float:
-        """Speed over that of plain decoding."""
+        """Speed relative to plain decoding."""
         return self.tokens / self.steps
 
 
 def unite(own: Cumulative, copied: Sequence[float]) -> Cumulative:
-    """The cumulative acceptance of rounds that keep the longer of two drafts.
+    """The cumulative acceptance of rounds that keep the longer of two independent drafts.
 
     Args:
-        own: of the drafter's draft.
-        copied: of the context's, from depth 1.
+        own: the drafter's.
+        copied: the context's, from depth 1.
     """
     both = [one + other - one * other for one, other in zip(own[1:], copied, strict=False)]
     return (1.0, *both, *own[1 + len(both) :], *copied[len(both) :])
 
 
 def predict(costs: CostTable, plan: Plan, length: int, cumulative: Cumulative, slowdown: float = 1.0) -> Prediction:
-    """The expected rounds of a plan at context length `length`."""
+    """Predicts the tokens and the cost of a plan's rounds at context length `length`."""
     ms = costs.round_ms(plan, length, expected_replay(cumulative) if costs.replay_row_ms else 0.0)
     return Prediction(plan, sum(cumulative), max(1.0, slowdown * ms / costs.plain_ms(length)))
 
 
 @lru_cache(maxsize=4096)
 def expected_replay(cumulative: Cumulative) -> float:
-    """The mean number of replayed tokens per round, on a cache that cannot be trimmed.
+    """The mean number of replayed tokens per round, for a cache that cannot be trimmed.
 
-    After a rejection the next round replays the round's tokens and those that the round itself replayed. More than
-    `MAX_REPLAY` tokens are replayed by a plain step, which otherwise costs what its token is worth.
+    After a rejection the next round replays this round's tokens and those that this round itself replayed. More than
+    `MAX_REPLAY` tokens are replayed by a plain step, which apart from the replay costs one step for one token.
     """
     ends = [before - after for before, after in pairwise(cumulative)]
-    visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))  # by tokens to replay, per visit to 0
+    visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))  # visits to each number of tokens to replay, per visit to 0
     for replayed in range(MAX_REPLAY + 1):
         for made, chance in enumerate(ends, 1):
             visits[replayed + made] += visits[replayed] * chance
@@ -110,15 +110,15 @@ def find_cumulative(costs: CostTable, table: AcceptanceTable, acceptance_scale: 
 def predict_all(
     costs: CostTable, table: AcceptanceTable, length: int, acceptance_scale: float = 1.0
 ) -> Iterator[Prediction]:
-    """The expected rounds of every measured plan."""
+    """The prediction for every measured plan."""
     for plan, cumulative in find_cumulative(costs, table, acceptance_scale).items():
         yield predict(costs, plan, length, cumulative)
 
 
 def candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
-    """The plans that beat plain decoding and all others at some acceptance scale and context length.
+    """The plans that are fastest, plain decoding included, at some acceptance scale and context length.
 
-    They are few, so graphs and kernels are reused.
+    There are few, so graphs and kernels are reused.
     """
     return _candidate_plans(costs, tuple(map(tuple, table)))
 
@@ -140,12 +140,12 @@ class AutoPlanner(Planner):
     """Chooses the plans of one text from its rounds so far.
 
     Args:
-        costs: of this machine and pair of models.
+        costs: of the model and drafter on this machine.
         table: the drafter's acceptance.
         plans: the drafter's plans to choose from; None for `candidate_plans`.
-        can_merge: see the base class.
-        least_slowdown: see `Slowdown`.
-        history: of earlier texts; this text is added.
+        can_merge: whether one forward can verify both the drafter's tokens and the context's, see `Planner`.
+        least_slowdown: lower limit of the slowdown, see `Slowdown`.
+        history: of earlier texts; updated with this text.
         keep: called when decoding ends.
     """
 
@@ -166,7 +166,7 @@ class AutoPlanner(Planner):
         self.plans = candidate_plans(costs, history.counts.correct(table)) if plans is None else tuple(plans)
         self._costs, self._acceptance = costs, Acceptance(table, self.plans, history.counts)
         self._slowdown = Slowdown(least_slowdown, history.slowdown)
-        self._steps: dict[tuple[Plan, int], float] = {}  # of a round in plain steps, by plan and context length
+        self._steps: dict[tuple[Plan, int], float] = {}  # cost of a round in plain steps, by plan and context length
         self._pending: Plan | None = None
         self._pause = min(history.pause, PROBE_EVERY)  # another text may be easier to draft
         if history.n_texts % WARM_UP_EVERY == 0:
@@ -178,7 +178,7 @@ class AutoPlanner(Planner):
 
     @property
     def slowdown(self) -> float:
-        """How many times as long as in the cost table this text's rounds take."""
+        """Measured over predicted time of this text's rounds, relative to plain steps."""
         return self._slowdown.value
 
     @property
@@ -187,7 +187,7 @@ class AutoPlanner(Planner):
         return bool(self.plans) and (self._pause <= 0 or self._pending is not None)
 
     def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
-        """The next plan, in about 0.1 ms; at once during a pause without a forecast."""
+        """The next plan. Takes about 0.1 ms, and almost nothing during a pause without a forecast."""
         pending, self._pending = self._pending, None
         plan = self._choose_drafter_plan(pending, length, replayed)
         if forecast is not None and self._is_context_faster(plan, pending, forecast, length, replayed):
@@ -234,7 +234,7 @@ class AutoPlanner(Planner):
             predicted = costs.round_ms(plan, length, replayed)
             if plan.depth:
                 self._acceptance.observe(plan._replace(context=0), tokens - 1, context_won=from_context)
-                if tokens > 1 and not from_context:  # a probe that was right is followed by another
+                if tokens > 1 and not from_context:  # an accepted draft ends the pause
                     self._pause, self._next_pause = 0, PROBE_EVERY
         else:
             predicted = costs.step_ms(length, replayed)
@@ -243,7 +243,7 @@ class AutoPlanner(Planner):
         if milliseconds is not None and (is_round or not (plan or replayed)):
             self._slowdown.observe(milliseconds / predicted, is_round=is_round)
         self._n_tokens += tokens
-        if plan is not None:  # a plain step's replay counts for the round before it
+        if plan is not None:  # a plain step's replay is charged to the round before it
             self._drafter_was_last = plan.depth > 0
         steps = predicted / plain * (self.slowdown if plan or replayed else 1.0)
         self._saved[self._drafter_was_last] += tokens - steps
@@ -258,7 +258,7 @@ class AutoPlanner(Planner):
         speedups[current] *= 1 + HYSTERESIS
         ranked = sorted(self.plans, key=speedups.__getitem__, reverse=True)
         wanted = [plan for plan in ranked if speedups[plan] > speedups[None]]
-        # A probe costs what the table says: one slow round must not end drafting.
+        # The cost of a probe ignores the slowdown: one slow round must not end drafting.
         is_probe = not current and not wanted
         slowdown = 1.0 if is_probe else self.slowdown
         choices = ranked if is_probe else wanted
@@ -273,7 +273,7 @@ class AutoPlanner(Planner):
     def _is_context_faster(
         self, plan: Plan | None, pending: Plan | None, forecast: Forecast, length: int, replayed: int
     ) -> bool:
-        """Whether waiting for a proposal beats the drafter's plan, to which a proposal may be added."""
+        """Whether waiting for a context proposal is faster than the drafter's plan, which a proposal may extend."""
         chance, cumulative = forecast
         hit = self._add_context(CONTEXT_ONLY, cumulative, length)
         waiting = _mix(chance, hit, predict(self._costs, CONTEXT_ONLY, length, NOTHING))
@@ -285,7 +285,7 @@ class AutoPlanner(Planner):
         return is_faster and self._can_afford(hit.plan, pending, length, replayed)
 
     def _add_context(self, plan: Plan, cumulative: Sequence[float], length: int) -> Prediction:
-        """The fastest rounds that add some of a proposal to a plan."""
+        """The fastest prediction for a plan extended by part or all of a proposal."""
         counts = {count for count in CONTEXT_LENGTHS if count < len(cumulative)} | {len(cumulative)}
         extended = (self._predict(plan._replace(context=count), length, cumulative) for count in counts)
         return max(extended, key=attrgetter("speedup"))
@@ -298,16 +298,16 @@ class AutoPlanner(Planner):
         if key not in self._steps:
             self._steps[key] = predict(self._costs, plan, length, NOTHING).steps
         tokens, replayed = sum(cumulative), 0.0
-        if row_ms := self._costs.replay_row_ms:  # in the next round alone, as matches do not follow each other
+        if row_ms := self._costs.replay_row_ms:  # of the next round only, as matches do not follow each other
             replayed = (tokens - len(cumulative) * cumulative[-1]) * row_ms / self._costs.plain_ms(length)
         return Prediction(plan, tokens, max(1.0, self.slowdown * (self._steps[key] + replayed)))
 
     def _can_afford(
         self, plan: Plan, pending: Plan | None, length: int, replayed: int, slowdown: float | None = None
     ) -> bool:
-        """Whether the budget of the plan's source covers the plan and the pending round.
+        """Whether the budget covers the plan and the pending round, if both are rejected and the text then ends.
 
-        It must do so even if both are rejected and the text ends there. Drafter and context have a budget each.
+        The drafter and the context have separate budgets.
         """
         costs, plain = self._costs, self._costs.plain_ms(length)
         slowdown = self.slowdown if slowdown is None else slowdown
@@ -321,21 +321,21 @@ class AutoPlanner(Planner):
 
 
 def _mix(chance: float, hit: Prediction, miss: Prediction) -> float:
-    """The speedup of rounds that are `hit` with this chance, and otherwise `miss`."""
+    """The speedup of rounds that are `hit` with probability `chance`, else `miss`."""
     tokens = chance * hit.tokens + (1 - chance) * miss.tokens
     return tokens / (chance * hit.steps + (1 - chance) * miss.steps)
 
 
 def starting_plan(costs: CostTable, table: AcceptanceTable, length: int) -> Plan | None:
-    """The first plan after the `WARM_UP` of a text with a prompt of `length` tokens; None for plain decoding."""
+    """The first plan after `WARM_UP` for a prompt of `length` tokens; None for plain decoding."""
     planner = AutoPlanner(costs, table)
     return [planner.next_plan(length) for _ in range(WARM_UP + 1)][-1]
 
 
 def make_context_planner(history: History | None, *, replays: bool) -> AutoPlanner:
-    """A planner for a text that is drafted from its context alone, without a measured cost table.
+    """A planner for drafting from the context alone, without a measured cost table.
 
-    Assumed costs are corrected by the round times of the model's earlier texts in this process.
+    The assumed costs are corrected by the round times of the model's earlier texts in this process.
 
     Args:
         history: of the earlier texts; None for a simulation.

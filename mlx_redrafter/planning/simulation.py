@@ -1,6 +1,6 @@
-"""The decode loop without a model: planner, context and cost table over a known text.
+"""Simulates the decode loop without a model: planner, context and cost table on a known text.
 
-Round times come from the cost table; how many drafted tokens are right is given.
+Round times come from the cost table. The caller says how many drafted tokens are right.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .costs import CostTable
 from .planner import AutoPlanner, make_context_planner
 
 TOKENS = 256
-"""Length of a simulated prompt, and of the text after it."""
+"""Length of a simulated prompt, and of its continuation."""
 
 CHANGED_EVERY = 20
-"""Copied text is its prompt with every token at a multiple of this replaced by a new one."""
+"""Copied text is its prompt with the token at each multiple of this replaced by a new one."""
 
 SEEDS = 8
-"""How often a text is decoded with a drafter, whose hits are random."""
+"""Runs per text with a drafter, as its hits are random."""
 
 
 def predict_speeds(costs: CostTable, table: AcceptanceTable | None, *, trees: bool) -> dict[str, float]:
-    """Speed over plain decoding with the default options, for "fresh" text without repeats and for "copied" text.
+    """Speed over plain decoding with default options, for "fresh" text without repeats and for "copied" text.
 
     Args:
-        costs: of this machine and the models.
-        table: of the drafter; None without one.
+        costs: of the models on this machine.
+        table: the drafter's acceptance; None without a drafter.
         trees: whether the model takes trees.
     """
     prompt, new = range(TOKENS), range(TOKENS, 2 * TOKENS)
@@ -67,8 +67,8 @@ def simulate(
 
     Args:
         costs: the true times.
-        count_right: (a plan of the drafter, tokens of `text` made so far) -> how many tokens of its draft are right.
-        disturb: milliseconds -> what the clock shows.
+        count_right: (the drafter's plan, tokens of `text` made so far) -> how many tokens of its draft are right.
+        disturb: maps true milliseconds to measured ones.
     """
     index = ContextSource()
     index.read(prompt)

@@ -1,4 +1,4 @@
-"""How large a drafter should be: a draft step should cost a small share of the target's plain step."""
+"""Chooses the size of a drafter: a draft step should cost a small share of the target's plain step."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from .costs import lower_quartile
 from .measure import time_calls
 
 CHEAP = 0.05
-"""The share of a plain step that one draft step should cost at most."""
+"""The maximum cost of a draft step, as a share of a plain step."""
 
 VOCABULARIES = (65536, 32768, 16384, 8192)
-"""Draft vocabularies that are tried below the target's own."""
+"""Draft vocabulary sizes to try, besides the target's full vocabulary."""
 
 WHOLE = 32768
-"""The largest vocabulary that a drafter may guess in full; of a larger one it guesses at most a third."""
+"""The largest vocabulary that a drafter may cover in full; of a larger one it covers at most a third."""
 
 SMALL = 16384
-"""Draft vocabularies up to this size lose acceptance; larger ones leave out only tokens that are rare in any text."""
+"""Draft vocabularies up to this size lose acceptance; larger ones omit only tokens that are rare in any text."""
 
-REPEATS, SECONDS = 7, 1.0  # the most runs of a draft or plain step, and their time limit
+REPEATS, SECONDS = 7, 1.0  # maximum runs of a draft or plain step, and their time limit
 
 
 class Choice(NamedTuple):
     """A drafter's size, and why it was chosen.
 
     Attributes:
-        args: the drafter's sizes.
-        reason: in words.
+        args: the drafter's config.
+        reason: a sentence for the user.
     """
 
     args: DrafterArgs
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 def candidates(
     hidden_size: int, vocab_size: int, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
 ) -> list[DrafterArgs]:
-    """Sizes worth trying, best first: by number of weights, those with a small vocabulary last."""
+    """Sizes to try, best first: by number of weights, with small draft vocabularies last."""
     most = vocab_size - 1 if vocab_size <= WHOLE else max(VOCABULARIES[-1], vocab_size // 3)
     smaller: list[int | None] = [count for count in VOCABULARIES if count <= most]
     if not smaller and vocab_size >= 1024:
@@ -64,32 +64,33 @@ def candidates(
 
 
 def n_weights(args: DrafterArgs) -> int:
-    """How many weights a drafter of any kind has."""
+    """The number of weights of a drafter with this config."""
     return sum(array.size for _, array in cast(Any, tree_flatten(make_drafter(args).parameters())))  # never evaluated
 
 
 def choose_size(
     model: nn.Module, dtype: mx.Dtype, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
 ) -> Choice:
-    """The best of `candidates` with a draft step below `CHEAP` of the model's plain step, both measured here.
+    """The best of `candidates` whose draft step costs less than `CHEAP` of the model's plain step; both are timed.
 
-    Sizes with too many bytes are not measured: decoding is bound by memory.
+    Sizes with too many bytes are not timed: decoding is memory-bound.
 
     Args:
         dtype: the drafter's.
-        kind, depth: of the drafter to train, and how many tokens it drafts.
+        kind: of the drafter to train.
+        depth: how many tokens it drafts.
     """
     plain = plain_milliseconds(model)
     sizes = candidates(*model_sizes(model), kind, depth)
     budget = CHEAP * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
     light = [args for args in sizes if n_weights(args) * dtype.size <= 1.5 * budget]
     cost = 0.0
-    for args in [*light[:: 1 + len(light) // 8], sizes[-1]]:  # a spread of them, and the last resort
+    for args in [*light[:: 1 + len(light) // 8], sizes[-1]]:  # evenly spread, then the fallback
         cost = draft_milliseconds(model, args, dtype) / plain
         if cost < CHEAP:
             reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {CHEAP:.0%}"
             return Choice(args, reason)
-    reason = f"the smallest one: even its draft step costs {cost:.1%} of a plain step ({plain:.2f} ms)"
+    reason = f"no size is cheap enough; the smallest costs {cost:.1%} of a plain step ({plain:.2f} ms) per draft step"
     return Choice(sizes[-1], reason)
 
 
@@ -102,7 +103,7 @@ def plain_milliseconds(model: nn.Module) -> float:
 
 
 def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
-    """Milliseconds of one step of a chain, by a random drafter of these sizes and that dtype."""
+    """Milliseconds per step of a chain, drafted by a random drafter of this config and dtype."""
     drafter, token, plan = make_drafter(args), mx.zeros((1,), mx.int32), chain_plan(steps)
     drafter.set_dtype(dtype)
     source = drafter.open(model)

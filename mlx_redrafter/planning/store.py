@@ -1,4 +1,4 @@
-"""A pair of models on disk: their cost table, and how often the drafter was right."""
+"""Stores the cost table and the acceptance counts of a model and its drafter on disk."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MIN_NEW = 32
 
 
 def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool) -> CostTable:
-    """The cost table of a pair of models: from disk, or else measured now and written.
+    """The cost table of a model and its drafter: read from disk, or measured now and saved.
 
     Args:
         trees: whether both take trees.
-        refresh: measure again.
+        refresh: measure even if a table is saved.
     """
     described = {"format": 7, "machine": describe_machine(), "model": model_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
@@ -54,7 +54,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
     try:
         write_text(cache_directory() / file, text + "\n")
     except (OSError, RuntimeError) as error:
-        warn(f"the measured costs cannot be kept: {one_line(error)}")
+        warn(f"cannot save the measured costs: {one_line(error)}")
     return costs
 
 
@@ -66,14 +66,14 @@ def digest_tensors(module: nn.Module) -> str:
 
 
 def sample_tensors(module: Any) -> bytes:
-    """The first values of every tensor: of a fine-tuned model they differ, names and shapes do not."""
+    """The first values of every tensor. Fine-tuning changes these, but not names and shapes."""
     arrays = (array for _, array in cast(Any, tree_flatten(module.parameters())))
     sample = mx.concatenate([mx.zeros((1,)), *(array.reshape(-1)[:8].astype(mx.float32) for array in arrays)])
     return np.array(sample).tobytes()
 
 
 def read_counts(model: nn.Module, drafter: Drafter) -> Counts | None:
-    """How often the drafter was right in earlier processes; None if that is not known."""
+    """The drafter's acceptance counts from earlier processes; None if there are none."""
     kept = ranks.share(_read_object(lambda: _find_file(model, drafter)))
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         return Counts(_parse(kept["overall"]), [_parse(pair) for pair in kept["by_depth"]])
@@ -91,12 +91,12 @@ def _read_object(find_file: Callable[[], Path]) -> Any:
 def _parse(pair: list[float]) -> Count:
     hits, expected = map(float, pair)
     if not (0 <= hits < math.inf and 0 <= expected < math.inf):
-        raise ValueError("a count is no number of rounds")
+        raise ValueError("expected finite counts of at least 0")
     return hits, expected
 
 
 def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
-    """Writes the counts for the next process, once there are enough new ones; does nothing if it cannot."""
+    """Saves the counts for the next process if enough are new; write errors are ignored."""
     if counts.n_new >= MIN_NEW and ranks.index() == 0:
         counts.n_new = 0
         with suppress(OSError, RuntimeError):
@@ -106,7 +106,7 @@ def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
 
 
 def _find_file(model: nn.Module, drafter: Drafter) -> Path:
-    """The counts' file, named by both models and a sample of every drafter tensor: fine-tuned ones share shapes."""
+    """The file of the counts, named by both models and a sample of the drafter's tensors."""
     described = [model_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + sample_tensors(drafter))
     return cache_directory() / "acceptance" / f"{digest.hexdigest()[:24]}.json"

@@ -1,4 +1,4 @@
-"""Conversations: the session, its chat template, its memory, and saving it."""
+"""Conversations with a model: `Session`, chat templates, memory limits, and saving."""
 
 from .session import Answer, Session
 

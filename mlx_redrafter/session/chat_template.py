@@ -1,7 +1,7 @@
-"""A conversation as token ids: the tokens that a turn adds after those in the cache.
+"""Token ids of a conversation, and of the messages that a turn appends to the cached ones.
 
-Earlier turns are never tokenized again, only what the template puts after the last answer: rendered again they may
-become other tokens, as joined texts tokenize differently and templates cut old reasoning.
+Only the text that the template puts after the last answer is tokenized. Earlier turns are not tokenized again, as their
+tokens could change: joined texts tokenize differently, and some templates remove old reasoning.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from ..errors import RedrafterError, one_line
 from ..generate import encode, is_text
 
 Message = dict[str, Any]
-"""A message for chat templates: `role`, `content`, and other keys that a template knows."""
+"""A chat message: `role`, `content`, and other keys that the template supports."""
 
 MARK, SENTINEL = "7f3a9c41d2", "b80e5d6f13"
-"""Placeholders for the last answer, to find what follows it, and for a message that a template may move before it."""
+"""Placeholders: for the last answer, to find the text after it, and for messages that a template may move forward."""
 
 ANCHORS = ("a", "\n", ".", "0")
-"""Texts after which a continuation is tokenized; with one of them its first token does not merge."""
+"""Prefixes for tokenizing a continuation; the first token does not merge with at least one of them."""
 
 
 def parse_messages(given: str | Sequence[Message]) -> list[Message]:
-    """A user's text, or messages, as messages.
+    """Converts a user's text or a sequence of messages to a list of messages.
 
     Raises:
-        RedrafterError: `given` is neither of them.
+        RedrafterError: `given` is neither, or a text is not valid UTF-8.
     """
     messages: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, Sequence) or not messages or not all(isinstance(each, dict) for each in messages):
         raise RedrafterError(f"expected a text or messages with role and content, got {given!r:.100}")
     for each in messages:
         if not isinstance(each.get("role"), str) or "content" not in each:
-            raise RedrafterError(f"a message needs a role and a content, got {each!r:.100}")
+            raise RedrafterError(f"expected a message with role and content, got {each!r:.100}")
         if isinstance(each["content"], str) and not is_text(each["content"]):
             raise RedrafterError("the message is not UTF-8")
     return [dict(each) for each in messages]
@@ -43,11 +43,11 @@ def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any
     """The arguments of a chat template besides the messages.
 
     Args:
-        tools: functions or their JSON schemas; None for none.
-        config: a dictionary of others, such as `enable_thinking`; None for none.
+        tools: functions or their JSON schemas, or None.
+        config: a dictionary of other arguments, such as `enable_thinking`, or None.
 
     Raises:
-        RedrafterError: they are something else, or tools are given without a chat template.
+        RedrafterError: an argument has another type, or tools are given without a chat template.
     """
     if not isinstance(config, dict | None):
         raise RedrafterError(f"chat_template_config must be a dictionary of arguments, got {config!r:.100}")
@@ -61,13 +61,13 @@ def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Message], template: dict[str, Any] | None = None
 ) -> list[int]:
-    """The ids of a conversation up to the next answer; without a chat template, of its joined texts.
+    """The ids of a conversation up to the next answer. Without a chat template the texts are concatenated.
 
     Args:
-        template: see `make_template_args`.
+        template: from `make_template_args`.
 
     Raises:
-        RedrafterError: the template refuses the messages.
+        RedrafterError: the template rejects the messages.
     """
     if not tokenizer.has_chat_template:
         return encode(tokenizer, _join_texts(messages))
@@ -85,16 +85,16 @@ def encode_turn(
     """The ids that `new` adds after an answer to `before`.
 
     Args:
-        last: the last token of that answer. If it is an end-of-text token, the template's own is left out, with
+        last: the last token of that answer. If it is an end-of-text token, the template's own is skipped, together with
             whitespace before it (Llama 2's template has a space).
-        previous: the arguments with which `before` was rendered; None for `template`.
+        previous: the template arguments that `before` was rendered with; None for `template`.
 
     Returns:
-        None if the template changes what comes before the answer, or does not show the answer exactly once; the whole
+        None if the template changes the text before the answer, or does not render the answer exactly once. The whole
         conversation must then be prefilled again.
 
     Raises:
-        RedrafterError: the template refuses the messages.
+        RedrafterError: the template rejects the messages.
     """
     if not tokenizer.has_chat_template:
         return encode_continuation(tokenizer, _join_texts(new))
@@ -113,10 +113,10 @@ def encode_turn(
 
 
 def encode_continuation(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text that follows another one.
+    """The ids of a text that follows another text.
 
-    SentencePiece tokenizers put a space before a text. If the ids therefore do not decode to the text, it is encoded
-    after an anchor.
+    SentencePiece tokenizers add a space at the start. If the ids do not decode to the text, it is encoded after an
+    anchor.
     """
     alone = _encode_plainly(tokenizer, text)
     for anchor in ANCHORS:
@@ -135,10 +135,10 @@ def render(
     """The messages as rendered by the chat template, up to the next answer.
 
     Args:
-        prefilled: whether the last message is the beginning of that answer.
+        prefilled: whether the last message is the start of that answer.
 
     Raises:
-        RedrafterError: the template refuses the messages.
+        RedrafterError: the template rejects the messages.
     """
     try:
         text = tokenizer.apply_chat_template(
@@ -149,9 +149,9 @@ def render(
             **(template or {}),
         )
     except Exception as error:  # a template may raise anything
-        raise RedrafterError(f"the chat template refuses these messages: {one_line(error)}") from error
+        raise RedrafterError(f"the chat template rejects these messages: {one_line(error)}") from error
     if not isinstance(text, str):
-        raise RedrafterError(f"the chat template must make a text, got {type(text).__name__}")
+        raise RedrafterError(f"expected a string from the chat template, got {type(text).__name__}")
     return text
 
 
@@ -159,7 +159,7 @@ def _join_texts(messages: Sequence[Message]) -> str:
     for each in messages:
         if not isinstance(each["content"], str):
             kind = type(each["content"]).__name__
-            raise RedrafterError(f"without a chat template a message is a text, got {kind}")
+            raise RedrafterError(f"without a chat template, expected message content as a string, got {kind}")
     return "".join(each["content"] for each in messages)
 
 

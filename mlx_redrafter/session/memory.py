@@ -1,4 +1,4 @@
-"""How many tokens fit into memory, from the cache's bytes per token."""
+"""Computes how many tokens fit into memory, from the cache's bytes per token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from ..options import Options
 from ..planning.machine import usable_bytes
 
 MAX_LENGTH = 2**31
-"""An upper bound on tokens of any text."""
+"""An upper limit on the tokens of a text."""
 
 
 class CacheBytes(NamedTuple):
     """The size of a model's prompt cache in bytes.
 
     Attributes:
-        fixed: recurrent states, and full rings.
-        per_token: a token in the layers that grow.
-        quantized_per_token: the same in quantized layers, from `quantized_from` tokens on.
+        fixed: recurrent states, and rotating caches at full size.
+        per_token: per token in the layers that grow.
+        quantized_per_token: the same after quantization.
+        quantized_from: the number of tokens at which layers are quantized.
     """
 
     fixed: float
@@ -31,7 +32,7 @@ class CacheBytes(NamedTuple):
     quantized_from: int
 
     def tokens_in(self, size: float) -> int:
-        """The longest text whose cache takes at most `size` bytes."""
+        """The maximum number of tokens whose cache takes at most `size` bytes."""
         room = size - self.fixed
         each = self.quantized_per_token if room > self.per_token * self.quantized_from else self.per_token
         if room < 0 or not each:
@@ -40,7 +41,7 @@ class CacheBytes(NamedTuple):
 
 
 def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
-    """The cache's size, from the shapes of a forward of one token that is built but never computed."""
+    """The cache's size, from the shapes of a one-token forward that is not evaluated."""
     cache = make_prompt_cache(model, options.max_kv_size)
     model(mx.zeros((1, 1), mx.int32), cache=cache)
     fixed = per_token = quantized = 0.0
@@ -48,7 +49,7 @@ def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
         keys: Any = getattr(c, "keys", None)
         if not isinstance(c, kv_cache.TRIMMABLE):
             fixed += c.nbytes
-        elif keys is not None and isinstance(c, RotatingKVCache):  # it also keeps the rows of a long forward
+        elif keys is not None and isinstance(c, RotatingKVCache):  # it also holds all rows of a long forward
             fixed += c.nbytes / keys.shape[-2] * (c.max_size + options.prefill_step_size)
         elif keys is not None:
             row = c.nbytes / keys.shape[-2]
@@ -60,5 +61,5 @@ def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
 
 
 def free_memory() -> int:
-    """Bytes that MLX can still use on its default device without slowing down."""
+    """Bytes that MLX can still allocate on its default device without slowing down."""
     return max(0, usable_bytes() - mx.get_active_memory())

@@ -1,4 +1,4 @@
-"""Saved conversations: mlx-lm's prompt cache, with token ids and messages."""
+"""Saves and loads conversations: a prompt cache in mlx-lm's format, with token ids and messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..planning.store import digest_tensors
 from .chat_template import Message, parse_messages
 
 FORMAT = "1"
-"""The format of saved conversations."""
+"""The format version of saved conversations."""
 
 
 def write_conversation(
@@ -36,34 +36,34 @@ def write_conversation(
     """Writes a conversation, completely or not at all.
 
     Args:
-        path: a name that ends in .safetensors.
-        cache: of all tokens.
-        template: the arguments of the chat template with which they were rendered.
+        path: a file name that ends in .safetensors.
+        cache: covers all of `tokens`.
+        template: the chat template arguments that the messages were rendered with.
 
     Raises:
-        RedrafterError: it cannot be written.
+        RedrafterError: the file cannot be written, or mlx-lm cannot load a cache of this type.
     """
     file = expand_path(path)
     if file.suffix != ".safetensors":
-        raise RedrafterError(f"a session is saved as .safetensors, got {file.name}")
+        raise RedrafterError(f"expected a session file that ends in .safetensors, got {file.name}")
     if not file.parent.is_dir():
         raise RedrafterError(f"cannot save the session as {file}: there is no folder {file.parent}")
     if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
-        raise RedrafterError(f"mlx-lm cannot read a {odd[0]} again: the cache of {model_name(model)} cannot be saved")
+        raise RedrafterError(f"mlx-lm cannot load a {odd[0]}: the cache of {model_name(model)} cannot be saved")
     conversation = {"tokens": tokens, "messages": messages, "template": template}
     content = {"format": FORMAT, "model": digest_tensors(model), **conversation}
     try:
         text = json.dumps(content, default=get_json_schema)
         with replace_file(file) as partial:
             save_prompt_cache(str(partial), cache, {"session": text})
-    except Exception as error:  # from JSON or from writing, of many kinds
+    except Exception as error:  # JSON and file errors of many types
         raise RedrafterError(f"cannot save the session as {file}: {one_line(error)}") from error
 
 
 def read_conversation(
     path: str | Path, model: nn.Module
 ) -> tuple[kv_cache.Cache, list[int], list[Message], dict[str, Any]]:
-    """(cache, tokens, messages, template) as they were saved, the cache evaluated.
+    """Loads (cache, tokens, messages, template); the cache is evaluated.
 
     Raises:
         RedrafterError: the file is missing or damaged, or it was saved with another model.
@@ -81,8 +81,8 @@ def read_conversation(
         tokens, messages, template = content["tokens"], parse_messages(content["messages"]), content["template"]
         check_request(model, check_prompt(tokens), cache, KVQuantization())
         if (length := kv_cache.length(cache)) not in (0, len(tokens)):
-            raise RedrafterError(f"its cache holds {length} tokens, and it names {len(tokens)}")
+            raise RedrafterError(f"expected a cache of {len(tokens)} tokens, got {length}")
         mx.eval([c.state for c in cache])
-    except Exception as error:  # damaged files raise many kinds
+    except Exception as error:  # damaged files raise errors of many types
         raise RedrafterError(f"cannot read the session {file}: {one_line(error)}") from error
     return cache, tokens, messages, template

@@ -1,4 +1,4 @@
-"""A conversation with one model; its prompt cache is kept between turns, so no token is processed twice."""
+"""A conversation with one model. Its prompt cache is kept between turns, so no token is processed twice."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .memory import free_memory, measure_cache
 from .saved import read_conversation, write_conversation
 
 SPARE_TOKENS = 320
-"""The most cache rows beyond the text: a cache grows by 256 rows, and a round writes a tree."""
+"""Maximum cache rows beyond the text: a cache grows by 256 rows, and a round writes a tree."""
 
 TURN_ARGUMENTS = frozenset({"stop", "tools", "chat_template_config"})
-"""Arguments of a turn besides options."""
+"""Arguments of a turn besides `Options`."""
 
 
 class Cancelled(Exception):
@@ -44,10 +44,10 @@ class Answer:
     """The answer of a turn.
 
     Attributes:
-        text: without stop strings.
-        tokens: its ids, including an end-of-text token at the end.
+        text: the answer without stop strings.
+        tokens: its ids, including the end-of-text token.
         finish_reason: "stop", "length" or "cancelled".
-        last: the last response: counts, speeds, seed; None if nothing was generated.
+        last: the last response, with statistics and seed; None if nothing was generated.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Answer:
 
 
 class _Turn(NamedTuple):
-    """The input of a turn; the cache holds `old`, the ids of `messages`, unless it was discarded."""
+    """The input of a turn: `old` ids of `messages`, which the cache holds unless it was discarded, and `new` ids."""
 
     messages: list[Message]
     old: list[int]
@@ -70,18 +70,18 @@ class Session:
     Several sessions may share a model; each has its own prompt cache.
 
     Args:
-        model, tokenizer, drafter: as `load` and `load_drafter` return them.
-        memory_budget: about the most bytes of its cache; None for the machine's free memory.
-        when_full: "refuse" a turn without room, or "trim": drop the oldest messages except the system's until an answer
-            of `max_tokens`, or of half of the budget, has room, and read the others again.
+        model, tokenizer, drafter: as returned by `load` and `load_drafter`.
+        memory_budget: approximate maximum size of the cache in bytes; None for the machine's free memory.
+        when_full: "refuse" a turn that does not fit, or "trim": drop the oldest messages, but not the system message,
+            until an answer of `max_tokens` or of half the budget fits, and prefill the rest again.
         stop: strings that end an answer.
         tools: functions or their JSON schemas, for the chat template.
-        chat_template_config: more arguments for the chat template, such as `enable_thinking`.
-        options: of all turns, unless `send` gives others; see `Options`. `prompt_cache` is not allowed.
+        chat_template_config: additional chat template arguments, such as `enable_thinking`.
+        options: defaults for all turns, see `Options`; `prompt_cache` and `history` are not allowed.
 
     Raises:
         TypeError: an option is unknown.
-        RedrafterError: an option is out of its range.
+        RedrafterError: an option is not allowed or out of range.
     """
 
     @takes_options
@@ -101,7 +101,7 @@ class Session:
         if when_full not in ("refuse", "trim"):
             raise RedrafterError(f"when_full must be 'refuse' or 'trim', got {when_full!r}")
         if memory_budget is not None and not (isinstance(memory_budget, int) and memory_budget > 0):
-            raise RedrafterError(f"memory_budget must be a number of bytes above 0, got {memory_budget!r}")
+            raise RedrafterError(f"memory_budget must be a positive number of bytes, got {memory_budget!r}")
         _refuse(("prompt_cache", "history"), options)
         self.model, self.drafter = model, drafter
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
@@ -118,7 +118,7 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """All ids of the conversation so far, read and generated."""
+        """All token ids of the conversation so far, from prompts and answers."""
         return list(self._tokens)
 
     @property
@@ -137,16 +137,16 @@ class Session:
         """Sends messages and waits for the answer.
 
         Args:
-            messages: a user's text, or messages; without a chat template the plain text.
+            messages: a user's text, or a sequence of messages; without a chat template, plain text.
             on_text: called with each piece of text as it is generated.
             on_token: called with every response.
-            options: for this turn, as of `Session`, including `stop`, `tools` and `chat_template_config`. If these
-                change earlier turns' tokens, the conversation is prefilled again.
+            options: override those of the session for this turn, including `stop`, `tools` and `chat_template_config`.
+                If they change the tokens of earlier turns, the conversation is prefilled again.
 
         Raises:
             TypeError: an option is unknown.
-            RedrafterError: another thread uses the session, there is no room, a cache option is given, which only the
-                session takes, or `stream_generate` refuses the request.
+            RedrafterError: another thread is using the session, the turn does not fit, a cache option is given, which
+                only `Session` takes, or `stream_generate` rejects the request.
         """
         check_names(options, OPTION_NAMES | TURN_ARGUMENTS | {"on_text", "on_token"})
         text, tokens, last = "", list[int](), None
@@ -162,7 +162,7 @@ class Session:
         return Answer(text, tokens, "cancelled" if reason is None else reason, last)  # type: ignore[arg-type]
 
     def stream(self, messages: str | Sequence[Message], **options: Any) -> Generator[GenerationResponse, None, None]:
-        """As `send`, but yields responses. The iterator uses the session until it ends or is closed.
+        """Like `send`, but yields responses. The session is in use until the iterator ends or is closed.
 
         A cancelled answer ends without a `finish_reason`.
         """
@@ -181,15 +181,15 @@ class Session:
             yield from self._generate(turn, sent, template, parsed, StopStrings(stop))
 
     def cancel(self) -> bool:
-        """Ends the current answer within a round, from any thread or signal handler.
+        """Stops the current answer within a round, from any thread or signal handler.
 
-        The generated part stays. Does nothing if no answer is being generated.
+        The part generated so far is kept. Does nothing if no answer is being generated.
 
         Returns:
             Whether an answer was being generated.
 
         Raises:
-            RedrafterError: there are several ranks, which would end at different tokens.
+            RedrafterError: there are several ranks, which would stop at different tokens.
         """
         _refuse_ranks("cancelling an answer")
         self._cancelled = True
@@ -201,7 +201,7 @@ class Session:
             self._clear()
 
     def fork(self) -> Session:
-        """Another session with the same conversation so far; later turns are separate."""
+        """A copy of the session; later turns of the two are independent."""
         with self._locked():
             other = copy.copy(self)
             other._lock, other._cache = threading.Lock(), copy.deepcopy(self._cache)
@@ -209,14 +209,14 @@ class Session:
             return other
 
     def save(self, path: str | Path) -> None:
-        """Writes the conversation and its cache as a prompt cache of mlx-lm.
+        """Writes the conversation and its cache as an mlx-lm prompt cache.
 
         Args:
-            path: a name that ends in .safetensors.
+            path: a file name that ends in .safetensors.
 
         Raises:
-            RedrafterError: it cannot be written, there is no conversation yet, or an exception interrupted the last
-                turn, so that the next one must read all tokens again.
+            RedrafterError: the file cannot be written, there is no conversation yet, the last turn raised an exception
+                and its cache was discarded, or there are several ranks.
         """
         _refuse_ranks("saving a session")
         with self._locked():
@@ -228,13 +228,13 @@ class Session:
     def load(
         cls, path: str | Path, model: nn.Module, tokenizer: Any, drafter: Drafter | None = None, **settings: Any
     ) -> Session:
-        """A saved session, with the model that it was saved with.
+        """Loads a saved session; the model must be the one it was saved with.
 
         Args:
-            settings: as of `Session`.
+            settings: keyword arguments of `Session`.
 
         Raises:
-            RedrafterError: it cannot be read, or it was saved with another model.
+            RedrafterError: the file cannot be read, it was saved with another model, or there are several ranks.
         """
         _refuse_ranks("loading a session")
         session = cls(model, tokenizer, drafter, **settings)
@@ -245,12 +245,12 @@ class Session:
     def _clear(self) -> None:
         self._tokens: list[int] = []
         self._messages: list[Message] = []
-        self._cache: kv_cache.Cache | None = None  # of all tokens; None if they must be read (again)
+        self._cache: kv_cache.Cache | None = None  # of all tokens; None if they must be prefilled
         self._source: Source | None = None  # the drafter's, of all tokens
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Locks out other threads."""
+        """Holds the session's lock; raises if another thread has it."""
         if not self._lock.acquire(blocking=False):
             raise RedrafterError(f"the session is in use by thread {self._thread}: one thread at a time")
         try:
@@ -260,9 +260,9 @@ class Session:
             self._lock.release()
 
     def _prepare_turn(self, sent: list[Message], template: dict[str, Any], asked: int) -> tuple[_Turn, int]:
-        """(a turn's input, after dropping old messages if necessary; the most tokens of the answer).
+        """(the turn's input, after dropping old messages if necessary; the maximum tokens of the answer).
 
-        `asked` is the requested limit of the answer; -1 for none.
+        `asked` is the requested maximum; -1 for no limit.
         """
         longest = self._longest_text()
         half = max(1, longest // 2)
@@ -293,7 +293,7 @@ class Session:
         return turn, room(turn)
 
     def _longest_text(self) -> int:
-        """How many tokens the budget has room for; the least over all ranks."""
+        """The maximum number of tokens within the budget; the minimum over all ranks."""
         budget = self._memory_budget
         if budget is None:
             budget = free_memory() + sum(c.nbytes for c in self._cache or ())
@@ -303,13 +303,13 @@ class Session:
     def _generate(
         self, turn: _Turn, sent: list[Message], template: dict[str, Any], options: Options, stops: StopStrings
     ) -> Generator[GenerationResponse, None, None]:
-        """The responses of a turn; the conversation then contains what was yielded.
+        """Yields the responses of a turn, and adds those that were yielded to the conversation.
 
-        An exception leaves the cache undefined: it is discarded, and the next turn reads all tokens again.
+        After an exception the cache is undefined: it is discarded, and the next turn prefills all tokens again.
         """
         history = turn.old if self._cache is not None else []
         kept = (self._cache if history else None) or make_prompt_cache(self.model, options.max_kv_size)
-        cache, states = list(kept), kv_cache.snapshot_rows(kept)  # a copy, as quantizing replaces its layers
+        cache, states = list(kept), kv_cache.snapshot_rows(kept)  # a copy, as quantization replaces entries of the list
         callback, valid = options.prompt_progress_callback, False
         source = self._source.fork() if history and self._source is not None else None
         if source is None and self.drafter is not None:
@@ -346,14 +346,14 @@ class Session:
                 self._messages = [*turn.messages, *sent, {"role": "assistant", "content": text}]
                 self._tokens = [*turn.old, *turn.new, *tokens]
                 self._rendered_with = template
-            # Another thread's turn cannot evaluate what is left; some forwards put new arrays into the model.
+            # A turn in another thread cannot evaluate pending arrays. Some forwards also store new arrays in the model.
             mx.eval([vars(c) for c in kv_cache.leaves(cache)] if valid else [], self.model)
             if valid:
                 self._cache, self._source = cache, source
 
 
 def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, Any]:
-    """The options of a turn: its own replace the session's, including other ways to say the same."""
+    """The session's options overridden by the turn's; equivalent options of the session are dropped."""
     replaced: tuple[str, ...] = ()
     if "plan" in turn:
         replaced = (*PLAN_OPTIONS, "context")
@@ -367,16 +367,16 @@ def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, A
 def _refuse(names: Sequence[str], options: dict[str, Any]) -> None:
     for name in names:
         if name in options:
-            raise RedrafterError(f"{name} is the session's own: it cannot be given here")
+            raise RedrafterError(f"{name} cannot be given here: the session sets it")
 
 
 def _refuse_ranks(what: str) -> None:
     if (size := ranks.count()) > 1:
-        raise RedrafterError(f"{what} needs a process of its own, got {size} ranks")
+        raise RedrafterError(f"{what} needs a single process, got {size} ranks")
 
 
 def _drop_oldest(messages: list[Message]) -> list[Message]:
-    """The messages without the oldest turn; a system message at the beginning stays."""
+    """The messages without the oldest turn; leading system messages are kept."""
     roles = [each["role"] for each in messages]
     first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
     later = next((i for i in range(first + 1, len(roles)) if roles[i] == "user"), len(roles))

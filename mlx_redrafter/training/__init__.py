@@ -1,1 +1,1 @@
-"""Training of a drafter for a frozen target, from data to the finished directory."""
+"""Trains a drafter for a frozen target, from data to the finished directory."""

@@ -1,4 +1,4 @@
-"""The flags of `train`, and its YAML file, in the manner of `mlx_lm.lora`."""
+"""The flags of `train` and its YAML config file, as in `mlx_lm.lora`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .settings import TrainingArgs
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports a wrong flag in one line, whether it stands in the command or in the file."""
+    """A parser that raises usage errors as RedrafterError, for flags from the command line and from the file."""
 
     def error(self, message: str) -> NoReturn:
         """Raises a RedrafterError."""
@@ -26,16 +26,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> Parser:
-    """The parser of `python -m mlx_redrafter.train`; each field of `TrainingArgs` is a flag."""
-    description = "Train a drafter for a target, on what the target says."
+    """The argument parser; each field of `TrainingArgs` is a flag."""
+    description = "Train a drafter on the output of its target."
     parser = Parser(prog="mlx_redrafter.train", description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("-c", "--config", metavar="FILE", help="YAML file of these settings; flags overrule it")
+    add("-c", "--config", metavar="FILE", help="YAML file with these settings; flags override it")
     add("--resume", action="store_true", help="continue the run in --output")
-    add("--dry-run", action="store_true", help="say what the run would take, and stop")
-    about = "measure --drafter, or the packaged demo's, on --prompts or --data instead of training"
+    add("--dry-run", action="store_true", help="print an estimate of time, memory and disk, and exit")
+    about = "do not train; measure --drafter, or the packaged demo's, on --prompts or --data"
     add("--eval-only", action="store_true", help=about)
-    add("--shapes", nargs="+", type=shape, metavar="W,K[,N]", help="beam shapes that --eval-only measures")
+    add("--shapes", nargs="+", type=shape, metavar="W,K[,N]", help="beam shapes to measure with --eval-only")
     for each in fields(TrainingArgs):
         flag = dict(each.metadata["flag"])
         if kinds := [name for name, kind in TRAINABLE.items() if each.name in kind.SIZES]:
@@ -50,7 +50,11 @@ def make_parser() -> Parser:
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """`W,K` or `W,K,N`."""
+    """Parses `W,K` or `W,K,N`.
+
+    Raises:
+        argparse.ArgumentTypeError: the text has another form.
+    """
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -61,10 +65,10 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def parse_args(arguments: Sequence[str]) -> tuple[TrainingArgs, argparse.Namespace]:
-    """The settings, and all flags; flags overrule the YAML file.
+    """The settings, and all flags; flags override the YAML file.
 
     Raises:
-        RedrafterError: no such file, not YAML, or a key or value that is not a setting's.
+        RedrafterError: the file cannot be read or is not YAML, or a key or value is invalid.
     """
     flags = make_parser().parse_args(arguments)
     if flags.config is not None:
@@ -74,13 +78,17 @@ def parse_args(arguments: Sequence[str]) -> tuple[TrainingArgs, argparse.Namespa
 
 
 def read_yaml(name: str) -> list[str]:
-    """The settings in a file as flags."""
+    """The settings in a file, as flags.
+
+    Raises:
+        RedrafterError: the file cannot be read or is not YAML, or a key or value is invalid.
+    """
     try:
         found = yaml.load(expand_path(name).read_text(encoding="utf-8"), yaml_loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RedrafterError(f"cannot read the settings in {name}: {one_line(error)}") from error
     if not isinstance(found, dict):
-        raise RedrafterError(f"expected settings in {name}, a name and a value a line, got {type(found).__name__}")
+        raise RedrafterError(f"expected a YAML mapping of settings in {name}, got {type(found).__name__}")
     flags: list[str] = []
     for key, value in found.items():
         flag = f"--{str(key).replace('_', '-')}"
@@ -96,8 +104,8 @@ def read_yaml(name: str) -> list[str]:
 
 
 def run() -> int:
-    """Trains as `sys.argv` says; the exit status."""
-    from .evaluation import evaluate_only  # these load what a --help does not need
+    """Runs the command with `sys.argv`; returns the exit status."""
+    from .evaluation import evaluate_only  # slow imports that --help does not need
     from .run import train
 
     def say(text: str) -> None:
@@ -106,7 +114,7 @@ def run() -> int:
     args, flags = parse_args(sys.argv[1:])
     for name in ("resume", "dry_run", "answers", "minutes") if flags.eval_only else ("shapes",):
         if getattr(flags, name):
-            relation = "does not go with" if flags.eval_only else "goes with"
+            relation = "cannot be used with" if flags.eval_only else "needs"
             raise RedrafterError(f"--{name.replace('_', '-')} {relation} --eval-only")
     if flags.eval_only:
         return evaluate_only(args, flags.shapes)

@@ -1,4 +1,4 @@
-"""Texts to train on, given ones, past answers or the target's own answers to prompts, and their batches."""
+"""Training texts and batches. Texts are given, past answers, or the target's own answers to prompts."""
 
 from __future__ import annotations
 
@@ -27,30 +27,31 @@ from .settings import TrainingArgs
 from .targets import Batch
 
 AT_ONCE = 32
-"""Answers that are written side by side at most, and then saved."""
+"""Maximum batch size for generating answers; each batch is saved."""
 
 HELD_OUT = 10
-"""One past request in this many is held out."""
+"""Every tenth past request is held out."""
 
 PAD_TO, PAD_POSITIONS_TO = 32, 128
-"""Texts of a batch are padded to one more than a multiple of this, and what is learned of them: few shapes occur."""
+"""Texts in a batch are padded to a multiple of the first plus 1, learned positions to a multiple of the second, so that
+few shapes occur."""
 
 Prompt = str | list[dict[str, Any]]
-"""A prompt as it was given: a string, or the messages of a chat."""
+"""A prompt as given: a string, or chat messages."""
 
 
 class TooFewTextsError(RedrafterError):
-    """There is not enough to learn from, or nothing to hold out."""
+    """There are too few texts to learn from or to hold out."""
 
 
 def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
-    """(line, its place) for each line of a file that is not empty.
+    """(line, its place) for each non-empty line of a file.
 
     Args:
-        what: names the lines in errors.
+        what: what the lines are, for error messages.
 
     Raises:
-        RedrafterError: it cannot be read, or has no lines.
+        RedrafterError: the file cannot be read, or is empty.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -58,12 +59,16 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
         raise RedrafterError(f"cannot read the {what} in {path}: {one_line(error)}") from error
     found = [(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not found:
-        raise RedrafterError(f"expected {what} in {path}, one a line, got an empty file")
+        raise RedrafterError(f"expected {what} in {path}, one per line, got an empty file")
     return found
 
 
 def parse_object(line: str, place: str) -> dict[str, Any]:
-    """The JSON object of a line."""
+    """Parses a line as a JSON object.
+
+    Raises:
+        RedrafterError: the line is not a JSON object.
+    """
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -74,10 +79,10 @@ def parse_object(line: str, place: str) -> dict[str, Any]:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts in a file: one a line, or jsonl with `prompt` or `messages`, whose answer is left to the target.
+    """Reads prompts from a file: one per line, or JSONL with `prompt` or `messages`. A final answer is dropped.
 
     Raises:
-        RedrafterError: no such file, an empty one, or a line that is not a prompt.
+        RedrafterError: the file cannot be read or is empty, or a line is not a prompt.
     """
     path = expand_path(path)
     found: list[Prompt] = []
@@ -98,56 +103,60 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-    """Their token ids, through the chat template if there is one.
+    """The token ids of prompts, with the chat template if there is one.
 
     Raises:
-        RedrafterError: a prompt that the chat template refuses, or one without a token.
+        RedrafterError: the tokenizer rejects a prompt, or a prompt has no tokens.
     """
     found = []
     for number, prompt in enumerate(prompts, start=1):
         try:
             found.append(encode_chat(tokenizer, prompt))
-        except Exception as error:  # whatever a chat template says of messages that it does not take
-            raise RedrafterError(f"prompt {number}: the tokenizer refuses it: {one_line(error)[:200]}") from error
+        except Exception as error:  # chat templates raise errors of any type
+            raise RedrafterError(f"prompt {number}: the tokenizer rejects it: {one_line(error)[:200]}") from error
         if not found[-1]:
             raise RedrafterError(f"prompt {number}: expected at least one token, got none")
     return found
 
 
 def load_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
-    """The prompts in a file as token ids; errors are those of `read_prompts` and `encode_prompts`."""
+    """The prompts in a file as token ids.
+
+    Raises:
+        RedrafterError: see `read_prompts` and `encode_prompts`.
+    """
     return encode_prompts(read_prompts(path), tokenizer)
 
 
 def check_data(data: str) -> None:
-    """Refuses what `load_texts` could not read, without a tokenizer or the network.
+    """Checks, without a tokenizer or the network, that `load_texts` can read `data`.
 
     Raises:
-        RedrafterError: naming the folder, the file or the line.
+        RedrafterError: there is no such data, or a line is not a JSON object.
     """
     path = expand_path(data)
     problem = "expected a directory of train.jsonl and valid.jsonl, or a data set's hub id, got " + repr(data)
     if path.is_dir():
         for file in (path / "train.jsonl", path / "valid.jsonl"):
             if file.exists() or file.name == "train.jsonl":
-                for line, place in read_lines(file, "texts"):  # mlx-lm would not say which line
+                for line, place in read_lines(file, "texts"):  # mlx-lm's errors do not name the line
                     parse_object(line, place)
     elif path.exists():
         raise RedrafterError(f"{problem}, a file")
-    elif data.count("/") > 1 or data.startswith((".", "~", "/")):  # no hub id
+    elif data.count("/") > 1 or data.startswith((".", "~", "/")):  # not a hub id
         raise RedrafterError(f"{problem}: no such folder")
     elif find_spec("datasets") is None:
         raise RedrafterError(f'{problem}: no such folder; to read data sets of the hub, pip install ".[train]"')
 
 
 def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Text], list[Text]]:
-    """(training, validation) texts, by mlx-lm's own loader.
+    """Loads (training, validation) texts with mlx-lm's loader.
 
     Args:
-        data: a directory of {train, valid}.jsonl, or a data set of the Hugging Face hub.
+        data: a directory with {train, valid}.jsonl, or a data set on the Hugging Face hub.
 
     Raises:
-        RedrafterError: there is no such data, or it is in no form that mlx-lm reads.
+        RedrafterError: there is no such data, or mlx-lm cannot read its format.
     """
     check_data(data)
     path = expand_path(data)
@@ -159,18 +168,18 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
             [Text(np.array(ids), int(offset)) for ids, offset in (part[i] for i in range(len(part)))]
             for part in (training, validation)
         )
-    except Exception as error:  # whatever the data makes mlx-lm, the hub and the tokenizer say
+    except Exception as error:  # mlx-lm, the hub and tokenizers raise errors of many types
         reason = f"{type(error).__name__}: {one_line(error)[:300]}"
         raise RedrafterError(f"cannot read the data {data}: {reason}") from error
 
 
 def load_answers(folder: str, kept: Path | None, tokenizer: Any, max_seq_length: int) -> tuple[list[Text], list[Text]]:
-    """(training, validation) texts of past answers. A request is held out in every run or in none.
+    """Loads (training, validation) texts from past answers. The same requests are held out in every run.
 
     Args:
-        folder: `--answers` of the commands that kept them.
-        kept: the file in which `save_texts` has kept those of a run; None for a new run.
-        max_seq_length: longer texts lose their beginning, as the answer is at the end.
+        folder: the folder given to `--answers` when they were generated.
+        kept: the file written by `save_texts` earlier in this run; None for a new run.
+        max_seq_length: longer texts are cut at the start, as the answer is at the end.
 
     Raises:
         RedrafterError: see `read_texts`.
@@ -187,13 +196,13 @@ def load_answers(folder: str, kept: Path | None, tokenizer: Any, max_seq_length:
 
 
 def is_held_out(text: Text) -> bool:
-    """Whether the request of a past text is held out, which its number says."""
+    """Whether the request of a past text is held out, by its number."""
     request = number_request(text.ids[: text.offset]) if text.request is None else text.request
     return request % HELD_OUT == 0
 
 
 def save_texts(path: Path, *parts: Sequence[Text]) -> None:
-    """Keeps texts for `load_answers`."""
+    """Saves texts for `load_answers`."""
     write_text(path, json.dumps(list(map(list_ids, parts))) + "\n")
 
 
@@ -203,34 +212,34 @@ def list_ids(texts: Sequence[Text]) -> list[list[Any]]:
 
 
 def digest(ids: Any) -> str:
-    """A hash of nested lists of token ids."""
+    """The SHA-256 of nested lists of token ids."""
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
 class AnswerFile:
-    """The file of the answers to some prompts: a line with the settings they depend on, then a line for each answer.
+    """A file of generated answers: one line with the settings they depend on, then one line per answer.
 
     Args:
-        path: of the file, which need not exist.
+        path: the file, which may not exist yet.
         args: the settings of the run.
-        prompts: their token ids.
+        prompts: token ids of the prompts.
     """
 
     def __init__(self, path: Path, args: TrainingArgs, prompts: Sequence[Sequence[int]]) -> None:
         self.path, self.prompts, self.args = path, prompts, args
         settings = args.to_json()
         self.header = {name: settings[name] for name in ("model", "adapter_path", "temp", "max_tokens", "seed")}
-        # Prompts of about the same length need no padding beside each other; the longest need the most memory.
+        # Prompts of similar length need little padding. The longest come first, as they need the most memory.
         self._order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         self.header |= {"prompts": digest(prompts), "order": "longest prompt first"}
-        # Small enough for a group of every temperature.
+        # Small enough that every temperature gets a group.
         self.group_size = max(1, min(AT_ONCE, -(-len(prompts) // len(args.temp))))
 
     def read(self) -> list[list[int]]:
-        """The answers in the file, that to the longest prompt first; none when there is no file.
+        """The answers in the file, longest prompt first; empty if there is no file.
 
         Raises:
-            RedrafterError: not a file of answers, or of answers to other prompts or settings.
+            RedrafterError: the file cannot be read, or has answers for other prompts or settings.
         """
         try:
             header, *done = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
@@ -241,17 +250,21 @@ class AnswerFile:
             raise RedrafterError(f"cannot read the answers in {self.path}: {one_line(error)}") from error
         for key, value in self.header.items():
             if not isinstance(header, dict) or header.get(key) != value:
-                raise RedrafterError(f"{self.path} holds the answers of another run, with another {key}")
+                raise RedrafterError(f"{self.path} has the answers of another run, with a different {key}")
         return done[: len(self.prompts)]
 
     def count_missing(self) -> int:
-        """How many answers the file does not have; errors are those of `read`."""
+        """The number of answers that are not in the file yet.
+
+        Raises:
+            RedrafterError: see `read`.
+        """
         return len(self.prompts) - len(self.read())
 
     def complete(self, model: nn.Module, tokenizer: Any) -> list[Text]:
-        """Prompt and answer of each, the prompt masked; the target writes the answers that the file does not have.
+        """Generates the missing answers; returns each prompt with its answer, the prompt masked.
 
-        A stopped run loses one group at most. The token that ends an answer is part of it.
+        A stopped run loses at most one group. An answer includes its end-of-text token.
 
         Raises:
             RedrafterError: see `read`.
@@ -279,7 +292,7 @@ def join_text(prompt: Sequence[int], answer: Sequence[int]) -> Text:
 def generate_answers(
     model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], temp: float, max_tokens: int
 ) -> list[list[int]]:
-    """The answers to these prompts, side by side, by mlx-lm's batch generator."""
+    """Generates answers to all prompts in one batch, with mlx-lm's batch generator."""
     ends = [[token] for token in tokenizer.eos_token_ids]
     generator = BatchGenerator(model, max_tokens=max_tokens, stop_tokens=ends, sampler=make_sampler(temp))
     answers: dict[int, list[int]] = {uid: [] for uid in generator.insert([list(prompt) for prompt in prompts])}
@@ -291,63 +304,63 @@ def generate_answers(
 
 
 def n_held_out(count: int) -> int:
-    """How many texts are held out if there are no validation texts."""
+    """The number of texts to hold out if there are no validation texts."""
     return min(max(1, round(0.05 * count)), 256)
 
 
 def select_prompts(args: TrainingArgs, prompts: list[list[int]], say: Callable[[str], None]) -> list[list[int]]:
-    """The prompts that leave room for an answer, each once, the first `max_prompts` of them.
+    """The first `max_prompts` prompts that leave room for an answer, without duplicates.
 
     Raises:
-        RedrafterError: too few for a batch and one to hold out.
+        RedrafterError: there are too few for a batch and the held-out texts.
     """
-    unique = {tuple(prompt): prompt for prompt in prompts}.values()  # else one is learned and held out
+    unique = {tuple(prompt): prompt for prompt in prompts}.values()  # else the same one may be learned and held out
     found = [prompt for prompt in unique if len(prompt) < args.max_seq_length - args.draft_depth]
     if dropped := len(prompts) - len(found):
-        say(f"{dropped} of {len(prompts)} prompts are left out: given twice, or longer than --max-seq-length allows")
+        say(f"skipped {dropped} of {len(prompts)} prompts: duplicates, or too long for --max-seq-length")
     found = found[: args.max_prompts]
     held_out = n_held_out(len(found))
     if len(found) < args.batch_size + held_out:
         raise RedrafterError(
-            f"expected at least {args.batch_size + held_out} prompts, {held_out} of them to hold out, for a batch "
-            f"size of {args.batch_size}, got {len(found)}"
+            f"expected at least {args.batch_size + held_out} prompts for a batch size of {args.batch_size} and "
+            f"{held_out} held out, got {len(found)}"
         )
     used, count = args.iters * args.batch_size, len(found)
     if used < count - held_out:
-        say(f"note: {args.iters} iterations learn from {used} answers at most: --max-prompts makes fewer than {count}")
+        say(f"note: {args.iters} iterations use at most {used} of {count} answers: --max-prompts limits them")
     return found
 
 
 def cut_texts(args: TrainingArgs, texts: Sequence[Text], name: str, say: Callable[[str], None]) -> list[Text]:
-    """The texts, cut to `max_seq_length`, and without those that have nothing to learn at every depth."""
+    """Cuts texts to `max_seq_length`, and drops those too short to learn every depth from."""
     cut = [text._replace(ids=text.ids[: args.max_seq_length + 1]) for text in texts]
     usable = [text for text in cut if len(text.ids) > max(text.offset, 1) + args.draft_depth]
     if dropped := len(texts) - len(usable):
-        say(f"{dropped} of {len(texts)} {name} texts are left out: too short for drafts of {args.draft_depth}")
+        say(f"skipped {dropped} of {len(texts)} {name} texts: too short for drafts of {args.draft_depth}")
     return usable
 
 
 def split_texts(
     args: TrainingArgs, training: list[Text], validation: list[Text], say: Callable[[str], None]
 ) -> tuple[list[Text], list[Text]]:
-    """(training, validation), see `cut_texts`; of validation texts as many as a validation takes.
+    """(training, validation) texts after `cut_texts`; validation texts beyond `val_batches` are dropped.
 
-    Without validation texts a random share of the others is held out, except of past answers.
+    Without validation texts, a random part of the training texts is held out, except for past answers.
 
     Raises:
-        TooFewTextsError: too few.
+        TooFewTextsError: there are too few texts to learn from or to hold out.
     """
     training, validation = (
         cut_texts(args, texts, name, say) for texts, name in ((training, "training"), (validation, "validation"))
     )
     if args.answers and len(validation) < 2:
         raise TooFewTextsError(
-            f"expected at least 2 held-out answers, got {len(validation)} beside {len(training)} to learn: every "
+            f"expected at least 2 held-out answers, got {len(validation)}, and {len(training)} to learn: every "
             f"{HELD_OUT}th request is held out"
         )
     if not validation:
         if len(training) < 2:
-            raise TooFewTextsError(f"expected at least 2 texts of enough tokens, got {len(training)}")
+            raise TooFewTextsError(f"expected at least 2 texts that are long enough, got {len(training)}")
         order = np.random.default_rng(args.seed).permutation(len(training)).tolist()
         held_out = set(order[: n_held_out(len(training))])
         validation = [training[i] for i in sorted(held_out)]
@@ -362,9 +375,9 @@ def split_texts(
 
 
 def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[[int], Batch]:
-    """Iteration -> a batch of texts of similar length; the order is new each time all have been seen.
+    """Returns a function from iteration to a batch of texts of similar length; each epoch has another order.
 
-    A function of the iteration alone, so that a resumed run sees what it would have seen.
+    The batch depends only on the iteration, so that a resumed run sees the same batches.
     """
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
     count = len(texts) // batch_size
@@ -372,7 +385,7 @@ def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[
     def batch(iteration: int) -> Batch:
         epoch, at = divmod(iteration, count)
         rng = np.random.default_rng((seed, epoch))
-        # Texts that do not fill a batch are others in each epoch.
+        # Each epoch skips other texts to get whole batches.
         skipped = set(rng.choice(len(texts), len(texts) - count * batch_size, replace=False).tolist())
         order = [i for place, i in enumerate(by_length) if place not in skipped]
         start = int(rng.permutation(count)[at]) * batch_size
@@ -382,7 +395,7 @@ def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[
 
 
 def collate(texts: Sequence[Text]) -> Batch:
-    """Texts as a batch, padded at the end, with hidden states if they have them."""
+    """Makes a batch of texts, padded at the end, with hidden states if the texts have them."""
 
     def pad(size: int, multiple: int) -> int:
         return multiple * max(1, -(-size // multiple))
@@ -404,7 +417,7 @@ def collate(texts: Sequence[Text]) -> Batch:
         hidden = mx.array(states)
     likeliest: tuple[mx.array, mx.array] | None = None
     if texts[0].likeliest is not None:
-        # Of learned positions alone, one text after the other, as in `positions`.
+        # Only of learned positions, in the order of `positions`.
         found = [[column[text.first_learned :] for column in text.likeliest or ()] for text in texts]
         columns = map(np.concatenate, zip(*found, strict=True))
         tokens, probs = (mx.array(np.resize(column, (len(padded), column.shape[1]))) for column in columns)
@@ -413,7 +426,7 @@ def collate(texts: Sequence[Text]) -> Batch:
 
 
 def most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:
-    """(count,) int32, ascending: the tokens that are written most often; the lower id first among equals."""
+    """(count,) int32, ascending: the most frequent tokens outside of prompts; of equals, the lower ids."""
     seen = np.zeros(vocab_size, np.int64)
     for text in texts:
         seen += np.bincount(text.ids[text.offset :], minlength=vocab_size)[:vocab_size]

@@ -1,4 +1,4 @@
-"""What a run will take, said before it starts: measured on one batch, multiplied."""
+"""Estimates time, memory and disk of a run before it starts, from measurements of single steps."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .trainer import train_drafter
 
 
 class Estimate(NamedTuple):
-    """What a run takes at most.
+    """The estimated maximum cost of a run.
 
     Attributes:
-        answering, reading, comparing: seconds for all answers, for all texts, and for the comparison at the end.
+        answering, reading, comparing: seconds to generate all answers, read all texts, and compare shapes at the end.
         iteration, validation: seconds of one.
-        memory, training_memory: bytes, in the whole run and while it trains.
-        disk: bytes, those that are written already included.
+        memory, training_memory: peak bytes in the whole run, and while training.
+        disk: bytes, including those already written.
     """
 
     answering: float
@@ -49,19 +49,19 @@ class Estimate(NamedTuple):
     disk: int
 
     def count_fitting(self, seconds: float, steps_per_eval: int) -> int:
-        """How many iterations fit into some seconds, with all else that a run does."""
+        """The number of iterations that fit into `seconds`, together with the other parts of the run."""
         left = seconds - self.answering - self.reading - self.comparing - self.validation
         return int(left / (self.iteration + self.validation / steps_per_eval))
 
     def describe(self, iters: int, steps_per_eval: int) -> str:
-        """A line of text, for a run of `iters` iterations."""
+        """One line for the user about a run of `iters` iterations."""
         checking = -(-iters // steps_per_eval) * self.validation + self.comparing
         parts = [self.answering, self.reading, iters * self.iteration, checking]
         total, answers, reading, training, validation = map(tqdm.format_interval, (sum(parts), *parts))
         return (
             f"expected: {total} (minutes:seconds): {answers} for answers, {reading} to read them, {training} for "
             f"{iters} iterations of {self.iteration:.2g} s, {validation} for validation; "
-            f"{self.memory / 1e9:.2f} GB of memory, {self.training_memory / 1e9:.2f} while it trains, "
+            f"{self.memory / 1e9:.2f} GB of memory, {self.training_memory / 1e9:.2f} while training, "
             f"{self.disk / 1e6:.0f} MB of disk"
         )
 
@@ -76,14 +76,14 @@ def estimate_run(
     missing: int,
     is_read: bool,
 ) -> Estimate:
-    """What a run takes.
+    """Estimates the cost of a run.
 
     Args:
-        sizes: of the drafter.
-        texts: those to learn; of answers that are not written yet the length is enough.
-        n_validation: texts of a validation.
-        missing: how many answers the target still has to write.
-        is_read: whether it has read the texts.
+        sizes: the drafter's config.
+        texts: the training texts; for answers that are not generated yet, only the length matters.
+        n_validation: number of validation texts.
+        missing: number of answers still to be generated.
+        is_read: whether the target's hidden states are on disk already.
     """
     count, length = len(texts) + n_validation, round(sum(len(text.ids) for text in texts) / len(texts))
     mean = Text(np.zeros(length, np.int32), round(sum(text.offset for text in texts) / len(texts)))
@@ -99,13 +99,13 @@ def estimate_run(
     time_iteration(model, sizes, args, max(texts, key=lambda text: len(text.ids)), count=1)
     left_out = count_bytes(model) - count_bytes(find_parts(model).embedding, find_output_layer(model))
     training_memory = mx.get_peak_memory() - left_out
-    # A validation is about as much work as an iteration for each batch of its texts, and the loss of some again.
+    # A validation costs about an iteration per batch of its texts, and the loss of `val_prompts` of them again.
     validation = (n_validation + min(n_validation, args.val_prompts)) / args.batch_size * iteration
-    # At the end every depth, one tree and plain decoding are compared; the gate counts all held-out texts twice.
+    # The final comparison has every depth, one tree and plain decoding. The gate counts all held-out texts twice.
     plain = args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
     comparing = (args.draft_depth + 2) * plain + (2 * validation if args.drafter else 0)
-    # The checkpoint in float32 (weights and two moments), its successor beside it, the drafter and the best one.
-    of_token = row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize + 8  # states, and an answer's text
+    # Two checkpoints in float32 (weights and two moments each), the drafter, and the best drafter so far.
+    of_token = row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize + 8  # hidden states, and the answer as text
     disk = n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + of_token * count * length
     return Estimate(
         answering, reading, comparing, iteration, validation, max(memory, training_memory), training_memory, disk
@@ -113,13 +113,13 @@ def estimate_run(
 
 
 def count_bytes(*modules: nn.Module) -> int:
-    """Of the modules' arrays, each once."""
+    """Bytes of the modules' arrays; shared ones are counted once."""
     arrays = {id(array): array.nbytes for module in modules for array in list_weights(module).values()}
     return sum(arrays.values())
 
 
 def time_reading(model: nn.Module, args: TrainingArgs, text: Text) -> float:
-    """Seconds in which the target reads a text like this one, among others."""
+    """Seconds per text for the target to read a batch of texts like this one."""
     count = max(1, TOKENS_AT_ONCE // len(text.ids))
     teacher = Teacher(model) if args.teacher_top_k else None
     tokens, times = mx.zeros((count, len(text.ids)), mx.int32), list[float]()
@@ -134,10 +134,10 @@ def time_reading(model: nn.Module, args: TrainingArgs, text: Text) -> float:
 
 
 def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, text: Text, count: int = 3) -> float:
-    """Seconds of an iteration over read texts like this one, by training a drafter that is thrown away.
+    """Seconds of an iteration over texts like this one with stored hidden states; trains a temporary drafter.
 
     Args:
-        count: of iterations, the last of which counts.
+        count: number of iterations, of which the last is timed.
     """
     kept = np.zeros(len(text.ids) - 1, row_dtype(sizes.hidden_size, args.teacher_top_k))
     likeliest = (kept["ids"], kept["probs"]) if args.teacher_top_k else None
@@ -156,10 +156,10 @@ def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, tex
 
 
 def check_disk(directory: Path, needed: int) -> None:
-    """Refuses a directory, which need not exist yet, for which the disk has no room of `needed` bytes.
+    """Checks that the disk has `needed` bytes for a directory, which may not exist yet.
 
     Raises:
-        RedrafterError: naming both sizes.
+        RedrafterError: the disk has less free space.
     """
     existing = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
     written = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

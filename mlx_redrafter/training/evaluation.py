@@ -1,4 +1,4 @@
-"""How good a drafter is: its guesses on held-out texts, and the speed of decoding with it."""
+"""Evaluates a drafter: its guesses on held-out texts, and the speed of decoding with it."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from .loss import draft_loss
 from .settings import TrainingArgs
 from .targets import Teacher, compute_targets
 
-N_RANKS = 8  # ranks of guesses whose acceptance is recorded: beams wider than this gain little
-MIN_PROMPTS = 8  # with fewer, what decoding them gives is called noise
-PROMPT_TOKENS = 64  # of a text without a masked prompt that serve as one
+N_RANKS = 8  # ranks of guesses whose acceptance is recorded; wider beams gain little
+MIN_PROMPTS = 8  # with fewer prompts, a table is marked as unreliable
+PROMPT_TOKENS = 64  # length of the prompt taken from a text without a masked prompt
 SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (4, 3), (4, 5), (4, 5, 9))
 
 
 def measure_guesses(
     target: nn.Module | Teacher, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
 ) -> tuple[float, list[list[float]]]:
-    """How well a drafter guesses on held-out texts, each guess made after right ones.
+    """Measures a drafter's guesses on held-out texts, each made after a correct prefix.
 
     Returns:
-        The loss (see `DraftLoss`, all depths alike), and (K, R) the share of positions where the guess of each rank is
-        what the target would choose.
+        The loss (see `DraftLoss`, with equal weights for all depths), and (K, R) the share of positions where the guess
+        of each rank is the target's choice.
     """
     loss, positions, teacher = 0.0, 0, Teacher.of(target)
     hits, tried = np.zeros((args.draft_depth, N_RANKS)), np.zeros((args.draft_depth, 1))
@@ -60,13 +60,14 @@ def measure_guesses(
 
 
 def find_accepted(target: nn.Module | Teacher, drafter: TrainableDrafter, text: Text, args: TrainingArgs) -> np.ndarray:
-    """(L,) how many guesses of a chain would be accepted after each token, counted without decoding.
+    """(L,) the number of guesses of a chain that would be accepted after each token, without decoding.
 
-    Each guess is made after right ones, as a chain ends with its first wrong one, so all positions are read at once.
+    All positions are computed at once: guesses after a wrong one do not count, so each may be made after a correct
+    prefix.
 
     Args:
-        args: `draft_depth` is how deep chains are. With `data`, texts that the target did not write, the right guess is
-            the target's likeliest token; else it is the text's own.
+        args: `draft_depth` is the length of chains. With `data`, texts that the target did not generate, the right
+            guess is the target's likeliest token; otherwise it is the text's own token.
     """
     batch, depth = collate([text]), args.draft_depth
     targets = compute_targets(target, batch, args, drafter.get("draft_ids"), of_text=True)
@@ -77,17 +78,17 @@ def find_accepted(target: nn.Module | Teacher, drafter: TrainableDrafter, text: 
     positions = np.array(batch.positions)
     right = np.zeros((depth, len(text.ids) + depth), bool)
     right[:, positions[positions >= 0]] = ranks[:, positions >= 0] == 0
-    # The guess of depth k of a draft after column c stands at column c + k + 1.
+    # The guess of depth k in a draft after column c is at column c + k + 1.
     accepted = np.cumprod([right[k, k + 1 : k + 1 + len(text.ids)] for k in range(depth)], axis=0).sum(axis=0)
     return accepted  # after c: the token at c + 1 is the draft's root
 
 
 def count_rounds(text: Text, accepted: np.ndarray | None, context: ContextSource | None) -> int:
-    """The number of rounds that make an answer after its first token, if every draft is verified whole.
+    """The number of rounds to generate an answer after its first token, if whole drafts are verified.
 
     Args:
-        accepted: of `find_accepted`; None without a drafter.
-        context: also drafts, and has read nothing yet; None without it.
+        accepted: from `find_accepted`; None without a drafter.
+        context: a new source that also drafts from the context; None without one.
     """
     ids, offset = text.ids.tolist(), max(text.offset, 1)
     rounds, at = 0, offset
@@ -109,7 +110,7 @@ def count_rounds(text: Text, accepted: np.ndarray | None, context: ContextSource
 def count_texts(
     target: nn.Module | Teacher, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
 ) -> list[Stats]:
-    """For each text, the rounds that chains of the drafter would have taken to make its answer."""
+    """For each text, the statistics of generating its answer with chains of the drafter."""
     teacher, each = Teacher.of(target), list[Stats]()
     for text in texts:
         rounds = count_rounds(text, find_accepted(teacher, drafter, text, args), None)
@@ -118,22 +119,22 @@ def count_texts(
 
 
 def make_prompts(texts: Sequence[Text], most: int) -> list[list[int]]:
-    """Prompts for real decoding: the masked prompts of these texts, or their first tokens; all different."""
+    """At most `most` prompts for decoding: the masked prompts of texts, or else their first tokens; no duplicates."""
     sizes = (text.offset or min(PROMPT_TOKENS, max(1, len(text.ids) // 2)) for text in texts)
     found = {tuple(text.ids[:size].tolist()): None for text, size in zip(texts, sizes, strict=True)}
     return [list(prompt) for prompt in list(found)[:most]]
 
 
 class ShapeResult(NamedTuple):
-    """What a beam shape brought on some prompts.
+    """The results of a beam shape on some prompts.
 
     Attributes:
         beam_width, draft_depth, tree_size: W, K and N.
-        tokens_per_second: after each prompt's first token.
-        against_plain: the median over prompts of drafted against plain speed, the two measured one after the other.
-        same_tokens: whether every token was the one of plain decoding.
-        prompts: how many there were.
-        tokens_per_round_error, against_plain_error: standard errors over the prompts; None of fewer than two.
+        tokens_per_second: after the first token of each answer.
+        against_plain: the median over prompts of drafted over plain speed, measured one after the other.
+        same_tokens: whether all tokens equal those of plain decoding.
+        prompts: number of prompts.
+        tokens_per_round_error, against_plain_error: standard errors over the prompts; None for fewer than two.
     """
 
     beam_width: int
@@ -150,13 +151,13 @@ class ShapeResult(NamedTuple):
 
 
 def standard_error(values: Iterable[float]) -> float | None:
-    """Of their mean; None of fewer than two."""
+    """The standard error of the mean; None for fewer than two values."""
     found = list(values)
     return stdev(found) / len(found) ** 0.5 if len(found) > 1 else None
 
 
 def format_error(value: float, error: float | None) -> str:
-    """Both, with two decimals."""
+    """The value and its error with two decimals."""
     return f"{value:.2f}" if error is None else f"{value:.2f}±{error:.2f}"
 
 
@@ -170,7 +171,7 @@ def compare_shapes(
 ) -> list[ShapeResult]:
     """A result for each shape (W, K) or (W, K, N); each prompt is decoded plainly and with every shape.
 
-    Shapes that branch are left out if the model takes chains only.
+    Trees are skipped if the model takes only chains.
     """
     takes_trees = check_draftable(model, tree=True) is None
     plans: list[Any] = ["off", *(tuple(shape) for shape in shapes if shape[0] == 1 or takes_trees)]
@@ -205,7 +206,7 @@ def compare_shapes(
 def add_results(
     sizes: DrafterArgs, base_model: str | None, acceptance: Sequence[Sequence[float]], results: Sequence[ShapeResult]
 ) -> DrafterArgs:
-    """The sizes with what was measured: acceptance, and the depth of the chain that gains most over plain decoding."""
+    """The config with measured results: the acceptance table, and the depth of the fastest chain as the default."""
     chains = [result for result in results if result.beam_width == 1]
     best = max(chains, key=lambda result: (result.against_plain, -result.draft_depth))
     rounded = [[round(share, 4) for share in row] for row in acceptance]
@@ -213,7 +214,7 @@ def add_results(
 
 
 def format_table(results: Sequence[ShapeResult]) -> str:
-    """The results as text, and how far they can be trusted."""
+    """The results as a text table, with a note on their reliability."""
     lines = [f"{'W':>3} {'K':>3} {'N':>4}  tokens/round  tokens/s  against plain  same  accepted at depth 1, 2, ..."]
     for row in results:
         shares = " ".join(f"{share:.2f}" for share in row.acceptance_per_depth)
@@ -223,15 +224,18 @@ def format_table(results: Sequence[ShapeResult]) -> str:
         cells += f"  {row.tokens_per_second:>8.1f}  {ratio:>13}  {'yes' if row.same_tokens else 'NO':>4}"
         lines.append(f"{cells}  {shares}")
     prompts = results[0].prompts if results else 0
-    doubt = "" if prompts >= MIN_PROMPTS else ": too few for these numbers to mean anything"
+    doubt = "" if prompts >= MIN_PROMPTS else ": too few for reliable numbers"
     return "\n".join([*lines, f"± is the standard error over the prompts, {prompts}{doubt}"])
 
 
 def evaluate_only(args: TrainingArgs, shapes: Sequence[tuple[int, ...]] | None) -> int:
-    """`--eval-only`: measures `args.drafter` and prints a table; the exit status, 1 if a token is not the plain one.
+    """`--eval-only`: measures `args.drafter` and prints a table.
+
+    Returns:
+        The exit status: 1 if a token differs from plain decoding.
 
     Raises:
-        RedrafterError: no drafter, or nothing to decode.
+        RedrafterError: no drafter is given, or the prompts or texts cannot be read.
     """
     args.check_sources()
     if args.model and not args.drafter:
@@ -252,7 +256,7 @@ def evaluate_only(args: TrainingArgs, shapes: Sequence[tuple[int, ...]] | None) 
     for temp in args.temp:
         options = Options(max_tokens=args.max_tokens, temp=temp, seed=args.seed)
         results = compare_shapes(model, drafter, prompts, shapes, options, set(tokenizer.eos_token_ids))
-        print(f"temperature {temp}, {len(prompts)} prompts, {args.max_tokens} tokens each at most")
+        print(f"temperature {temp}, {len(prompts)} prompts, at most {args.max_tokens} tokens each")
         print(format_table(results), flush=True)
         same = same and all(result.same_tokens for result in results)
     if not same:

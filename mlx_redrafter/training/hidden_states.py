@@ -1,4 +1,4 @@
-"""The target's hidden states of the texts, computed once and kept on disk: training needs no other forward of it."""
+"""Computes the target's hidden states of all texts once, and stores them: training runs no other forward of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .data import digest, list_ids
 from .targets import Teacher, find_likeliest, read_states
 
 TOKENS_AT_ONCE = 1024
-"""Tokens of a forward, at least those of one text."""
+"""Maximum tokens in a forward, unless a single text is longer."""
 
 
 def add_hidden_states(
@@ -32,13 +32,12 @@ def add_hidden_states(
     settings: dict[str, Any] | None = None,
     top_k: int = 0,
 ) -> list[Text]:
-    """The texts with the hidden states of `model`, memory-mapped.
+    """Adds the hidden states of `model` to texts, memory-mapped.
 
     Args:
-        path: the file to keep the states in; states of the same texts that it has are not computed again. None for a
-            temporary file.
-        settings: what else the states depend on, as JSON has it.
-        top_k: how many of the tokens that it finds likeliest are kept for each learned one; 0 for none.
+        path: the file for the states; states of the same texts that are in it are reused. None for a temporary file.
+        settings: what else the states depend on, as JSON values.
+        top_k: the number of likeliest next tokens to store for each learned position; 0 for none.
 
     Raises:
         RedrafterError: the file cannot be written.
@@ -49,7 +48,7 @@ def add_hidden_states(
     kind = row_dtype(width, top_k)
     teacher = Teacher(model) if top_k else None
     groups = group_texts(texts)
-    # (first row of each group, and after the last)
+    # The first row of each group, and the number of rows.
     starts = [0, *accumulate(sum(len(texts[i].ids) - 1 for i in group) for group in groups)]
     of = {"width": width, "top_k": top_k, "texts": digest(list_ids(texts)), **(settings or {})}
     try:
@@ -66,7 +65,7 @@ def add_hidden_states(
             kept = np.memmap(file, kind, "r", shape=(starts[-1],))
     except OSError as error:
         place = path or "a temporary file"
-        raise RedrafterError(f"cannot keep the hidden states in {place}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot store the hidden states in {place}: {one_line(error)}") from error
     found, row = list(texts), 0
     for i in (i for group in groups for i in group):
         own = kept[row : row + len(texts[i].ids) - 1]
@@ -77,7 +76,7 @@ def add_hidden_states(
 
 
 def group_texts(texts: Sequence[Text]) -> list[list[int]]:
-    """The indices of texts that are read together: of about the same length, `TOKENS_AT_ONCE` with their padding."""
+    """Groups texts of similar length, by index, into forwards of at most `TOKENS_AT_ONCE` tokens with padding."""
     groups: list[list[int]] = []
     for i in sorted(range(len(texts)), key=lambda i: len(texts[i].ids)):
         if groups and (len(groups[-1]) + 1) * (len(texts[i].ids) - 1) <= TOKENS_AT_ONCE:
@@ -88,7 +87,7 @@ def group_texts(texts: Sequence[Text]) -> list[list[int]]:
 
 
 def open_states(path: Path | None, of: dict[str, Any]) -> IO[bytes]:
-    """The file of states, empty unless it has states of the same texts; a JSON file beside it says of which."""
+    """Opens the file of states, empty unless it has states for `of`, which a JSON file beside it records."""
     if path is None:
         return tempfile.TemporaryFile()
     about = path.with_suffix(".json")
@@ -104,7 +103,7 @@ def open_states(path: Path | None, of: dict[str, Any]) -> IO[bytes]:
 
 
 def row_dtype(width: int, top_k: int) -> np.dtype[Any]:
-    """What is kept for a token: its hidden state and, with `top_k`, the likeliest tokens and their probabilities."""
+    """The stored row of a token: hidden state and, with `top_k`, likeliest next tokens and their probabilities."""
     likeliest = [("ids", "<i4", (top_k,)), ("probs", "<f2", (top_k,))] if top_k else []
     return np.dtype([("hidden", "<f2", (width,)), *likeliest])
 
@@ -112,10 +111,13 @@ def row_dtype(width: int, top_k: int) -> np.dtype[Any]:
 def read_group(
     model: nn.Module, texts: Sequence[Text], kind: np.dtype[Any], teacher: Teacher | None
 ) -> np.ndarray[Any, Any]:
-    """(rows,) of `row_dtype`, some texts, one after the other.
+    """(rows,) of dtype `kind`: the rows of all tokens of some texts, read in one forward.
 
     Args:
-        teacher: finds the likeliest tokens; None if none are kept.
+        teacher: computes the likeliest tokens; None if none are stored.
+
+    Raises:
+        CheckpointError: the states are not finite in 16 bits.
     """
     ids = np.zeros((len(texts), max(len(text.ids) for text in texts) - 1), np.int32)
     for row, text in enumerate(texts):
@@ -131,5 +133,5 @@ def read_group(
         found.append(kept)
     rows = np.concatenate(found)
     if not np.isfinite(rows["hidden"]).all():
-        raise CheckpointError("the target's hidden states are not finite in 16 bits: it cannot be trained for")
+        raise CheckpointError("cannot train for this target: its hidden states are not finite in 16 bits")
     return rows

@@ -1,12 +1,12 @@
-"""The training loss: every guess that a drafter makes, from every position of a text at once. Pure.
+"""The training loss: all guesses of a drafter, from every position of a text at once.
 
-At position t the target has read x_0 .. x_t. The drafter is given h_t, then x_{t+1} and so on as it would draft::
+At position t the target has read x_0 .. x_t. The drafter reads h_t, then x_{t+1} and so on, as it does when drafting::
 
     depth 1   h_t, x_{t+1}                     guesses what follows x_{t+1}
     depth 2   h_t, x_{t+1}, x_{t+2}            guesses what follows x_{t+2}
     depth K   h_t, x_{t+1}, ..., x_{t+K}       guesses what follows x_{t+K}
 
-Logits over a large vocabulary are by far the largest arrays, so they exist for a few guesses at a time: loss and
+Logits over a large vocabulary are by far the largest arrays, so only those of a few guesses exist at a time: loss and
 gradient are computed together, chunk by chunk, and only the gradient is kept.
 """
 
@@ -22,23 +22,23 @@ from mlx.utils import tree_map
 from ..drafters.trainable import TrainableDrafter
 from ..engine.beam_search import State
 
-LOGITS_IN_MEMORY = 1 << 24  # 64 MB in float32, some of them several times over
+LOGITS_IN_MEMORY = 1 << 24  # 64 MB in float32; a few arrays of this size exist at once
 
 
 class TrainingTargets(NamedTuple):
-    """What the frozen target says about B texts of T tokens, and which N of their positions are learned.
+    """The frozen target's outputs for B texts of T tokens, and the N positions to learn.
 
     Attributes:
         tokens: (B, T) int32.
-        hidden: (B, T, D) its hidden states, after the final norm.
-        embeddings: (B, T, D) its raw embedding of each token.
-        positions: (N,) int32 indices into the B * T tokens: what follows these is learned.
-        columns: (N,) int32, where in their texts the positions are; -1 for one that only pads.
-        choices: (N,) int32, the row of the drafter's head for the token that the target would choose to follow; -1 for
-            a token that the drafter cannot guess.
-        probs: what should follow: (N, V) a probability for each row of the head, or (N, M) for the rows that `ids`
-            names. They need not add up to 1.
-        ids: (N, M) int32 rows of the head; None when `probs` has all of them.
+        hidden: (B, T, D) the target's hidden states, after the final norm.
+        embeddings: (B, T, D) the target's raw embedding of each token.
+        positions: (N,) int32 indices into the B * T tokens; the tokens that follow these are learned.
+        columns: (N,) int32 indices of the positions in their texts; -1 for padding.
+        choices: (N,) int32, the row of the drafter's head for the target's next token; -1 for a token that the drafter
+            cannot guess.
+        probs: probabilities of the next token: (N, V) for all rows of the head, or (N, M) for the rows `ids`. They need
+            not sum to 1.
+        ids: (N, M) int32 rows of the head; None if `probs` has all rows.
     """
 
     tokens: mx.array
@@ -52,12 +52,12 @@ class TrainingTargets(NamedTuple):
 
 
 class DraftLoss(NamedTuple):
-    """How well a drafter guesses.
+    """The loss of a drafter's guesses, and the ranks of the right ones.
 
     Attributes:
         loss: () float32, nats: the weighted mean of the cross-entropy over all guesses.
-        ranks: (K, N) int32: how many guesses the drafter finds likelier than the target's choice, at each depth; -1
-            without a guess, the size of the drafter's vocabulary for a choice that it cannot guess.
+        ranks: (K, N) int32: the rank of the target's choice among the drafter's guesses, 0 for the likeliest, at each
+            depth; -1 without a guess, and the size of the drafter's vocabulary for a choice that it cannot guess.
     """
 
     loss: mx.array
@@ -65,7 +65,7 @@ class DraftLoss(NamedTuple):
 
     @property
     def accuracy(self) -> mx.array:
-        """(K,) float32: the share of guesses that are the target's choice, at each depth."""
+        """(K,) float32: the share of first guesses that are the target's choice, at each depth."""
         return (self.ranks == 0).sum(axis=1) / mx.maximum((self.ranks >= 0).sum(axis=1), 1)
 
 
@@ -82,23 +82,23 @@ def draft_loss(
 ) -> DraftLoss:
     """The teacher-forced loss of `depth` guesses from every position that has enough tokens after it.
 
-    Without `weights` each guess weighs as much as the probability that a draft gets there: the product, over the
-    guesses before it, of sum_v min(p_v, q_v), the share of a draft's tokens that speculative sampling accepts.
-    Nothing flows back through these weights, nor into the targets.
+    By default a guess is weighted by the probability that a draft reaches it: the product, over the guesses before it,
+    of sum_v min(p_v, q_v), the acceptance rate of speculative sampling. Neither these weights nor the targets receive
+    gradients.
 
-    With `axes` the loss has a second part: the squared distance of each guess's features from the target's hidden
-    state after the same tokens, as a share of that state's own square, weighed as the guess is. A few texts say more by
-    their states than by their tokens.
+    With `axes` the loss has a second term: the squared distance of each guess's features from the target's hidden state
+    after the same tokens, relative to the mean square of these states, with the weight of the guess. With few texts,
+    hidden states carry more information than tokens.
 
     Args:
         targets: T > depth.
         depth: K.
-        weights: K numbers, the weight of each depth.
-        axes: (D, R) what features should be of a hidden state, see `TrainableDrafter.axes`.
-        regression_weight: of the second part.
-        grad_checkpoint: compute the drafter's activations again for the gradient instead of keeping them.
-        chunk: how many guesses have their logits in memory at a time; None for as many as `LOGITS_IN_MEMORY` allows.
-            It changes nothing else.
+        weights: K numbers, one per depth, instead of the default weights.
+        axes: (D, R) projection of a hidden state to the features it should give, see `TrainableDrafter.axes`.
+        regression_weight: of the second term.
+        grad_checkpoint: recompute the drafter's activations for the gradient instead of storing them.
+        chunk: the number of guesses whose logits are in memory at a time; None for as many as `LOGITS_IN_MEMORY`
+            allows. It does not change the result.
 
     Source: arXiv 2403.09919, section 3.5; Apple's ml-recurrent-drafter, recurrent_drafting/train/loss.py. The
     acceptance rate: arXiv 2211.17192, section 3.1. Regression of the next hidden state: EAGLE, arXiv 2401.15077.
@@ -123,10 +123,10 @@ def draft_loss(
     reached = mx.ones(tokens.size)
     state: State = None
     total, mass, ranks = mx.zeros(()), mx.zeros(()), []
-    # Arrays, not numbers that change from depth to depth: the compiler would make other kernels for each.
+    # An array for all depths, not a number for each: the compiler would make separate kernels.
     is_guess = targets.columns >= mx.arange(1, depth + 1)[:, None]
     for k in range(depth):
-        # Column c of these belongs to the draft from position c - k - 1; without one, nothing counts.
+        # Column c of these belongs to the draft from position c - k - 1; if there is none, its weight is 0.
         hidden = mx.roll(hidden, 1, 1)
         before = None if state is None else tree_map(lambda array: mx.roll(array, 1, 1), state)
         state, features = step(hidden, before, k)
@@ -147,13 +147,13 @@ def draft_loss(
 def head_loss(
     features: mx.array, head: mx.array, weights: mx.array, targets: TrainingTargets, chunk: int, after: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The loss of N guesses, with logits for `chunk` of them in memory at a time.
+    """The loss of N guesses, with the logits of `chunk` guesses in memory at a time.
 
     Args:
-        features: (N, X) what the head is applied to.
+        features: (N, X) inputs of the head.
         head: (V, X) its matrix.
         weights: (N,) float32, the weight of each guess.
-        after: computed before this begins: MLX would rather work on all chunks at a time.
+        after: an array to compute first; without such dependencies MLX may compute all chunks at once.
 
     Returns:
         () the weighted sum of the cross-entropies, (N,) int32 the rank of each `targets.choices`, (N,) float32

@@ -1,4 +1,4 @@
-"""A run on disk: its settings and curves, and where its files are."""
+"""The files of a training run, and its record of settings and curves."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..atomic_files import expand_path, write_text
 
 @dataclass
 class Record:
-    """A run so far, in one JSON file beside its checkpoint.
+    """The state of a run, in one JSON file beside its checkpoint.
 
     Attributes:
-        settings: as JSON has them.
-        args: the drafter's sizes; None until they are chosen.
-        reports: of the training loss, one every `steps_per_report` iterations.
-        validations: one every `steps_per_eval` iterations.
-        ended: the iteration at which it stopped early, for good.
+        settings: the settings as JSON values.
+        args: the drafter's config; None until its size is chosen.
+        reports: training losses, one every `steps_per_report` iterations.
+        validations: results, one every `steps_per_eval` iterations.
+        ended: the iteration of early stopping; None without it.
         texts: a digest of the texts, or of the prompts to answer.
-        iters: how many iterations are planned; None until they are.
-        before: tokens per round on the held-out texts of the drafter that it began as.
+        iters: the planned number of iterations; None before planning.
+        before: tokens per round of the initial drafter on the held-out texts; None for a new drafter.
     """
 
     settings: dict[str, Any]
@@ -41,7 +41,7 @@ class Record:
             entries[:] = [entry for entry in entries if entry["iteration"] <= iteration]
 
     def save(self, path: Path) -> None:
-        """Writes it, completely or not at all."""
+        """Writes the record, completely or not at all."""
         write_text(path, json.dumps(vars(self), indent=1) + "\n")
 
 
@@ -56,13 +56,13 @@ class Files:
         self.states, self.texts = self.work / "hidden_states.f16", self.work / "texts.json"
 
     def restart(self) -> None:
-        """Lets only the owner read the folder, and removes what an earlier run cannot share with a new one."""
+        """Restricts the folder to its owner, and removes the files of an earlier run that a new one must not use."""
         self.work.chmod(0o700)
-        for path in (self.record, self.checkpoint, self.texts):  # in this order: without a record nothing is resumed
+        for path in (self.record, self.checkpoint, self.texts):  # the record first: without it nothing is resumed
             path.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Removes all that a run keeps except answers, and the folder unless it has something else."""
+        """Removes all files of the run except answers, and the folder if it is then empty."""
         self.restart()
         shutil.rmtree(self.best, ignore_errors=True)
         for path in (self.states, self.states.with_suffix(".json"), self.lock):

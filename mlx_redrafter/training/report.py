@@ -1,4 +1,4 @@
-"""What is written beside a finished drafter: its record, card and curves."""
+"""Writes the files beside a finished drafter: its record, model card and curves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .settings import TrainingArgs
 def write_report(
     args: TrainingArgs, record: Record, sizes: DrafterArgs, place: Path, results: Sequence[ShapeResult]
 ) -> str | None:
-    """Writes training.json, the model card and the picture; returns what could not be drawn."""
+    """Writes training.json, the model card and the plot; returns a note if the plot could not be drawn."""
     names = ("model", "adapter_path", "data", "prompts", "answers", "drafter")
     paths: dict[str, Any] = {name: strip_folders(path) for name in names if (path := getattr(args, name))}
     settings = replace(args, output=place.name, **paths)
@@ -30,7 +30,7 @@ def write_report(
 # A drafter for {settings.model or "the demo of mlx_redrafter"}
 
 Sizes: {describe(sizes)}. Trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on \
-what the target says. Where it was trained:
+the output of its target. Measured where it was trained:
 
 ```text
 {format_table(results)}
@@ -44,12 +44,12 @@ what the target says. Where it was trained:
     try:
         draw(place / "training.png", record)
     except ImportError:
-        return "no picture of the loss was drawn: pip install matplotlib"
+        return "the loss was not plotted: pip install matplotlib"
     return None
 
 
 def describe(sizes: DrafterArgs) -> str:
-    """A drafter's kind and sizes, in a few words."""
+    """A drafter's kind and sizes in a few words."""
     guesses = "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
     return f"{sizes.model_type}, {sizes.describe()}{guesses}"
 
@@ -64,10 +64,10 @@ def make_command(args: TrainingArgs, drafter: str) -> str:
 
 
 def draw(path: Path, record: Record) -> None:
-    """A picture of loss and acceptance.
+    """Plots loss and acceptance.
 
     Raises:
-        ImportError: there is no matplotlib to draw it.
+        ImportError: matplotlib is not installed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

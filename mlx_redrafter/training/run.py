@@ -1,4 +1,4 @@
-"""A whole training run: what it takes, texts, training, validation, and the finished directory."""
+"""A complete training run: estimate, texts, training, validation, and the finished directory."""
 
 from __future__ import annotations
 
@@ -79,27 +79,33 @@ from .targets import Teacher, new_drafter
 from .trainer import load_checkpoint, train_drafter
 
 INTERRUPTED, REFUSED = 130, 3
-"""The exit status after Ctrl-C, and of a run that wrote no drafter, as it is not better or cannot be compared."""
+"""Exit statuses: after Ctrl-C, and if no drafter was written because it is not better or there are too few texts."""
 
 BETTER = 1.01
-"""The least tokens per round of the new drafter over those of the one it began as."""
+"""A retrained drafter is written if its tokens per round are at least this many times the initial drafter's."""
 
 WARM_RATE = 0.05
-"""The learning rate of a drafter that has learned already, over that of a new one."""
+"""The learning rate for a trained drafter, relative to that for a new one."""
 
 DEMO_PROMPTS = 1024
 """Pieces of the standard library that the demo's target continues."""
 
 MAY_CHANGE = {"dtype", "steps_per_report", "save_every", "output", "trust_remote_code"}
-"""Settings that may differ when a run is resumed: none of them changes what is learned."""
+"""Settings that may change on resume, as they do not affect what is learned."""
 
 Say = Callable[[str], None]
 
 
 @dataclass
 class Run:
-    """A run and what it works with: the target's part in it, the token ids that end its texts, the drafter, texts
-    that were read, and the `time.perf_counter()` at which training stops."""
+    """The objects that a run works with.
+
+    Attributes:
+        say: prints a message for the user.
+        ends: end-of-text tokens.
+        training, validation: texts with hidden states.
+        deadline: the `time.perf_counter()` at which training stops.
+    """
 
     args: TrainingArgs
     files: Files
@@ -114,19 +120,19 @@ class Run:
 
 
 def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, say: Say = lambda text: None) -> int:
-    """Trains a drafter as the settings say, into the directory `args.output`.
+    """Trains a drafter into the directory `args.output`.
 
     Args:
-        resume: continue from the last checkpoint of the run in that directory; the result is the same to the bit.
-        dry_run: estimate the run, and write nothing.
-        say: takes messages for the user.
+        resume: continue from the last checkpoint in that directory; the result is bit-identical.
+        dry_run: only estimate the run; write nothing.
+        say: called with messages for the user.
 
     Returns:
-        The exit status: 0, 1 if a token differs from plain decoding, 130 after Ctrl-C, when the run can be resumed, or
-        `REFUSED`, when nothing was written.
+        The exit status: 0; 1 if a token differs from plain decoding; `INTERRUPTED` after Ctrl-C, when the run can be
+        resumed; `REFUSED` if no drafter was written.
 
     Raises:
-        RedrafterError: with the reason; the last checkpoint is complete.
+        RedrafterError: settings or texts are invalid, or training failed; the last checkpoint is complete.
         OSError: a file cannot be written.
     """
     end = time.perf_counter() + (math.inf if args.minutes is None else 60 * args.minutes)
@@ -187,7 +193,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
                 training, validation = read[: len(training)], read[len(training) :]
             drafter = start if start is not None else make_new_drafter(args, model, sizes, training, say)
             teacher = Teacher(model, reads=False)
-            del model  # nothing more is asked of it until the end
+            del model  # not needed until the end
             mx.clear_cache()
             ends, deadline = set(tokenizer.eos_token_ids), end - estimate.comparing - estimate.validation
             run = Run(args, files, record, say, teacher, ends, drafter, training, validation, deadline)
@@ -204,7 +210,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         except KeyboardInterrupt:
             say("stopped; the same command with --resume continues")
             return INTERRUPTED
-    if args.answers:  # nobody's answers stay beside a drafter that may be passed on
+    if args.answers:  # private answers must not stay beside a drafter that may be shared
         files.clear()
         if status == REFUSED and not any(files.place.iterdir()):
             files.place.rmdir()
@@ -212,18 +218,18 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
 
 
 def plan_iters(args: TrainingArgs, estimate: Estimate, seconds: float, say: Say) -> int:
-    """How many iterations to train for in the time that is left.
+    """The number of iterations to train for in the remaining time.
 
     Raises:
-        RedrafterError: none fits.
+        RedrafterError: there is no time for a single iteration.
     """
     if args.minutes is None:
         return args.iters
     fitting = min(args.iters, estimate.count_fitting(seconds, args.steps_per_eval))
     if fitting < 1:
         raise RedrafterError(
-            f"expected more --minutes: nothing is left of {args.minutes:g} to train in, as what comes before and "
-            "after takes them; a smaller --val-prompts or --val-tokens takes less"
+            f"expected more --minutes: of {args.minutes:g} no time is left to train, after reading texts and the final "
+            "comparison; a smaller --val-prompts or --val-tokens takes less time"
         )
     if fitting < args.iters:
         say(f"{fitting} iterations fit into {args.minutes:g} minutes")
@@ -231,7 +237,7 @@ def plan_iters(args: TrainingArgs, estimate: Estimate, seconds: float, say: Say)
 
 
 def read_source(args: TrainingArgs) -> list[Prompt]:
-    """The prompts to answer, none where texts are given; what can be checked of these without a model is checked.
+    """The prompts to answer, empty if texts are given. Checks the texts as far as possible without a model.
 
     Raises:
         RedrafterError: see `check_data`, `find_folder` and `read_prompts`.
@@ -250,15 +256,16 @@ def read_source(args: TrainingArgs) -> list[Prompt]:
 def find_texts(
     args: TrainingArgs, files: Files, prompts: list[Prompt], tokenizer: Any, say: Say, *, resume: bool
 ) -> tuple[list[Text], list[Text], AnswerFile | None]:
-    """(training texts, validation texts, the file of the answers that they lack). Instead of an answer that the target
-    has to write, a text has the longest one that it may be.
+    """(training texts, validation texts, file of answers to generate or None).
+
+    Texts whose answer is not generated yet have a placeholder of the maximum length.
 
     Args:
-        prompts: of `read_source`.
-        resume: whether past answers are those that the run began with.
+        prompts: from `read_source`.
+        resume: whether to use the past answers that the run started with.
 
     Raises:
-        RedrafterError: texts that cannot be read, or too few of them.
+        RedrafterError: texts cannot be read, or there are too few.
     """
     if args.data:
         texts, answers = load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt), None
@@ -275,10 +282,10 @@ def find_texts(
 
 
 def load_start(name: str, model: nn.Module) -> TrainableDrafter:
-    """The drafter to go on from.
+    """Loads the drafter to continue training.
 
     Raises:
-        RedrafterError: it is of a kind or in a form that cannot be trained.
+        RedrafterError: the drafter is quantized, or its kind or form cannot be trained.
         CheckpointError: see `load_drafter`.
     """
     drafter = load_drafter(name, model)
@@ -287,30 +294,30 @@ def load_start(name: str, model: nn.Module) -> TrainableDrafter:
     else:
         why = "expected weights that are not quantized" if is_quantized(drafter) else drafter.args.explain_fixed()
     if why is not None:
-        raise RedrafterError(f"cannot go on training {name}: {why}")
+        raise RedrafterError(f"cannot continue training {name}: {why}")
     return cast(TrainableDrafter, drafter)
 
 
 def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
-    """The record of a run that begins, or of the one to resume.
+    """The record of a new run, or of the run to resume.
 
     Raises:
-        RedrafterError: there is a run and it is not to be resumed, or it cannot be with these settings; or the output
-            is the drafter to go on from, and not in our format.
+        RedrafterError: the output exists or cannot be written, there is no run to resume, settings have changed, or
+            `--output` is the initial drafter and not in the format of `train` and `convert`.
     """
-    if why := why_not_writable(files.place / "config.json"):  # one of the files that will be there
+    if why := why_not_writable(files.place / "config.json"):  # one of the files to write
         raise RedrafterError(f"--output cannot be {files.place}: {why}")
     settings = args.to_json()
     in_place = args.drafter and os.path.exists(args.drafter) and files.place.exists()
     if in_place := bool(in_place and files.place.samefile(cast(str, args.drafter))):
         weights = [path.name for path in files.place.glob(WEIGHTS)]
         if weights != ["model.safetensors"] or not is_converted(read_object(files.place / "config.json")):
-            raise RedrafterError(f"expected --output to be a drafter as train and convert write it, got {args.drafter}")
+            raise RedrafterError(f"expected --output to be a drafter written by train or convert, got {args.drafter}")
     if not resume:
         found = {path.name for path in files.place.iterdir()} if files.place.is_dir() else set()
-        if not in_place and (found - {files.work.name} or files.checkpoint.exists()):  # answers alone are no run
+        if not in_place and (found - {files.work.name} or files.checkpoint.exists()):  # answers alone are not a run
             is_finished = (files.place / "config.json").exists()
-            hint = f"--drafter {args.output} to go on from it" if is_finished else "--resume to continue the run in it"
+            hint = f"--drafter {args.output} to train it further" if is_finished else "--resume to continue its run"
             raise RedrafterError(f"{files.place} exists already: give another --output, or {hint}")
         return Record(settings)
     if not files.record.exists():
@@ -326,7 +333,11 @@ def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
 
 
 def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
-    """The sizes of the settings, or measured ones."""
+    """The drafter's config: sizes from the settings, or chosen by measuring.
+
+    Raises:
+        RedrafterError: the draft vocabulary is larger than the target's vocabulary.
+    """
     hidden_size, vocab_size = model_sizes(model)
     if args.is_measured:
         choice = choose_size(model, final_dtype(args, compute_dtype(model)), args.kind, args.draft_depth)
@@ -343,25 +354,25 @@ def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
 def make_new_drafter(
     args: TrainingArgs, model: nn.Module, sizes: DrafterArgs, texts: Sequence[Text], say: Say
 ) -> TrainableDrafter:
-    """An untrained drafter, which guesses the texts' most frequent tokens if it cannot guess all."""
+    """An untrained drafter. A draft vocabulary has the most frequent tokens of the texts."""
     mx.random.seed(args.seed)
     count, ids = sizes.draft_vocab_size, None
     if count is not None:
         ids = most_frequent(texts, count, sizes.vocab_size)
         learned = np.concatenate([text.ids[text.offset :] for text in texts])
-        say(f"draft vocabulary: {count} tokens, {np.isin(learned, ids).mean():.2%} of those to learn")
+        say(f"draft vocabulary: {count} tokens, which are {np.isin(learned, ids).mean():.2%} of those to learn")
     drafter = new_drafter(model, sizes, ids)
     mx.eval(drafter.parameters())
     return drafter
 
 
 def final_dtype(args: TrainingArgs, target: mx.Dtype) -> mx.Dtype:
-    """The dtype of the finished drafter, by default its target's."""
+    """The dtype of the finished drafter; the target's by default."""
     return target if args.dtype is None else cast(mx.Dtype, getattr(mx, args.dtype))
 
 
 def fit_drafter(run: Run, interrupted: threading.Event) -> int:
-    """Trains, reports, validates and stops early; the iterations done."""
+    """Trains with reports, validations and early stopping; returns the number of iterations done."""
     args, record, files = run.args, run.record, run.files
     started = time.perf_counter()
 
@@ -369,8 +380,8 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
         nonlocal started
         assert record.iters is not None
         if record.ended is not None or done > record.iters:
-            return True  # only the end of an update is waited for
-        record.drop_after(done - 1)  # what a run recorded after its last checkpoint comes again
+            return True  # training stops after the current update
+        record.drop_after(done - 1)  # entries after the checkpoint are recorded again
         if is_report := done % args.steps_per_report == 0:
             record.reports.append({"iteration": done, **shown, "seconds": time.perf_counter() - started})
         is_late = time.perf_counter() > run.deadline
@@ -380,7 +391,7 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
             if args.patience and scores[-1] > max(scores[:-1], default=0):
                 save_drafter(files.best, run.drafter)
             if len(scores) > args.patience > 0 and max(scores[-args.patience :]) <= max(scores[: -args.patience]):
-                run.say(f"stopping early: no more tokens per round for {args.patience} validations")
+                run.say(f"stopping early: tokens per round have not improved for {args.patience} validations")
                 record.ended = done
             if is_late:
                 record.iters = done
@@ -396,7 +407,7 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
 
 
 def validate(run: Run, done: int) -> dict[str, Any]:
-    """One validation, as an entry of the record."""
+    """Runs a validation; returns its entry for the record."""
     args = run.args
     loss, acceptance = measure_guesses(run.teacher, run.drafter, run.validation, args)
     each = count_texts(run.teacher, run.drafter, run.validation[: args.val_prompts], args)
@@ -408,30 +419,35 @@ def validate(run: Run, done: int) -> dict[str, Any]:
         f"{per_round} tokens per round at 1 x {args.draft_depth} on held-out texts: {len(each)}"
     )
     if tokens == 1 and done >= args.iters // 2:
-        run.say("warning: not one drafted token was accepted: too few iterations, or too low or high a learning rate")
+        run.say("warning: no drafted token was accepted: too few iterations, or a learning rate too low or too high")
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 
 def count_all(run: Run) -> float:
-    """Tokens per round of the drafter on all held-out texts."""
+    """The drafter's tokens per round on all held-out texts."""
     return sum(count_texts(run.teacher, run.drafter, run.validation, run.args), Stats()).tokens_per_round
 
 
 def finish(run: Run) -> int:
-    """Writes the directory of the finished drafter, with `patience` of the best one, if it is better than the one that
-    it began as, and measures it; the exit status."""
+    """Writes and measures the finished drafter; returns the exit status.
+
+    With `patience` the best validated drafter is written. A retrained one is written only if it is `BETTER`.
+
+    Raises:
+        RedrafterError: a weight does not fit into the dtype.
+    """
     args, record, drafter, place = run.args, run.record, run.drafter, run.files.place
     if args.patience:
         best = max(record.validations, key=lambda entry: entry["tokens_per_round"])
         drafter.update(load_drafter(run.files.best).parameters())
         record.drop_after(best["iteration"])
-        run.say(f"the drafter of iteration {best['iteration']} is the result")
+        run.say(f"using the drafter of iteration {best['iteration']}")
     if record.before is not None:
         after, least = count_all(run), BETTER * record.before
         written = "" if after >= least else "not written: "
         run.say(
             f"{written}the new drafter makes {after:.3f} tokens per round on {len(run.validation)} held-out texts, "
-            f"{record.before:.3f} before, {least:.3f} needed"
+            f"{record.before:.3f} before, {least:.3f} required"
         )
         if written:
             return REFUSED
@@ -440,7 +456,7 @@ def finish(run: Run) -> int:
     drafter.set_dtype(dtype)
     if (name := find_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} does not fit into {dtype}: give another --dtype")
-    save_drafter(place, drafter)  # whatever becomes of the rest
+    save_drafter(place, drafter)  # in case the comparison fails
     run.say("comparing beam shapes with plain decoding on held-out prompts")
     prompts = make_prompts(run.validation, args.val_prompts)
     options = Options(max_tokens=args.val_tokens, temp=args.temp[-1], seed=args.seed)
@@ -448,7 +464,7 @@ def finish(run: Run) -> int:
     try:
         results = compare_shapes(model, drafter, prompts, shapes, options, run.ends)
     except KeyboardInterrupt:
-        run.say(f"stopped: the drafter is in {place}, its shapes are not compared")
+        run.say(f"stopped: the drafter is in {place}, but its shapes were not compared")
         raise
     acceptance = record.validations[-1]["acceptance"]
     drafter.args = add_results(drafter.args, args.model and strip_folders(args.model), acceptance, results)
@@ -458,25 +474,25 @@ def finish(run: Run) -> int:
     run.say(f"temperature {options.temp}, {len(prompts)} held-out prompts\n{format_table(results)}")
     if (ratio := max(result.against_plain for result in results)) <= 1:
         run.say(
-            f"note: nothing decodes faster than plain decoding here, the best shape {ratio:.2f} times as fast: "
-            "train longer, or a smaller drafter"
+            f"note: no shape is faster than plain decoding here, the best one has {ratio:.2f} times its speed: "
+            "train longer, or train a smaller drafter"
         )
-    run.say(f"the drafter is in {place}; use it:\n{make_command(args, str(place))}")
+    run.say(f"the drafter is in {place}; to use it:\n{make_command(args, str(place))}")
     if not (same := all(result.same_tokens for result in results)):
-        run.say("a token differs from plain decoding: docs/exactness.md tells a tie from an error")
+        run.say("a token differs from plain decoding: docs/exactness.md explains how to tell a tie from an error")
     return 0 if same else 1
 
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into an event that the run looks at; the second one interrupts."""
+    """Turns the first Ctrl-C into an event for the training loop; the second one raises KeyboardInterrupt."""
     event = threading.Event()
 
     def on_signal(number: int, frame: Any) -> None:
         if event.is_set():
             raise KeyboardInterrupt
         event.set()
-        print("\nstopping after this iteration; Ctrl-C again stops at once", file=sys.stderr)
+        print("\nstopping after this iteration; press Ctrl-C again to stop at once", file=sys.stderr)
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:

@@ -1,4 +1,4 @@
-"""The training targets of a batch: the frozen target's hidden states, and what should follow each token."""
+"""Computes the training targets of a batch: the frozen target's hidden states, and labels for each position."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .loss import TrainingTargets
 from .settings import TrainingArgs
 
 CHECKED_TOKENS = 8
-"""How many tokens show how a model makes its logits."""
-ROWS_AT_ONCE = 128  # rows of the vocabulary's width that are in float32 at a time
+"""Tokens used to find out how a model computes its logits."""
+ROWS_AT_ONCE = 128  # rows of logits in float32 at a time
 
 
 class Batch(NamedTuple):
-    """Texts side by side.
+    """A batch of texts.
 
     Attributes:
         ids: (B, T + 1) int32.
-        positions: (N,) int32 indices into the first B * T tokens: what follows these is learned; -1 pads.
-        hidden: (B, T, D) the target's hidden states after its final norm; None before it has read them.
-        likeliest: (N, M) int32 and (N, M) float16, the likeliest tokens and their probabilities, see `Text.likeliest`;
-            None if they were not kept.
+        positions: (N,) int32 indices into the first B * T tokens; the tokens that follow these are learned; -1 pads.
+        hidden: (B, T, D) the target's hidden states after its final norm; None if they are not computed yet.
+        likeliest: (N, M) int32 and (N, M) float16, the likeliest next tokens and their probabilities, see
+            `Text.likeliest`; None if they were not stored.
     """
 
     ids: mx.array
@@ -39,15 +39,15 @@ class Batch(NamedTuple):
 
 
 class Teacher:
-    """What training asks of a target: its embedding, its output matrix and, for texts that it has not read, itself.
+    """The parts of a target that training uses: its embedding, its output matrix and, to read texts, the whole model.
 
     Args:
         model: the target.
-        reads: whether it still has to read texts; if not, the rest of the model is not kept.
+        reads: whether hidden states still have to be computed; if not, only embedding and output matrix are kept.
 
     Raises:
-        UnsupportedModelError: the model has no embedding that can be found, or its logits are not those of its output
-            matrix, scaled or capped.
+        UnsupportedModelError: the model's embedding cannot be found, or its logits are not its output matrix's, scaled
+            or capped.
     """
 
     def __init__(self, model: nn.Module, *, reads: bool = True) -> None:
@@ -63,11 +63,11 @@ class Teacher:
 
     @classmethod
     def of(cls, target: nn.Module | Teacher) -> Teacher:
-        """A teacher as it is, or a model's."""
+        """Returns a teacher unchanged, and makes one for a model."""
         return target if isinstance(target, Teacher) else cls(target)
 
     def read(self, batch: Batch) -> mx.array:
-        """(B, T, D) the hidden states of a batch: those it has, or those of a forward."""
+        """(B, T, D) the hidden states of a batch, computed in a forward if it has none."""
         hidden = batch.hidden
         if hidden is None:
             assert self._model is not None, "expected texts that the target has read"
@@ -75,21 +75,21 @@ class Teacher:
         return hidden.astype(self.dtype)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """(..., V) the target's logits after hidden states (..., D)."""
+        """(..., V) the target's logits for hidden states (..., D)."""
         logits = self._head(hidden)[..., : self.vocab_size]
         logits = logits if self._scale == 1 else logits * self._scale
         return logits if self._cap is None else mx.tanh(logits / self._cap) * self._cap
 
 
 def find_scale_and_cap(raw: mx.array, logits: mx.array, name: str) -> tuple[float, float | None]:
-    """(factor, cap or None) from which a model's logits follow: cap * tanh(factor * raw / cap).
+    """Finds (factor, cap or None) such that a model's logits are cap * tanh(factor * raw / cap).
 
     Args:
-        raw, logits: (..., V) what the output matrix gives for some tokens, and the model's logits.
-        name: the model's, for the error.
+        raw, logits: (..., V) the output matrix's results for some tokens, and the model's logits.
+        name: the model's name, for the error.
 
     Raises:
-        UnsupportedModelError: no factor and cap do.
+        UnsupportedModelError: no factor or cap fits.
     """
     x, y = (np.array(each.astype(mx.float32), np.float64).ravel() for each in (raw, logits))
     precision = 4 * max(float(mx.finfo(logits.dtype).eps), 1e-6)  # a few roundings of each logit
@@ -103,18 +103,16 @@ def find_scale_and_cap(raw: mx.array, logits: mx.array, name: str) -> tuple[floa
     if fits(factor * x):
         return factor, None
     low, high = float(np.max(np.abs(x))) / 100, float(np.max(np.abs(y))) * 1e6
-    while high / low > 1 + 1e-9:  # what is capped is the smaller, the smaller the cap
+    while high / low > 1 + 1e-9:  # bisection: capped values grow with the cap
         cap = (low * high) ** 0.5
         low, high = (low, cap) if (np.abs(cap * np.tanh(x / cap)) > np.abs(y)).mean() > 0.5 else (cap, high)
     if fits(high * np.tanh(x / high)):
         return 1.0, high
-    raise UnsupportedModelError(
-        f"cannot train for {name}: its logits are not those of its output matrix, scaled or capped"
-    )
+    raise UnsupportedModelError(f"cannot train for {name}: its logits are not its output matrix's, scaled or capped")
 
 
 def read_states(model: nn.Module, tokens: mx.array) -> mx.array:
-    """(B, T, D) a model's hidden states after its final norm at tokens (B, T); its logits are not computed."""
+    """(B, T, D) a model's hidden states after its final norm for tokens (B, T); logits are not computed."""
     return capture([Tap(find_parts(model).final_norm)], lambda: model(tokens))[1][0][-1]
 
 
@@ -127,14 +125,14 @@ def compute_targets(
     *,
     of_text: bool = False,
 ) -> TrainingTargets:
-    """What should follow each position of a batch, from the target's hidden states.
+    """Computes the labels of each position of a batch from the target's hidden states.
 
     Args:
-        target: a batch without hidden states is read by it, in one forward.
-        args: says what is learned: `labels`, `teacher_top_k`.
+        target: computes the hidden states, if the batch has none, in one forward.
+        args: `labels` and `teacher_top_k` select the labels.
         draft_ids: (V',) the tokens that the drafter can guess; None for all.
-        key: of labels that are drawn.
-        of_text: whether the text's own tokens should follow, whatever `args` says.
+        key: seed of sampled labels.
+        of_text: use the text's own tokens as labels, regardless of `args`.
 
     Raises:
         UnsupportedModelError: see `Teacher`.
@@ -172,14 +170,14 @@ def compute_targets(
 
 
 def compute_probs(logits: mx.array, draft_ids: mx.array | None, top_k: int) -> tuple[mx.array, mx.array | None]:
-    """(probabilities, their rows of the head or None for all), computed in float32 a few rows at a time.
+    """(probabilities, their rows of the head or None for all), computed in float32, a few positions at a time.
 
     Returns:
         (N, V') in the dtype of `logits` (N, V) and None; or (N, top_k) float32 and int32.
     """
     parts: list[tuple[mx.array, ...]] = []
     for start in range(0, logits.shape[0], ROWS_AT_ONCE):
-        # MLX would rather work on all rows at a time.
+        # Without this dependency MLX may work on all rows at once.
         rows = mx.depends([logits[start : start + ROWS_AT_ONCE]], [x for part in parts[-1:] for x in part])[0]
         probs = mx.softmax(rows.astype(mx.float32), axis=-1)
         probs = probs if draft_ids is None else probs[:, draft_ids]
@@ -192,14 +190,16 @@ def compute_probs(logits: mx.array, draft_ids: mx.array | None, top_k: int) -> t
 
 
 def take_likeliest(probs: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """((N, count) the largest of (N, V) probabilities in any order, (N, count) int32 their columns)."""
+    """((N, count) the largest of (N, V) probabilities, unordered; (N, count) int32 their columns)."""
     likeliest = mx.argpartition(-probs, count - 1, axis=-1)[:, :count].astype(mx.int32)
     return mx.take_along_axis(probs, likeliest, axis=-1), likeliest
 
 
 def find_likeliest(teacher: Teacher, hidden: mx.array, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """((N, count) int32 tokens, (N, count) float16 probabilities) that follow hidden states (N, D), the likeliest
-    first."""
+    """((N, count) int32, (N, count) float16): the next tokens after hidden states (N, D) and their probabilities.
+
+    The likeliest tokens come first.
+    """
     ids, probs = np.zeros((len(hidden), count), np.int32), np.zeros((len(hidden), count), np.float16)
     most = min(count, teacher.vocab_size)
     for start in range(0, len(hidden), ROWS_AT_ONCE):
@@ -213,12 +213,13 @@ def find_likeliest(teacher: Teacher, hidden: mx.array, count: int) -> tuple[np.n
 
 
 def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> TrainableDrafter:
-    """An untrained drafter that begins with the principal components of the target's embedding.
+    """An untrained drafter, initialized from the principal components of the target's embedding.
 
-    Output matrices are most of a drafter, and rare tokens seldom change them, so it learns faster at first.
+    Output matrices are most of a drafter's weights, and the rows of rare tokens are seldom updated, so this speeds up
+    early training.
 
     Args:
-        ids: (V',) the tokens that it can guess; None if it can guess all.
+        ids: (V',) the tokens that the drafter can guess; None for all.
     """
     drafter = cast(TrainableDrafter, make_drafter(args))
     if ids is not None:
@@ -237,8 +238,10 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
 
 
 def find_components(embedding: Any, drafter: TrainableDrafter) -> tuple[mx.array, mx.array]:
-    """((D,) mean, (D, D) axes of the principal components, the largest first) of the target's embedding of the tokens
-    that a drafter can guess. Only a few rows are in float32 at a time."""
+    """((D,) mean, (D, D) principal components as columns, the largest first) of an embedding.
+
+    Only the tokens that the drafter can guess count; a few rows are in float32 at a time.
+    """
     args = drafter.args
     guessed = drafter.draft_ids if "draft_ids" in drafter else mx.arange(args.vocab_size)
     mean, square = mx.zeros((args.hidden_size,)), mx.zeros((args.hidden_size, args.hidden_size))
@@ -246,11 +249,11 @@ def find_components(embedding: Any, drafter: TrainableDrafter) -> tuple[mx.array
         rows = embedding(part).astype(mx.float32)
         mean, square = mean + rows.sum(axis=0), square + rows.T @ rows
         mx.eval(mean, square)
-    mean /= guessed.size  # what all tokens share does not tell them apart
+    mean /= guessed.size  # the mean does not distinguish tokens
     _, axes = mx.linalg.eigh(square - guessed.size * mx.outer(mean, mean), stream=mx.cpu)
     return mean, axes[:, ::-1]
 
 
 def split(tokens: mx.array) -> list[mx.array]:
-    """Parts of a few thousand."""
+    """Chunks of at most 4096 tokens."""
     return [tokens[start : start + 4096] for start in range(0, tokens.size, 4096)]

@@ -1,4 +1,4 @@
-"""The training loop: updates, accumulation, and checkpoints that a stopped run continues from."""
+"""The training loop: updates, gradient accumulation, and checkpoints to resume from."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .settings import TrainingArgs
 from .targets import Batch, Teacher, compute_targets
 
 Loss = Callable[..., tuple[mx.array, dict[str, mx.array]]]
-"""arrays of a batch -> (the loss (), what to show of it: arrays (), "loss" among them)."""
+"""Arrays of a batch -> (the loss (), scalar arrays to display by name, including "loss")."""
 
 OnIteration = Callable[[int, dict[str, float]], bool]
-"""(iterations done, what the last one showed) -> whether to stop at the next update."""
+"""(iterations done, displayed values of the last one) -> whether to stop after the next update."""
 
 
 def train_drafter(
@@ -42,28 +42,27 @@ def train_drafter(
     on_iteration: OnIteration | None = None,
     show: bool = True,
 ) -> int:
-    """Trains `drafter`, of any kind, in place for a target, by AdamW.
+    """Trains a drafter of any kind in place for a target, with AdamW.
 
     Args:
-        target: a model of mlx-lm, or what training asks of one. It is read, never changed, and runs once for each
-            batch that has no hidden states.
-        batches: iteration -> texts like those that the target will write; best of all, its own.
+        target: an mlx-lm model or a `Teacher`. It is never modified, and runs once per batch without hidden states.
+        batches: iteration -> texts like those that the target will generate, ideally its own.
         checkpoint, on_iteration, show: see `fit`.
 
     Returns:
-        How many iterations it has seen, those before a checkpoint's included.
+        The number of iterations done, including those before a checkpoint.
 
     Raises:
-        CheckpointError: the drafter is for a model of another size.
-        RedrafterError: a loss that is not a number.
+        CheckpointError: the drafter's sizes do not fit the target, or the checkpoint cannot be loaded.
+        RedrafterError: the loss is not finite, or a checkpoint cannot be written.
         UnsupportedModelError: see `Teacher`.
     """
     if isinstance(target, nn.Module):
         drafter.check_fit(target)
-        evaluate(target)  # read by another thread, which could not evaluate it
+        evaluate(target)  # another thread uses it, and cannot evaluate it
     evaluate(drafter)
     teacher = Teacher.of(target)
-    draft_ids = drafter.get("draft_ids")  # not the drafter's own later on: an update replaces all of its arrays
+    draft_ids = drafter.get("draft_ids")  # taken now, as an update replaces all arrays of the drafter
     return fit(
         drafter,
         make_optimizer(args),
@@ -77,7 +76,7 @@ def train_drafter(
 
 
 def make_optimizer(args: TrainingArgs) -> optim.Optimizer:
-    """AdamW, its rate rising to the highest and then falling along a cosine."""
+    """AdamW with linear warm-up and cosine decay of the learning rate."""
     updates = -(-args.iters // args.grad_accumulation_steps)
     rise = max(1, round(args.warmup * updates))
     rising = optim.linear_schedule(args.learning_rate / rise, args.learning_rate, rise)
@@ -89,7 +88,7 @@ def make_optimizer(args: TrainingArgs) -> optim.Optimizer:
 def target_arrays(
     teacher: Teacher, draft_ids: mx.array | None, batch: Batch, args: TrainingArgs, iteration: int
 ) -> list[mx.array]:
-    """The arrays of `make_loss` for an iteration: a function of it, whatever came before."""
+    """The input arrays of `make_loss` for an iteration; they depend only on the iteration."""
     targets = compute_targets(teacher, batch, args, draft_ids, (args.seed << 32) + iteration)
     if dtype := args.mixed_dtype:
         targets = targets._replace(hidden=targets.hidden.astype(dtype), embeddings=targets.embeddings.astype(dtype))
@@ -97,9 +96,9 @@ def target_arrays(
 
 
 def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Loss:
-    """The loss of a `TrainingTargets`'s arrays, with the accuracy at the first and the last depth to show.
+    """The loss of the arrays of `TrainingTargets`; also displays the accuracy at the first and the last depth.
 
-    In 16 bits it is computed with rounded weights; the gradient is that of the weights as they are.
+    In 16 bits, forward and gradients use rounded weights; updates apply to the float32 weights.
     """
     dtype = args.mixed_dtype
 
@@ -112,12 +111,12 @@ def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Loss:
             drafter,
             targets,
             args.draft_depth,
-            axes=drafter.axes,  # as an update has left them: it replaces all of a drafter's arrays
+            axes=drafter.axes,  # read here, as an update replaces all arrays of the drafter
             regression_weight=args.regression_weight,
             grad_checkpoint=args.grad_checkpoint,
         )
         drafter.update(weights)
-        # Of one depth both would be the same element, and MLX fails to compile the loss then.
+        # With one depth both would be the same element, and MLX would fail to compile the loss.
         last = found.accuracy[-1] if args.draft_depth > 1 else found.accuracy.sum()
         return found.loss, {"loss": found.loss, "first": found.accuracy[0], "last": last}
 
@@ -136,20 +135,23 @@ def fit(
     on_iteration: OnIteration | None = None,
     show: bool = True,
 ) -> int:
-    """Updates `model` until it has seen `args.iters` batches, those before a checkpoint's included, or is stopped.
+    """Trains `model` for `args.iters` iterations, including those before a checkpoint, or until it is stopped.
 
     Args:
-        batch: iteration -> arrays; a function of the iteration alone, so that resuming changes nothing. Called in a
-            thread, during the update before.
-        name: what the progress bar says.
+        batch: iteration -> arrays. Must depend only on the iteration, so that resuming changes nothing. Called in
+            another thread, during the previous update.
+        name: label of the progress bar.
         checkpoint: the file to save to, and to continue from if it exists.
-        show: a progress bar.
+        on_iteration: called after every iteration.
+        show: whether to show a progress bar.
 
     Returns:
-        How many iterations the model has seen.
+        The number of iterations done.
 
     Raises:
-        RedrafterError: the loss or its gradient is not a number; the last checkpoint is from before.
+        CheckpointError: the checkpoint cannot be loaded.
+        RedrafterError: the loss or its gradient is not finite, or a checkpoint cannot be written; the last checkpoint
+            is kept.
     """
     iters, accumulate = args.iters, args.grad_accumulation_steps
     optimizer.init(model.trainable_parameters())
@@ -159,7 +161,7 @@ def fit(
 
     @partial(mx.compile, inputs=state, outputs=state)
     def update(arrays: Sequence[mx.array], before: Any, last: bool) -> tuple[dict[str, mx.array], Any]:
-        """(what the iteration shows, the gradients so far, or None after an update)."""
+        """(values to display, accumulated gradients or None after an update)."""
         (_, shown), grads = loss_and_grads(*arrays)
         if before is not None:
             grads = tree_map(mx.add, before, grads)
@@ -190,7 +192,7 @@ def fit(
                 )
             smooth = {key: 0.98 * smooth.get(key, value) + 0.02 * value for key, value in shown.items()}
             bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
-            stop = (on_iteration is not None and on_iteration(done, shown)) or stop  # until the update is complete
+            stop = (on_iteration is not None and on_iteration(done, shown)) or stop  # takes effect after the update
             if not is_update:
                 continue
             if checkpoint and (stop or done == iters or done // args.save_every > saved // args.save_every):
@@ -205,7 +207,7 @@ def fit(
 
 @contextmanager
 def helper_thread() -> Iterator[ThreadPoolExecutor]:
-    """A second thread. Its MLX streams are destroyed before it ends, else the process may abort at exit."""
+    """Yields a second thread. Its MLX streams are destroyed before it ends, or the process could abort at exit."""
     with ThreadPoolExecutor(max_workers=1) as helper:
         try:
             yield helper
@@ -217,10 +219,10 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
     """Writes model, optimizer and step to one file, completely or not at all.
 
     Raises:
-        RedrafterError: it cannot be written; what was there is still there.
+        RedrafterError: the file cannot be written; an earlier checkpoint is kept.
     """
     arrays: Any = dict(tree_flatten({"model": model.parameters(), "optimizer": optimizer.state}))
-    kept = "the checkpoint before it is kept" if path.exists() else "nothing was saved before"
+    kept = "the previous checkpoint is kept" if path.exists() else "nothing was saved before"
     try:
         with replace_file(path) as partial_file:
             save_arrays(partial_file, arrays, {"step": str(step)})
@@ -229,10 +231,10 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:
-    """The step of a checkpoint, 0 without one; restores what `save_checkpoint` wrote into the model, if one is given.
+    """Returns the step of a checkpoint, 0 if there is none; restores model and optimizer if both are given.
 
     Raises:
-        CheckpointError: damaged, or of another model.
+        CheckpointError: the file is damaged, or from another model.
     """
     if not path.exists():
         return 0

@@ -32,7 +32,7 @@ def test_grids_have_each_valid_plan_once() -> None:
     shapes = [(1, 1, 2), (1, 3, 4), (2, 1, 3), (2, 3, 7), (2, 3, 4)]
     assert make_grid([1, 2], [1, 3], ["whole", 4], 64) == [Plan(*shape) for shape in shapes]
     assert make_grid([2, 2], [1], ["whole", 3], 64) == [Plan(2, 1, 3)], "the whole tree appears once"
-    with pytest.raises(RedrafterError, match="a grid without a plan"):
+    with pytest.raises(RedrafterError, match="the grid has no plan"):
         make_grid([1], [3], [4], 64)
     with pytest.raises(RedrafterError, match="beam_width must be from 1 to the vocabulary's 64, got 65"):
         make_grid([65], [1], ["whole"], 64)
@@ -70,5 +70,5 @@ def test_sweeps_are_plotted_as_a_png(tmp_path: Path) -> None:
 def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sweep, "find_spec", lambda name: None)
     monkeypatch.setattr(sweep, "open_workload", lambda args: pytest.fail("it went on"))
-    with pytest.raises(RedrafterError, match="maps are drawn with matplotlib: pip install"):
+    with pytest.raises(RedrafterError, match="maps need matplotlib: pip install"):
         sweep.run(parse_flags(sweep, "--plot", str(tmp_path / "x.png")))

@@ -26,7 +26,7 @@ def test_saving_answers_does_not_change_the_text(pair: Pair, chat_target: str, t
     assert len({re.sub(r"^.* tok/s .*$", "", text, flags=re.MULTILINE) for text in shown}) == 1
     assert ": 5 texts, " in run("answers", folder)[1], "the chat uses the same tokenizer"
     assert run("answers", folder, "--clear")[1] == "removed all answers\n"
-    assert run("answers", folder, "--clear")[1] == run("answers", folder)[1] == "no answers are kept here\n"
+    assert run("answers", folder, "--clear")[1] == run("answers", folder)[1] == "the folder has no answers\n"
     assert (tmp_path / "answers").is_dir()
     (tmp_path / "notes").mkdir()
     run("answers", str(tmp_path / "notes"), "--clear")

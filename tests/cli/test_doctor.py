@@ -64,9 +64,9 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **fac
             "flat",
             GOOD,
             "Drafting pays here: with this drafter about 2.9",
-            "pays from 1.04 tokens per round on; this one",
+            "pays from 1.04 tokens per round; this one",
         ),
-        ("flat", [[0.01]], "Drafting pays on copied text here: with this drafter about 1.00", "make 1.01"),
+        ("flat", [[0.01]], "Drafting pays on copied text here: with this drafter about 1.00", "reach 1.01"),
         ("flat", None, "Drafting pays on copied text here: without a drafter about 1.00", "pays from 1.04 tokens"),
         ("every row", None, "Drafting does not pay here: without a drafter about 1.00", "from more than 4.52 tokens"),
     ],
@@ -81,7 +81,7 @@ def test_verdict_comes_first(
     text = format_report(report)
     first, second, third, empty, *_ = text.splitlines()
     assert first.startswith(verdict) and limit in second and empty == "" and snapshot(model) == before
-    assert ("and the drafter's acceptance in training; your text decides" in third) is (acceptance is not None)
+    assert ("and the drafter's acceptance in training; actual speed" in third) is (acceptance is not None)
     with_it, alone = report["speeds"]["drafter"], report["speeds"]["no_drafter"]
     assert alone["fresh"] == 1 and (alone["copied"] > 3) is (curve == "flat")
     if with_it is None:
@@ -180,7 +180,7 @@ def test_user_models_are_examined(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--plot", "curve.pdf"], "expected a name that ends in .png, in a folder that exists, got curve.pdf"),
+        (["--plot", "curve.pdf"], "expected a .png file in an existing folder, got curve.pdf"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--model", "{tmp}/nothing"], "nothing"),
     ],

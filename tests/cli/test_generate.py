@@ -260,7 +260,7 @@ def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str
     [
         (("--adapter-path", "x"), "--adapter-path needs --model"),
         (("--compare", "--no-drafter", "--no-context"), "--compare needs something that drafts"),
-        (("--no-drafter", "--draft-depth", "3"), "--no-drafter takes none of --drafter, --draft-model, --beam-width"),
+        (("--no-drafter", "--draft-depth", "3"), "--no-drafter cannot be used with any of --drafter"),
     ],
 )
 def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: tuple[str, ...], reason: str) -> None:

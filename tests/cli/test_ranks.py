@@ -165,7 +165,7 @@ def test_unsupported_flags_are_refused_on_all_ranks(flags: list[str], tmp_path: 
                 (["generate", *flags, "--prompt-cache-file", "x"], "--prompt-cache-file needs a single process"),
                 (["generate", *flags, "--prompt", "-"], "which mlx.launch does not pass on"),
                 (["generate", "--model", "/no/such"], "no such directory: '/no/such'"),
-                (["doctor", "--model", flags[1]], "this command runs in one process, got 2"),
+                (["doctor", "--model", flags[1]], "this command needs a single process, got 2"),
             )
         ),
     ]

@@ -114,7 +114,7 @@ def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_pat
     assert done["5"]["usage"]["prompt_tokens"] < done["2"]["usage"]["prompt_tokens"], "nothing is prefilled twice"
     errors = {event["id"]: event["message"] for event in events if event["type"] == "error"}
     assert errors["11"].startswith("there is no session 'x', only ") and "'main'" in errors["11"]
-    assert errors["12"] == "there is a session 'main' already" and set(errors) == {"11", "12"}
+    assert errors["12"] == "session 'main' already exists" and set(errors) == {"11", "12"}
 
 
 def test_a_running_or_queued_turn_can_be_cancelled(child: Child) -> None:
@@ -129,7 +129,7 @@ def test_a_running_or_queued_turn_can_be_cancelled(child: Child) -> None:
     assert [(event["id"], event["finish_reason"]) for event in done] == [("long", "cancelled"), ("next", "cancelled")]
     assert done[0]["text"] and not done[1]["text"]
     child.write({"type": "cancel", "id": "long"}, send("after", "x = "))
-    assert child.read()["message"] == "nothing of this id is waiting or being answered"
+    assert child.read()["message"] == "no request with this id is waiting or running"
     assert child.read_until("done", "after")[-1]["finish_reason"] == "length"
 
 
@@ -137,15 +137,15 @@ GARBAGE = [
     (b"no json", "not JSON: "),
     (b"\xff\xfe", "not JSON: "),
     (b"[" * 100000, "not JSON: "),
-    (b"[]", "expected an object whose id is a string, got []"),
+    (b"[]", "expected an object with a string id, got []"),
     (b'{"type": "dance", "id": "g"}', "type must be one of send, "),
     (b'{"type": "send", "id": "g", "text": NaN}', "expected a text or messages with role and content, got nan"),
-    (b'{"type": "send", "id": "g", "txt": "x"}', "send has no 'txt'"),
+    (b'{"type": "send", "id": "g", "txt": "x"}', "send has no field 'txt'"),
     (b'{"type": "send", "id": "g", "text": "\\ud800"}', "the message is not UTF-8"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"temperature": 5}}', "unknown option 'temperature'"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"temp": -1}}', "temp must be at least 0, got -1"),
-    (b'{"type": "send", "id": "g", "text": "x", "options": {"kv_bits": 8}}', "kv_bits is the session's"),
-    (b'{"type": "send", "id": "right", "text": "x"}', "a request of this id is waiting or being answered"),
+    (b'{"type": "send", "id": "g", "text": "x", "options": {"kv_bits": 8}}', "kv_bits cannot be given here"),
+    (b'{"type": "send", "id": "right", "text": "x"}', "a request with this id is waiting or running"),
     (b'{"type": "reset", "id": "g", "session": []}', ""),
     (b'{"type": "fork", "id": "g"}', "fork needs 'as'"),
     (b'{"type": "save", "id": "g", "path": 5}', ""),

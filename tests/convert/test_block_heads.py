@@ -299,7 +299,7 @@ def test_heads_are_never_in_float16(tmp_path: Path) -> None:
     done = convert(publish("dflash", tmp_path / "in", arrays=weights), tmp_path / "out")
     assert [note for note in done.notes if "float16" in note]
     assert load_drafter(done.path).dtype == mx.bfloat16
-    message = "the range of float16 is too small for a dflash: give bfloat16"
+    message = "the range of float16 is too small for dflash: give bfloat16"
     refused(tmp_path / "in", message, tmp_path / "half", "--dtype", "float16")
     assert load_drafter(convert(tmp_path / "in", tmp_path / "whole", dtype="float32").path).dtype == mx.float32
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 COMMANDS = (("-m", "mlx_redrafter.convert"), ("-m", "mlx_redrafter", "convert"))
 
 REFUSED: tuple[tuple[str, str], ...] = (
-    ("-q -d", "choose either to quantize .*"),
+    ("-q -d", "give either -q to quantize or -d .*"),
     ("--q-bits 4", "bits, group size and mode need -q"),
     ("-d", "IN is not quantized: leave out -d"),
     ("--draft-depth 0", "draft_depth must be from 1 to 256, got 0"),

@@ -136,7 +136,7 @@ def test_requested_dtype_is_written(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "number"), [("float16", 1e5), ("bfloat16", 3.4e38)])
 def test_weights_too_large_for_a_dtype_are_refused(dtype: str, number: float, tmp_path: Path) -> None:
     source = apple(tmp_path / "in", tensors(make(**WIDE)) | {"lm_head.1.weight": mx.full((96, 64), number)})
-    pattern = f"lm_head.1.weight holds numbers too large for {dtype}: give another --dtype"
+    pattern = f"lm_head.1.weight has numbers too large for {dtype}: give another --dtype"
     refused(source, pattern, tmp_path / "result", "--dtype", dtype)
 
 

@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "an engine": (files("rank0.engine", CONFIG), "IN cannot be converted. TensorRT engines .*"),
     "DeepSpeed": (
         files("zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt", "latest"),
-        "IN cannot be converted. DeepSpeed shards: join them first with the zero_to_fp32.py .*",
+        "IN cannot be converted. DeepSpeed shards: join them first with zero_to_fp32.py .*",
     ),
     "FSDP": (
         files("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata"),

@@ -208,7 +208,7 @@ def test_an_unwritable_cache_folder_warns_once(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="the measured costs cannot be kept"):
+    with pytest.warns(UserWarning, match="cannot save the measured costs"):
         assert Pair(*make_pair()).costs(trees=True).plain == (1.0,)
 
 

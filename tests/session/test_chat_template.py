@@ -126,7 +126,7 @@ def test_changed_tools_are_prefilled_again(tmp_path: Path) -> None:
     [
         ({"chat_template_config": 5}, "chat_template_config must be a dictionary of arguments, got 5"),
         ({"tools": "look"}, "tools must be a list of functions or JSON schemas, got 'look'"),
-        ({"tools": [5]}, "the chat template refuses these messages: "),
+        ({"tools": [5]}, "the chat template rejects these messages: "),
     ],
 )
 def test_unusable_template_arguments_are_refused(options: dict[str, Any], reason: str) -> None:

@@ -38,7 +38,7 @@ def test_unsavable_sessions_are_refused(file: Path) -> None:
     with pytest.raises(RedrafterError, match="nothing to save"):
         session.save(file)
     session.send("hello")
-    with pytest.raises(RedrafterError, match=r"saved as \.safetensors, got talk\.bin"):
+    with pytest.raises(RedrafterError, match=r"ends in \.safetensors, got talk\.bin"):
         session.save(file.with_suffix(".bin"))
     with pytest.raises(RedrafterError, match=r"cannot save the session as \S+: "):
         session.save(Path("/dev/null") / file.name)
@@ -46,7 +46,7 @@ def test_unsavable_sessions_are_refused(file: Path) -> None:
         session.save(file.parent / "new" / file.name)
     foreign = make_session("deepseek_v41")
     foreign.send("hello")
-    with pytest.raises(RedrafterError, match="mlx-lm cannot read a LayerCache again: the cache of deepseek_v41 cannot"):
+    with pytest.raises(RedrafterError, match="mlx-lm cannot load a LayerCache: the cache of deepseek_v41 cannot"):
         foreign.save(file)
     assert not [*file.parent.iterdir()], "nothing was created"
 
@@ -66,7 +66,7 @@ def test_damaged_or_inconsistent_file_is_refused(file: Path) -> None:
     cache, metadata = load_prompt_cache(str(file), return_metadata=True)
     for change, layers, reason in (
         ({"tokens": [64]}, 9, "token ids must be from 0 to 63, got 64"),
-        ({"tokens": [1, 2]}, 9, "its cache holds .* tokens, and it names 2"),
+        ({"tokens": [1, 2]}, 9, "expected a cache of 2 tokens, got"),
         ({"messages": []}, 9, "expected a text or messages"),
         ({"format": "9"}, 9, "expected format 1, got '9'"),
         ({}, 1, "the prompt cache must have . layers as the model has, got 1"),

@@ -172,12 +172,12 @@ def test_forks_are_independent(family: str) -> None:
     ("given", "reason"),
     [
         ({"message": ""}, "the message is empty"),
-        ({"message": [{"role": "user"}]}, "a message needs a role and a content"),
-        ({"message": [{"role": "user", "content": [1]}]}, "without a chat template a message is a text, got list"),
+        ({"message": [{"role": "user"}]}, "expected a message with role and content"),
+        ({"message": [{"role": "user", "content": [1]}]}, "expected message content as a string, got list"),
         ({"message": "\ud800"}, "not UTF-8"),
         ({"max_tokens": 0}, "max_tokens must "),
         ({"stop": 5}, "stop must be a string or several, got 5"),
-        ({"kv_bits": 4}, "kv_bits is the session's own"),
+        ({"kv_bits": 4}, "kv_bits cannot be given here"),
     ],
 )
 def test_bad_turns_are_refused(given: dict[str, Any], reason: str) -> None:

@@ -91,7 +91,7 @@ def test_an_interrupted_run_keeps_complete_groups(
     assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
     assert answer_file(path, prompts).complete(*demo) and len(calls) == 4
     for changes, given, name in (({"seed": 4}, prompts, "seed"), ({}, prompts[1:], "prompts")):
-        with pytest.raises(RedrafterError, match=f"holds the answers of another run, with another {name}"):
+        with pytest.raises(RedrafterError, match=f"has the answers of another run, with a different {name}"):
             answer_file(path, given, **changes).complete(*demo)
 
 
@@ -100,6 +100,6 @@ def test_a_damaged_file_is_refused_by_name(damage: bytes, tmp_path: Path) -> Non
     path = tmp_path / "answers.jsonl"
     path.write_bytes(damage)
     with pytest.raises(
-        RedrafterError, match=r"cannot read the answers in .*answers.jsonl|answers.jsonl holds the answers of another"
+        RedrafterError, match=r"cannot read the answers in .*answers.jsonl|answers.jsonl has the answers of another"
     ):
         answer_file(path, [[1], [2]]).read()

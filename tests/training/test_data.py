@@ -78,7 +78,7 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "neither a directory nor a hub id": (lambda path: "nodata", r"got 'nodata': no such folder; .*pip install"),
     "an empty directory": (
         lambda path: str(path / "empty"),
-        "expected texts in .*train.jsonl, one a line, got an empty file",
+        "expected texts in .*train.jsonl, one per line, got an empty file",
     ),
     "no texts": (lambda path: str(path), "cannot read the texts in .*train.jsonl: .*No such file"),
     "no JSON": (lambda path: str(path / "broken"), "train.jsonl, line 1: expected a JSON object, got '{'"),
@@ -116,7 +116,7 @@ def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) ->
     ("name", "content", "reason"),
     [
         ("none.txt", None, "cannot read the prompts in .*none.txt: "),
-        ("empty.txt", "\n \n", "expected prompts in .*, one a line, got an empty file"),
+        ("empty.txt", "\n \n", "expected prompts in .*, one per line, got an empty file"),
         ("bytes.txt", b"\xff\xfe", "cannot read the prompts"),
         ("broken.jsonl", "{\n", "broken.jsonl, line 1: expected a JSON object"),
         ("other.jsonl", '{"prompt": "x"}\n{"text": 3}\n', "other.jsonl, line 2: expected an object with 'prompt'"),
@@ -139,7 +139,7 @@ def test_a_chat_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path) -> Non
     said = [chatty.decode(ids) for ids in load_prompts(path, chatty)]
     assert said == ["<user>one\u2028two\n<assistant>", "<user>three\n<assistant>"]
     chatty._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(RedrafterError, match=r"prompt 1: the tokenizer refuses it: roles must alternate"):
+    with pytest.raises(RedrafterError, match=r"prompt 1: the tokenizer rejects it: roles must alternate"):
         load_prompts(path, chatty)
 
 
@@ -180,7 +180,7 @@ def test_short_texts_are_dropped_and_long_ones_truncated() -> None:
     given = [text(3), text(9), text(20, offset=12), text(20, offset=3)]
     training, validation = split_texts(args, given, [text(9)], said.append)
     assert [(len(found.ids), found.offset) for found in training] == [(9, 0), (13, 3)] and len(validation) == 1
-    assert said == ["2 of 4 training texts are left out: too short for drafts of 3"]
+    assert said == ["skipped 2 of 4 training texts: too short for drafts of 3"]
 
 
 def test_texts_are_held_out_at_random() -> None:
@@ -188,7 +188,7 @@ def test_texts_are_held_out_at_random() -> None:
     parts = {seed: split_texts(TrainingArgs(seed=seed), texts, [], print) for seed in (0, 1)}
     ids = {seed: [[int(found.ids[0]) for found in part] for part in parts[seed]] for seed in parts}
     assert len(ids[0][1]) == 5 and sorted(ids[0][0] + ids[0][1]) == list(range(100)) and ids[0][1] != ids[1][1]
-    with pytest.raises(RedrafterError, match="at least 2 texts of enough tokens, got 1"):
+    with pytest.raises(RedrafterError, match="at least 2 texts that are long enough, got 1"):
         split_texts(TrainingArgs(), texts[:1], [], print)
     with pytest.raises(RedrafterError, match="at least as many texts as the batch size 4, got 3"):
         split_texts(TrainingArgs(), texts[:3], texts[:1], print)
@@ -198,15 +198,15 @@ def test_prompts_are_unique_and_leave_room_for_answers() -> None:
     args = TrainingArgs(max_seq_length=16, draft_depth=3, batch_size=1)
     said: list[str] = []
     assert select_prompts(args, [[1], [2], [1], [3] * 13], said.append) == [[1], [2]]
-    assert said == ["2 of 4 prompts are left out: given twice, or longer than --max-seq-length allows"]
-    with pytest.raises(RedrafterError, match="at least 2 prompts, 1 of them to hold out, for a batch size of 1, got 1"):
+    assert said == ["skipped 2 of 4 prompts: duplicates, or too long for --max-seq-length"]
+    with pytest.raises(RedrafterError, match="at least 2 prompts for a batch size of 1 and 1 held out, got 1"):
         select_prompts(args, [[1]], print)
 
 
 def test_prompts_are_limited() -> None:
     many, said = [[each] for each in range(100)], list[str]()
     assert select_prompts(TrainingArgs(iters=20, batch_size=2), many, said.append) == many
-    assert said == ["note: 20 iterations learn from 40 answers at most: --max-prompts makes fewer than 100"]
+    assert said == ["note: 20 iterations use at most 40 of 100 answers: --max-prompts limits them"]
     assert select_prompts(TrainingArgs(iters=20, batch_size=2, max_prompts=42), many, pytest.fail) == many[:42]
 
 

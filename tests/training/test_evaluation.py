@@ -142,7 +142,7 @@ def test_eval_only_measures_a_drafter(
     monkeypatch.setattr(sys, "argv", ["train", "--eval-only", *flags])
     assert command.run() == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "temperature 0.8, 4 prompts, 10 tokens each at most"
+    assert out[0] == "temperature 0.8, 4 prompts, at most 10 tokens each"
     assert [line.split()[:3] for line in out[2:4]] == [["1", "3", "4"], ["2", "3", "5"]]
     assert all(line.split()[6] == "yes" and float(line.split()[3].partition("±")[0]) > 1.1 for line in out[2:4])
     assert "the prompts, 4: too few" in out[4]

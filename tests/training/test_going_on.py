@@ -159,7 +159,7 @@ def test_every_source_has_texts_for_new_and_known_drafters(
     status, said = train(target, tmp_path / "new", *flags, "--exit-dim", "32", "--iters", "4")
     assert status == 0 and not any("before" in line for line in said), said
     assert (tmp_path / "new" / "training").exists() is (source != "answers"), "past answers are not copied"
-    with pytest.raises(RedrafterError, match=r"exists already: give another --output, or --drafter .*new to go on"):
+    with pytest.raises(RedrafterError, match=r"exists already: give another --output, or --drafter .*new to train it"):
         train(target, tmp_path / "new", *flags, "--exit-dim", "32")
     start = make_start(tmp_path / "start", pair[0])
     status, said = train(target, tmp_path / "better", *flags, "--drafter", start)
@@ -174,7 +174,7 @@ def test_a_drafter_that_is_no_better_is_not_written(target: str, pair: Pair, ans
         status, said = train(target, output, "--answers", answers, "--drafter", place, "--learning-rate", "1e-9")
         assert status == run.REFUSED == 3
         assert re.fullmatch(
-            r"not written: the new drafter makes (1\.\d+) tokens per .* before, \d\.\d+ needed", said[-1]
+            r"not written: the new drafter makes (1\.\d+) tokens per .* before, \d\.\d+ required", said[-1]
         )
     assert contents(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
@@ -233,7 +233,7 @@ def test_minutes_limit_a_run(target: str, pair: Pair, answers: Path, tmp_path: P
     flags = ("--answers", answers, "--drafter", make_start(tmp_path / "old", pair[0]), "--iters", str(2**31 - 1))
     status, said = train(target, tmp_path / "new", *flags, "--minutes", "0.1")
     assert status in (0, 3) and any(re.fullmatch(r"\d+ iterations fit into 0\.1 minutes", line) for line in said)
-    with pytest.raises(RedrafterError, match=r"expected more --minutes: nothing is left of 0\.01 to train in"):
+    with pytest.raises(RedrafterError, match=r"expected more --minutes: of 0\.01 no time is left to train"):
         train(target, tmp_path / "other", *flags, "--minutes", "0.01", "--val-tokens", "4000")
     assert not (tmp_path / "other").exists()
 
@@ -288,7 +288,7 @@ def test_earlier_answers_are_kept_and_private_ones_removed(
 @pytest.mark.parametrize(
     "patch",
     ["run.make_batches = stop_early", "checkpoints.save_arrays = write_half"],
-    ids=["while it trains", "while it writes"],
+    ids=["while training", "while it writes"],
 )
 def test_a_killed_run_leaves_the_old_drafter(
     patch: str, target: str, pair: Pair, requests: Any, tmp_path: Path
@@ -362,7 +362,7 @@ def test_unusable_answers_are_a_one_line_error(target: str, pair: Pair, requests
     few = keep(tmp_path / "few", pair, others[:3])
     status, said = train(target, tmp_path / "new", "--answers", few, "--drafter", start)
     assert status == 3 and not (tmp_path / "new").exists()
-    text = "not written: expected at least 2 held-out answers, got 0 beside 3 to learn: every 10th request is held out"
+    text = "not written: expected at least 2 held-out answers, got 0, and 3 to learn: every 10th request is held out"
     assert said == [text]
 
 
@@ -380,7 +380,7 @@ def test_untrainable_drafters_are_refused(make: Any, reason: str, target: str, a
     drafter = make()
     bits = {"quantization": {"group_size": 32, "bits": 4}} if "scales" in str(tensors(drafter).keys()) else {}
     save_drafter(tmp_path / "old", drafter, extra=bits)
-    with pytest.raises(RedrafterError, match=rf"cannot go on training .*old: .*{reason}") as caught:
+    with pytest.raises(RedrafterError, match=rf"cannot continue training .*old: .*{reason}") as caught:
         train(target, tmp_path / "new", "--answers", answers, "--drafter", tmp_path / "old")
     assert "\n" not in str(caught.value)
 
@@ -399,7 +399,7 @@ def test_a_head_in_another_layout_is_not_overwritten(target: str, pair: Pair, an
     place = make_start(tmp_path / "old", pair[0])
     (place / "model.safetensors").rename(place / "model-00001.safetensors")
     before = contents(place)
-    with pytest.raises(RedrafterError, match="expected --output to be a drafter as train and convert write it"):
+    with pytest.raises(RedrafterError, match="expected --output to be a drafter written by train or convert"):
         train(target, place, "--answers", answers, "--drafter", place)
     assert contents(place) == before
 

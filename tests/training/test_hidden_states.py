@@ -112,7 +112,7 @@ def test_unsavable_states_are_a_one_line_error(
     model: Any, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RedrafterError, match=r"cannot keep the hidden states in .*states\.f16: "):
+    with pytest.raises(RedrafterError, match=r"cannot store the hidden states in .*states\.f16: "):
         add_hidden_states(model, texts, tmp_path / "file" / "states.f16", SETTINGS)
     model.model.norm.weight = model.model.norm.weight * 1e6
     with pytest.raises(CheckpointError, match="not finite in 16 bits"):
@@ -138,5 +138,5 @@ def test_scale_and_cap_are_found_in_every_dtype(factor: float, cap: float | None
 
 
 def test_unknown_logit_transforms_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="cannot train for phixtral: its logits are not those"):
+    with pytest.raises(UnsupportedModelError, match="cannot train for phixtral: its logits are not its output"):
         Teacher(make_family("phixtral"))

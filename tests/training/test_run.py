@@ -96,14 +96,14 @@ def test_a_run_reports_its_progress(whole: tuple[Path, str]) -> None:
         r"drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, 0\.\d\d M parameters\n"
         r"expected: [\d:]+ \(minutes:seconds\): [\d:]+ for "
         r"answers, [\d:]+ to read them, [\d:]+ for 8 iterations of .*, [\d:]+ for validation; .* GB of memory, "
-        r"\d\.\d\d while it trains, \d+ MB of disk",
+        r"\d\.\d\d while training, \d+ MB of disk",
         said,
     )
     validation = (
         r"iteration 4: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok.*texts: 1"
     )
     assert re.search(validation, said)
-    assert said.count("too few for these numbers") == 1
+    assert said.count("too few for reliable numbers") == 1
     assert "comparison: 100%" in said and re.search(r"\n  W   K    N  tokens/round .*\n  1   1    2 ", said)
     command = said.splitlines()[-1].split()
     assert command[:3] == ["python", "-m", "mlx_redrafter.generate"] and str(place) in command
@@ -142,7 +142,7 @@ def test_a_killed_run_resumes_to_the_same_drafter(whole: tuple[Path, str], targe
     assert status == -signal.SIGKILL, said
     assert (place / "training" / "checkpoint.safetensors").exists() and not (place / "config.json").exists()
     status, _, said = execute(*arguments)
-    refusal = "exists already: give another --output, or --resume to continue the run in it"
+    refusal = "exists already: give another --output, or --resume to continue its run"
     assert status == 1 and said == f"error: {place} {refusal}\n"
     status, _, said = execute(*arguments, "--resume")
     assert status == 0, said
@@ -166,7 +166,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(whole: tuple[Path, str], target: st
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     assert run.train(settings(tmp_path, None), dry_run=True, say=said.append) == 0
-    assert re.search(r"for 8 iterations .* GB of memory, .* while it trains, \d+ MB of disk", said[-1])
+    assert re.search(r"for 8 iterations .* GB of memory, .* while training, \d+ MB of disk", said[-1])
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl"}
 
 
@@ -252,8 +252,8 @@ def test_early_stopping_keeps_the_best(target: str, tmp_path: Path, monkeypatch:
     said: list[str] = []
     chosen = settings(tmp_path, target, steps_per_eval=2, patience=2, iters=20)
     assert run.train(chosen, say=said.append) == 0
-    assert said.count("stopping early: no more tokens per round for 2 validations") == 1
-    assert "the drafter of iteration 4 is the result" in said
+    assert said.count("stopping early: tokens per round have not improved for 2 validations") == 1
+    assert "using the drafter of iteration 4" in said
     result = tensors(load_drafter(tmp_path / "drafter"))
     assert same(tensors(load_drafter(tmp_path / "drafter" / "training" / "best")), result)
     assert json.loads((tmp_path / "drafter" / "training" / "run.json").read_text())["ended"] == 8
@@ -304,14 +304,14 @@ def test_a_missing_gain_is_reported(copied: TrainingArgs, monkeypatch: pytest.Mo
     monkeypatch.setattr(run, "compare_shapes", lambda *a: [row._replace(against_plain=0.9) for row in real(*a)])
     said: list[str] = []
     assert run.train(copied, resume=True, say=said.append) == 0
-    assert any(line.startswith("note: nothing decodes faster than plain decoding here, the best") for line in said)
+    assert any(line.startswith("note: no shape is faster than plain decoding here, the best") for line in said)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"draft_vocab_size": 5000}, "draft_vocab_size must be at most the target's vocabulary 4096, got 5000"),
-        ({"batch_size": 20}, "expected at least 21 prompts, 1 of them to hold out, for a batch size of 20, got 16"),
+        ({"batch_size": 20}, "expected at least 21 prompts for a batch size of 20 and 1 held out, got 16"),
         ({"model": "/no/such"}, "no such directory: '/no/such'"),
         ({"seed": 1}, "cannot draft for llama: it is only a test"),
     ],

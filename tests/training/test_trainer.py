@@ -205,7 +205,7 @@ def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path) -> None:
         save_checkpoint(path, drafter, optimizer, 1)
         before = path.read_bytes()
         (place / "filler").write_bytes(bytes(shutil.disk_usage(place).free - 4096))
-        with pytest.raises(RedrafterError, match=r"cannot save .*checkpoint.safetensors: .*; the checkpoint before it"):
+        with pytest.raises(RedrafterError, match=r"cannot save .*checkpoint.safetensors: .*; the previous checkpoint"):
             save_checkpoint(path, drafter, optimizer, 2)
         assert path.read_bytes() == before and len(list(place.iterdir())) == 2
     finally:
