@@ -87,7 +87,7 @@ def test_only_its_own_page_may_ask(page_server: tuple[Running, ScriptedEngine]) 
     for origin in ("http://evil.example", "null", "", f"{server.url}.evil.example", "http://127.0.0.1:1"):
         reply = ask(server, TEXT, body, {"Origin": origin})
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
-        assert reply.error == f"pages of the Origin {origin!r} are not among --allowed-origins"
+        assert reply.error == f"expected an Origin from --allowed-origins, got {origin!r}"
 
 
 def test_the_page_opens_where_a_screen_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
