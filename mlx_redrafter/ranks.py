@@ -1,7 +1,7 @@
-"""Messages outside of forwards between processes that share one model, as started by `mlx.launch`.
+"""Messages outside of forwards between the ranks: processes that share one model, as started by `mlx.launch`.
 
-As each process takes part in every forward, all must decide the same. Tokens, noise and plans follow from shared
-knowledge; what only one knows (the prompt, a file), or each knows differently (times, memory), is sent.
+Every rank takes part in every forward, so all must make the same decisions. Tokens, noise and plans follow from what
+all know. What only one knows (the prompt, a file), or each knows differently (times, memory), must be sent.
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ from mlx_lm.generate import generation_stream
 from .errors import RedrafterError
 
 CHECK = "MLX_REDRAFTER_CHECK_RANKS"
-"""If this environment variable is set, ranks compare each forward's input, in two messages, and raise if it differs."""
+"""If this environment variable is set, ranks compare each forward's input, at the cost of two more messages, and raise
+if it differs."""
 
 PATHS = ("model", "drafter", "draft_model", "adapter_path")
-"""Flags whose values may differ between machines; they must be given on all or on none."""
+"""Flags whose values may differ between ranks; they must be given on all ranks or on none."""
 
 RANK_0_FLAGS = ("prompt", "api_key", "host", "port")
 """Flags that only rank 0 uses."""
 
 GRACE = 10.0
-"""Seconds in which a rank may end with its own error after another one has ended."""
+"""Seconds that a rank has to end with its own error after another one has ended."""
 
 
 def count() -> int:
-    """The number of ranks; 1 in a single process."""
+    """Returns the number of ranks; 1 in a single process."""
     return mx.distributed.init().size()
 
 
 def index() -> int:
-    """The number of this rank; rank 0 reads, prints and writes files."""
+    """Returns the number of this rank. Rank 0 reads, prints and writes files."""
     return mx.distributed.init().rank()
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks, in order. Waits for a message from each, and for a second one unless all are None.
+    """Returns the values of all ranks, in order.
+
+    Waits for one message from each rank, and for a second one unless all values are None.
 
     Args:
-        value: can be pickled; in a single process it is returned unchanged.
+        value: anything that can be pickled. A single process returns the object itself.
 
     Raises:
         RuntimeError: another rank has ended.
@@ -58,7 +61,7 @@ def gather(value: Any) -> list[Any]:
     if count() == 1:
         return [value]
     data = b"" if value is None else pickle.dumps(value)
-    with mx.stream(generation_stream):  # after the messages of a forward that is not finished
+    with mx.stream(generation_stream):  # after the messages of an unfinished forward
         sizes = _exchange(mx.array([len(data)]))
         if not sizes.any():
             return [None] * len(sizes)
@@ -67,7 +70,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
-    """The rows (1, ...) of all ranks. If one is lost, MLX raises in `synchronize`, but not always in a read."""
+    """Returns the rows (1, ...) of all ranks. If a rank is lost, only `synchronize` raises reliably, not a read."""
     rows = mx.distributed.all_gather(row)
     mx.eval(rows)
     for stream in (generation_stream, mx.default_stream(mx.cpu)):  # on Metal messages use the second
@@ -76,12 +79,16 @@ def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
 
 
 def share(value: Any) -> Any:
-    """The value of rank 0, see `gather`."""
+    """Returns the value of rank 0; see `gather`.
+
+    Raises:
+        RuntimeError: another rank has ended.
+    """
     return gather(value if index() == 0 else None)[0]
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Compares a command's parsed flags on all ranks, except the values of `PATHS`, and `RANK_0_FLAGS`.
+    """Checks that a command's parsed flags are the same on all ranks, except `RANK_0_FLAGS` and the values of `PATHS`.
 
     Raises:
         RedrafterError: a flag differs; raised on every rank.
@@ -97,9 +104,9 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def watch_connections() -> None:
-    """Ends this process `GRACE` seconds after a connected rank has ended; call before it opens other connections.
+    """Ends this process `GRACE` seconds after a connected rank has ended. Call it before other connections are opened.
 
-    MLX's ring waits forever if a forward has messages to send after the one that was lost.
+    Otherwise MLX's ring waits forever if a forward has messages to send after the one that was lost.
     """
     connections = []
     for number in [int(name) for name in os.listdir("/dev/fd") if int(name) > 2]:
@@ -129,6 +136,6 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Prints one line with this rank's number on stderr, and exits at once with 1, even while sending."""
+    """Prints an error with this rank's number on stderr, and exits at once with 1, even while a message is sent."""
     print(f"error on rank {index()}: {message}", file=sys.__stderr__, flush=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The demo's text: the Python standard library's sources, split by file.
+"""The demo's text: the Python standard library's sources, split by file into training and held-out text.
 
 The standard library may be redistributed (PSF licence), and every machine that runs this package has it.
 """
@@ -19,7 +19,10 @@ PROMPT_CHARACTERS = 200
 
 
 def source_files() -> list[Path]:
-    """Every UTF-8 source of the running interpreter's standard library, sorted by path."""
+    """Returns the UTF-8 sources in the running interpreter's standard library, sorted by path.
+
+    Folders in `SKIPPED`, files of fewer than 500 characters, and files with NUL characters are left out.
+    """
     library = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(library.rglob("*.py")):
@@ -35,29 +38,32 @@ def source_files() -> list[Path]:
 
 
 def library_name(path: Path) -> str:
-    """A source's path within the standard library."""
+    """Returns a source's path within the standard library, with forward slashes."""
     return path.relative_to(sysconfig.get_path("stdlib")).as_posix()
 
 
 def is_held_out(path: Path) -> bool:
-    """Whether a file is held out of training, by a hash of its library path, the same on any machine."""
+    """Whether a file is held out of training. A hash of its library path decides, the same on every machine."""
     return int(hashlib.sha256(library_name(path).encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
 
 
 @cache
 def split_files() -> tuple[list[Path], list[Path]]:
-    """(training files, held-out files)."""
+    """Returns (training files, held-out files)."""
     files = source_files()
     return [f for f in files if not is_held_out(f)], [f for f in files if is_held_out(f)]
 
 
 def training_prompts(count: int, seed: int = 0) -> list[str]:
-    """Pieces of the training files, for the demo's target to continue."""
+    """Returns pieces of the training files, for the demo's target to continue."""
     return pick_pieces(split_files()[0], count, seed)
 
 
 def pick_pieces(files: Sequence[Path], count: int, seed: int = 0) -> list[str]:
-    """Pieces of some files, a few whole lines each, from random places."""
+    """Returns pieces of files from random places.
+
+    Each has as many lines as PROMPT_CHARACTERS take, and at most twice as many characters.
+    """
     rng = np.random.default_rng(seed)
     found: list[str] = []
     while len(found) < count:

@@ -1,1 +1,1 @@
-"""The HTTP server: the APIs of OpenAI and Anthropic over an engine that drafts for one request and batches several."""
+"""HTTP server for the OpenAI and Anthropic APIs: speculative decoding for few requests, batches for many."""

@@ -1,4 +1,4 @@
-"""Anthropic's messages: text, thinking and tool use as content blocks."""
+"""Anthropic's Messages API: text, thinking and tool use as content blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .text_stream import Segment
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 BILLING = "x-anthropic-billing-header:"
-"""The start of a text in Claude Code's system prompt that changes with every request."""
+"""Prefix of a text in Claude Code's system prompt that differs in every request."""
 
 STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -42,7 +42,6 @@ class Messages(Completion[CountTokensBody]):
         }  # fmt: skip
 
     async def events(self, answer: Answer) -> AsyncIterator[Event]:
-        """The events in the API's order."""
         yield {"type": "message_start", "message": self.reply | {"usage": describe_usage(answer)}}
         async for step, segment in answer.blocks():
             if step == "begin":
@@ -77,19 +76,19 @@ class Messages(Completion[CountTokensBody]):
 
     @staticmethod
     def describe_error(error: ApiError) -> Event:
-        """An error as Anthropic's clients read it."""
+        """Returns an error in Anthropic's format."""
         default = "invalid_request_error" if error.status < 500 else "api_error"
         return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, default), "message": str(error)}}
 
 
 class CountTokens(Messages):
-    """POST /v1/messages/count_tokens: the prompt is encoded and not answered."""
+    """POST /v1/messages/count_tokens: encodes the prompt without generating."""
 
     body_type = CountTokensBody
 
 
 def describe_usage(answer: Answer) -> dict[str, Any]:
-    """What was read and generated so far."""
+    """Returns the token counts so far in Anthropic's format."""
     request = answer.requests[0]
     return {
         "input_tokens": request.prompt_tokens - request.cached_tokens,
@@ -101,7 +100,7 @@ def describe_usage(answer: Answer) -> dict[str, Any]:
 
 
 def make_block(segment: Segment) -> dict[str, Any]:
-    """The block that a segment begins."""
+    """Returns the empty content block that a segment starts."""
     if segment.kind == "tool_call":
         return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": {}}
     if segment.kind == "reasoning":
@@ -110,7 +109,11 @@ def make_block(segment: Segment) -> dict[str, Any]:
 
 
 def read_messages(body: CountTokensBody) -> list[Message]:
-    """The system prompt and the messages; each tool result is a message of its own."""
+    """Returns the system prompt and the messages in chat-completions format.
+
+    Raises:
+        ApiError: a message has an unknown role or content of the wrong type.
+    """
     blocks = body.system if isinstance(body.system, list) else [{"type": "text", "text": body.system or ""}]
     texts = [join_parts([block], "system") for block in blocks]
     system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
@@ -119,7 +122,14 @@ def read_messages(body: CountTokensBody) -> list[Message]:
 
 
 def read_message(message: dict[str, Any], at: int) -> list[Message]:
-    """A message as chat completions have it: each tool result is a message of its own."""
+    """Returns one message in chat-completions format; each tool result becomes a message of its own.
+
+    Args:
+        at: its index, for errors.
+
+    Raises:
+        ApiError: the role is unknown, or the content has the wrong type.
+    """
     role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be 'user', 'assistant' or 'system', got {role!r:.50}")

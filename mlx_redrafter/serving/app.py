@@ -1,4 +1,4 @@
-"""The HTTP application: access, routes, bodies, and errors in the form that each client expects."""
+"""The HTTP application: access checks, routes, request bodies, and errors in each API's format."""
 
 from __future__ import annotations
 
@@ -41,25 +41,24 @@ APIS: dict[str, type[Completion[Any]]] = {
     "/v1/messages": Messages,
     "/v1/messages/count_tokens": CountTokens,
 }
-"""Path -> the API; also without /v1."""
+"""Path -> API class; each path is also served without /v1."""
 
 LOOPBACK_HOST = re.compile(
     r"(localhost|127\.0\.0\.1|\[::1\]|host\.(docker|containers)\.internal)(:\d*)?", re.IGNORECASE
 )
-"""Host headers that can only mean this machine, seen from itself or from a container: nobody can own a name under
-.internal. starlette's `TrustedHostMiddleware` refuses others with plain text,
-which the APIs' clients cannot read."""
+"""Host headers that always mean this machine, seen from itself or from a container: no one can register a name under
+.internal. starlette's `TrustedHostMiddleware` answers others in plain text, which the APIs' clients cannot parse."""
 
 PROGRESS_SECONDS = 3.0
-"""How often a silent stream sends a comment and an event, and how often the log shows how much of a prompt was read.
-Clients and proxies abort silent streams: some after 60 seconds, and some do not count comments."""
+"""Interval of keep-alives in a silent stream, and of prefill progress in the log. Clients and proxies abort silent
+streams: some after 60 seconds, and some even if they receive comments."""
 
 
 def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | None = None) -> Starlette:
-    """The application.
+    """Returns the application.
 
     Args:
-        page: answers GET /, the page of a race.
+        page: handles GET /; None for no page.
     """
 
     async def show_health(request: Request) -> Response:
@@ -74,7 +73,7 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
     async def list_models(request: Request) -> Response:
-        """The names that the model is served under, with the fields of both OpenAI and Anthropic."""
+        """Lists the names under which the model is served, with the fields of both OpenAI and Anthropic."""
         length, when = service.engine.context_length, service.created
         models = [
             {
@@ -112,14 +111,18 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
             allow_private_network=True,
         ),
         Middleware(guard, service=service, open_paths=open_paths, known_paths={route.path for route in routes}),
-        # As an `exception_handlers` of the application that of Exception would be outside of the middleware above.
+        # The application's own handler of Exception would run outside the middleware above.
         Middleware(ExceptionMiddleware, handlers={Exception: handle_error}),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: handle_error})
 
 
 async def answer_request(service: Service, api: type[Completion[Any]], request: Request) -> Response:
-    """Returns the reply to a request of an API."""
+    """Returns the reply to a request of an API.
+
+    Raises:
+        RedrafterError: the request is refused, or generation fails; see `handle_error`.
+    """
     body = parse_body(api.body_type, await read_body(request, service.args.max_request_bytes))
     service.check_model(body.model)
     completion = api(service, body)
@@ -137,7 +140,7 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
 
 @contextmanager
 def running(*coroutines: Coroutine[Any, Any, None]) -> Iterator[None]:
-    """Runs coroutines as tasks until the context ends."""
+    """Runs coroutines as tasks, and cancels them when the context exits."""
     tasks = [asyncio.create_task(each) for each in coroutines]
     try:
         yield
@@ -149,21 +152,21 @@ def running(*coroutines: Coroutine[Any, Any, None]) -> Iterator[None]:
 async def read_body(request: Request, most: int) -> bytes:
     """Returns the request's body, decompressed if it is gzipped.
 
-    One that is too long is also read to its end, as the client might not see the reply otherwise.
+    A body that is too long is still read to its end; otherwise the client might not see the reply.
 
     Raises:
-        ApiError: it has more than `most` bytes, or is encoded in another way.
+        ApiError: it has more than `most` bytes, is not valid gzip, or has another encoding.
     """
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding not in ("identity", "gzip", "x-gzip"):
-        raise ApiError(f"expected a body that is plain or gzipped, got the encoding {coding!r:.100}", 415)
+        raise ApiError(f"expected Content-Encoding gzip or identity, got {coding!r:.100}", 415)
     body, size = bytearray(), 0
     decompressor = None if coding == "identity" else zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     async for piece in request.stream():
         try:
             piece = piece if decompressor is None else decompressor.decompress(piece, most + 1)
         except zlib.error as error:
-            raise ApiError(f"the body is not gzipped: {error}") from error
+            raise ApiError(f"the body is not valid gzip: {error}") from error
         size += len(piece)
         if size <= most:
             body += piece
@@ -180,7 +183,7 @@ async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
 
 
 async def log_progress(answer: Answer) -> None:
-    """Logs how much of the prompt was read, in the words of mlx-lm's server, until the answer begins."""
+    """Logs prefill progress in the format of mlx-lm's server, until the first token."""
     logged = ""
     while True:
         await asyncio.sleep(PROGRESS_SECONDS)
@@ -192,7 +195,7 @@ async def log_progress(answer: Answer) -> None:
 
 
 async def stream_events(completion: Completion[Any], answer: Answer) -> AsyncIterator[str]:
-    """The reply as server-sent events, which end with an error if the engine has one."""
+    """Yields the reply as server-sent events; if generation fails, the last event is an error."""
     try:
         async for event in completion.events(answer):
             yield format_event(event)
@@ -203,13 +206,13 @@ async def stream_events(completion: Completion[Any], answer: Answer) -> AsyncIte
 
 
 def format_event(data: Event) -> str:
-    """A server-sent event, named after its type if it has one."""
+    """Formats a server-sent event, named after the data's `type` if it has one."""
     name = f"event: {data['type']}\n" if "type" in data else ""
     return f"{name}data: {json.dumps(data)}\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A reply as server-sent events; the answer is closed however it ends."""
+    """A streamed reply. It sends keep-alives while no event is sent, and always closes the answer."""
 
     def __init__(self, completion: Completion[Any], answer: Answer) -> None:
         self._completion, self._answer, self._is_silent = completion, answer, True
@@ -217,7 +220,7 @@ class EventStream(StreamingResponse):
         super().__init__(events, media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until the last one, or until the client disconnects."""
+        """Sends events until the last one, or until the client disconnects."""
 
         async def send_event(message: Message) -> None:
             self._is_silent = False
@@ -237,14 +240,14 @@ class EventStream(StreamingResponse):
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """Returns the reply to a request that failed, in the form of its API."""
+    """Returns the reply to a failed request, in the format of its API."""
     if isinstance(error, HTTPException):
         expected = f"expected one of {', '.join(APIS)}" if error.status_code == 404 else error.detail
         error = ApiError(expected, error.status_code, headers=error.headers)
     elif isinstance(error, ClientDisconnect):
-        error = ApiError("the body is not complete")  # nobody reads it
+        error = ApiError("the body is incomplete")  # the client is gone
     elif not isinstance(error, RedrafterError):
-        logging.error("A request has failed", exc_info=error)
+        logging.error("Request failed", exc_info=error)
         error = ApiError("the server failed; see its log", 500)
     api_error = make_api_error(error)
     api = APIS.get(f"/v1{request.url.path.removeprefix('/v1')}", ChatCompletions)
@@ -252,11 +255,11 @@ async def handle_error(request: Request, error: Exception) -> Response:
 
 
 def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set[str]) -> ASGIApp:
-    """Middleware that refuses requests before they are read, and counts all replies.
+    """Returns middleware that checks headers before the body is read, and counts replies.
 
     Args:
-        open_paths: need no key.
-        known_paths: have their own label in the metrics; all other paths share one.
+        open_paths: paths that need no key.
+        known_paths: paths with their own label in the metrics; all others share one.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -277,19 +280,23 @@ def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set
 
 
 def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool) -> None:
-    """Raises an `ApiError` for an Origin or a Host that is not allowed, and without the key."""
+    """Checks Origin, Host and key.
+
+    Raises:
+        ApiError: Origin or Host is not allowed, or the key is missing or wrong.
+    """
     host, origin = headers.get("host", ""), headers.get("origin")
     is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
     if not (origin is None or is_own_page or {"*", origin} & set(args.allowed_origins)):
-        raise ApiError(f"pages of the Origin {origin!r:.100} are not among --allowed-origins", 403)
+        raise ApiError(f"expected an Origin from --allowed-origins, got {origin!r:.100}", 403)
     if args.api_key is None:
-        if not LOOPBACK_HOST.fullmatch(host):  # a web page may have pointed its own name at this machine
+        if not LOOPBACK_HOST.fullmatch(host):  # DNS rebinding: a page's own name may resolve here
             expected = "without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal"
             raise ApiError(f"{expected}, got {host!r:.100}", 403)
     elif needs_key:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        # Headers are read as Latin-1, and compare_digest takes no other strings than ASCII.
+        # Headers are decoded as Latin-1, and `compare_digest` takes bytes or ASCII strings only.
         if not hmac.compare_digest(given.encode("latin-1", "replace"), args.api_key.encode()):
             expected = "expected the header Authorization: Bearer KEY with this server's key"
             raise ApiError(expected, 401, headers={"WWW-Authenticate": "Bearer"})

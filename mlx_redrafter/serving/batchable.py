@@ -1,7 +1,7 @@
-"""Finds out whether mlx-lm decodes rows of a model in a batch as it decodes each alone.
+"""Checks whether mlx-lm decodes a model's rows in a batch as it decodes each alone.
 
-For some architectures it does not: their states or masks ignore the padding of shorter prompts, or that rows are at
-different positions.
+For some architectures it does not: their states or masks ignore the padding of shorter prompts, or assume that all rows
+are at the same position.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ PREFILL_ROWS = 8
 
 PROMPTS = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3, 0, 2])
 FOLLOWING = [1, 1, 1]
-TOLERANCE, NOISE = 1e-3, 3.0  # of the logits' deviation; how many times that of reading a text in one piece
+# A batch may differ by TOLERANCE standard deviations, plus NOISE times what prefilling in one piece changes.
+TOLERANCE, NOISE = 1e-3, 3.0
 
 
 def count_prefill_rows(model: nn.Module, options: Options) -> int:
-    """How many prompts mlx-lm may prefill together: `PREFILL_ROWS`, or 1; 0 if it cannot batch the model at all.
+    """Returns how many prompts mlx-lm may prefill together: `PREFILL_ROWS` or 1; 0 if it cannot batch the model.
 
-    Two short prompts in a batch are compared with each alone, in float32: in 16 bits forwards of different shapes
-    differ by as much as some wrong batches do. In the model's own dtype a batch only has to work.
+    Two short prompts in a batch are compared with each alone, in float32: in 16 bits, forwards of different shapes
+    differ by as much as some wrong batches do. In the model's own dtype a batch only has to run without NaN.
     """
     cache = make_prompt_cache(model, options.max_kv_size)
-    # A batch cannot quantize its cache, and its rings keep no first rows.
+    # mlx-lm's batches support neither quantized caches nor ring caches that keep their first rows.
     if options.kv_bits is not None or kv_cache.keeps_first_rows(cache):
         return 0
     exact = cast(nn.Module, _InFloat32(model))
@@ -50,16 +51,16 @@ def count_prefill_rows(model: nn.Module, options: Options) -> int:
                 own = mx.concatenate(_decode_together(model, rows))
                 if not mx.isnan(own).any().item():
                     return rows
-        except Exception as error:  # a model's code may raise anything for a batch
-            logging.debug(f"mlx-lm cannot batch {model_name(model)}", exc_info=error)
-    logging.warning(f"mlx-lm does not batch {model_name(model)} as it decodes it alone: requests take turns")
+        except Exception as error:  # model code may raise anything
+            logging.debug(f"mlx-lm failed to batch {model_name(model)}", exc_info=error)
+    logging.warning(f"mlx-lm cannot batch {model_name(model)} correctly: requests take turns instead")
     return 0
 
 
 class _InFloat32:
     """A model whose weights, scales and biases are cast to float32.
 
-    They are cast in the graph of each forward, and freed with it: there is never a second copy of the model.
+    The casts are part of each forward's graph and are freed with it: there is never a second copy of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,18 +81,22 @@ class _InFloat32:
 
 
 def _decode_alone(model: nn.Module, prompt: list[int], size: int) -> mx.array:
-    """(1 + F, V) log-probabilities after the prompt and each of `FOLLOWING`; the first forward has `size` tokens."""
+    """Returns (1 + F, V) log-probabilities after the prompt and after each of `FOLLOWING`.
+
+    Args:
+        size: tokens in the first forward; all others have one.
+    """
     text, cache = mx.array([prompt + FOLLOWING]), make_prompt_cache(model)
     pieces = [text[:, :size], *(text[:, i : i + 1] for i in range(size, text.shape[1]))]
     logits = []
     for piece in pieces:
         logits.append(model(piece, cache=cache)[0])
-        mx.eval(logits)  # ranks must send their messages in the same order
+        mx.eval(logits)  # all ranks must send their messages in the same order
     return log_softmax(mx.concatenate(logits)[len(prompt) - 1 :].astype(mx.float32))
 
 
 def _decode_together(model: nn.Module, prefill_rows: int) -> list[mx.array]:
-    """The same for all prompts in a batch."""
+    """Returns the same for all `PROMPTS`, decoded in one batch."""
     generator = BatchGenerator(
         model,
         sampler=lambda logprobs: mx.full((logprobs.shape[0],), FOLLOWING[0], mx.uint32),
@@ -106,11 +111,11 @@ def _decode_together(model: nn.Module, prefill_rows: int) -> list[mx.array]:
         return [mx.stack(rows) for rows in made.values()]
     finally:
         generator.close()
-        mx.synchronize(generator.stream)  # for its last step: ranks send in the order of only one stream
+        mx.synchronize(generator.stream)  # wait for its last step: messages are ordered within one stream only
 
 
 def _deviation(expected: Sequence[mx.array], found: Sequence[mx.array]) -> float:
-    """The largest mean difference, in standard deviations of the log-probabilities; on any rank."""
+    """Returns the largest mean difference on any rank, in standard deviations of the log-probabilities."""
     pairs = zip(expected, found, strict=True)
     own = max(cast(float, (mx.abs(x - y).mean() / mx.sqrt(mx.var(x))).item()) for x, y in pairs)
     return float(max(ranks.gather(own)))

@@ -1,7 +1,7 @@
-"""Prompt caches in a folder, for the time after a restart: files of mlx-lm, which their owner alone may read.
+"""Prompt caches on disk, to reuse after a restart: mlx-lm's format, readable by the owner only.
 
-A file's name tells which model, options and versions made it, and a digest of its tokens. Nothing else than names is
-read before a prompt may need the caches, and their arrays not before one does.
+A file's name identifies the model, options and versions that made it, and its tokens. Only names are read at startup,
+metadata at the first lookup, and arrays when a prompt matches.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}\.safetensors")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 HEADER_BYTES = 1 << 16
-"""Of a file, besides its arrays and tokens, at most."""
+"""Upper bound of what a file holds besides its arrays and tokens."""
 
 
 class CacheFolder:
-    """A folder of prompt caches, which one process uses at a time. Files of other models and versions stay there.
+    """A folder of prompt caches, used by one process at a time. Files of other models and versions are ignored.
 
     Args:
-        name: of the folder, which is made if it does not exist.
-        model, options: whose caches these are.
+        name: the folder, created if it does not exist.
+        model, options: what the caches are for.
 
     Raises:
-        RedrafterError: it cannot be made or read, holds something else, or another process uses it.
+        RedrafterError: the folder cannot be created or read, holds other files, or is used by another process.
     """
 
     def __init__(self, name: str | Path, model: nn.Module, options: Options) -> None:
@@ -56,12 +56,12 @@ class CacheFolder:
             path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             other = next((each for each in os.listdir(path) if not (each[0] == "." or NAME.fullmatch(each))), None)
             if other is not None:
-                raise RedrafterError(f"expected a folder for prompt caches alone, got {path}, which holds {other}")
+                raise RedrafterError(f"expected a folder of prompt caches only, got {path}, which holds {other}")
             self._lock.acquire()
             path.chmod(FOLDER_MODE)
             for each in path.iterdir():
                 if each.name != final_name(each.name) and NAME.fullmatch(final_name(each.name)):
-                    each.unlink()  # a process was killed while it wrote
+                    each.unlink()  # left by a process that was killed while writing
         except Timeout:
             raise RedrafterError(f"another process keeps its prompt caches in {path}") from None
         except OSError as error:
@@ -72,37 +72,45 @@ class CacheFolder:
         self._key = hashlib.sha256(json.dumps(own).encode() + sample_tensors(model)).hexdigest()[:16]
 
     def read(self) -> Iterator[tuple[Path, np.ndarray[Any, Any], kv_cache.Cache]]:
-        """Yields (file, tokens (T,) int32, cache) of this model, the least recently used first; no array is read."""
+        """Yields (file, tokens (T,) int32, cache) for this model, least recently used first.
+
+        Arrays are loaded lazily. Damaged files are removed.
+        """
         files = self._list_files()
         own = [each for each in files if each.name.startswith(self._key)]
         if n_others := len(files) - len(own):
             logging.info(
-                "%d prompt caches in %s are ignored: of another model, quantization or version", n_others, self._path
+                "%d prompt caches in %s are ignored: made for another model, quantization or version",
+                n_others,
+                self._path,
             )
         for file in own:
             try:
                 cache, metadata = load_prompt_cache(str(file), return_metadata=True)
                 tokens = np.array(json.loads(metadata["tokens"]), np.int32)
                 if kv_cache.length(cache) not in (0, len(tokens)):
-                    raise RedrafterError(f"it names {len(tokens)} tokens, and holds {kv_cache.length(cache)}")
-            except Exception as error:  # a damaged file fails in many ways
+                    raise RedrafterError(f"expected {len(tokens)} tokens, got {kv_cache.length(cache)}")
+            except Exception as error:  # damaged files raise many types
                 self.remove_damaged(file, error)
                 continue
             yield file, tokens, cache
 
     def write(self, tokens: np.ndarray[Any, Any], cache: kv_cache.Cache, max_bytes: int) -> Path | None:
-        """Writes a cache, completely or not at all; the least recently used files make room.
+        """Writes a cache atomically, and deletes the least recently used files if there is no room.
 
         Args:
-            tokens: (T,) int32, which it holds.
-            max_bytes: of all files together; None is returned for a cache that alone is larger.
+            tokens: (T,) int32, the tokens that the cache holds.
+            max_bytes: limit of all files together.
+
+        Returns:
+            The file; None if the cache alone exceeds `max_bytes`.
 
         Raises:
-            RedrafterError: mlx-lm could not read it.
-            OSError: it cannot be written.
+            RedrafterError: mlx-lm cannot load this type of cache.
+            OSError: the file cannot be written.
         """
         if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
-            raise RedrafterError(f"mlx-lm cannot read a {odd[0]}")
+            raise RedrafterError(f"mlx-lm cannot load a {odd[0]}")
         text = json.dumps(tokens.tolist())
         room = max_bytes - sum(c.nbytes for c in cache) - len(text) - HEADER_BYTES
         if room < 0:
@@ -117,18 +125,18 @@ class CacheFolder:
             partial.touch(FILE_MODE)
             save_prompt_cache(str(partial), cache, {"tokens": text})
             with partial.open("rb") as written:
-                os.fsync(written.fileno())  # or a power failure may leave a file of zeros
+                os.fsync(written.fileno())  # otherwise a power failure may leave a file of zeros
         return file
 
     def remove_damaged(self, file: Path, error: Exception) -> None:
-        """Removes a file that cannot be read, with a line that says so."""
-        logging.warning("The prompt cache %s is ignored: %s", file, one_line(error))
+        """Removes a file that cannot be read, and logs why."""
+        logging.warning("Removing the damaged prompt cache %s: %s", file, one_line(error))
         file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets another process use it."""
+        """Releases the folder to other processes."""
         self._lock.release()
 
     def _list_files(self) -> list[Path]:
-        """All files, the least recently used first."""
+        """Returns the files of all models, least recently used first."""
         return sorted((each for each in self._path.iterdir() if NAME.fullmatch(each.name)), key=os.path.getmtime)

@@ -1,4 +1,4 @@
-"""The command `server` and its flags, which need nothing of the `server` extra."""
+"""The `server` command and its flags, which need no package of the `server` extra."""
 
 from __future__ import annotations
 
@@ -18,93 +18,113 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 OF_REQUESTS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
-"""Options without a flag here: only requests set them, or nothing does."""
+"""Options without a flag here: requests set them, or they keep their defaults."""
 
 
 def run() -> int:
-    """Serves until a signal; returns the exit status."""
+    """Serves until a signal; returns the exit status.
+
+    Raises:
+        RedrafterError: see `check_args` and `process.serve`.
+    """
     args = check_args(make_parser().parse_args())
-    from .process import serve  # which a --help does not need
+    from .process import serve  # not needed for --help
 
     return serve(args)
 
 
 def make_parser() -> Parser:
-    """The parser: the flags and defaults of mlx-lm's server, and ours."""
-    about = "Serve the OpenAI and Anthropic APIs, with speculative decoding; without --model the packaged demo."
+    """Returns the parser, with the flags and defaults of mlx-lm's server and more."""
+    about = "Serve the OpenAI and Anthropic APIs with speculative decoding; without --model, serve the packaged demo."
     parser = Parser(prog="mlx_redrafter.server", description=about)
     add = parser.add_argument
-    add("--model", help="local directory or Hugging Face repo of the target; the packaged demo if not given")
+    add("--model", help="local directory or Hugging Face repo of the target (default: the packaged demo)")
     drafters = parser.add_mutually_exclusive_group().add_argument
-    drafters("--drafter", help=f"{DRAFTER_HELP}; without one the context drafts")
-    drafters("--draft-model", help="a smaller model with the same tokenizer instead, as in mlx-lm")
-    drafters("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
+    drafters("--drafter", help=f"{DRAFTER_HELP}; without one, only the context drafts")
+    drafters("--draft-model", help="draft with a smaller model that has the same tokenizer, as in mlx-lm")
+    drafters("--no-drafter", action="store_true", help="use no drafter, not even the demo's; the context still drafts")
     add("--adapter-path", help="path of trained adapter weights and config")
-    add("--pipeline", action="store_true", help="on several ranks: some layers for each, not a part of every layer")
+    add("--pipeline", action="store_true", help="on several ranks: split the model by layers, not within each layer")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
     add("--dtype", dest="model_dtype", choices=DTYPES, help=DTYPE_HELP)
     add("--served-model-name", nargs="+", metavar="NAME",
-        help="names of the model in requests, * for any; the first is in replies (default: its own)")  # fmt: skip
-    add("--chat-template", help="a chat template instead of the tokenizer's")
-    add("--use-default-chat-template", action="store_true", help="the tokenizer's default template where it has none")
-    add("--chat-template-args", type=json_object, default={}, help="JSON object of more arguments for it")
-    group = parser.add_argument_group("decoding, where a request says nothing else")
+        help="names that requests may use, * for any; replies use the first (default: the model's own)")  # fmt: skip
+    add("--chat-template", help="chat template to use instead of the tokenizer's")
+    add("--use-default-chat-template", action="store_true", help="the tokenizer's default template if it has no other")
+    add("--chat-template-args", type=json_object, default={}, help="JSON object of additional template arguments")
+    group = parser.add_argument_group("decoding defaults, unless a request sets its own")
     add_options(group, without=(*OF_REQUESTS, "max_tokens"))
     group.add_argument("--max-tokens", "-m", type=int, default=-1,
-        help="tokens of an answer (default: -1, as many as the prompt leaves of the context)")  # fmt: skip
-    group.add_argument("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name of --draft-depth")
+        help="maximum tokens of an answer (default: -1, the rest of the context)")  # fmt: skip
+    group.add_argument("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name for --draft-depth")
     add = parser.add_argument_group("service").add_argument
-    add("--host", default="127.0.0.1", help="where to listen; others than loopback need a key (default: %(default)s)")
-    add("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")
+    add("--host", default="127.0.0.1", help="address to listen on; needs a key unless loopback (default: %(default)s)")
+    add("--port", type=int, default=8080, help="port to listen on; 0 picks a free one (default: %(default)s)")
     add("--allowed-origins", type=lambda text: [each.strip() for each in text.split(",")], default=["*"],
-        help="web pages that may ask, separated by commas (default: *, all; of a race only its own)")  # fmt: skip
+        help="comma-separated origins of pages that may send requests (default: *, any; race: its own)")  # fmt: skip
     keys = parser.add_mutually_exclusive_group().add_argument
-    keys("--api-key", help="clients must send it; others on this machine may see it in the list of processes")
-    keys("--api-key-file", metavar="FILE", dest="api_key", type=read_key, help="a file that holds the key")
-    add("--decode-concurrency", type=parse_count, default=32, help="most requests in a batch (default: %(default)s)")
+    keys("--api-key", help="key that clients must send; other users may see it in the list of processes")
+    keys("--api-key-file", metavar="FILE", dest="api_key", type=read_key, help="file that holds the key")
+    add("--decode-concurrency", type=parse_count, default=32, help="maximum requests in a batch (default: %(default)s)")
     add("--prompt-cache-bytes", type=parse_size,
-        help="memory for the prompts of earlier requests, as in 512MB or 2GB; 0 keeps none, else one is always kept "
-             "(default: half of what the weights leave of the memory, at least 1GiB)")  # fmt: skip
+        help="memory for the KV caches of earlier requests, such as 512MB or 2GB; 0 keeps none, otherwise the newest "
+             "is always kept (default: half of the memory that the weights leave, at least 1GiB)")  # fmt: skip
     add("--prompt-cache-dir", metavar="DIR",
-        help="keep as much of them in this folder, to find them after a restart; it holds conversations")  # fmt: skip
-    add("--max-queue", type=parse_count, default=64, help="requests that may wait (default: %(default)s)")
-    add("--max-per-client", type=parse_count, default=32, help="requests of one address at once (default: %(default)s)")
-    add("--max-request-bytes", type=parse_size, default=32 << 20, help="length of a request's body (default: 32MiB)")
+        help="save as many bytes of them in this folder for the next start; it contains conversations")  # fmt: skip
+    add("--max-queue", type=parse_count, default=64, help="maximum waiting requests (default: %(default)s)")
+    add("--max-per-client", type=parse_count, default=32, help="maximum requests per address (default: %(default)s)")
+    add("--max-request-bytes", type=parse_size, default=32 << 20, help="maximum size of a request (default: 32MiB)")
     add("--context-length", type=parse_count, metavar="TOKENS",
-        help="of a prompt and its answer together (default: what the model's config says, or no limit)")  # fmt: skip
-    add("--max-prompt-tokens", type=parse_count, help="length of a prompt (default: no limit)")
-    add("--max-completion-tokens", type=parse_count, help="length of an answer (default: no limit)")
-    add("--answers", metavar="DIR", help=f"{ANSWERS_HELP}; of one user: what is drafted shows in the timing")
+        help="maximum tokens of prompt plus answer (default: from the model's config, or no limit)")  # fmt: skip
+    add("--max-prompt-tokens", type=parse_count, help="maximum tokens of a prompt (default: no limit)")
+    add("--max-completion-tokens", type=parse_count, help="maximum tokens of any answer (default: no limit)")
+    add("--answers", metavar="DIR", help=f"{ANSWERS_HELP}; for one user only, as timing reveals past answers")
     add("--drain-timeout", type=parse_count, default=120,
-        help="seconds for what runs to be finished after a first SIGINT or SIGTERM (default: %(default)s)")  # fmt: skip
+        help="seconds to finish requests after the first SIGINT or SIGTERM (default: %(default)s)")  # fmt: skip
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-    add("--log-level", default="INFO", choices=levels, help="how much is logged (default: %(default)s)")
+    add("--log-level", default="INFO", choices=levels, help="logging level (default: %(default)s)")
     return parser
 
 
 def parse_count(text: str) -> int:
-    """An integer of at least 1."""
+    """Returns an integer of at least 1.
+
+    Raises:
+        ArgumentTypeError: the text is not one.
+    """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes, with or without a unit."""
+    """Returns a number of bytes from a text with an optional unit.
+
+    Raises:
+        ArgumentTypeError: the text is not a number of bytes.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
-        raise argparse.ArgumentTypeError(f"expected a number of bytes, as in 512MB or 2GB, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of bytes, such as 512MB or 2GB, got {text!r}")
     return int(float(found[1]) * unit)
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
+    """Parses a JSON object.
+
+    Raises:
+        ValueError, TypeError: the text is not one.
+    """
     return dict(json.loads(text))
 
 
 def read_key(name: str) -> str:
-    """The key in a file, which only rank 0 needs."""
+    """Returns the key in a file; on ranks other than 0, which do not need it, a placeholder.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or is not UTF-8.
+    """
     if ranks.index():
         return "none"
     return Path(name).expanduser().read_text(encoding="utf-8")
@@ -114,25 +134,25 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
     """Checks the flags before anything is loaded, and adds the decoding options as `options`.
 
     Raises:
-        RedrafterError: flags that exclude each other, or out of range.
+        RedrafterError: flags exclude each other or are out of range.
     """
     check_demo_flags(args.model, args)
     if args.chat_template and args.model is None:
-        raise RedrafterError("--chat-template needs --model: the packaged demo is taken as it is")
+        raise RedrafterError("--chat-template needs --model: the packaged demo takes no template")
     if args.max_tokens == 0:
         raise RedrafterError("--max-tokens must be -1 (no limit) or at least 1, got 0")
     if args.api_key is not None:
-        args.api_key = args.api_key.strip()  # as what a client sends is
+        args.api_key = args.api_key.strip()  # as it is in clients' headers
         if not (args.api_key and args.api_key.isascii() and args.api_key.isprintable()):
             raise RedrafterError("the key must be printable ASCII, and not empty")
     elif args.host not in LOOPBACK:
-        raise RedrafterError(f"--host {args.host} lets others in: expected --api-key-file or --api-key, got none")
+        raise RedrafterError(f"--host {args.host} needs a key: expected --api-key-file or --api-key, got neither")
     if args.prompt_cache_dir is not None and ranks.count() > 1:
-        raise RedrafterError(f"--prompt-cache-dir needs a process of its own, got {ranks.count()} ranks")
+        raise RedrafterError(f"--prompt-cache-dir needs a single process, got {ranks.count()} ranks")
     if args.answers is not None and args.host not in LOOPBACK:
         raise RedrafterError(
-            f"--answers is for one user, whose answers others could tell from how fast theirs come; expected a --host "
-            f"of {', '.join(LOOPBACK)}, got {args.host}"
+            f"--answers is for one user, as timing would reveal past answers to others: expected a --host among "
+            f"{', '.join(LOOPBACK)}, got {args.host}"
         )
     names = [name for name in FLAGS if name not in OF_REQUESTS]
     args.options = Options(**{name: getattr(args, name) for name in names})

@@ -1,5 +1,8 @@
-"""What all APIs share: `Completion(service, body)` parses a body, `make_prompt(completion)` encodes its prompt,
-`Answer(completion, prompt, client)` submits it, and `completion.events(answer)` renders the tokens."""
+"""The path of a request, the same for all APIs.
+
+`Completion(service, body)` reads a parsed body, `make_prompt(completion)` encodes its prompt, `Answer(completion,
+prompt, client)` submits it to the engine, and `completion.events(answer)` renders the tokens.
+"""
 
 from __future__ import annotations
 
@@ -33,24 +36,24 @@ from .types import TokenEvent
 Event = dict[str, Any]
 
 PLAIN = "none"
-"""A drafter's name that asks for plain decoding, for clients that cannot send null."""
+"""A `draft_model` that requests plain decoding, for clients that cannot send null."""
 
 ANY_NAME = "*"
-"""A served name that stands for all."""
+"""A served name that lets requests use any name."""
 
 MAX_RETRY_SECONDS = 60
 
 
 @dataclass
 class Service:
-    """What the APIs need.
+    """The engine and everything else that all APIs use.
 
     Attributes:
         args: the command's flags.
-        model_name: what the model is shown as.
-        drafter_name: the same of the drafter; None without one.
+        model_name: the model's own name.
+        drafter_name: the drafter's name; None without one.
         prompt_thread: encodes prompts, one at a time, so that a long one does not delay other streams.
-        items: the last items of responses, by their ids, for clients that refer to them.
+        items: the latest items of the Responses API by id, which clients may reference.
     """
 
     engine: Engine
@@ -70,16 +73,24 @@ class Service:
         self.takes_any_name = ANY_NAME in served
 
     def check_model(self, name: str) -> None:
-        """Raises an `ApiError` for names of other models than the one that is loaded."""
+        """Checks the name of the model in a request.
+
+        Raises:
+            ApiError: the loaded model is not served under this name.
+        """
         if not self.takes_any_name and name not in (DEFAULT_MODEL, self.model_name, self.args.model, *self.names):
             expected = " or ".join(self.names)
-            raise ApiError(f"there is no model {name!r:.100} here, expected {expected}", 404, code="model_not_found")
+            raise ApiError(f"expected model {expected}, got {name!r:.100}", 404, code="model_not_found")
 
 
 class Prompt(NamedTuple):
-    """Token ids, the state of mlx-lm's text state machine after them, and what makes the grammar of the answer.
+    """An encoded prompt.
 
-    Without a state all of the answer is text. `prefix_lengths` are as `Request` takes them.
+    Attributes:
+        tokens: token ids.
+        state: the state of mlx-lm's text state machine after them; with None the whole answer is text.
+        grammar: makes the grammar that the answer must follow; None for any answer.
+        prefix_lengths: see `Request`.
     """
 
     tokens: list[int]
@@ -89,20 +100,23 @@ class Prompt(NamedTuple):
 
 
 class Completion(ABC, Generic[AnyBody]):
-    """A parsed body, and how its answer is rendered; a subclass for each API.
+    """What a parsed body asks for, and how its answer is rendered. Each API has a subclass.
 
     Attributes:
-        last_line: the end of a stream.
-        messages: as `conversation.arrange` takes them.
+        last_line: sent at the end of a stream.
+        messages: the conversation, for `conversation.arrange`.
         prefilled: whether the last message is the beginning of the answer.
-        tools, forced: the tools that may be called, and those of which one must be.
-        form: the format that the answer must follow.
-        template_args: variables for the chat template; the client's own override them, and None is left out.
+        tools, forced: the tools that may be called, and those of which one must be called.
+        form: the format that the answer must follow; None for free text.
+        template_args: variables of the chat template, which `chat_template_kwargs` overrides; None values are dropped.
         role_mapping: what precedes each role's text if there is no template.
-        choices: how many texts; with a seed each has its own, from that one on.
-        top_logprobs: of each token; None for no log-probabilities.
-        include_drafts: whether chunks show the rounds' drafts.
-        reply: the reply in one piece, once `events` has ended.
+        choices: how many answers to make; with a seed, choice i uses seed + i.
+        top_logprobs: likeliest tokens to return with each token; None for no log-probabilities.
+        include_drafts: whether chunks contain the rounds' draft trees.
+        reply: the non-streamed reply, complete once `events` has ended.
+
+    Raises:
+        ApiError: messages or tools are malformed.
     """
 
     body_type: ClassVar[type[Any]]
@@ -123,13 +137,17 @@ class Completion(ABC, Generic[AnyBody]):
         self.reply: Event = {}
 
     def encode_prompt(self) -> Prompt:
-        """Encodes the messages with the chat template, or joined if there is none."""
+        """Encodes the messages with the chat template; without one, joins their texts.
+
+        Raises:
+            RedrafterError: the template rejects the messages or is given by the client, or tools are not supported.
+        """
         service, own, tools = self.service, self.body.chat_template_kwargs, self.tools
         tokenizer, prefilled = service.tokenizer, self.prefilled
-        if "chat_template" in own:  # it might never end
+        if "chat_template" in own:  # it might loop forever
             raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
         if tools and not (tokenizer.has_tool_calling or self.forced):
-            raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
+            raise ApiError("tools are not supported by this model: mlx-lm has no tool parser for its tokenizer")
         messages = arrange(self.messages)
         if not tokenizer.has_chat_template:
             return Prompt(list(tokenizer.encode(convert_chat(messages, self.role_mapping))), "normal")
@@ -154,29 +172,37 @@ class Completion(ABC, Generic[AnyBody]):
 
     @abstractmethod
     def events(self, answer: Answer) -> AsyncIterator[Event]:
-        """The data of the server-sent events."""
+        """Yields the data of server-sent events in the API's order, and fills `reply`.
+
+        Raises:
+            GenerationFailed: see `Answer.pieces`.
+        """
 
     @abstractmethod
     def make_empty_event(self, answer: Answer) -> Event:
-        """An event that keeps a silent stream alive: the API's official clients pass it on without showing it."""
+        """Returns an event without content that keeps a silent stream alive; the API's official clients accept it."""
 
     @staticmethod
     def describe_error(error: ApiError) -> Event:
-        """An error as OpenAI's clients read it."""
+        """Returns an error in OpenAI's format."""
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     def describe_failure(self, error: ApiError) -> Event:
-        """The last event of a stream that fails."""
+        """Returns the last event of a stream that failed."""
         return self.describe_error(error)
 
     def find_tool(self, segment: Segment) -> Tool:
-        """The tool that a call names; one that the client has not given is a function."""
+        """Returns the tool that a call names; an unknown name counts as a function."""
         return self.tools.get(segment.name) or Tool({}, "function", segment.name)
 
 
 def make_prompt(completion: Completion[Any]) -> Prompt:
-    """Returns the prompt and the grammar of a completion. Slow: not for the event loop."""
+    """Returns the prompt of a completion with its grammar. Slow: do not call it in the event loop.
+
+    Raises:
+        RedrafterError: the messages, tools or format cannot be used, or not together.
+    """
     service, prompt = completion.service, completion.encode_prompt()
     asked: Asked | None = completion.form.schema_to_follow if completion.form else None
     unless: tuple[int, ...] = ()
@@ -184,18 +210,25 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
         asked = [tool.function for tool in completion.forced.values()]
     elif asked is not None and completion.tools:
         if not service.tokenizer.tool_call_start:
-            raise ApiError("this model's tool calls have no mark: give either tools or an answer's format")
+            raise ApiError("expected tools or a format, got both: this model's tool calls have no start token")
         unless = tuple(service.tokenizer.tool_call_start_tokens)
     if asked is None:
         return prompt
     if completion.prefilled:
-        raise ApiError("an answer that is begun by the last message cannot follow a format or be a forced call")
+        raise ApiError("an answer begun by the last message cannot follow a format or be a forced tool call")
     grammar = service.grammars.compile(asked, prompt.state, unless)
     return Prompt(prompt.tokens, prompt.state, grammar, prompt.prefix_lengths)
 
 
 class Piece(NamedTuple):
-    """A token of a choice, the text that it completes, whole and in segments, and why the choice ends, if it does."""
+    """One token of a choice.
+
+    Attributes:
+        choice: index of the choice.
+        text: the text that the token completes.
+        segments: the same text, divided by kind.
+        finish_reason: why the choice ends with this token; None if it continues.
+    """
 
     choice: int
     event: TokenEvent
@@ -205,15 +238,15 @@ class Piece(NamedTuple):
 
 
 class Answer:
-    """The submitted requests of a completion, one for each choice, and their texts; to be closed.
+    """The submitted requests of a completion, one for each choice, and their texts. It must be closed.
 
     Attributes:
-        n_tokens, n_reasoning: how many tokens were read so far, and how many of them are reasoning.
-        choice: the one that `pieces` is at.
+        n_tokens, n_reasoning: how many tokens were received so far, and how many of them are reasoning.
+        choice: index of the choice that `pieces` is reading.
         finish_reason: "stop", "length" or "tool_calls" after the last token of a choice, None before.
 
     Raises:
-        ApiError: the engine, or a limit of the server, refuses the request.
+        ApiError: the engine refuses the request, or it exceeds a limit of the server.
     """
 
     def __init__(self, completion: Completion[Any], prompt: Prompt, client: str) -> None:
@@ -247,7 +280,11 @@ class Answer:
             raise make_api_error(error, engine.queued) from error
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yields the tokens, one choice after the other; raises `GenerationFailed`. A stop string ends a choice."""
+        """Yields the tokens of one choice after the other. A stop string ends a choice.
+
+        Raises:
+            GenerationFailed: the engine failed or is shutting down, or the answer's schema is too complex.
+        """
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
             self.choice, said = choice, list[Segment]()
             async for event in request.events():
@@ -267,7 +304,13 @@ class Answer:
                     break
 
     async def blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
-        """Yields the segments of a single choice as blocks; a call, or a segment of another kind, begins one."""
+        """Yields the segments of a single choice in blocks, each from "begin" to "end".
+
+        Every tool call is a block of its own; otherwise a segment of another kind begins a new block.
+
+        Raises:
+            GenerationFailed: see `pieces`.
+        """
         last: Segment | None = None
         async for piece in self.pieces():
             for segment in piece.segments:
@@ -282,12 +325,16 @@ class Answer:
 
     @property
     def progress(self) -> str:
-        """How many tokens of the prompt were read, as READ/TOTAL."""
+        """How many tokens of the prompt are prefilled, as READ/TOTAL."""
         request = self.requests[self.choice]
         return f"{request.read}/{request.prompt_tokens}"
 
     def describe_usage(self, read: str, made: str) -> dict[str, Any]:
-        """The token counts so far, as in OpenAI's APIs, whose words for `read` and `made` differ."""
+        """Returns the token counts so far in OpenAI's format.
+
+        Args:
+            read, made: what the API calls prompt and answer in field names.
+        """
         first = self.requests[0]
         return {
             f"{read}_tokens": first.prompt_tokens,
@@ -299,31 +346,35 @@ class Answer:
         }
 
     def count_drafts(self) -> dict[str, Any]:
-        """Speculative-decoding statistics so far: the fields of `USAGE_FIELDS`."""
+        """Returns speculative-decoding statistics so far: the fields of `USAGE_FIELDS`."""
         total = sum((request.decoding for request in self.requests), Stats())
         return {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
 
     def cancel(self) -> None:
-        """Ends what still runs."""
+        """Cancels the requests that still run."""
         for request in self.requests:
             request.cancel()
 
     def close(self) -> None:
-        """Ends what still runs, and counts all; called once."""
+        """Cancels the requests that still run, and counts all in the metrics. Call it once."""
         self.cancel()
         for request in self.requests:
             self._metrics.count(request)
 
 
 def check_limits(completion: Completion[Any]) -> None:
-    """Raises an `ApiError` for a drafter or adapter that is not the server's, and above the limits of its flags."""
+    """Checks a request against the server's drafter, adapter and limits.
+
+    Raises:
+        ApiError: it names another drafter or adapter, or exceeds a limit.
+    """
     service, body, choices = completion.service, completion.body, completion.choices
     args, drafters = service.args, [name for name in (service.drafter_name, PLAIN) if name]
     limit = args.max_completion_tokens
     if body.draft_model not in (None, DEFAULT_MODEL, find_drafter_name(args), *drafters):
-        raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected {' or '.join(drafters)}")
+        raise ApiError(f"expected draft_model {' or '.join(drafters)}, got {body.draft_model!r:.100}")
     if body.adapters not in (None, args.adapter_path):
-        raise ApiError(f"adapters must be those of --adapter-path, {args.adapter_path}, got {body.adapters!r:.100}")
+        raise ApiError(f"adapters must be the server's --adapter-path, {args.adapter_path}, got {body.adapters!r:.100}")
     if limit is not None and (body.max_tokens or 0) > limit:
         raise ApiError(f"max_tokens must be at most {limit}, got {body.max_tokens}")
     if choices > min(args.max_queue, args.max_per_client):
@@ -332,7 +383,7 @@ def check_limits(completion: Completion[Any]) -> None:
 
 
 def log_violations(completion: Completion[Any], segments: list[Segment]) -> None:
-    """Logs where a finished answer breaks its strict schemas: grammars do not enforce all keywords."""
+    """Logs where a finished answer breaks a strict schema, as grammars do not enforce all keywords."""
     form, texts = completion.form, [segment.text for segment in segments if segment.kind == "text"]
     calls = [(segment, completion.find_tool(segment)) for segment in segments if segment.kind == "tool_call"]
     checked = [(tool.name, tool.function.get("parameters"), call.text) for call, tool in calls if tool.is_strict]
@@ -341,23 +392,23 @@ def log_violations(completion: Completion[Any], segments: list[Segment]) -> None
     for name, schema, text in checked:
         try:
             violation = find_violation(schema or {}, text)
-        except Exception as error:  # the grammar's rules of what a schema is are not jsonschema's
-            logging.debug("A strict schema cannot be checked", exc_info=error)
+        except Exception as error:  # llguidance accepts schemas that jsonschema does not
+            logging.debug("Could not check a strict schema", exc_info=error)
         else:
             if violation:
                 logging.warning("The strict schema of %r is not followed: %s", name, violation)
 
 
 def describe_tools(tools: Tools) -> list[dict[str, Any]]:
-    """Tools as chat templates and mlx-lm's parsers take them."""
+    """Returns tools in the format of chat templates and mlx-lm's parsers."""
     return [{"type": "function", "function": tool.function} for tool in tools.values()]
 
 
 def make_api_error(error: RedrafterError, queued: int | None = None) -> ApiError:
-    """The reply to an error.
+    """Converts an error to an `ApiError`.
 
     Args:
-        queued: how many requests wait; the client may try again after them.
+        queued: how many requests wait, from which Retry-After follows; None for no such header.
     """
     if isinstance(error, ApiError):
         return error

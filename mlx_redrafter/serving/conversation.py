@@ -1,13 +1,13 @@
-"""Conversations of clients, arranged for chat templates: the policies of all APIs in one place.
+"""Arranges clients' conversations for chat templates, by the same rules for all APIs.
 
-- Leading system and developer messages become one system message; later ones become marked text of a user's turn, as
-  many templates take a system message only at the beginning. It stays in its place as the conversation grows.
-- Images, audio and files become placeholders, so that one of them does not end a conversation. A last turn with nothing
-  else is refused.
-- `custom`, `namespace` and `local_shell` tools are shown as functions; others, most of which run on the API's own
-  servers, are left out. Calls of earlier turns are shown as calls.
+- Leading system and developer messages become one system message. Later ones become marked text in a user turn, as many
+  templates accept a system message only at the beginning. They keep their place as the conversation grows.
+- Images, audio and files become placeholders, so that an attachment does not end a conversation. A last turn that has
+  nothing else is refused.
+- `custom`, `namespace` and `local_shell` tools are shown to the model as functions. Other types are ignored; most of
+  them run on the API's own servers. Calls in earlier turns are shown as calls.
 
-Anything that cannot be read is an `ApiError` that names its place.
+Malformed input raises an `ApiError` that names its place.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .schemas import ApiError, log_once
 Message = dict[str, Any]
 
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
-"""The types of text parts."""
+"""Types of message parts that hold text."""
 
 MARK = "\ufdd0"
-"""Marks placeholders: not a character, so that no text contains it."""
+"""Marks placeholders. It is a Unicode noncharacter, so texts do not contain it."""
 
 PLACEHOLDER = re.compile(rf"{MARK}\[\w{{1,40}} omitted\]")
 
 CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-"""The parameters of a tool with a text as its input."""
+"""Parameters of a `custom` tool, whose input is one text."""
 
 LOCAL_SHELL = {
     "name": "local_shell",
@@ -53,10 +53,10 @@ class Tool(NamedTuple):
     """A tool that the client runs.
 
     Attributes:
-        function: shown to the template: `name`, `description`, `parameters`.
-        kind: "function", "custom", whose input is a text, or "local_shell".
-        name, namespace: the client's own.
-        is_strict: whether the log says where a call breaks the parameters.
+        function: what the model sees: `name`, `description`, `parameters`.
+        kind: "function", "custom" (its input is a text) or "local_shell".
+        name, namespace: as the client gave them.
+        is_strict: whether to log calls that break the schema of the parameters.
     """
 
     function: dict[str, Any]
@@ -67,19 +67,23 @@ class Tool(NamedTuple):
 
 
 Tools = dict[str, Tool]
-"""Tools by the names that the model sees."""
+"""Tools by the name that the model sees."""
 
 
 def arrange(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with system messages where templates take them, see above; each content is one text."""
+    """Returns the messages in a form that chat templates accept, see above; each content is one text.
+
+    Raises:
+        ApiError: there is no message, one is malformed, or the last one has no text.
+    """
     flat = [flatten(message, f"messages[{at}]") for at, message in enumerate(messages)]
     if not flat:
-        raise ApiError("there is no message to answer: all that was sent is left out here")
+        raise ApiError("expected a message to answer, got only items that this server ignores")
     is_system = [message["role"] == "system" for message in flat]
     n_leading = is_system.index(False) if False in is_system else len(flat)
     system = "\n\n".join(message["content"] for message in flat[:n_leading])
     arranged: list[Message] = [{"role": "system", "content": system}] if n_leading else []
-    is_late = False  # whether the last one is a system message alone
+    is_late = False  # whether the last one holds system text only
     for message in flat[n_leading:]:
         role, last = message["role"], arranged[-1] if arranged else {}
         if role == "system":
@@ -88,7 +92,7 @@ def arrange(messages: Sequence[Message]) -> list[Message]:
             arranged[-1] = last | message | {"content": f"{last['content']}\n\n{message['content']}"}
             is_late = is_late and role == "system"
         elif is_late and role == "tool":
-            arranged.insert(-1, message)  # results follow their calls
+            arranged.insert(-1, message)  # results must follow their calls
         else:
             arranged.append(message)
             is_late = role == "system"
@@ -99,7 +103,11 @@ def arrange(messages: Sequence[Message]) -> list[Message]:
 
 
 def flatten(message: Message, where: str) -> Message:
-    """A message with its content as one text, the role "system" for "developer", and parsed tool calls."""
+    """Returns a message with one text as content, the role "system" for "developer", and parsed tool calls.
+
+    Raises:
+        ApiError: the message is malformed.
+    """
     role = message.get("role")
     if not isinstance(role, str):
         raise ApiError(f"{where}.role must be a string, got {role!r:.100}")
@@ -114,9 +122,10 @@ def flatten(message: Message, where: str) -> Message:
 
 
 def relax(messages: Sequence[Message]) -> list[list[Message]]:
-    """Variants for templates that refuse a conversation, each with the changes of those before it.
+    """Returns variants to try if a template rejects the messages. Each keeps the changes of the previous ones.
 
-    Arguments that are texts become objects; turns of one role are joined; the system message moves into the user's.
+    Text arguments of calls become objects; consecutive turns of one role are joined; the system message moves into the
+    first user turn.
     """
     readable = [
         message | {"tool_calls": [wrap_arguments(call) for call in message["tool_calls"]]}
@@ -140,14 +149,18 @@ def relax(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def wrap_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments in an object if they are a text, as some templates iterate over their items."""
+    """Wraps a call's arguments in an object if they are a text, as some templates iterate over their items."""
     function = call["function"]
     is_text = isinstance(function["arguments"], str)
     return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}} if is_text else call
 
 
 def join_parts(content: Any, where: str) -> str:
-    """The text of a content (a string, a list of parts, or None), with placeholders for parts that are not text."""
+    """Returns the text of a content: a string, a list of parts, or None. Parts without text become placeholders.
+
+    Raises:
+        ApiError: the content has another type.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -159,7 +172,11 @@ def join_parts(content: Any, where: str) -> str:
 
 
 def read_part(part: dict[str, Any]) -> Any:
-    """The text of a part, or a placeholder."""
+    """Returns the text of a part, or a placeholder.
+
+    Raises:
+        ApiError: the content of a document has the wrong type.
+    """
     kind, source = str(part.get("type")), part.get("source")
     if kind in TEXT_PARTS:
         return part.get("text", part.get("refusal"))
@@ -169,12 +186,16 @@ def read_part(part: dict[str, Any]) -> Any:
         if text:
             return f"{part.get('title') or 'Document'}:\n{text}\n"
     name = re.sub(r"^input_|_url$|\W", "", kind)
-    log_once(f"parts of messages that are no text are left out: {name:.40}")
+    log_once(f"message parts without text are replaced by placeholders: {name:.40}")
     return f"{MARK}[{name or 'part':.40} omitted]"
 
 
 def read_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with parsed arguments; a custom tool's call becomes a function's."""
+    """Returns a tool call with parsed arguments; a custom tool's call becomes a function call.
+
+    Raises:
+        AttributeError, KeyError, TypeError: the call is malformed.
+    """
     if "custom" in call:
         return make_call(call.get("id"), call["custom"]["name"], {"input": call["custom"]["input"]})
     function = call["function"]
@@ -182,7 +203,7 @@ def read_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_arguments(given: Any) -> dict[str, Any] | str:
-    """The arguments of a call as an object: {} if there are none, a text if they are not an object."""
+    """Returns a call's arguments as an object: {} if there are none, a text if they are not an object."""
     parsed = given
     if isinstance(given, str):
         try:
@@ -195,17 +216,21 @@ def read_arguments(given: Any) -> dict[str, Any] | str:
 
 
 def make_call(identifier: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    """A tool call as chat completions have it."""
+    """Returns a tool call in chat-completions format."""
     return {"type": "function", "id": identifier, "function": {"name": name, "arguments": arguments}}
 
 
 def join_name(name: str, namespace: str | None) -> str:
-    """The name under which the model sees a tool in a namespace."""
+    """Returns the name that the model sees for a tool in a namespace."""
     return name if not namespace else namespace + ("" if namespace.endswith("__") else "__") + name
 
 
 def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespace: str | None = None) -> Tools:
-    """The tools of a request, in the form of any API, by the names that the model sees."""
+    """Returns the tools of a request of any API, by the name that the model sees.
+
+    Raises:
+        ApiError: a tool is malformed.
+    """
     tools: Tools = {}
     for at, tool in enumerate(given):
         kind, place = str(tool.get("type") or "function"), f"{where}[{at}]"
@@ -220,12 +245,16 @@ def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespa
             read = read_function(tool, kind, place, namespace)
             tools[read.function["name"]] = read
         else:
-            log_once(f"tools of this type are left out: {kind:.60}")
+            log_once(f"tools of this type are ignored: {kind:.60}")
     return tools
 
 
 def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str | None) -> Tool:
-    """A function, or a custom tool as one; a function of chat completions is shown with all its fields."""
+    """Reads a function or a custom tool. The model sees all fields of a function from chat completions.
+
+    Raises:
+        ApiError: the tool is malformed.
+    """
     own, shown = tool, dict[str, Any]()
     if "input_schema" in tool:  # as in messages
         kind, own = "function", {**tool, "parameters": tool["input_schema"]}
@@ -235,7 +264,7 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
     if not isinstance(name, str) or not name:
         raise ApiError(f"{where}.name must be a string, got {name!r:.100}")
     if not isinstance(own.get("description", ""), str | None) or not isinstance(parameters, dict | None):
-        raise ApiError(f"{where} must have a text as description and an object as parameters, got {own!r:.100}")
+        raise ApiError(f"{where} must have a string as description and an object as parameters, got {own!r:.100}")
     parameters = CUSTOM_PARAMETERS if kind == "custom" else parameters
     shown = shown | {
         "name": join_name(name, namespace),
@@ -247,7 +276,14 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
 
 
 def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
-    """Returns (the tools that may be called, those of which one must be) for the `tool_choice` of any API."""
+    """Applies the `tool_choice` of any API.
+
+    Returns:
+        The tools that may be called, and those of which one must be called.
+
+    Raises:
+        ApiError: the choice is malformed, or names a tool that is not given.
+    """
     choice = choice if isinstance(choice, dict) else {"type": choice}
     match kind := choice.get("type", "auto"):
         case "auto":
@@ -256,7 +292,7 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
             return {}, {}
         case "required" | "any":
             if not tools:
-                expected = "needs tools, got none that is a function, custom, in a namespace or local_shell"
+                expected = "needs tools of type function, custom, namespace or local_shell, got none"
                 raise ApiError(f"tool_choice {kind!r} {expected}")
             return tools, tools
         case "allowed_tools":
@@ -276,7 +312,11 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
 
 
 def find_tool(tools: Tools, name: Any) -> Tools:
-    """The tool with this name."""
+    """Returns the tool with this name.
+
+    Raises:
+        ApiError: there is none.
+    """
     for shown, tool in tools.items():
         if name in (tool.name, shown):
             return {shown: tool}

@@ -1,7 +1,7 @@
-"""The engine: a queue of requests, and the one thread that uses MLX. The scheduler has the requests that run.
+"""The engine: a queue of requests, and the one thread that uses MLX. The scheduler holds the running requests.
 
-If several ranks share the model, each has an engine, and all take the same steps. Rank 0 decides about everything from
-outside (requests, cancellations, the end) at the beginning of a step, and sends it to the others.
+If several ranks share the model, each has an engine, and all take the same steps. At the start of a step rank 0 sends
+the others its decisions about everything from outside: requests, cancellations, shutdown.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ if TYPE_CHECKING:
 CLOSING = "the server is shutting down"
 
 IDLE_SECONDS = 0.05
-"""How often idle ranks ask rank 0 for requests."""
+"""Interval at which idle ranks exchange a message with rank 0."""
 
 SAVE_AFTER = 5.0
-"""Seconds without a request after which prompt caches are written to their folder."""
+"""Idle seconds before prompt caches are written to their folder."""
 
 
 class Decisions(NamedTuple):
-    """What rank 0 decides at the beginning of a step.
+    """Rank 0's decisions for one step.
 
     Attributes:
-        ended: the rows that end -> "cancelled", or an error.
-        started: new rows.
+        ended: rows to end -> "cancelled", or an error.
+        started: rows to start.
         others_wait: whether more requests are in the queue.
-        is_last: whether the engine stops, with nothing left to do.
+        is_last: whether the engine stops, as nothing is left to do.
     """
 
     ended: dict[Request, str | Exception]
@@ -78,24 +78,24 @@ class Engine:
 
     Args:
         model, tokenizer: as `mlx_lm.load` returns them.
-        drafter: None drafts from the context alone, if the options allow that.
-        options: the defaults of requests, and everything that they cannot set; see `Options`.
-        max_queue: most requests that wait.
-        max_per_client: most requests of one client that wait or run.
-        max_prompt_tokens: None for no limit.
-        context_length: of prompt and answer together; None takes it from the model's config.
-        decode_concurrency: most requests that run together.
+        drafter: None drafts from the context only, if the options allow it.
+        options: defaults of requests, and everything that requests cannot set; see `Options`.
+        max_queue: maximum number of waiting requests.
+        max_per_client: maximum number of waiting and running requests of one client.
+        max_prompt_tokens: maximum length of a prompt; None for no limit.
+        context_length: maximum length of prompt and answer together; None reads the model's config.
+        decode_concurrency: maximum number of running requests.
         prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes `default_bytes`.
-        prompt_cache_dir: a folder that keeps as many bytes of them for the time after a restart; None for none.
+        prompt_cache_dir: a folder that saves as many bytes of them for the next start; None for none.
 
     Attributes:
-        context_length: None for no limit, also if the caches drop old rows.
-        counters: totals since the start; the scheduler counts in them too.
-        scheduler: the requests that run.
+        context_length: None for no limit, also with `max_kv_size`, whose caches drop old rows.
+        counters: totals since the start, which the scheduler also updates.
+        scheduler: holds the running requests.
         vocab_size: the model's.
 
     Raises:
-        RedrafterError: options that do not fit the model, or a folder that cannot be used.
+        RedrafterError: the options do not fit the model, or the folder cannot be used.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Engine:
         self.scheduler = Scheduler(
             model, tokenizer, drafter, options, decode_concurrency, *keep, self.counters, self._end
         )
-        self._condition = threading.Condition()  # guards what follows
+        self._condition = threading.Condition()  # guards the queue, `_clients` and `_closing`
         self._queue: deque[Request] = deque()
         self._clients: Counter[str] = Counter()
         self._closing = self._aborting = False
@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be generated."""
+        """Whether the engine can serve requests."""
         return self._thread.is_alive()
 
     @property
@@ -147,7 +147,7 @@ class Engine:
         return len(self._queue)
 
     def start(self) -> None:
-        """Starts the thread, and waits until it is ready; with `plan="auto"` it first measures the machine.
+        """Starts the thread and waits until it is ready. With `plan="auto"` it may first measure the machine.
 
         Raises:
             RedrafterError: the drafter does not fit the model.
@@ -156,13 +156,13 @@ class Engine:
         self._started.result()
 
     def join(self) -> None:
-        """Waits until rank 0 has closed its engine."""
+        """Waits until the thread ends; on ranks other than 0, when rank 0 closes its engine."""
         self._thread.join()
 
     def close(self, timeout: float) -> None:
-        """Refuses the requests that wait, and finishes those that run, within `timeout` seconds. Blocks.
+        """Refuses waiting requests and finishes running ones, for at most `timeout` seconds. Blocks.
 
-        Requests that are refused or cut short raise `EngineClosed`.
+        Requests that are refused or cut off raise `EngineClosed`.
         """
         with self._condition:
             self._closing = True
@@ -171,10 +171,10 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join(timeout)
             if running := len(self.scheduler.rows):
-                logging.warning("The time to end is over: requests that still run (%d) are broken off", running)
+                logging.warning("Shutdown timed out: cutting off %d running requests", running)
             self._aborting = True
             self._thread.join()
-            # After that MLX still frees the thread's compiled functions; an interpreter that ends meanwhile aborts.
+            # MLX frees the thread's compiled functions after `join`; exiting the interpreter meanwhile would abort.
             time.sleep(0.1)
 
     def submit(self, prompt: list[int], **asked: Any) -> Request:
@@ -182,11 +182,11 @@ class Engine:
 
         Args:
             prompt: token ids.
-            asked: the other keywords of `Request`; without a seed one is drawn.
+            asked: other keywords of `Request`; a missing seed is drawn at random.
 
         Raises:
-            RequestError: a number out of range, or too long a prompt.
-            ContextLengthExceeded: it leaves no room for an answer.
+            RequestError: a value is out of range, or the prompt is empty or too long.
+            ContextLengthExceeded: the prompt leaves no room for an answer.
             QueueFull: the queue has `max_queue` requests.
             ClientLimitReached: the client has `max_per_client` requests.
             EngineClosed: the engine is closing.
@@ -216,7 +216,7 @@ class Engine:
         if length is not None and len(prompt) >= length:
             raise ContextLengthExceeded(
                 f"prompt is too long: {len(prompt)} tokens > {length} maximum; the model's maximum context length is "
-                f"{length} tokens, those of the answer included"
+                f"{length} tokens, including the answer"
             )
         for name, ids in (("token ids", prompt), ("logit_bias token ids", asked.get("logit_bias") or ())):
             for extreme in (min(ids, default=0), max(ids, default=0)):
@@ -226,7 +226,7 @@ class Engine:
             raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
         try:
             request = Request(loop, self._defaults, prompt, **asked)
-            request.options.make_sampler(0).check(self.vocab_size)  # the seed is there
+            request.options.make_sampler(0).check(self.vocab_size)  # `asked` has a seed, so 0 is not used
         except ValueError as error:
             raise RequestError(one_line(error)) from error
         if length is not None and not 0 < request.options.max_tokens <= length - len(prompt):
@@ -234,13 +234,13 @@ class Engine:
         return request
 
     def _drop_waiting(self, error: Exception | None = None) -> None:
-        """Ends waiting requests: the cancelled ones, or with an error all of them."""
+        """Ends the cancelled requests in the queue; with an error, all of them."""
         for request in [each for each in self._queue if error or each.cancelled]:
             self._queue.remove(request)
             self._end(request, error or "cancelled")
 
     def _end(self, request: Request, reason: str | Exception) -> None:
-        """Counts a request that has ended, and sends the end to its client."""
+        """Counts a request that has ended, and notifies its client."""
         counters = self.counters
         counters.finished[reason if isinstance(reason, str) else "failed"] += 1
         counters.cached_tokens += request.cached_tokens
@@ -252,7 +252,7 @@ class Engine:
             error = GenerationFailed(one_line(error))
         request.send(error)
 
-    # What follows is the engine's thread.
+    # The methods below run in the engine's thread.
 
     def _run(self) -> None:
         with on_stream(), wired_limit(self._model):
@@ -269,14 +269,14 @@ class Engine:
                         break
                     self.scheduler.step(*decisions[:-1])
                 except Exception as error:
-                    if ranks.count() > 1:  # the others may have gone on
+                    if ranks.count() > 1:  # the others may have continued
                         ranks.exit_with_error(f"{type(error).__name__}: {one_line(error)}")
-                    logging.exception("The engine has failed, and with it all requests that ran")
+                    logging.exception("The engine failed; all running requests are aborted")
                     self.scheduler.abort(error)
             self.scheduler.close()
 
     def _save_while_idle(self) -> None:
-        """Writes prompt caches to their folder while there is nothing to decode, a file at a time."""
+        """Writes prompt caches to their folder, one file at a time, while there is nothing to decode."""
         seconds = SAVE_AFTER
         while self.scheduler.prompt_cache.has_unsaved:
             with self._condition:
@@ -286,9 +286,9 @@ class Engine:
             seconds = 0.0
 
     def _decide(self) -> Decisions | None:
-        """The next decisions, once there is something to do. None on other ranks, and if rank 0 has none to send.
+        """Waits for work and returns the next decisions; None on ranks other than 0, or if there is nothing to send.
 
-        Idle ranks exchange a message every `IDLE_SECONDS`: waiting for one occupies a core.
+        Idle ranks exchange a message every `IDLE_SECONDS`, as waiting for one would keep a core busy.
         """
         is_alone = ranks.count() == 1
         with self._condition:
@@ -310,13 +310,13 @@ class Engine:
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
-        """Compiles on another rank what rank 0 compiled before."""
-        from .structured_output import GrammarCompiler  # which needs more than an engine does
+        """Compiles on other ranks what rank 0 has compiled."""
+        from .structured_output import GrammarCompiler  # imports packages of the `server` extra
 
         return GrammarCompiler(self._tokenizer, self.vocab_size)
 
     def _share(self, own: Decisions | None) -> Decisions:
-        """The decisions of rank 0. Every rank has the same rows in the same order."""
+        """Returns rank 0's decisions on every rank. All ranks have the same rows in the same order."""
         if ranks.count() == 1:
             assert own is not None
             return own
@@ -334,7 +334,7 @@ class Engine:
         if own is not None or received is None:
             return own or Decisions({}, [])
         ended, started, *others = received
-        # The choices of one request have one object of arguments, which pickle keeps one.
+        # The choices of one request share one `arguments` object, and pickle preserves that.
         arguments = {id(given): given for _, given in started if given}
         grammars = {at: self._grammars.compile(*given) for at, given in arguments.items()}
         rebuilt = [self._make_request(None, **asked, grammar=grammars.get(id(given))) for asked, given in started]

@@ -1,4 +1,4 @@
-"""What a grammar cannot enforce of a JSON schema, and where an answer breaks one."""
+"""JSON schemas: dropping keywords that a grammar rejects, and finding where an answer violates a schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from referencing import Registry
 Schema = dict[str, Any]
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-"""Keywords whose value has schemas by name."""
+"""Keywords whose value maps names to schemas."""
 
 VALUES = ("const", "enum", "default", "examples", "example")
 """Keywords whose value is data, not a schema."""
@@ -28,16 +28,16 @@ GROUPS = [
     ("minItems", "maxItems"),
     ("minProperties", "maxProperties"),
 ]
-"""Keywords that a grammar may refuse for their values; each group is dropped together."""
+"""Keywords that a grammar may reject for their values; those of a group are dropped together."""
 
 
 def drop_refused(schema: Schema, refuses: Callable[[Schema], bool]) -> tuple[Schema, list[str]]:
-    """Returns (a copy of a schema without the keywords that a grammar refuses, what was dropped).
+    """Returns (a copy of a schema without the keywords that a grammar rejects, what was dropped).
 
-    Keywords that are wrong by JSON Schema's own rules are kept, so that the whole schema is refused.
+    Keywords that are invalid in JSON Schema itself are kept, so that the whole schema is refused.
 
     Args:
-        refuses: whether a grammar refuses a schema.
+        refuses: whether a grammar rejects a schema.
     """
     schema, dropped = deepcopy(schema), list[str]()
     for part in list(find_parts(schema)):
@@ -53,7 +53,10 @@ def drop_refused(schema: Schema, refuses: Callable[[Schema], bool]) -> tuple[Sch
 
 
 def drop(part: Schema, names: Sequence[str]) -> None:
-    """Removes keywords; `additionalProperties` with `patternProperties`, as it would refuse what those allow."""
+    """Removes keywords in place.
+
+    `additionalProperties` goes with `patternProperties`, as it would forbid what the patterns allow.
+    """
     if "patternProperties" in part and "patternProperties" in names:
         part.pop("additionalProperties", None)
     for name in names:
@@ -61,7 +64,7 @@ def drop(part: Schema, names: Sequence[str]) -> None:
 
 
 def find_parts(schema: Any) -> Iterator[Schema]:
-    """Yields all schemas within a schema, itself included."""
+    """Yields a schema and all schemas within it."""
     if isinstance(schema, list):
         for each in schema:
             yield from find_parts(each)
@@ -74,18 +77,18 @@ def find_parts(schema: Any) -> Iterator[Schema]:
 
 
 def is_schema(schema: Schema) -> bool:
-    """Whether a schema follows JSON Schema's own rules."""
+    """Whether a schema is valid JSON Schema."""
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
-    except Exception:  # besides a SchemaError: what Python raises for a schema of wrong types or a huge pattern
+    except Exception:  # not only SchemaError: wrong types and huge patterns raise other types
         return False
     return True
 
 
 def find_violation(schema: Schema, text: str) -> str | None:
-    """Returns where a text breaks a schema, and which keyword; None if it does not.
+    """Returns where a text violates a schema, and which keyword; None if it does not.
 
-    Patterns are not checked: with some of them Python's `re` takes forever, and stops all other threads meanwhile.
+    Patterns are not checked: with some of them Python's `re` runs forever and blocks all other threads.
     """
     try:
         value = json.loads(text)

@@ -1,4 +1,4 @@
-"""The server's metrics, for Prometheus."""
+"""The server's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .request import Request
 
 PREFIX = "mlx_redrafter_"
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-"""Upper bounds of the histograms' buckets, in seconds."""
+"""Upper bounds of the histogram buckets, in seconds."""
 
 
 class Metrics(Collector):
-    """The metrics of one server, in their own registry. Every name begins with `mlx_redrafter_`."""
+    """The metrics of one server, in a registry of their own. All names begin with `mlx_redrafter_`."""
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -34,12 +34,12 @@ class Metrics(Collector):
 
         labels = ("endpoint", "status")
         self.requests = Counter(f"{PREFIX}requests", "Replies by path and status", labels, registry=self._registry)
-        self._queued = histogram("queue", "From a request to its start")
-        self._first = histogram("first_token", "From a request to its first token")
-        self._answered = histogram("answer", "From a request to the end of its answer")
+        self._queued = histogram("queue", "Seconds from a request's arrival to its start")
+        self._first = histogram("first_token", "Seconds from a request's arrival to its first token")
+        self._answered = histogram("answer", "Seconds from a request's arrival to the end of its answer")
 
     def count(self, request: Request) -> None:
-        """Counts the times of a request that has ended, in any way."""
+        """Records the latencies of a request that has ended for any reason."""
         if request.queue_seconds is not None:
             self._queued.observe(request.queue_seconds)
         if request.time_to_first_token is not None:
@@ -61,12 +61,12 @@ class Metrics(Collector):
         for name in ("drafted", "accepted", "context_drafted", "context_accepted"):
             tokens[name] = getattr(counts.decoding, name)
         counters: tuple[tuple[str, str, Any, str | None], ...] = (
-            ("tokens", "Tokens by kind; drafted and accepted ones of both sources", tokens, "kind"),
-            ("rounds", "Forwards of the target after the prompts', one request at a time", counts.rounds, None),
-            ("batch_steps", "Forwards of the target for several requests", counts.batch_steps, None),
-            ("mode_switches", "Changes to one request at a time, or to a batch", counts.mode_switches, "to"),
+            ("tokens", "Tokens by kind; drafted and accepted count drafter and context", tokens, "kind"),
+            ("rounds", "Target forwards after prefill, each for one request", counts.rounds, None),
+            ("batch_steps", "Target forwards for a batch of requests", counts.batch_steps, None),
+            ("mode_switches", "Times that a request changed to another mode", counts.mode_switches, "to"),
             ("generations", "Generations by how they ended", counts.finished, "end"),
-            ("drafter_failures", "Answers that went on without their drafter", counts.drafter_failures, None),
+            ("drafter_failures", "Answers that continued without a drafter that failed", counts.drafter_failures, None),
         )
         for name, text, value, label in counters:
             family = CounterMetricFamily(f"{PREFIX}{name}", text, labels=[label] if label else None)
@@ -74,10 +74,10 @@ class Metrics(Collector):
                 family.add_metric([key] if key else [], number)
             yield family
         for name, text, gauge in (
-            ("queue_length", "Requests that wait", engine.queued),
-            ("running", "Requests that are answered", len(engine.scheduler.rows)),
-            ("prompt_cache_bytes", "What the prompt cache keeps", engine.scheduler.prompt_cache.nbytes),
-            ("active_memory_bytes", "Memory that arrays take", mx.get_active_memory()),
-            ("cache_memory_bytes", "Memory that MLX keeps for arrays to come", mx.get_cache_memory()),
+            ("queue_length", "Waiting requests", engine.queued),
+            ("running", "Running requests", len(engine.scheduler.rows)),
+            ("prompt_cache_bytes", "Size of the prompt cache", engine.scheduler.prompt_cache.nbytes),
+            ("active_memory_bytes", "Memory of MLX arrays in use", mx.get_active_memory()),
+            ("cache_memory_bytes", "Free memory that MLX keeps for reuse", mx.get_cache_memory()),
         ):
             yield GaugeMetricFamily(f"{PREFIX}{name}", text, value=gauge)

@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions, with the additional fields of mlx-lm's server."""
+"""OpenAI's chat and text completions, with mlx-lm's additional fields."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .text_stream import Segment, find_bytes
 from .types import TokenEvent
 
 IMPOSSIBLE = -9999.0
-"""The log-probability of an impossible token, as OpenAI has it: JSON has no infinity."""
+"""Log-probability of an impossible token, as in OpenAI's API: JSON has no infinity."""
 
 AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
 
 
 class OpenAICompletions(Completion[AnyOpenAIBody]):
-    """What both share; `kinds` is the field `object` of a whole reply, and of a chunk."""
+    """Base class of both APIs; `kinds` are the values of `object` in a whole reply and in a chunk."""
 
     kinds: ClassVar[tuple[str, str]]
     last_line = "data: [DONE]\n\n"
@@ -43,14 +43,14 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
 
     @abstractmethod
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
-        """Returns the field with the text of a choice, or of a chunk."""
+        """Returns the field that holds the text of a choice or a chunk."""
 
     def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns the field `logprobs` of a choice."""
         return {"content": tokens}
 
     async def events(self, answer: Answer) -> AsyncIterator[Event]:
-        """Yields the chunks of a stream; otherwise whole choices go into the reply."""
+        """Yields the chunks of a stream; without a stream, puts whole choices into the reply."""
         choices, segments, logprobs, drafts = list[Event](), list[Segment](), list[Event](), Event()
         async for piece in answer.pieces():
             segments += piece.segments
@@ -112,7 +112,7 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
         if body.logprobs or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs)
         self._call_counts = [0] * body.n
-        self._began = set[int]()  # the choices that have a role
+        self._began = set[int]()  # choices whose role has been sent
 
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
         text, reasoning = ("".join(s.text for s in segments if s.kind == kind) for kind in ("text", "reasoning"))
@@ -150,7 +150,7 @@ class Completions(OpenAICompletions[CompletionBody]):
             self.top_logprobs = max(0, body.top_logprobs) if body.logprobs is True else int(body.logprobs)
 
     def encode_prompt(self) -> Prompt:
-        """The prompt without a template."""
+        """Encodes the prompt without the chat template."""
         prompt = self.body.prompt
         return Prompt(encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt)
 
@@ -158,7 +158,7 @@ class Completions(OpenAICompletions[CompletionBody]):
         return {"text": "".join(segment.text for segment in segments)}
 
     def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns OpenAI's older form if `logprobs` is a number, as OpenAI's clients send it, otherwise mlx-lm's."""
+        """Returns OpenAI's legacy format if `logprobs` is a number, as OpenAI's clients send it, otherwise mlx-lm's."""
         if isinstance(self.body.logprobs, bool):
             return super().describe_logprobs(tokens)
         return {
@@ -170,5 +170,5 @@ class Completions(OpenAICompletions[CompletionBody]):
 
 
 def read_input(segment: Segment) -> str:
-    """The input of a call of a custom tool."""
+    """Returns the input of a custom tool's call."""
     return str(json.loads(segment.text).get("input", ""))

@@ -1,4 +1,4 @@
-"""OpenAI's responses: text, reasoning and tool calls as items. The server keeps the last items."""
+"""OpenAI's Responses API: text, reasoning and tool calls as items. The server keeps the latest items."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .schemas import ApiError, ResponsesBody, log_once
 from .text_stream import Segment
 
 MAX_ITEMS = 1000
-"""How many items are kept."""
+"""How many items are kept for `item_reference`."""
 
 ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text": (
@@ -24,7 +24,7 @@ ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "reasoning": ({"type": "reasoning", "summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
 }
-"""Kind of a segment -> (the item that it begins, the part in the item's content)."""
+"""Kind of a segment -> (the item that it starts, the part in the item's content)."""
 
 
 class Responses(Completion[ResponsesBody]):
@@ -50,7 +50,6 @@ class Responses(Completion[ResponsesBody]):
         }  # fmt: skip
 
     async def events(self, answer: Answer) -> AsyncIterator[Event]:
-        """The events in the API's order."""
         yield self._event("created", response=self.reply)
         yield self._event("in_progress", response=self.reply)
         steps = {"begin": self._begin_item, "add": self._add_segment}
@@ -69,7 +68,7 @@ class Responses(Completion[ResponsesBody]):
         return self._event("in_progress", response=self.reply)
 
     def describe_failure(self, error: ApiError) -> Event:
-        """The last event of a stream that fails: the response so far."""
+        """Returns the last event of a stream that failed, with the response so far."""
         self.reply |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
         return self._event("failed", response=self.reply)
 
@@ -110,7 +109,7 @@ class Responses(Completion[ResponsesBody]):
         for part in item.get("content", ()):
             yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
             yield self._item_event("content_part.done", part=part)
-        # A call is always whole, also the last item of an answer that was cut short.
+        # Calls are always complete, even as the last item of an answer that was cut off.
         item["status"] = "incomplete" if is_cut and "content" in item else "completed"
         items = self.service.items
         items[item["id"]] = item
@@ -128,10 +127,13 @@ class Responses(Completion[ResponsesBody]):
 
 
 def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Message]:
-    """Returns the items of a conversation as messages; consecutive text and calls of the assistant become one.
+    """Converts items to messages; consecutive text and calls of the assistant become one message.
 
-    Calls of tools that are not functions are shown as function calls, their outputs as its results. Items of tools that
-    run on the API's own servers are left out.
+    Calls of any kind become function calls, and their outputs tool results. Items of tools that run on the API's own
+    servers are ignored.
+
+    Raises:
+        ApiError: an item is malformed, or refers to one that is not kept.
     """
     messages: list[Message] = []
 
@@ -144,7 +146,7 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
         where, identifier = f"input[{at}]", str(item.get("id"))
         if item.get("type") == "item_reference" or item.keys() == {"id"}:
             if identifier not in service.items:
-                raise ApiError(f"{where}: there is no item {identifier!r:.100} here any more: send the item itself")
+                raise ApiError(f"{where}: item {identifier!r:.100} is not kept here; send the item itself")
             item = service.items[identifier]
         kind = str(item.get("type") or "message")
         if kind == "message":
@@ -165,5 +167,5 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
             arguments = {"input": item["input"]} if "input" in item else item.get("arguments", item.get("action"))
             assistant().setdefault("tool_calls", []).append(make_call(item["call_id"], name, arguments))
         else:
-            log_once(f"items of this type are left out: {kind:.60}")
+            log_once(f"items of this type are ignored: {kind:.60}")
     return messages

@@ -1,7 +1,7 @@
-"""Whether two or three requests are decoded faster alternately, each of them drafted, or plainly in a batch.
+"""Decides whether two or three requests take turns, each with drafts, or are decoded plainly in a batch.
 
-Both speeds are measured while requests run. A batch is left for a trial now and then: one that does not pay doubles
-the time until the next, one that does halves it.
+Both speeds are measured while requests run. Now and then a batch is interrupted to try turns. The pause until the next
+trial doubles if turns were too slow, and halves if they were faster.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections import deque
 from statistics import median
 
 MAX_ROWS = 3
-"""Above it a batch is always faster: it would take drafts of more than three tokens on average."""
+"""With more rows a batch is always faster: drafts would need more than three tokens on average to beat it."""
 
 TRIAL_EVERY, MAX_PAUSE = 24, 1536
-"""Steps of a batch before a trial, at first and at most."""
+"""Batch steps before a trial: at first, and at most."""
 
 WINDOW = 8
-"""Rounds of each row, or steps of a batch, that a speed is measured over."""
+"""Rounds of each row, or batch steps, over which a speed is measured."""
 
 MARGIN = 1.05
-"""How many times as fast as a batch turns must be."""
+"""Turns must be this many times as fast as a batch."""
 
 
 class Pace:
-    """The speeds of both ways, in tokens per second of all rows together, and the way to take."""
+    """Measured speeds of turns and batches, in tokens per second over all rows, and the choice between them."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, deque[float]] = {}  # seconds of a step of a batch, by its rows
+        self._steps: dict[int, deque[float]] = {}  # rows in a batch -> seconds of its latest steps
         self._pauses: dict[int, int] = {}
         self._n_steps = self._n_rounds = self._tokens = 0
         self._seconds = 0.0
@@ -37,7 +37,7 @@ class Pace:
         return rows / median(steps) if len(steps) >= WINDOW else None
 
     def observe_step(self, rows: int, seconds: float) -> bool:
-        """Counts a step in which a batch has made a token of each row; returns whether to try turns now."""
+        """Records a batch step that made one token per row. Returns whether to try turns now."""
         self._steps.setdefault(rows, deque(maxlen=2 * WINDOW)).append(seconds)
         self._n_steps += 1
         if rows > MAX_ROWS or self._n_steps < self._pauses.get(rows, TRIAL_EVERY) or self._batch_speed(rows) is None:
@@ -46,7 +46,7 @@ class Pace:
         return True
 
     def observe_rounds(self, rows: int, tokens: int, seconds: float) -> bool:
-        """Counts a round of each row; returns whether to go on with turns."""
+        """Records one round of every row. Returns whether to continue with turns."""
         self._n_rounds, self._tokens, self._seconds = self._n_rounds + 1, self._tokens + tokens, self._seconds + seconds
         if self._n_rounds < WINDOW:
             return True
@@ -58,7 +58,7 @@ class Pace:
         return pays
 
     def prefers_turns(self, rows: int) -> bool:
-        """Whether that many rows should take turns, by the speed of the last rounds."""
+        """Whether this many rows should take turns, by the latest measurements."""
         batch, turns = self._batch_speed(rows), self._turns_speed
         return rows <= MAX_ROWS and batch is not None and turns is not None and turns >= MARGIN * batch
 

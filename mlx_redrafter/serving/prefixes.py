@@ -1,6 +1,6 @@
-"""The beginnings of a prompt that later prompts are likely to share, found without knowledge of its chat template.
+"""Finds the prefixes of a prompt that later prompts are likely to share, for any chat template.
 
-The template renders what may come next, and as many tokens as both texts begin with are shared.
+The template renders likely next conversations. The tokens that they share with the prompt are such a prefix.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from .conversation import Message, make_call
 from .prompt_cache import MIN_SHARED, common_prefix
 
 WINDOW = 1024
-"""Characters before the place where two texts part that are encoded to find its token."""
+"""Characters before the first difference of two texts that are encoded to find its token."""
 
 
 def find_prefix_lengths(
     tokenizer: Any, prompt: list[int], text: str, messages: Sequence[Message], args: dict[str, Any], *, prefilled: bool
 ) -> list[int]:
-    """How many tokens of a prompt later ones are likely to begin with, ascending.
+    """Returns the lengths, in tokens, of the prefixes that later prompts are likely to share, ascending.
 
-    - System prompt and tools: other conversations.
-    - All up to what the template puts before a new answer alone, such as `<think>`: the user's next message, and where
-      that changes how earlier answers are rendered, the next result of a tool.
-    - The whole prompt, unless one of these is about as long: another answer to it.
+    - System prompt and tools, for other conversations.
+    - Everything before what the template adds only to a new answer, such as `<think>`, for the user's next message. If
+      that message changes how earlier answers are rendered, also for the next tool result.
+    - The whole prompt, unless one of these is nearly as long, for another answer to it.
 
     Args:
-        prompt: the tokens of `text`, which are `messages` rendered with `args`.
+        prompt: the tokens of `text`, which is `messages` rendered with `args`.
         prefilled: whether the last message is the beginning of the answer.
     """
     found = set[int]()
     for conversations in _continue(messages[:-1] if prefilled else messages, args.get("tools")):
         counts = []
         for each in conversations:
-            with suppress(RedrafterError):  # a template that takes no such conversation
+            with suppress(RedrafterError):  # the template rejects this conversation
                 counts.append(count_shared(tokenizer, prompt, text, render(tokenizer, each, args)))
         found.add(min(counts, default=0))
     whole = len(prompt) - 1
@@ -49,9 +49,9 @@ def find_prefix_lengths(
 
 
 def _continue(messages: Sequence[Message], tools: Any) -> Iterator[list[list[Message]]]:
-    """Conversations that share a beginning with this one, several where it has to be that of all.
+    """Yields groups of likely next conversations; the prefix of a group is what all its members share.
 
-    A new one; those after an answer and the user's next message; those after a call and its result.
+    The groups: a new conversation; an answer and the user's next message; another call and its result.
     """
     roles = [message["role"] for message in messages]
     n_leading = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
@@ -70,9 +70,9 @@ def _continue(messages: Sequence[Message], tools: Any) -> Iterator[list[list[Mes
 
 
 def count_shared(tokenizer: Any, prompt: list[int], text: str, other: str) -> int:
-    """The length of the common prefix of `prompt`, the tokens of `text`, and those of another text.
+    """Returns the length of the common prefix of `prompt`, the tokens of `text`, and the tokens of another text.
 
-    Where the texts part after much that is the same, only what is around that place is encoded.
+    If the texts share a long beginning, only what follows it and a little before is encoded.
     """
     sizes = range(1, 1 + min(len(text), len(other)))
     size = bisect_right(sizes, False, key=lambda n: text[:n] != other[:n])
@@ -80,12 +80,12 @@ def count_shared(tokenizer: Any, prompt: list[int], text: str, other: str) -> in
     if len(text) + len(other) - 2 * start < len(other):
         part = _encode(tokenizer, text[start:])
         held = common_prefix(part, _encode(tokenizer, other[start:]))
-        end = part[held // 2 :]  # at its beginning it may be other tokens than in the whole text
+        end = part[held // 2 :]  # its first tokens may differ from those in the whole text
         if np.array_equal(end, prompt[-len(end) :]):
             return len(prompt) - len(part) + held
     return common_prefix(np.array(prompt, np.int32), _encode(tokenizer, other))
 
 
-@lru_cache(maxsize=32)  # a system prompt comes with every request
+@lru_cache(maxsize=32)  # requests repeat their system prompt
 def _encode(tokenizer: Any, text: str) -> Any:
     return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)

@@ -1,4 +1,4 @@
-"""The server's process: port, models, shutdown."""
+"""The server process: socket, models, shutdown."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .engine import Engine
 from .metrics import Metrics
 
 GRACE = 5
-"""Seconds after the drain timeout in which errors reach the clients, before uvicorn cancels the rest."""
+"""Seconds after the drain timeout in which errors can reach clients, before uvicorn cancels the rest."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; clients that connect while the models are loaded wait.
+    """Returns a listening socket. Clients that connect before the models are loaded have to wait.
 
     Raises:
         RedrafterError: the address cannot be used.
@@ -44,10 +44,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def load_service(args: argparse.Namespace) -> Service:
-    """Loads the models of the flags, and starts an engine.
+    """Loads the models that the flags name, and starts an engine.
 
     Raises:
-        RedrafterError: a model cannot be loaded, or they do not fit together.
+        RedrafterError: a model cannot be loaded, the models do not fit together, or a folder cannot be used.
     """
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
@@ -62,7 +62,7 @@ def load_service(args: argparse.Namespace) -> Service:
 
 
 def show_name(name: str | None) -> str:
-    """The name of a model in replies: of a directory only the last part."""
+    """Returns a model's name for replies; of a directory, only the last part."""
     if name is None:
         return "demo"
     path = Path(name).expanduser()
@@ -70,7 +70,7 @@ def show_name(name: str | None) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which finishes answers after the first signal; the second ends the process at once."""
+    """uvicorn's server. It finishes answers after the first signal; a second one ends the process at once."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._engine, self._drain_timeout = service.engine, service.args.drain_timeout
@@ -79,19 +79,19 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finishes answers; after the drain timeout the engine closes, and clients get an error."""
+        """Finishes answers. After the drain timeout the engine closes, and clients get an error."""
         loop = asyncio.get_running_loop()
         loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._engine.close, 0.0)
         await super().shutdown(sockets)
-        if self._saves_prompts:  # the signal ends the process after this
+        if self._saves_prompts:  # after this the signal ends the process
             await loop.run_in_executor(None, self._engine.close, GRACE)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stops taking requests."""
-        logging.info("ending: what runs is finished; a second signal ends it at once")
+        """Stops accepting requests."""
+        logging.info("Shutting down after open requests are finished; a second signal exits at once")
         if ranks.count() == 1:
             super().handle_exit(sig, frame)
-        self.should_exit = True  # several ranks end together, not by the signal
+        self.should_exit = True  # several ranks end together, without the signal
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
 
@@ -101,28 +101,28 @@ def serve(
     make: Callable[[Service], ASGIApp] = make_app,
     on_listening: Callable[[str], None] | None = None,
 ) -> int:
-    """Serves until a signal; only the first of several ranks listens.
+    """Serves until a signal, and returns the exit status. Of several ranks only rank 0 listens.
 
     Args:
         args: see `command.check_args`.
         make: returns the application.
-        on_listening: called with the URL once connections are accepted.
+        on_listening: called with the URL once the models are loaded.
 
     Raises:
-        RedrafterError: the port is taken, or the models cannot be loaded.
+        RedrafterError: the address cannot be used; see also `load_service`.
     """
     if ranks.index():
         engine = load_service(args).engine
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all on a machine, and rank 0 ends the others
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks of a machine; rank 0 stops the others
         engine.join()
         return 0
-    # Python's own handler raises, and an interpreter that exits while the engine's thread is inside MLX aborts.
+    # Python's own handler raises, and exiting the interpreter while the engine's thread is inside MLX aborts.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     level = getattr(logging, args.log_level)
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
     logging.captureWarnings(True)
-    logging.getLogger("mlx_redrafter").setLevel(logging.NOTSET)  # as --log-level says
-    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))  # without messages about start and end
+    logging.getLogger("mlx_redrafter").setLevel(logging.NOTSET)  # leave it to --log-level
+    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))  # without its start and shutdown messages
     with bind(args.host, args.port) as bound:
         service = load_service(args)
         server = Server(make(service), service)
@@ -136,6 +136,6 @@ def serve(
 
 
 def url_of(bound: socket.socket) -> str:
-    """The address of a listening socket."""
+    """Returns the URL of a listening socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,4 +1,4 @@
-"""The prompt caches of earlier requests, found by their tokens."""
+"""KV caches of earlier requests, found by their tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ..planning.machine import usable_bytes
 from .cache_folder import CacheFolder
 
 MIN_SHARED = 32
-"""Tokens that prompts have in common: fewer are neither waited for nor kept, but read again."""
+"""Fewest shared tokens that are worth waiting for or keeping; fewer are prefilled again."""
 
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A cache; `file` is where it is kept, `replaced` are files of no use once it is there too."""
+    """A cache. `file` is where it is saved; `replaced` are files that become useless once it is saved."""
 
     tokens: Tokens
     cache: kv_cache.Cache
@@ -41,38 +41,38 @@ class _Entry:
 
 
 def default_bytes() -> int:
-    """Half of the memory that the weights leave, and at least 1 GiB."""
+    """Returns half of the memory that the weights leave, but at least 1 GiB."""
     return max(1 << 30, (usable_bytes() - mx.get_active_memory()) // 2)
 
 
 class PromptCache:
-    """Caches of up to a number of bytes; the least recently used are dropped first, the newest never.
+    """Caches up to a total size. The least recently used are dropped first, the newest never.
 
-    mlx-lm's `LRUPromptCache` takes seconds to find a prompt that shares only its first tokens with one of 20,000.
+    mlx-lm's `LRUPromptCache` would take seconds to find a prompt that shares only its first tokens with one of 20,000.
 
     Args:
-        max_bytes: of all caches together, and as much on disk; 0 keeps none.
-        folder: where `save_next` writes them; those that are there are found once a prompt is looked for.
+        max_bytes: limit of all caches together, and of all files; 0 keeps none.
+        folder: where `save_next` writes caches. Its files are listed at the first lookup; None for no folder.
     """
 
     def __init__(self, max_bytes: int, folder: CacheFolder | None = None) -> None:
         self.max_bytes, self._has_warned = max_bytes, False
         self._folder, self._is_listed = folder, folder is None
-        self._entries: list[_Entry] = []  # the least recently used one first
+        self._entries: list[_Entry] = []  # least recently used first
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def nbytes(self) -> int:
-        """Of all caches together."""
+        """Size of all caches together."""
         return sum(entry.nbytes for entry in self._entries)
 
     def fetch(self, tokens: Sequence[int]) -> tuple[kv_cache.Cache | None, int]:
         """Returns (a copy of the cache with the longest prefix of `tokens`, or None; the length of the prefix).
 
-        At least the last token is left to read. A cache that cannot be trimmed is found only if all its tokens match.
-        Shorter prefixes of `tokens` count as used, too: others may share those alone.
+        At least the last token is left to prefill. A cache that cannot be trimmed matches only with all its tokens.
+        Caches of shorter prefixes count as used, too: other prompts may share only those.
         """
         best, most = self._find(wanted := np.array(tokens[:-1], np.int32))
         while best is not None and not self._evaluate(best):
@@ -87,11 +87,15 @@ class PromptCache:
         return cache, most
 
     def count(self, wanted: Tokens) -> int:
-        """The length of the prefix that `fetch` would find for a prompt, given without its last token."""
+        """Returns the length of the prefix that `fetch` would find.
+
+        Args:
+            wanted: a prompt without its last token.
+        """
         return self._find(wanted)[1]
 
     def _mark_used(self, used: list[_Entry]) -> None:
-        """Puts these last, of them the longest first."""
+        """Marks entries as most recently used; of them, the longest is dropped first."""
         used.sort(key=lambda each: -len(each.tokens))
         self._entries = [each for each in self._entries if each not in used] + used
         for file in [each.file for each in used if each.file is not None]:
@@ -99,7 +103,7 @@ class PromptCache:
                 os.utime(file)
 
     def _evaluate(self, entry: _Entry) -> bool:
-        """Reads the arrays of a file; returns whether they are there."""
+        """Loads an entry's arrays if they are not loaded yet. Returns whether that succeeded."""
         if not entry.is_evaluated:
             assert self._folder is not None and entry.file is not None
             try:
@@ -122,29 +126,30 @@ class PromptCache:
         best, most = None, 0
         for entry in reversed(self._entries):
             if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:
-                continue  # it holds no more of them
+                continue  # it cannot match more tokens
             held = common_prefix(entry.tokens, wanted)
             if held > most and (held == len(entry.tokens) or _can_trim(entry.cache)):
                 best, most = entry, held
         return best, most
 
     def store(self, tokens: Sequence[int], cache: kv_cache.Cache, *, has_answer: bool = False) -> None:
-        """Keeps a cache of exactly these tokens; the caller must not use it any more.
+        """Keeps a cache of exactly these tokens. The caller must not use the cache afterwards.
 
         Args:
-            has_answer: later prompts may hold the answer otherwise: what is kept of the prompt is not dropped for it.
+            has_answer: whether the tokens end with an answer. Later prompts may render it differently, so it is dropped
+                before the caches of its prompt.
         """
-        nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))  # all ranks must drop the same
+        nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))  # all ranks must drop the same caches
         new = _Entry(np.array(tokens, np.int32), cache, nbytes)
         if not tokens or not self.max_bytes:
             return
         if new.nbytes > self.max_bytes and not self._has_warned:
             self._has_warned = True
             logging.warning(
-                "The prompt cache may take %d bytes, %d tokens alone take %d: only the newest is kept. "
+                "The prompt cache is limited to %d bytes, but %d tokens take %d: only the newest cache is kept. "
                 "See --prompt-cache-bytes", self.max_bytes, len(tokens), new.nbytes,
             )  # fmt: skip
-        mx.async_eval([c.state for c in cache])  # otherwise its whole graph stays alive
+        mx.async_eval([c.state for c in cache])  # otherwise its whole graph stays in memory
         self._list_files()
         can_trim = _can_trim(cache)
 
@@ -164,11 +169,11 @@ class PromptCache:
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether `save_next` has something to do."""
+        """Whether `save_next` has a cache to write."""
         return self._folder is not None and not all(each.is_saved for each in self._entries)
 
     def save_next(self) -> None:
-        """Writes the newest cache that is not in the folder, if there is one; what cannot be written is skipped."""
+        """Writes the newest unsaved cache, if there is one. A cache that cannot be written is skipped."""
         entry = next((each for each in reversed(self._entries) if not each.is_saved), None)
         if self._folder is None or entry is None:
             return
@@ -179,14 +184,14 @@ class PromptCache:
                 if file != entry.file:
                     file.unlink(missing_ok=True)
         except (OSError, RuntimeError, ValueError, RedrafterError) as error:
-            logging.warning("A prompt cache of %d tokens is not kept on disk: %s", len(entry.tokens), one_line(error))
+            logging.warning("Could not save a prompt cache of %d tokens: %s", len(entry.tokens), one_line(error))
 
     def clear(self) -> None:
         """Drops all caches in memory."""
         self._entries, self._is_listed = [], self._folder is None
 
     def close(self) -> None:
-        """Saves what is not saved, and drops all caches."""
+        """Saves unsaved caches, drops all, and releases the folder."""
         while self.has_unsaved:
             self.save_next()
         self.clear()
@@ -195,7 +200,7 @@ class PromptCache:
 
 
 def common_prefix(first: Tokens, second: Tokens) -> int:
-    """The length of the common prefix of two texts (T,)."""
+    """Returns the length of the common prefix of two token arrays (T,)."""
     size = min(len(first), len(second))
     different = np.flatnonzero(first[:size] != second[:size])
     return int(different[0]) if len(different) else size
@@ -206,5 +211,5 @@ def _is_prefix(first: Tokens, second: Tokens) -> bool:
 
 
 def _can_trim(cache: kv_cache.Cache) -> bool:
-    """Whether any number of rows can be trimmed; a chunked cache has lost the rows before its chunk."""
+    """Whether any number of rows can be trimmed. A chunked cache has dropped the rows before its chunk."""
     return can_trim_prompt_cache(cache) and not any(getattr(c, "start_position", 0) for c in kv_cache.leaves(cache))

@@ -1,4 +1,4 @@
-"""The command `race`: the server with a page that shows plain and drafted decoding side by side."""
+"""The `race` command: the server with a page that shows plain and drafted decoding side by side."""
 
 from __future__ import annotations
 
@@ -29,31 +29,35 @@ PORT = 8090
 
 
 def run() -> int:
-    """Serves the page and the APIs until a signal; returns the exit status."""
+    """Serves the page and the APIs until a signal; returns the exit status.
+
+    Raises:
+        RedrafterError: `--answers` is given; see also `check_args` and `process.serve`.
+    """
     args = check_args(make_race_parser().parse_args())
     if args.answers is not None:
-        raise RedrafterError("race takes no --answers: the second side would be drafted from the first one's text")
-    from .process import serve  # which a --help does not need
+        raise RedrafterError("race takes no --answers: the second run would be drafted from the first one's text")
+    from .process import serve  # not needed for --help
 
     return serve(args, make_race_app, None if args.no_browser else show_page)
 
 
 def make_race_parser() -> argparse.ArgumentParser:
-    """The server's parser with one more flag; by default only the race's own page may send requests."""
+    """Returns the server's parser with `--no-browser`. By default only the race's own page may send requests."""
     parser = make_parser()
     parser.prog = "mlx_redrafter.race"
     parser.description = (
-        "A page that shows plain and drafted decoding side by side, served on this machine alone. "
-        "Without --model it runs the packaged demo. The other flags are those of mlx_redrafter.server."
+        "Serve a page that shows plain and drafted decoding side by side; without --model, with the packaged demo. "
+        "All other flags are those of mlx_redrafter.server."
     )
-    parser.add_argument("--no-browser", action="store_true", help="open no browser, only print the URL")
+    parser.add_argument("--no-browser", action="store_true", help="print the URL without opening a browser")
     parser.set_defaults(port=PORT, allowed_origins=[])
     return parser
 
 
 def show_page(url: str) -> None:
-    """Opens the page in a browser, or prints its address."""
-    # Without a screen Python might start a browser in this terminal.
+    """Opens the page in a browser, or prints its URL."""
+    # Without a display Python might start a text browser in this terminal.
     screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     opened = False
     if screen:
@@ -64,7 +68,7 @@ def show_page(url: str) -> None:
 
 
 def make_race_app(service: Service) -> Starlette:
-    """The server's application with the page, which needs no key; its requests do, if there is one."""
+    """Returns the server's application with the page. The page needs no key; its requests do if there is one."""
     from starlette.responses import HTMLResponse
 
     from .app import make_app

@@ -1,4 +1,4 @@
-"""One request, from `Engine.submit` to its end, and the events of its tokens."""
+"""One request, from `Engine.submit` to its end, and its token events."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ from .types import DraftedRound, DraftSource, FinishReason, TokenEvent
 PENALTIES = signature(make_logits_processors).parameters.keys()
 
 Item = list[TokenEvent] | Exception | None
-"""What a client gets: tokens, or the end."""
+"""Sent to the client: events, an error, or None at the end."""
 
 
 class Request:
-    """A request from its arrival to its end. Once it is submitted, the engine's thread writes all but `cancelled`.
+    """A request and its state. After submission only the engine's thread writes it, except for `cancelled`.
 
     Args:
-        loop: the client's event loop; None on every rank but the first.
-        defaults: the options that the request does not give.
+        loop: the client's event loop; None on ranks other than 0.
+        defaults: options for what the request does not set.
         prompt: token ids.
-        grammar: makes the grammar that the answer follows; None for any answer.
-        top_logprobs: how many of the likeliest tokens each event has.
+        grammar: makes the grammar that the answer must follow; None for any answer.
+        top_logprobs: how many of the likeliest tokens each event contains.
         draft: False decodes plainly.
-        include_drafts: whether events have the rounds' trees.
-        client: whose limit it counts for.
-        prefix_lengths: how many of its first tokens later prompts are likely to share, in any order; none for all.
-        sampling: options of `Options`, and keywords of mlx-lm's `make_logits_processors`.
+        include_drafts: whether events contain the rounds' draft trees.
+        client: the client whose limit the request counts against.
+        prefix_lengths: lengths of the prefixes that later prompts are likely to share; empty for the whole prompt.
+        sampling: keywords of `Options` and of mlx-lm's `make_logits_processors`.
 
     Attributes:
-        options: its sampling and logits processors, and how caches are made.
+        options: the request's sampling, logits processors and cache settings.
         text: prompt and generated tokens.
-        prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is always read.
-        copy_lengths: how many of its tokens are read each time that a copy of the cache is kept, ascending.
+        prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is always prefilled.
+        copy_lengths: prompt lengths at which a copy of the cache is kept, ascending.
         prompt_tokens: the length of the prompt.
-        read: how many of its tokens are in the cache.
-        source: the drafter's state for this text; what a batch decodes is a hole in it.
-        grammar: the state of its grammar once it runs; None without one.
-        may_run_ahead: whether its loop enqueues steps before it has read the one before.
-        error: ends it in the next step.
+        read: how many tokens of the prompt are in the cache.
+        source: the drafter's state for this text; it has not seen tokens that a batch decoded.
+        grammar: the state of the grammar once the request runs; None without one.
+        may_run_ahead: whether its loop may enqueue a step before the previous one is read.
+        error: if set, ends the request in the next step.
         cancelled: whether `cancel` was called.
-        submitted: when, by `time.perf_counter`.
-        cached_tokens: how many of the prompt's were in the prompt cache.
-        generated_tokens: the end-of-text token included.
-        decoding: statistics of the rounds after the prompt's; in a batch each token is a plain step.
-        queue_seconds, time_to_first_token: from `submitted` until it ran, and until its first token; None before.
-        seconds: from the first token to the last one so far.
+        submitted: the time of submission, by `time.perf_counter`.
+        cached_tokens: how many tokens of the prompt were in the prompt cache.
+        generated_tokens: includes the end-of-text token.
+        decoding: statistics of the rounds after the first token; in a batch each token is a plain step.
+        queue_seconds, time_to_first_token: seconds from `submitted` to the start and to the first token; None before.
+        seconds: from the first token to the latest one.
 
     Raises:
-        ValueError: an option or a penalty out of its range.
+        ValueError: an option or a penalty is out of range.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class Request:
         self._loop, self._items = loop, asyncio.Queue[Item]()
 
     def describe(self) -> dict[str, Any]:
-        """The keywords that make the same request on another rank: plain values, without the grammar."""
+        """Returns keywords that make the same request on another rank: plain values, without the grammar."""
         names = ("top_logprobs", "draft", "include_drafts")
         own = {name: getattr(self, name) for name in names}
         return {"prompt": self.text, "prefix_lengths": self.copy_lengths, **own, **self.sampling}
 
     async def events(self) -> AsyncIterator[TokenEvent]:
-        """Yields each token; ends after the one with a `finish_reason`, or when it is cancelled. To be called once.
+        """Yields each token, up to the one with a `finish_reason` or until the request is cancelled. Call it once.
 
         Raises:
-            GenerationFailed: an error of the server's.
+            GenerationFailed: the engine failed or is shutting down, or the answer's schema is too complex.
         """
         while (item := await self._items.get()) is not None:
             if isinstance(item, Exception):
@@ -120,17 +120,21 @@ class Request:
                 yield event
 
     def cancel(self) -> None:
-        """Ends it after the round that is being computed; from any thread. What was read stays in the prompt cache."""
+        """Ends the request after the current round; may be called from any thread. Its cache is kept."""
         self.cancelled = True
 
     def send(self, item: Item) -> None:
-        """Sends events, or the end, to the client; from any thread."""
+        """Sends events or the end to the client; may be called from any thread."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # the client's loop is closed: nobody listens
+            with suppress(RuntimeError):  # the client's loop is closed
                 self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
     def take(self, tokens: list[int], end_tokens: Container[int]) -> tuple[list[int], FinishReason | None]:
-        """(the tokens of a round that belong to the text, which they are appended to; why it ends with them)."""
+        """Appends to the text the tokens of a round that belong to it.
+
+        Returns:
+            These tokens, and why the text ends with them; None if it continues.
+        """
         left = self.options.max_tokens - self.generated_tokens  # negative without a limit
         tokens = tokens[:left] if left > 0 else tokens
         size = next((i for i, token in enumerate(tokens, 1) if token in end_tokens), len(tokens))
@@ -141,7 +145,12 @@ class Request:
     def make_events(
         self, made: Round, tokens: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None
     ) -> list[TokenEvent]:
-        """The events of the tokens that were taken of a round, at least one; `reason` is the last one's."""
+        """Returns the events of the tokens that `take` returned.
+
+        Args:
+            tokens, logprobs: at least one each.
+            reason: why the text ends with the last token; None if it continues.
+        """
         drafts = None
         if self.include_drafts and made.tree is not None:
             nodes, parents = cast(list[int], made.tree.tokens.tolist()), cast(list[int], made.tree.parents.tolist())
@@ -162,14 +171,17 @@ class Request:
 
 
 def read_logprobs(pairs: Sequence[tuple[mx.array, int]]) -> list[float]:
-    """The log-probability of a token in each row (V,), evaluated; read without an operation where NumPy can."""
+    """Returns the log-probability of a token in each evaluated row (V,).
+
+    NumPy reads them without an MLX operation, except bfloat16.
+    """
     if not pairs or pairs[0][0].dtype != mx.bfloat16:
         return [float(np.asarray(row)[token]) for row, token in pairs]
     return cast(list[float], mx.stack([row[token] for row, token in pairs]).tolist())
 
 
 def find_likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:
-    """The likeliest tokens with their log-probabilities (V,), the likeliest first."""
+    """Returns the `count` likeliest tokens and their log-probabilities in a row (V,), likeliest first."""
     if not count:
         return []
     ids = mx.argpartition(-logprobs, kth=count - 1)[:count]

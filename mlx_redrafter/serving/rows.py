@@ -1,7 +1,7 @@
 """The two ways to decode rows: this package's loop, which drafts for one row, and mlx-lm's batches of several.
 
-A row moves from one to the other with its cache, and continues with the tokens that are not in it yet, so that nothing
-is read twice. All of this runs in one thread, on mlx-lm's generation stream.
+A row moves between them with its cache and continues with the tokens that are not in the cache yet, so nothing is
+prefilled twice. Everything here runs in one thread, on mlx-lm's generation stream.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from .request import Request
 from .types import SchemaNotFollowed
 
 MAX_PAUSE = 0.5
-"""Seconds by which prompts should delay the other rows' next token at most: above it the pieces get smaller."""
+"""Maximum seconds that a prefill should delay the next token of other rows; above it the pieces get smaller."""
 
 MIN_PIECE, FIRST_PIECE = 128, 256
-"""Prompt tokens in one forward while other rows wait: the fewest of a row, and those of all rows of a batch at first,
-or of one that takes turns."""
+"""Prompt tokens in one forward while other rows wait: the minimum for each row, and the initial total of a batch, which
+is also the limit for a row that takes turns."""
 
 DRAWS = 8
-"""Positions whose noise a row's sampler computes at once, in fewer operations than one by one."""
+"""Positions whose sampling noise is computed at once, which takes fewer operations than one by one."""
 
 NO_LIMIT = 2**31 - 1
-"""mlx-lm's limit of tokens for a row: the scheduler ends rows itself."""
+"""Token limit of a row for mlx-lm: the scheduler ends rows itself."""
 
 Start = tuple[kv_cache.Cache | None, int]
-"""Where a row continues: its cache, None for a new one, and how many tokens of its text that holds."""
+"""Where a row continues: its cache (None for a new one), and how many tokens of its text the cache holds."""
 
 
 class Loops:
-    """A decode loop of this package for every row, which drafts if it may; several rows take turns.
+    """This package's decode loop, one for each row, with drafts unless the request declines them.
 
     Args:
-        on_drafter_failure: called with what a drafter raises; the row goes on without it.
+        on_drafter_failure: called with an exception of the drafter; the row continues without it.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Loops:
 
     @property
     def rows(self) -> list[Request]:
-        """The rows, in the order of their turns."""
+        """The rows, in the order in which they take turns."""
         return list(self._loops)
 
     def add(self, row: Request, start: Start) -> None:
-        """Starts a loop with the tokens that the cache does not hold.
+        """Starts a loop at the first token that the cache does not hold.
 
         Raises:
             RedrafterError: see `generate_step`.
@@ -83,7 +83,7 @@ class Loops:
         )
         if row.draft and row.source is None and self._drafter is not None:
             row.source = self._drafter.open(self._model)
-        if row.grammar is not None:  # a batch's last token is not taken yet
+        if row.grammar is not None:  # it has not taken a batch's last token
             for token in row.text[row.prompt_tokens + row.grammar.length :]:
                 row.grammar.take(token)
         row.may_run_ahead = True
@@ -105,17 +105,21 @@ class Loops:
         return made
 
     def copy_cache(self, row: Request) -> Start:
-        """Returns a copy of the row's cache, while its prompt is read."""
+        """Returns a copy of the row's cache during its prefill."""
         target = self._loops[row][0].target
         return copy.deepcopy(target.cache), target.length
 
     def stop_running_ahead(self, row: Request) -> bool:
-        """Returns whether the row can move now; if not, it can after its next round."""
+        """Stops the row's loop from running ahead.
+
+        Returns:
+            Whether the row can move now; if not, it can after its next round.
+        """
         row.may_run_ahead = False
         return self._loops[row][0].target.length < len(row.text)
 
     def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
-        """Removes the given rows; see `Batch.remove`. After an exception a cache is undefined."""
+        """Removes the given rows; see `Batch.remove`. After an exception a row's cache is undefined."""
         removed: dict[Request, Start] = {}
         for row in [row for row in rows if row in self._loops]:
             decoder, rounds = self._loops.pop(row)
@@ -129,23 +133,24 @@ class Loops:
 
 
 class RowSampler:
-    """A row's sampler in a batch, whose noise depends on the position alone, as in the loop.
+    """A row's sampler in a batch. As in the loop, its noise depends only on seed and position.
 
     Args:
         position: of the first token that it chooses.
 
     Attributes:
-        last: the token that it chose last, (1,) uint32, and its log-probabilities (1, V); neither is evaluated.
+        last: the latest token (1,) uint32 and its log-probabilities (1, V), neither evaluated; None before the first.
+            If rows share the sampler, each has an entry.
     """
 
     def __init__(self, sampler: Sampler, position: int) -> None:
         self._sampler, self._position = sampler, position
         self._draws: Draws | None = None
-        self._row = 0  # of the draws
+        self._row = 0  # in the draws
         self.last: tuple[mx.array, mx.array] | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Called by mlx-lm once a step with (1, V), or with (B, V) if greedy rows share it."""
+        """Called by mlx-lm once per step, with (1, V), or with (B, V) if greedy rows share it."""
         if self._row == 0:
             self._draws = self._sampler.draws(mx.array(self._position), DRAWS, logprobs.shape[-1])
         chosen = self._sampler.choose(logprobs, self._draws, mx.array([self._row])).astype(mx.uint32)
@@ -155,12 +160,12 @@ class RowSampler:
 
 
 class Batch:
-    """mlx-lm's batch of rows, which are decoded plainly.
+    """mlx-lm's batch of rows, decoded plainly.
 
     Args:
-        size: most rows.
-        prefill_rows: most prompts in one forward.
-        prefill_step_size: most prompt tokens of a row in one forward; fewer while other rows wait, see `MAX_PAUSE`.
+        size: maximum number of rows.
+        prefill_rows: maximum number of prompts in one forward.
+        prefill_step_size: maximum prompt tokens of a row in one forward; fewer while other rows wait, see `MAX_PAUSE`.
     """
 
     def __init__(self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int) -> None:
@@ -172,20 +177,20 @@ class Batch:
             prefill_step_size=prefill_step_size,
         )
         self._prefill_rows, self._prefill_step_size, self._piece = prefill_rows, prefill_step_size, FIRST_PIECE
-        self._greedy = RowSampler(Sampler(), 0)  # one object: mlx-lm then calls it once for all rows
+        self._greedy = RowSampler(Sampler(), 0)  # shared, so that mlx-lm calls it once for all rows
         self._rows: dict[int, tuple[Request, RowSampler]] = {}
 
     @property
     def rows(self) -> list[Request]:
-        """The rows, in the order in which they were added; also read by other threads."""
+        """The rows, in the order in which they were added. Other threads may read it."""
         return [row for row, _ in list(self._rows.values())]
 
     def add(self, row: Request, start: Start) -> None:
-        """Adds a row, which continues after the tokens that its cache holds."""
+        """Adds a row, which continues at the first token that its cache does not hold."""
         (cache, held), sampler = start, self._greedy
         ends = [n for n in row.copy_lengths if n > held] + [len(row.text)]
         if row.options.temp:
-            sampler = RowSampler(row.options.make_sampler(0), len(row.text))  # it has a seed of its own
+            sampler = RowSampler(row.options.make_sampler(0), len(row.text))  # 0 is not used: its options have a seed
         (uid,) = self._generator.insert_segments(
             [[row.text[start:end] for start, end in pairwise([held, *ends])]],
             [NO_LIMIT],
@@ -197,14 +202,14 @@ class Batch:
         self._rows[uid] = row, sampler
 
     def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
-        """Returns (rows of whose cache a copy is to be kept, one token of each row after its prompt)."""
+        """Returns (rows whose cache should be copied now, one token of each row that is past its prompt)."""
         started, reading = time.perf_counter(), sum(not row.generated_tokens for row in self.rows)
         others_wait, size = reading < len(self._rows), self._prefill_step_size
         if reading and others_wait:
             size = min(size, max(MIN_PIECE, self._piece // min(reading, self._prefill_rows)))
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
-        # Several ranks would measure different times, so their pieces stay as they are.
+        # Several ranks would measure different times, so their piece size stays fixed.
         if others_wait and ranks.count() == 1 and any(not each.end_of_prompt for each in prompts):
             seconds = time.perf_counter() - started
             if seconds > MAX_PAUSE:
@@ -220,15 +225,15 @@ class Batch:
         return read, [(self._rows[each.uid][0], Round([each.token], [each.logprobs])) for each in tokens]
 
     def copy_cache(self, row: Request) -> Start:
-        """Returns a copy of the row's cache, while its prompt is read."""
+        """Returns a copy of the row's cache during its prefill."""
         uid = next(uid for uid, (other, _) in self._rows.items() if other is row)
         cache, tokens = self._generator.extract_cache([uid])[uid]
         return copy.deepcopy(cache), len(tokens)
 
     def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
-        """Removes those of the rows that are in the batch, and returns their caches if `keep_caches`.
+        """Removes those of the given rows that are in the batch. Returns their caches if `keep_caches`.
 
-        The caches hold all tokens that `step` returned.
+        The caches hold all tokens that `step` has returned.
         """
         wanted = set(rows)
         uids = [uid for uid, (row, _) in self._rows.items() if row in wanted]
@@ -237,13 +242,14 @@ class Batch:
         return {removed[uid]: (cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
 
     def remove_all(self, stepped: Sequence[Request]) -> list[tuple[Request, Round, Start]]:
-        """Removes all rows just after `step` returned a token of each; also returns the next, which is being computed.
+        """Removes all rows. Call it right after `step` has returned a token of each.
 
         Args:
             stepped: the rows in the order of that step.
 
         Returns:
-            Nothing, with the rows still in the batch, if greedy and sampled ones are mixed.
+            For each row its next token, which the batch was already computing, and where it continues. Empty, with the
+            rows still in the batch, if greedy and sampled rows are mixed.
         """
         samplers = dict(self._rows.values())
         distinct = {id(sampler) for sampler in samplers.values()}
@@ -253,7 +259,7 @@ class Batch:
         for at, row in enumerate(stepped):
             last = samplers[row].last
             assert last is not None
-            index = at if len(distinct) == 1 else 0  # mlx-lm has called it for all rows, or for this one
+            index = at if len(distinct) == 1 else 0  # a shared sampler was called for all rows
             following.append((last[0][index : index + 1], last[1][index]))
         starts = self.remove(stepped)
         mx.eval(following)
@@ -268,7 +274,7 @@ class Batch:
 
 
 def make_masks(row: Request) -> list[Processor]:
-    """The logits processor of a row's grammar, whose errors end the row and not the batch; none without a grammar."""
+    """Returns the logits processor of a row's grammar; none without one. Its errors end the row, not the batch."""
     grammar, prompt_tokens = row.grammar, row.prompt_tokens
     if grammar is None:
         return []
@@ -280,7 +286,7 @@ def make_masks(row: Request) -> list[Processor]:
                     grammar.take(token)
                 return mask_root(grammar, logits)
             except Exception as error:
-                if ranks.count() > 1 and not isinstance(error, SchemaNotFollowed):  # it might be this one's alone
+                if ranks.count() > 1 and not isinstance(error, SchemaNotFollowed):  # others may not have failed
                     raise
                 row.error = error
         return logits

@@ -1,8 +1,8 @@
-"""The scheduler: the requests that run, and their steps.
+"""The scheduler: the running requests (rows), and how each step decodes them.
 
-One request alone is decoded by this package's loop, several by mlx-lm's batches. Two or three take turns in the loop,
-a round each, if that is measured to be faster, and any number does if mlx-lm cannot batch a model's caches. A request
-moves between the two at the end of a round, with its cache.
+One row alone is decoded by this package's loop, several by mlx-lm's batches. Two or three rows take turns in the loop,
+one round each, if that is measured to be faster. If mlx-lm cannot batch a model's caches, any number takes turns.
+Rows move between loop and batch at the end of a round, with their cache.
 """
 
 from __future__ import annotations
@@ -36,23 +36,26 @@ from .rows import Batch, Loops
 from .types import EngineCounters, FinishReason, SchemaNotFollowed
 
 ALONE_STEPS = 16
-"""Tokens that the only row of a batch gets before it leaves the batch: the next request may come soon."""
+"""Tokens that the only row of a batch makes before it leaves the batch, as the next request may come soon."""
 
 
 class Scheduler:
-    """Rows and their steps, and the caches of earlier rows. Methods are called in the engine's thread.
+    """Decodes the running rows step by step. Methods are called in the engine's thread.
 
     Args:
         model, tokenizer, drafter, options: as for `Engine`.
         size: its `decode_concurrency`.
         cache_bytes, cache_dir: its `prompt_cache_bytes` and `prompt_cache_dir`.
-        counters: counts the steps.
-        on_end: called once with each row that ends, after its last tokens, and how: "stop", "length", "cancelled", or
-            an error.
+        counters: updated by every step.
+        on_end: called once for each row that ends, after its last tokens, with the row and the reason: "stop",
+            "length", "cancelled", or an error.
 
     Attributes:
-        rows: all that run, in the order in which they started, the same on all ranks.
-        prompt_cache: the caches of rows that have ended.
+        rows: the running rows in the order in which they started, the same on all ranks.
+        prompt_cache: the caches of earlier rows, and of prompts that rows share.
+
+    Raises:
+        RedrafterError: `cache_dir` cannot be used.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Scheduler:
         max_bytes = min(ranks.gather(default_bytes() if cache_bytes is None else cache_bytes))
         self.prompt_cache = PromptCache(max_bytes, folder)
         fresh = make_prompt_cache(model, options.max_kv_size)
-        self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
+        self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # can be cut after any token
         self._keeps_first = kv_cache.keeps_first_rows(fresh)
         self._prefill_rows = count_prefill_rows(model, options)
         prefill = max(1, self._prefill_rows), options.prefill_step_size
@@ -84,33 +87,33 @@ class Scheduler:
 
     @property
     def copies_prompts(self) -> bool:
-        """Whether requests should say which `prefix_lengths` later prompts may share: caches cannot be trimmed.
+        """Whether requests should give `prefix_lengths`, as the model's caches cannot be trimmed.
 
-        What rings that keep their first rows hold depends on where the pieces of a prompt end.
+        Not for ring caches that keep their first rows: their contents depend on where the pieces of a prompt end.
         """
         return not (self._can_fork or self._keeps_first) and self.prompt_cache.max_bytes > 0
 
     @property
     def mode(self) -> Literal["idle", "single", "batch", "turns"]:
-        """How requests are decoded now."""
+        """How rows are decoded now."""
         if self._batch.rows:
             return "batch"
         return "idle" if not self.rows else "single" if len(self.rows) == 1 else "turns"
 
     def warm_up(self) -> None:
-        """Measures costs, if `plan="auto"` has not yet, and compiles what a request needs.
+        """Measures costs if `plan="auto"` has no measurement yet, and compiles what a request needs.
 
         Raises:
             RedrafterError: the drafter does not fit the model.
         """
-        self._host_stream = mx.new_stream(mx.cpu)  # beside the forward that is being computed
+        self._host_stream = mx.new_stream(mx.cpu)  # works beside the current forward
         for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4, answers=None)):
             pass
 
     def choose(self, waiting: Iterable[Request], ended: Container[Request]) -> list[Request]:
-        """The requests that start now: as many as there is room for, in order, except those that wait for a prefix.
+        """Returns the requests to start now, in order and as many as fit, except those that wait for a shared prefix.
 
-        Rows that are `ended` no longer count.
+        Rows in `ended` no longer take up room.
         """
         running, chosen = [row for row in self.rows if row not in ended], list[Request]()
         for row in waiting:
@@ -121,15 +124,18 @@ class Scheduler:
         return chosen
 
     def _find_prefix(self, row: Request, rows: Iterable[Request]) -> tuple[Request | None, int]:
-        """(the row that reads the longest common prefix, its length), or (None, 0) if waiting is not worthwhile.
+        """Finds the row whose prefill covers the longest prefix that `row` shares.
 
-        Once the prefix is read, its cache is kept, and the other row starts with it. A cache that cannot be trimmed is
-        kept at the row's `copy_lengths` only.
+        When that row has read the prefix, a copy of its cache is kept, and `row` starts with it. A cache that cannot be
+        trimmed is copied only at `copy_lengths`.
+
+        Returns:
+            That row and the length of the prefix, or (None, 0) if waiting does not pay.
         """
         shared, other = 0, None
         for each in rows:
             if each.read >= each.copy_lengths[-1]:
-                continue  # its cache was kept
+                continue  # all its copies are kept already
             count = common_prefix(row.prefix, each.prefix)
             if not self._can_fork:
                 count = max((n for n in each.copy_lengths if each.read < n <= count), default=0)
@@ -142,7 +148,7 @@ class Scheduler:
         """Decodes a round of every row, and sends the tokens.
 
         Args:
-            ended, started, others_wait: see `Decisions`; rows with an `error` end, too.
+            ended, started, others_wait: see `Decisions`. Rows with an `error` also end.
         """
         running = list(self.rows)
         self.rows.update(dict.fromkeys(started))
@@ -153,7 +159,7 @@ class Scheduler:
         self._step_loops()
 
     def abort(self, error: Exception) -> None:
-        """Ends all rows with an error that leaves the state undefined, and drops all caches."""
+        """Ends all rows with an error that left their state undefined, and drops all caches."""
         self._tell(dict.fromkeys(self.rows, error))
         self._loops.remove(self._loops.rows, keep_caches=False)
         self._batch.close()
@@ -162,13 +168,13 @@ class Scheduler:
         mx.clear_cache()
 
     def close(self) -> None:
-        """Frees the batch and all caches, after they are saved."""
+        """Saves unsaved caches, then frees them and the batch."""
         self.prompt_cache.close()
         mx.synchronize()
         self._batch.close()
 
     def _start(self, started: Sequence[Request]) -> None:
-        """Starts rows, and moves a single one into a batch if there is another."""
+        """Starts rows, and moves rows from loops into the batch if all should now be batched."""
         for row in started:
             other, shared = self._find_prefix(row, [each for each in self.rows if each.read])
             if other is not None and other.read >= shared:
@@ -184,18 +190,18 @@ class Scheduler:
                 (self._batch if self._batches else self._loops).add(row, start)
 
     def _store_prompt(self, row: Request) -> None:
-        """Keeps a copy of the cache of the prompt so far."""
+        """Keeps a copy of a row's cache at its current length."""
         with self._failing(row):
             cache, held = (self._loops if row in self._loops.rows else self._batch).copy_cache(row)
             self.prompt_cache.store(row.text[:held], cache or [])
 
     @property
     def _batches(self) -> bool:
-        """Whether the rows there are now belong into a batch."""
+        """Whether the current rows should be decoded in a batch."""
         return self._prefill_rows > 0 and len(self.rows) > 1 and not self._pace.prefers_turns(len(self.rows))
 
     def _hand_to_batch(self, rows: Iterable[Request]) -> None:
-        """Moves rows once their caches end before the last token, which the batch then reads first."""
+        """Moves rows into the batch, each once its cache ends before its last token, which the batch reads first."""
         for row in rows:
             while row in self._loops.rows and not self._loops.stop_running_ahead(row):
                 self._step_alone(row)
@@ -205,7 +211,7 @@ class Scheduler:
                     self._counters.mode_switches["batch"] += 1
 
     def _step_loops(self) -> None:
-        """Decodes a round of every row that has a loop; several that batches are faster for move into one."""
+        """Decodes a round of every row in a loop. Several rows move into the batch if that is faster."""
         rows, started = self._loops.rows, time.perf_counter()
         before = sum(row.generated_tokens for row in rows)
         is_decoding = all(row.generated_tokens for row in rows)
@@ -241,7 +247,7 @@ class Scheduler:
         if len(stepped) > 1 and ranks.count() == 1 and self._options.shape is not None:  # ranks measure different times
             leaves = self._pace.observe_step(len(stepped), seconds)
         if leaves and not others_wait and all(row.draft for row in stepped):
-            # Each goes on in a loop, after the token that the batch is computing.
+            # Each row continues in a loop, after the token that the batch is already computing.
             for row, following, start in self._batch.remove_all(stepped):
                 with self._failing(row):
                     if row.error is not None:
@@ -252,7 +258,7 @@ class Scheduler:
                     self._end(ended)
 
     def _report(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
-        """Counts and sends what one forward has made for each row; returns the rows that end with it."""
+        """Counts and sends the tokens that one forward made for each row. Returns the rows that end with them."""
         now = time.perf_counter()
         taken = [(row, each, *row.take(each.tokens, self._end_tokens)) for row, each in made]
         with mx.stream(self._host_stream):
@@ -274,7 +280,7 @@ class Scheduler:
         return {row: reason for row, _, _, reason in taken if reason}
 
     def _end(self, ended: Mapping[Request, str | Exception]) -> None:
-        """Removes rows, and keeps the caches of those that end without an error."""
+        """Removes rows, and keeps the caches of those that ended without an error."""
         kept = [row for row, reason in ended.items() if isinstance(reason, str)] if self.prompt_cache.max_bytes else []
         try:
             for way in (self._batch, self._loops):
@@ -295,16 +301,16 @@ class Scheduler:
 
     @contextmanager
     def _failing(self, row: Request) -> Iterator[None]:
-        """An exception ends this row alone."""
+        """Lets an exception end only this row."""
         try:
             yield
         except Exception as error:
             if not isinstance(error, SchemaNotFollowed):
-                if ranks.count() > 1:  # it might be this one's alone
+                if ranks.count() > 1:  # others may not have failed
                     raise
-                logging.exception("A request has failed")
+                logging.exception("Request failed")
             self._end({row: error})
 
     def _note_drafter_failure(self, error: Exception) -> None:
         self._counters.drafter_failures += 1
-        logging.error("The drafter has failed; the request goes on without it", exc_info=error)
+        logging.error("The drafter failed; the request continues without it", exc_info=error)

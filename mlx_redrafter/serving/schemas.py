@@ -1,4 +1,4 @@
-"""The bodies of requests: a pydantic model for each API."""
+"""Request bodies: a pydantic model for each API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .request import PENALTIES
 from .types import MAX_TOP_LOGPROBS
 
 DEFAULT_MODEL = "default_model"
-"""mlx-lm's name for the model of the command line; also for its drafter."""
+"""mlx-lm's name for the model of the command line; also accepted for its drafter."""
 
 INT32_MAX = 2**31 - 1  # MLX indexes with 32 bits
 LARGEST_LOGIT = 1e18  # of biases and penalties: the product of two is still a float32
@@ -38,12 +38,12 @@ CODES = {
 
 
 class ApiError(RedrafterError):
-    """A request that is refused, or has failed.
+    """A request was refused or failed.
 
     Args:
-        status: of HTTP.
-        code: for programs; None takes the default of the status.
-        headers: of the reply.
+        status: HTTP status.
+        code: the error code for programs; None takes the default of the status.
+        headers: headers of the reply.
     """
 
     def __init__(
@@ -54,26 +54,34 @@ class ApiError(RedrafterError):
 
 
 def unwrap_prompt(given: Any) -> Any:
-    """The prompt of a list of one."""
+    """Returns the prompt in a list of one prompt, and anything else as it is."""
     is_alone = isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list)
     return given[0] if is_alone else given
 
 
 def refuse(given: Any) -> None:
-    """Refuses a field that would change the answer, unless it is empty."""
+    """Refuses a field that would change the answer, unless it is empty.
+
+    Raises:
+        ValueError: it is not empty.
+    """
     if given:
         raise ValueError("is not supported")
 
 
 def refuse_zero(given: int) -> int:
-    """A length, or -1 for no limit."""
+    """Returns a length, where -1 means no limit.
+
+    Raises:
+        ValueError: the length is 0.
+    """
     if given == 0:
         raise ValueError("must be at least 1, or -1 for no limit")
     return given
 
 
 def read_integer(given: Any) -> Any:
-    """An integer, which some clients write as 100.0."""
+    """Returns whole floats as integers, as some clients send 100.0."""
     return int(given) if type(given) is float and given.is_integer() else given
 
 
@@ -93,38 +101,38 @@ ToolChoice = str | dict[str, JsonValue]
 
 
 def option(name: str, **more: Any) -> Any:
-    """A field with the range that `Options` declares; None if it is not given."""
+    """Returns a field with the range that `Options` declares; None if the body does not have it."""
     flag = FLAGS[name]
     return Field(None, ge=flag.minimum, le=INT32_MAX if flag.kind is int else flag.maximum, **more)
 
 
 class Part(BaseModel):
-    """A body, or an object in one; other fields are ignored."""
+    """A body, or an object in one. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class Schema(Part):
-    """A JSON schema; by default any object. With `strict` the log says where an answer breaks it."""
+    """A JSON schema; by default any object. With `strict`, answers that violate it are logged."""
 
     content: dict[str, Any] = Field({"type": "object"}, alias="schema")
     strict: bool | None = None
 
 
 class AnswerFormat(Schema):
-    """The format of an answer; chat completions have the schema in `json_schema`."""
+    """The format of an answer. Chat completions nest the schema in `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: Schema | None = None
 
     @property
     def schema_to_follow(self) -> dict[str, Any] | None:
-        """A JSON schema; None for plain text."""
+        """The JSON schema; None for plain text."""
         return None if self.type == "text" else (self.json_schema or self).content
 
     @property
     def is_strict(self) -> bool:
-        """Whether the schema is strict."""
+        """Whether there is a schema, and it is strict."""
         return self.schema_to_follow is not None and bool((self.json_schema or self).strict)
 
 
@@ -136,7 +144,7 @@ class FormatAndEffort(Part):
 
 
 class Body(Part):
-    """The fields of every API, with mlx-lm's names; None if one is not given."""
+    """The fields that all APIs share, named as in mlx-lm; None if not given."""
 
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
@@ -163,7 +171,7 @@ class Body(Part):
     chat_template_kwargs: dict[str, Any] = {}
 
     def sampling(self) -> dict[str, Any]:
-        """The options and penalties that are given, as `Engine.submit` takes them."""
+        """Returns the given options and penalties, as keywords of `Engine.submit`."""
         names = Body.model_fields.keys() & (OPTION_NAMES | PENALTIES)
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -198,7 +206,7 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
-    """POST /v1/completions; `prompt` is a text or token ids, or a list of one of these."""
+    """POST /v1/completions; `prompt` is a text, token ids, or a list of one of these."""
 
     prompt: Annotated[str | list[Count], BeforeValidator(unwrap_prompt)]
     logprobs: bool | Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
@@ -252,15 +260,15 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 @lru_cache(256)
 def log_once(message: str) -> None:
-    """Logs a message that clients may cause again and again only once."""
+    """Logs a message once, even if clients cause it repeatedly."""
     logging.info(message)
 
 
 def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """Parses and checks a request's body. A null field counts as missing; unknown ones are ignored.
+    """Parses and checks a request's body. Null fields other than `draft_model` count as missing.
 
     Raises:
-        ApiError: it is not a JSON object, or a field is not supported or out of range.
+        ApiError: the body is not a JSON object, or a field is missing, not supported or out of range.
     """
     try:
         body = from_json(raw.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
@@ -279,7 +287,7 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
 
 
 def describe(error: ValidationError) -> str:
-    """The first error in one line."""
+    """Returns the first error on one line."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, with llguidance: tokens that the grammar does not allow are masked."""
+"""Answers that follow a JSON schema: llguidance masks the tokens that the grammar does not allow."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .schemas import ApiError, log_once
 from .types import SchemaNotFollowed
 
 BLANKS = r"[ \n]{1,24}"
-"""Whitespace between the parts of an object: without a limit some models never stop."""
+"""Whitespace between the parts of an object. Without the limit some models never stop."""
 
 CANNOT = "the JSON schema cannot be followed"
 MAX_ERROR = 300
-"""Characters of llguidance's message."""
+"""Maximum length of llguidance's message in an error."""
 
 MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
-"""The most `$ref`s in a schema, and a stack for them: llguidance recurses into each, through up to 128 levels, and an
-overflow would end the process."""
+"""Maximum `$ref`s in a schema, and the stack for them: llguidance recurses into each, up to 128 levels deep, and a
+stack overflow would end the process."""
 
 Asked = dict[str, Any] | list[dict[str, Any]]
-"""What an answer must follow: a JSON schema, or functions, one of which it calls."""
+"""What an answer must follow: a JSON schema, or functions of which it calls one."""
 
 
 class GrammarCompiler:
-    """Compiles schemas to grammars.
+    """Compiles JSON schemas to grammars.
 
     Args:
         tokenizer: mlx-lm's wrapper of a fast tokenizer.
@@ -47,14 +47,14 @@ class GrammarCompiler:
     def compile(self, asked: Asked, state: str | None = None, unless: tuple[int, ...] = ()) -> SchemaGrammar:
         """Returns a grammar; calling it returns a copy for one answer.
 
-        Keywords that llguidance cannot enforce are ignored, with a line in the log.
+        Keywords that llguidance cannot enforce are ignored and logged.
 
         Args:
-            state: see `Prompt`; with "reasoning" the grammar begins after the mark that ends it.
-            unless: token ids with which the answer may begin instead, and is then free.
+            state: see `Prompt`; with "reasoning" the grammar begins after the end of the reasoning.
+            unless: token ids with which the answer may begin instead; the rest of it is then free.
 
         Raises:
-            ApiError: a schema is wrong, or too large, or no answer follows it.
+            ApiError: a schema is invalid or too large, or no answer can follow it.
         """
         matcher, ignored = self._match(asked, unless), list[str]()
         if matcher.is_error():
@@ -70,7 +70,7 @@ class GrammarCompiler:
 
     @cached_property
     def _compiled(self) -> LLTokenizer:
-        """Compiled for the first request that needs it: up to a second."""
+        """The tokenizer for llguidance, made for the first request that needs it, in up to a second."""
         backend = copy(self._tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
@@ -105,7 +105,7 @@ class GrammarCompiler:
 
 
 def describe_grammar(asked: Asked, unless: tuple[int, ...]) -> str:
-    """The grammar in llguidance's form, in which each schema is its own document."""
+    """Returns the grammar in llguidance's format, in which each schema is a document of its own."""
     options = {"whitespace_pattern": BLANKS, "lenient": True}
     if isinstance(asked, dict):
         mark = " ".join(f"<[{token}]>" for token in unless)
@@ -121,17 +121,17 @@ def describe_grammar(asked: Asked, unless: tuple[int, ...]) -> str:
 
 
 def describe_error(matcher: LLMatcher) -> str:
-    """llguidance's error in one line."""
+    """Returns llguidance's error on one line."""
     wrong = one_line(matcher.get_error())
-    return f"{CANNOT}: {'no text follows it' if wrong.startswith('NoExtensionBias') else wrong[:MAX_ERROR]}"
+    return f"{CANNOT}: {'no text satisfies it' if wrong.startswith('NoExtensionBias') else wrong[:MAX_ERROR]}"
 
 
 class SchemaGrammar:
     """The grammar of one answer; see `Grammar`.
 
     Args:
-        matcher: at the start of the grammar.
-        arguments: of `GrammarCompiler.compile`, with which another process compiles the same grammar.
+        matcher: llguidance's matcher at the start of the grammar.
+        arguments: the arguments of `GrammarCompiler.compile`, for another rank to compile the same grammar.
         begins_after: token ids after which the grammar begins; empty if it begins with the answer.
     """
 
@@ -140,8 +140,8 @@ class SchemaGrammar:
     ) -> None:
         self.matcher, self._tokenizer, self.arguments, self._begins_after = matcher, tokenizer, arguments, begins_after
         self._unless: tuple[int, ...] = arguments[-1]
-        self._tail: tuple[int, ...] = ()  # the last tokens before it begins
-        self._start: tuple[int, ...] = ()  # the first after that, at most one more than `unless`
+        self._tail: tuple[int, ...] = ()  # the latest tokens before the grammar begins
+        self._start: tuple[int, ...] = ()  # the first tokens of the grammar, at most one more than `unless`
         self._is_free = False  # whether any token is allowed from here on
         self.length = 0
 
@@ -169,7 +169,11 @@ class SchemaGrammar:
         return not self.matcher.is_stopped() and self.matcher.try_consume_tokens([token]) == 1
 
     def find_mask(self) -> NDArray[np.bool_] | None:
-        """Raises `SchemaNotFollowed` if the grammar is too complex for llguidance."""
+        """Returns the mask of allowed tokens, (V,); None if all are allowed.
+
+        Raises:
+            SchemaNotFollowed: the grammar is too complex for llguidance.
+        """
         if self._is_free or self._begins_after:
             return None
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)

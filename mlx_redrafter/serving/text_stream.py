@@ -1,4 +1,4 @@
-"""Tokens to text: answer, reasoning and tool calls, up to a stop string."""
+"""Converts tokens to answer text, reasoning and tool calls, up to a stop string."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..errors import one_line
 from ..generate import StopStrings
 
 KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reasoning": "reasoning"}
-"""State of mlx-lm's text state machine -> kind of its text; in "tool" it is a tool call, in any other state markup."""
+"""State of mlx-lm's text state machine -> kind of its text. In state "tool" it is a tool call, in all others markup."""
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
-"""Character of a byte-level vocabulary, as GPT-2's -> its byte."""
+"""Character of a byte-level vocabulary such as GPT-2's -> the byte that it stands for."""
 
 JSON_START = re.compile(r'[^<"{]*[\[{]')
 JSON_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<extra>\{(?=\s*\{)|,(?=\s*[}\]]))|[{}\[\]]', re.DOTALL)
@@ -28,11 +28,11 @@ CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class Segment(NamedTuple):
-    """A piece of an answer.
+    """A piece of an answer. Tool calls are never split.
 
     Attributes:
-        text: for a tool call, which is always whole, its arguments as JSON.
-        name, id: of a tool call.
+        text: for a tool call, its arguments as JSON.
+        name, id: for tool calls only.
     """
 
     kind: Literal["text", "reasoning", "tool_call"]
@@ -42,18 +42,20 @@ class Segment(NamedTuple):
 
 
 class TextStream:
-    """The text of one answer, token by token.
+    """Converts one answer to text, token by token.
 
     Stop strings are searched in the raw text, before reasoning and tool calls are separated.
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        state: of mlx-lm's text state machine before the answer; None keeps reasoning and tool calls in the text.
-        tools: the tools that the model may call, in OpenAI's form. Without any, calls are text.
+        state: the state of mlx-lm's text state machine before the answer; None leaves reasoning and tool calls in the
+            text.
+        stops: the stop strings.
+        tools: the tools that the model may call, in OpenAI's format. Without tools, calls are text.
         is_call: whether the whole text is one call: an object of `name` and `arguments`.
 
     Attributes:
-        has_tool_calls: whether a tool was called.
+        has_tool_calls: whether the answer has called a tool so far.
     """
 
     def __init__(
@@ -71,8 +73,8 @@ class TextStream:
         machine = TextStateMachine() if state is None else make_machine(tokenizer, calls=bool(tools))
         self._state: Any = machine.make_state(state or "normal")
         self._is_call = is_call
-        self._call: str | None = None  # the text of a tool call that is not complete
-        self._space = ""  # after a call, until text follows
+        self._call: str | None = None  # the text of an incomplete tool call
+        self._space = ""  # whitespace after a call, until text follows
 
     @property
     def is_reasoning(self) -> bool:
@@ -81,15 +83,15 @@ class TextStream:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the text, after which nothing may be added; None before."""
+        """The stop string that ended the text; None before. After it no token may be added."""
         return self._stops.found
 
     def add(self, token: int | None, *, is_last: bool = False) -> tuple[str, list[Segment]]:
-        """Returns (the text that a token completes, the same in segments).
+        """Adds a token. Returns (the text that it completes, the same text in segments).
 
         Args:
             token: None for an end-of-text token.
-            is_last: whether to flush text that was held back.
+            is_last: whether to flush buffered text.
         """
         if token is not None:
             self._detokenizer.add_token(token)
@@ -99,7 +101,7 @@ class TextStream:
         if is_last and not stopped:
             text += self._stops.rest()
         segments: list[Segment] = []
-        if text and self._state[0] is not None:  # None: the end of a format that has one
+        if text and self._state[0] is not None:  # None: the answer's format has ended
             self._state, pieces = TextStateMachine.split(self._state, text)
             segments = [segment for state, piece in pieces for segment in self._add_piece(state, piece)]
         if is_last or stopped:
@@ -113,7 +115,7 @@ class TextStream:
             return []
         segments = self._end_call(is_complete=True)
         if text and state in KINDS:
-            if self.has_tool_calls and KINDS[state] == "text":  # no text is made of what stands between calls
+            if self.has_tool_calls and KINDS[state] == "text":  # whitespace between calls is no text
                 text, self._space = self._space + text, ""
                 if not text.strip():
                     self._space = text
@@ -132,12 +134,12 @@ class TextStream:
                     written = repair(text)
                     parsed = json.loads(written) if self._is_call else self._tokenizer.tool_parser(written, self._tools)
                     calls = [_read_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-                except Exception as raised:  # a parser may fail in many ways of what a model writes
+                except Exception as raised:  # parsers may raise anything on a model's output
                     error = error or raised
                 else:
                     self.has_tool_calls |= bool(calls)
                     return calls
-            logging.warning(f"a tool call cannot be parsed and is passed on as text: {one_line(error)}")
+            logging.warning(f"Could not parse a tool call, which is returned as text: {one_line(error)}")
         if self._is_call:
             return [Segment("text", text)] if text else []
         end = self._tokenizer.tool_call_end if is_complete else ""
@@ -145,10 +147,10 @@ class TextStream:
 
 
 def repair_json(text: str) -> str:
-    """Returns a text of JSON without common mistakes whose repair is unambiguous.
+    """Repairs common mistakes in JSON that have only one repair.
 
-    These are control characters in strings, commas before a closing bracket, an opening brace twice, and brackets that
-    close nothing. A text with a quotation mark or `<` before its first bracket may not be JSON, and stays as it is.
+    These are control characters in strings, commas before a closing bracket, a doubled opening brace, and unmatched
+    closing brackets. A text with a quotation mark or `<` before its first bracket may not be JSON and stays as it is.
     """
     depth = 0
 
@@ -169,22 +171,22 @@ def repair_json(text: str) -> str:
 
 
 def make_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
-    """mlx-lm's state machine for a tokenizer; without `calls` the marks of tool calls are text."""
+    """Returns mlx-lm's text state machine for a tokenizer; without `calls`, the marks of tool calls are text."""
     names = ("has_thinking", "think_start", "think_end", "structural_markers", "response_transitions")
     plain = SimpleNamespace(has_tool_calling=False, **{name: getattr(tokenizer, name) for name in names})
     return make_text_state_machine(tokenizer if calls else plain)
 
 
 def find_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
-    """The bytes of a token, which may be a part of a character; None if they are not known.
+    """Returns the bytes of a token, which may be part of a character; None if they are not known.
 
     Args:
-        text: the token alone, decoded.
+        text: the token, decoded alone.
     """
     if "\ufffd" not in text:
         return list(text.encode())
     piece = tokenizer.convert_ids_to_tokens(token)
-    if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of a SentencePiece vocabulary
+    if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # a byte of a SentencePiece vocabulary
         return [int(found[1], 16)]
     return [BYTES[each] for each in piece] if BYTES.keys() >= set(piece) else None
 
@@ -197,5 +199,5 @@ def _read_call(call: dict[str, Any]) -> Segment:
         raise ValueError(f"expected an object of arguments, got {arguments!r:.100}")
     text = json.dumps(found, ensure_ascii=False, allow_nan=False)
     segment = Segment("tool_call", text, str(call["name"]), str(call.get("id") or f"call_{uuid.uuid4().hex}"))
-    "".join(segment).encode()  # a lone surrogate is a ValueError
+    "".join(segment).encode()  # raises a ValueError for a lone surrogate
     return segment

@@ -1,6 +1,6 @@
-"""Errors, token events and counters of the engine: plain Python values, no arrays.
+"""Errors, token events and counters of the engine, as plain Python values without arrays.
 
-An error may have the `status` of the HTTP reply, if that is not 400, and a `code`.
+An error may have a `status`, the HTTP status if that is not 400, and a `code`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ DraftSource = Literal["drafter", "context"]
 FinishReason = Literal["stop", "length"]
 
 MAX_TOP_LOGPROBS = 20
-"""As in OpenAI's API."""
+"""The limit of OpenAI's API."""
 
 
 class RequestError(RedrafterError):
-    """A request that cannot be served: a number out of range, too long a prompt."""
+    """A request cannot be served: a value is out of range, or the prompt is empty or too long."""
 
 
 class ContextLengthExceeded(RequestError):
-    """A prompt that leaves no room for an answer in the model's context."""
+    """The prompt leaves no room for an answer in the model's context."""
 
     code = "context_length_exceeded"
 
@@ -36,35 +36,35 @@ class QueueFull(RedrafterError):
 
 
 class ClientLimitReached(QueueFull):
-    """The client has as many requests waiting or running as it may."""
+    """The client has reached its limit of waiting and running requests."""
 
     status = 429
 
 
 class GenerationFailed(RedrafterError):
-    """A generation ended with a server error."""
+    """Generation ended with an error of the server."""
 
     status = 500
 
 
 class SchemaNotFollowed(GenerationFailed):
-    """A schema turned out to be too complex to follow."""
+    """During generation a schema proved too complex for llguidance."""
 
     status = 400
 
 
 class EngineClosed(GenerationFailed):
-    """The engine is shutting down: it takes no more requests, and refuses those that wait."""
+    """The engine is shutting down: the request is refused, or cut off at the timeout."""
 
     status = 503
 
 
 class DraftedRound(NamedTuple):
-    """The draft of a round, and what was accepted.
+    """A round's draft tree, and what was accepted.
 
     Attributes:
-        tokens: the nodes' tokens; the first is the root, the token before the round.
-        parents: the parent of each node; the root is its own.
+        tokens: the token of each node; the first is the root, the token before the round.
+        parents: the index of each node's parent; the root is its own parent.
         path: the accepted nodes from the root down.
         next: the target's own token after them.
     """
@@ -76,15 +76,15 @@ class DraftedRound(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """One token.
+    """One generated token.
 
     Attributes:
         logprob: its log-probability.
-        top_logprobs: (token, log-probability) of the likeliest tokens, as many as asked for, the likeliest first.
+        top_logprobs: (token, log-probability) of as many likeliest tokens as requested, likeliest first.
         draft_source: what drafted it; None if the target chose it itself.
-        finish_reason: "stop" for an end-of-text token, which is not part of the text, "length" for the last of
-            `max_tokens`, None for all others.
-        drafts: the draft of its round, if it is the round's first token and the request includes drafts.
+        finish_reason: "stop" for an end-of-text token, which is not part of the text; "length" for the last of
+            `max_tokens`; None for all others.
+        drafts: the draft tree of its round, on the round's first token if the request includes drafts; otherwise None.
     """
 
     token: int
@@ -100,13 +100,13 @@ class EngineCounters:
     """Totals since the engine started; they only grow.
 
     Attributes:
-        prompt_tokens: read by the model, without those of the prompt cache.
-        cached_tokens, generated_tokens, decoding: of all requests, see `Request`.
-        rounds: of single mode, plain steps included.
-        batch_steps: of batch mode.
-        mode_switches: to "batch" and to "single".
-        finished: requests by how they ended: "stop", "length", "cancelled", "failed".
-        drafter_failures: requests that went on without their drafter.
+        prompt_tokens: prefilled tokens, without those found in the prompt cache.
+        cached_tokens, generated_tokens, decoding: sums over all requests, see `Request`.
+        rounds: rounds of decode loops, plain steps included.
+        batch_steps: steps of a batch.
+        mode_switches: rows that moved, by the mode that they moved to: "batch", "single" or "turns".
+        finished: requests by how they ended: "stop", "length", "cancelled" or "failed".
+        drafter_failures: requests that continued without their drafter.
     """
 
     prompt_tokens: int = 0

@@ -113,5 +113,5 @@ def test_unsupported_fields_are_named(scripted: Scripted, fields: dict[str, Any]
 
 
 def test_other_errors_have_anthropics_types(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude'"):
+    with pytest.raises(anthropic.NotFoundError, match="expected model demo, got 'claude'"):
         scripted_anthropic.messages.create(model="claude", max_tokens=1, messages=USER)

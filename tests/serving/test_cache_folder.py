@@ -86,7 +86,7 @@ def test_files_of_other_models_are_ignored_with_one_line(
     for _ in range(2):
         assert answer(model, tmp_path, PROMPT, options=options) in (0, 59)
     lines = [line for line in caplog.messages if "ignored" in line]
-    assert lines == [f"2 prompt caches in {tmp_path} are ignored: of another model, quantization or version"] * 2
+    assert lines == [f"2 prompt caches in {tmp_path} are ignored: made for another model, quantization or version"] * 2
     assert len(files_of(tmp_path)) == 3
     monkeypatch.undo()
     assert answer(make_model(), tmp_path, PROMPT) == 59
@@ -99,7 +99,7 @@ def test_a_damaged_file_causes_a_new_prefill(tmp_path: Path, caplog: pytest.LogC
         file.write_bytes(damage(file.read_bytes()))
         caplog.clear()
         assert answer(make_model(), tmp_path, PROMPT) == 0
-        assert [line.split(" is ignored")[0] for line in caplog.messages] == [f"The prompt cache {file}"]
+        assert [line.split(": ")[0] for line in caplog.messages] == [f"Removing the damaged prompt cache {file}"]
         assert answer(make_model(), tmp_path, PROMPT) == 59
 
 

@@ -293,7 +293,7 @@ def test_metrics_count_answers(demo: Running) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets others in: expected --api-key-file or --api-key, got none"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 needs a key: expected --api-key-file or --api-key, got neither"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--chat-template", "x"], "--chat-template needs --model"),
         (["--max-tokens", "0"], "--max-tokens must be -1 (no limit) or at least 1, got 0"),
@@ -311,7 +311,7 @@ def test_wrong_flags_are_named(flags: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--prompt-cache-bytes", "5 parsecs"], "expected a number of bytes, as in 512MB or 2GB"),
+        (["--prompt-cache-bytes", "5 parsecs"], "expected a number of bytes, such as 512MB or 2GB"),
         (["--max-queue", "0"], "must be an integer of at least 1, got '0'"),
         (["--chat-template-args", "[1]"], "invalid json_object value: '[1]'"),
         (["--api-key", "x", "--api-key-file", __file__], "--api-key-file: not allowed with argument --api-key"),

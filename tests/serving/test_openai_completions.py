@@ -254,7 +254,7 @@ def test_models_are_listed(openai_client: openai.OpenAI) -> None:
         lambda: openai_client.models.retrieve("gpt-5"),
         lambda: openai_client.completions.create(model="gpt-5", prompt="x"),
     ):
-        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here, expected demo"):
+        with pytest.raises(openai.NotFoundError, match="expected model demo, got 'gpt-5'"):
             ask_for()
 
 
@@ -265,7 +265,7 @@ def test_the_model_may_be_served_under_other_names(chat_tokenizer: Any) -> None:
         assert ask(server, "/v1/completions", {"prompt": "x", "model": "b"}).json["model"] == "a"
         reply = ask(server, "/v1/completions", {"prompt": "x", "model": "c"})
         assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
-        assert reply.error == "there is no model 'c' here, expected a or b"
+        assert reply.error == "expected model a or b, got 'c'"
     with start_scripted(chat_tokenizer, "--served-model-name", "*") as (server, _):
         assert ask(server, "/v1/completions", {"prompt": "x", "model": "gpt-5"}).json["model"] == "demo"
         assert ask(server, "/v1/models/claude").json["id"] == "claude"

@@ -89,7 +89,7 @@ def test_an_answer_cut_short_is_incomplete(scripted: Scripted, scripted_openai: 
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"background": True}, "background is not supported"),
         ({"conversation": "conv_1"}, "conversation is not supported"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: there is no item 'x' here any more"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: item 'x' is not kept here"),
         ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content must be a text or a list of objects"),
         ({"input": []}, "input list should have at least 1 item"),
         ({"text": {"format": "json"}}, "text.format must be a valid dictionary"),

@@ -111,7 +111,7 @@ def test_the_newest_is_kept_even_if_it_is_too_large(caplog: pytest.LogCaptureFix
         cache.store(text, read(text))
         assert len(cache) == 1 and cache.fetch([*text, 0])[1] == len(text)
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        f"The prompt cache may take {cache.max_bytes} bytes, 600 tokens alone take {cache.nbytes}"
+        f"The prompt cache is limited to {cache.max_bytes} bytes, but 600 tokens take {cache.nbytes}"
     ]
 
 

@@ -129,8 +129,8 @@ def refer(count: int, levels: int = 1) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "itself": ({"$ref": "#"}, "no text follows it"),
-    "a circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text follows it"),
+    "itself": ({"$ref": "#"}, "no text satisfies it"),
+    "a circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text satisfies it"),
     "missing": ({"$ref": "#/$defs/x"}, "Pointer '/$defs/x' does not exist"),
     "elsewhere": ({"$ref": "http://example.com/x"}, "Resource 'http://example.com/x'"),
     "unknown type": ({"type": "objekt"}, "Invalid type: objekt"),

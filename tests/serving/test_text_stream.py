@@ -103,7 +103,7 @@ def test_common_mistakes_are_repaired(chat_tokenizer: Any, call: str, x: Any) ->
 def test_invalid_calls_are_logged(chat_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     read(chat_tokenizer, ["<tool_call>{no}</tool_call>"])
     (line,) = caplog.messages
-    assert line.startswith("a tool call cannot be parsed and is passed on as text: Expecting property name")
+    assert line.startswith("Could not parse a tool call, which is returned as text: Expecting property name")
 
 
 @pytest.mark.parametrize("between", ["", "\n", " \n\n"])
