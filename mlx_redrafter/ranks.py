@@ -1,7 +1,7 @@
-"""Messages outside of forwards between processes that share one model, as started by `mlx.launch`.
+"""Messages between the ranks of one model, outside its forwards. `mlx.launch` starts the ranks.
 
-As each process takes part in every forward, all must decide the same. Tokens, noise and plans follow from shared
-knowledge; what only one knows (the prompt, a file), or each knows differently (times, memory), is sent.
+Every rank takes part in every forward, so all must make the same decisions. Tokens, noise and plans follow from shared
+inputs. Values that only one rank has (the prompt, a file) or that differ between ranks (times, memory) are sent.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from mlx_lm.generate import generation_stream
 from .errors import RedrafterError
 
 CHECK = "MLX_REDRAFTER_CHECK_RANKS"
-"""If this environment variable is set, ranks compare each forward's input, in two messages, and raise if it differs."""
+"""If this environment variable is set, ranks compare the input of each forward, in two messages, and raise if they
+differ."""
 
 PATHS = ("model", "drafter", "draft_model", "adapter_path")
-"""Flags whose values may differ between machines; they must be given on all or on none."""
+"""Flags whose values may differ between ranks; each must be given on all ranks or on none."""
 
 RANK_0_FLAGS = ("prompt", "api_key", "host", "port")
 """Flags that only rank 0 uses."""
 
 GRACE = 10.0
-"""Seconds in which a rank may end with its own error after another one has ended."""
+"""Seconds that a rank has to exit with its own error after another rank has exited."""
 
 
 def count() -> int:
@@ -42,15 +43,17 @@ def count() -> int:
 
 
 def index() -> int:
-    """The number of this rank; rank 0 reads, prints and writes files."""
+    """The number of this rank. Rank 0 reads the input, prints, and writes files."""
     return mx.distributed.init().rank()
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks, in order. Waits for a message from each, and for a second one unless all are None.
+    """The values of all ranks, in order.
+
+    Waits for one message from each rank, or for two if a value is not None. A single process sends none.
 
     Args:
-        value: can be pickled; in a single process it is returned unchanged.
+        value: must be picklable.
 
     Raises:
         RuntimeError: another rank has ended.
@@ -58,7 +61,7 @@ def gather(value: Any) -> list[Any]:
     if count() == 1:
         return [value]
     data = b"" if value is None else pickle.dumps(value)
-    with mx.stream(generation_stream):  # after the messages of a forward that is not finished
+    with mx.stream(generation_stream):  # after the messages of an unfinished forward
         sizes = _exchange(mx.array([len(data)]))
         if not sizes.any():
             return [None] * len(sizes)
@@ -67,7 +70,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
-    """The rows (1, ...) of all ranks. If one is lost, MLX raises in `synchronize`, but not always in a read."""
+    """The rows (1, ...) of all ranks. If a rank is lost, MLX raises in `synchronize`, but not always on a read."""
     rows = mx.distributed.all_gather(row)
     mx.eval(rows)
     for stream in (generation_stream, mx.default_stream(mx.cpu)):  # on Metal messages use the second
@@ -76,12 +79,14 @@ def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
 
 
 def share(value: Any) -> Any:
-    """The value of rank 0, see `gather`."""
+    """The value of rank 0, returned on every rank; see `gather`."""
     return gather(value if index() == 0 else None)[0]
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Compares a command's parsed flags on all ranks, except the values of `PATHS`, and `RANK_0_FLAGS`.
+    """Checks that a command got the same flags on all ranks.
+
+    `RANK_0_FLAGS` are not compared; for `PATHS` only whether they are given.
 
     Raises:
         RedrafterError: a flag differs; raised on every rank.
@@ -97,9 +102,9 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def watch_connections() -> None:
-    """Ends this process `GRACE` seconds after a connected rank has ended; call before it opens other connections.
+    """Exits `GRACE` seconds after a connected rank has exited. Call it before opening other connections.
 
-    MLX's ring waits forever if a forward has messages to send after the one that was lost.
+    Otherwise MLX's ring waits forever if a forward has more messages to send after the lost one.
     """
     connections = []
     for number in [int(name) for name in os.listdir("/dev/fd") if int(name) > 2]:
@@ -129,6 +134,6 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Prints one line with this rank's number on stderr, and exits at once with 1, even while sending."""
+    """Prints the message and this rank's number on stderr, and exits with status 1 at once, even while sending."""
     print(f"error on rank {index()}: {message}", file=sys.__stderr__, flush=True)
     os._exit(1)

@@ -147,7 +147,7 @@ def test_a_full_disk_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
     model, tokenizer = make_model(), make_tokenizer()
-    with pytest.warns(UserWarning, match="could not be kept in .*: .*No space left"):
+    with pytest.warns(UserWarning, match="cannot write an answer to .*: .*No space left"):
         text = generate(model, tokenizer, make_prompt(9), max_tokens=30, answers=answers)
     assert generate(model, tokenizer, make_prompt(9), max_tokens=30, answers=answers) == text, "one warning will do"
     monkeypatch.undo()
