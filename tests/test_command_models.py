@@ -98,7 +98,7 @@ def test_a_models_own_layer_is_asked_for_before_the_model_is_loaded() -> None:
     with pytest.raises(CheckpointError, match=r"convert --from-base ORIGINAL --mlx-path OUT', then give --drafter OUT"):
         load_pair(flags, "no/such-model", "builtin")
     told = " ".join(make_parser("generate", "", "none").format_help().split())
-    assert "'builtin' says how to get the model's own" in told
+    assert "'builtin' shows how to convert the model's own" in told
     with pytest.raises(CheckpointError, match="no/such-model"):
         load_pair(Namespace(**vars(flags), no_drafter=True), "no/such-model", "builtin")
 

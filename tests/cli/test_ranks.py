@@ -159,7 +159,7 @@ def test_what_cannot_run_together_is_refused(flags: list[str], tmp_path: Path) -
         *(
             (command, [[], []], f".*{error}.*")
             for command, error in (
-                (["generate", *flags, "--adapter-path", "x"], "--adapter-path runs in one process, got 2"),
+                (["generate", *flags, "--adapter-path", "x"], "--adapter-path needs a single process, got 2 ranks"),
                 (["generate", *flags, "--pipeline"], "The model does not support pipelining"),
                 (["generate", *flags[2:]], "2 ranks need --model"),
                 (["generate", *flags, "--prompt-cache-file", "x"], "--prompt-cache-file needs a single process"),
