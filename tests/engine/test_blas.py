@@ -67,7 +67,7 @@ def warning(before: str = "", **variables: str) -> str:
     """The warning of a fresh process that uses no OpenBLAS: one line, once."""
     done = python(before + WARN_TWICE, **variables)
     (found,) = (line.partition("Warning: ")[2] for line in done.stderr.splitlines() if "Warning: " in line)
-    assert done.stdout == "None\n" and found.startswith("MLX computes with a slow BLAS, as OpenBLAS is not used (")
+    assert done.stdout == "None\n" and found.startswith("MLX uses a slow BLAS instead of OpenBLAS (")
     return found
 
 
