@@ -222,8 +222,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "untied gates": (changed("arctic_lstm", tie_lstm_embs=False), "IN: expected tie_lstm_embs true .*, got False"),
     "several layers a stage": (changed("arctic_sum_rnn", arrays=ODD["two layers"]), "IN holds .*'proj.0.1.weight'"),
-    "no cell": (changed("arctic_lstm", "cell_proj.1"), "incomplete drafter: IN holds 3 gates of four of proj.1.weight"),
-    "a narrow gate": (changed("arctic_lstm", arrays=ODD["narrow"]), "IN: expected proj.0 as matrices of one shape, .*"),
+    "no cell": (changed("arctic_lstm", "cell_proj.1"), "incomplete drafter: IN holds 3 of the four gates of proj.1.weight"),
+    "a narrow gate": (changed("arctic_lstm", arrays=ODD["narrow"]), "IN: expected the matrices of proj.0 to have one shape, .*"),
     "NaN": (changed("arctic_lstm", arrays=ODD["NaN"]), "IN: head.weight holds NaN or infinity"),
 }
 
