@@ -69,7 +69,7 @@ class Kept(NamedTuple):
         hidden: the captured hidden states, each (N, D).
         path: (R,) int32, the rows of those positions in `tokens` and `hidden`, in order; None for all of them.
         n_kept: () int32 or a number: the first n_kept of the R rows stay, the others repeat the last one.
-        position: of the first of them in the text. It may be after or before the end of earlier positions.
+        position: of the first of them in the text. It need not follow the positions kept before.
     """
 
     tokens: mx.array
