@@ -48,7 +48,7 @@ DRAFTER_HELP = (
 DTYPES = ("float16", "bfloat16", "float32")
 """The dtypes of weights and computation."""
 
-DTYPE_HELP = "cast weights to this dtype, in quantized layers scales and biases (default: as stored)"
+DTYPE_HELP = "cast weights to this dtype, but only scales and biases of quantized layers (default: as stored)"
 """The help of `--dtype`."""
 
 Arrays = dict[str, mx.array]

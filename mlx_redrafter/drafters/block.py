@@ -112,7 +112,7 @@ class BlockArgs(LayerArgs):
                 expected = f"{name} to have an entry for each of {self.num_layers} layers"
                 raise CheckpointError(f"{where}/config.json: expected {expected}, got {given!r:.40}")
         if not self.capture_layers:
-            raise CheckpointError(f"expected capture_layers, the target's layers to read, in {where}/config.json")
+            raise CheckpointError(f"expected capture_layers, the layers to read, in {where}/config.json, got none")
         if self.max_depth < 1:
             raise CheckpointError(
                 f"{where}/config.json: expected block_size from 2 to {MAX_COUNT}, got {self.block_size}"

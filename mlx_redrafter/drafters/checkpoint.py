@@ -264,7 +264,7 @@ class Checkpoint:
         try:
             nn.quantize(drafter, class_predicate=lambda name, layer: packed[name].how if name in packed else False)
         except ValueError as error:
-            raise CheckpointError(f"{self.where}: MLX cannot quantize its layers so: {one_line(error)}") from error
+            raise CheckpointError(f"{self.where}: MLX does not support its quantization: {one_line(error)}") from error
         arrays = {f"{layer}.{part}": array for layer, tensor in packed.items() for part, array in tensor.arrays.items()}
         scales = {name: x for name, x in arrays.items() if mx.issubdtype(x.dtype, mx.floating)}
         if (odd := find_not_finite(scales)) is not None:

@@ -210,7 +210,7 @@ class DrafterArgs:
     def explain_useless(self) -> str:
         """What to check if no guess is right."""
         return (
-            "Was it trained for this model, and are its weights right in this dtype? It reads "
+            "Was it trained for this model, and do its weights fit this dtype? It reads "
             f"{self.describe_states()}: mlx_redrafter.doctor tries others"
         )
 

@@ -60,7 +60,7 @@ class DraftModelArgs(DrafterArgs):
         return {}
 
     def explain_useless(self) -> str:
-        return "Do the draft model and the target have the same tokenizer, and are its weights right in this dtype?"
+        return "Do the draft model and the target have the same tokenizer, and do its weights fit this dtype?"
 
 
 class DraftModel(Drafter):
