@@ -73,7 +73,6 @@ class Matches:
         return list(accumulate((self.rate(match + depth) for depth in range(count)), mul))
 
     def _extend(self, token: int) -> None:
-        """Extends the match by a token, or ends it."""
         if self.match and self.next_token == token:
             self.end, self.match = self.end + 1, min(self.match + 1, MAX_MATCH)
         else:

@@ -61,7 +61,6 @@ def load_openblas() -> None:
 
 
 def _find(package: str) -> Path | None:
-    """The folder of an installed package."""
     try:
         return Path(str(distribution(package).locate_file("")))
     except PackageNotFoundError:

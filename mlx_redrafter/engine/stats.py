@@ -54,7 +54,6 @@ class Stats(NamedTuple):
         return self + own._replace(drafter_rounds=int(plan.depth > 0))
 
     def __add__(self, other: Stats) -> Stats:  # type: ignore[override]
-        """The sums of both counts."""
         sums: Any = map(add, self, other)  # joins the tuples, which `reached` replaces
         reached = tuple(map(sum, zip_longest(self.reached, other.reached, fillvalue=0)))
         return Stats(*sums)._replace(reached=reached)
