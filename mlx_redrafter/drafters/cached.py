@@ -1,8 +1,8 @@
 """Sources with their own KV cache: it has a row for every position of the text that they have read.
 
 A draft does not wait for the pending round's host read, so the number of that round's rows that stay is not known yet.
-All of them are appended, and masked by that number, which is an array. The position of the next round shows the number;
-the other rows, and the draft's, are then overwritten::
+All of them are appended, and masked by that number, which is an array. The next round's position gives the number; the
+other rows, and the draft's, are then overwritten::
 
     rows    settled | the pending round: n_kept, then others | the draft
     seen    all     | the first n_kept                       | itself and its ancestors
@@ -92,7 +92,7 @@ class CachedSource(StepwiseSource):
         self._window: int | None = None  # the last positions that the drafter sees; None for all
         self._caches = [KVCache() for _ in range(n_layers)]
         self._n_rows = 0  # settled in the caches
-        self._rows: list[Rows] = []  # after those; of the last ones some may not stay
+        self._rows: list[Rows] = []  # not settled; some of the last may be dropped
         self._is_taken_in = False  # whether the last ones are in the caches
 
     def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:

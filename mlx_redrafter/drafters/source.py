@@ -57,7 +57,7 @@ class Source:
         capture: the target's hidden states that it reads.
         reads_all: whether it reads the states of all positions, including the prompt's, or only the last one's.
         drafter: its weights; None for none.
-        max_kv_size: the approximate most rows of its own cache, if it supports a limit; None for no limit.
+        max_kv_size: the approximate limit of rows in its own cache, if it supports one; None for no limit.
         prefill_step_size: the most tokens that it reads at once.
     """
 

@@ -79,7 +79,7 @@ class Planner:
         return True
 
     def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
-        """The plan of the next round's draft by the drafter, chosen while the round before is enqueued and not read.
+        """Plans the drafter's part of the next round, while the round before is enqueued but not read.
 
         Args:
             length: of the text before the enqueued round.
@@ -302,7 +302,7 @@ class Decoder:
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
             if self._plan and self._plan.depth and self._drafter and not self._drafter.waits:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
-        # Nothing delays the first token, which is already computed; and a grammar's mask depends on the token.
+        # The first token is already computed: return it without delay. A grammar's mask depends on the token.
         may_run_ahead = not pending.is_prompt and self._chooser.grammar is None and self._may_run_ahead()
         if self._plan is None and pending.draft is None and may_run_ahead:
             self._ahead = self._enqueue_step(pending.outcome.packed)
