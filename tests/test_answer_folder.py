@@ -159,7 +159,7 @@ def test_a_full_disk_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_lock_that_is_held_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, texts = fill(tmp_path, 1)
     monkeypatch.setattr(module, "PATIENCE", 0.01)
-    with lock_file(tmp_path / ".lock"), pytest.warns(UserWarning, match="another process is at work"):
+    with lock_file(tmp_path / ".lock"), pytest.warns(UserWarning, match="another process is using"):
         answers.add(*make_text(5))
     assert texts_in(answers) == texts
     assert find_all(answers, join(5)), "this process has it all the same"

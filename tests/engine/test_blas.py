@@ -149,7 +149,7 @@ def test_a_preloaded_blas_is_left_alone(mlx_libraries: Path) -> None:
 
 def test_a_missing_openblas_is_said() -> None:
     found = warning(NOT_INSTALLED.format(name="scipy-openblas32"))
-    assert found.endswith("(scipy-openblas32 is not installed): pip install scipy-openblas32")
+    assert found.endswith("(scipy-openblas32 is not installed); to fix it: pip install scipy-openblas32")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,8 @@ def test_a_damaged_openblas_is_said(keep: int | None, reason: str, tmp_path: Pat
         if file != LIBRARY or keep is not None:
             (tmp_path / file).write_bytes(content)
     found = warning(PYTHONPATH=str(tmp_path))
-    assert reason in found and found.endswith("): pip install --force-reinstall --no-deps scipy-openblas32 mlx-cpu")
+    assert reason in found
+    assert found.endswith("to fix it: pip install --force-reinstall --no-deps scipy-openblas32 mlx-cpu")
 
 
 def test_nothing_is_said_where_another_backend_computes() -> None:
