@@ -1,4 +1,4 @@
-"""Lossless recurrent drafting (ReDrafter, arXiv 2403.09919) for the language models of mlx-lm."""
+"""Lossless speculative decoding for mlx-lm: ReDrafter (arXiv 2403.09919) and other drafters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name on first use, so that importing the package imports no library."""
+    """Imports a public name on first use, so that importing the package does not import MLX or mlx-lm."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,8 +1,8 @@
-"""Past prompts and answers in a folder, as token ids, from which later texts are drafted.
+"""A folder of past prompts and answers, stored as token ids, from which later texts are drafted.
 
-There is a file for each tokenizer, a sequence of records: a mark, the number of tokens and how many of them are the
-prompt, a hash of the whole prompt, a checksum of everything else after the mark, and the tokens. Records are appended
-under a lock; after a damaged one the next is found by its mark.
+Each tokenizer has one file, a sequence of records. A record is a mark, the number of tokens, the number of prompt
+tokens, a hash of the whole prompt, a checksum of everything else after the mark, and the tokens. Records are appended
+under a lock. After a damaged record, reading continues at the next mark.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from .drafters.past import Array, PastIndex
 from .errors import RedrafterError, one_line, warn
 
 MAX_TOKENS = 200_000
-"""The most tokens kept for a tokenizer; the oldest texts are dropped."""
+"""The most tokens kept per tokenizer; the oldest texts are dropped first."""
 
 ANSWERS_HELP = "keep token ids of prompts and answers in this folder, and draft from them"
 
 SLACK = 1.25
-"""A file is rewritten when it is this many times longer than `MAX_TOKENS`."""
+"""A file is rewritten without its oldest texts when it is longer than this times `MAX_TOKENS`."""
 
 MIN_TEXT, MAX_TEXT = 16, 1 << 16
-"""Shorter texts are not kept, as they repeat little; of longer ones only the end is."""
+"""Length limits in tokens: shorter texts are not kept, as they repeat little; of longer texts only the end is kept."""
 
 INDEX_AGAIN = 1 / 64
-"""The index is rebuilt when new tokens exceed this share of those in it."""
+"""The index is rebuilt when the new tokens exceed this share of the indexed ones."""
 
 PATIENCE = 1.0
-"""Seconds to wait for another process that writes; after that a text is not written."""
+"""Seconds to wait for another process's lock; after that the text is not written."""
 
 MARK = b"\xf5past"
-COUNTS = struct.Struct("<III")  # tokens, how many of them are the prompt, and the request's hash
+COUNTS = struct.Struct("<III")  # tokens, prompt tokens, hash of the request
 CHECKSUM = struct.Struct("<I")
 LOCK = ".lock"
 NAME = re.compile(r"answers-[0-9a-f]{16}\.tokens")
@@ -56,11 +56,12 @@ class Text(NamedTuple):
 
     Attributes:
         ids: (L,) integers.
-        offset: the length of the prompt at its start, which is not learned.
-        request: a number that identifies the request, see `number_request`; None if it was not kept.
-        hidden: (L - 1, D) float16, the target's hidden states at all tokens except the last; None before it was read.
-        likeliest: (L - 1, M) int32 and (L - 1, M) float16, the target's likeliest next tokens after each learned one,
-            the likeliest first, and their probabilities; None if they were not kept.
+        offset: the number of prompt tokens at its start, which are not learned.
+        request: a hash of the request, see `number_request`; None if not stored.
+        hidden: (L - 1, D) float16, the target's hidden states at all tokens except the last; None before the target
+            has read the text.
+        likeliest: (L - 1, M) int32 and (L - 1, M) float16, the target's M likeliest next tokens after each learned
+            token, the likeliest first, and their probabilities; None if not stored.
     """
 
     ids: Array
@@ -71,7 +72,7 @@ class Text(NamedTuple):
 
     @property
     def first_learned(self) -> int:
-        """The first position whose next token is learned: the first guess follows the second token."""
+        """The first position whose next token is learned; at least 1, as the first guess follows the second token."""
         return max(self.offset - 1, 1)
 
 
@@ -80,7 +81,7 @@ class Contents(NamedTuple):
 
     Attributes:
         texts: prompts and their answers in int32, the oldest first.
-        damaged: bytes outside whole records.
+        damaged: the number of bytes outside valid records.
     """
 
     texts: list[Text]
@@ -88,7 +89,7 @@ class Contents(NamedTuple):
 
 
 def number_request(prompt: Array) -> int:
-    """A 32-bit hash of a whole prompt (T,), its cached tokens included."""
+    """A 32-bit hash of a whole prompt (T,), including its cached tokens."""
     return zlib.crc32(prompt.astype("<i4").tobytes())
 
 
@@ -100,7 +101,7 @@ def encode_text(text: Text) -> bytes:
 
 
 def decode_texts(data: bytes) -> Contents:
-    """The texts of all undamaged records."""
+    """The texts of all valid records."""
     texts, damaged, at, head = list[Text](), 0, 0, len(MARK) + COUNTS.size + CHECKSUM.size
     while at < len(data):
         if data.startswith(MARK, at) and at + head <= len(data):
@@ -128,7 +129,7 @@ def open_folder(name: str | Path) -> Path:
     """A folder for answers, created if it does not exist, readable only by its owner.
 
     Raises:
-        RedrafterError: it cannot be created or read, or holds something else.
+        RedrafterError: it cannot be created or read, or holds other files.
     """
     path = name_folder(name)
     try:
@@ -146,7 +147,7 @@ def name_folder(name: str | Path) -> Path:
     """The path of a folder.
 
     Raises:
-        RedrafterError: the name is empty, as of a variable that is not set.
+        RedrafterError: the name is empty, for example from an unset variable.
     """
     if not str(name).strip():
         raise RedrafterError("expected the name of a folder for answers, got an empty one")
@@ -162,15 +163,15 @@ def clear_folder(folder: Path) -> bool:
     """Removes all answers in a folder; returns whether there were any.
 
     Raises:
-        RedrafterError: another process writes for longer than `PATIENCE`.
-        OSError: it cannot be removed.
+        RedrafterError: another process holds the lock for longer than `PATIENCE`.
+        OSError: a file cannot be removed.
     """
 
     def list_kept() -> list[Path]:
         """The files, including those of a killed process."""
         return [path for path in folder.iterdir() if NAME.fullmatch(final_name(path.name))]
 
-    if not list_kept():  # the folder may be used for something else
+    if not list_kept():  # the folder may belong to something else: create no lock in it
         return False
     with lock_file(folder / LOCK, PATIENCE):
         for path in list_kept():
@@ -179,11 +180,13 @@ def clear_folder(folder: Path) -> bool:
 
 
 class AnswerFolder:
-    """Past texts of one tokenizer. Threads and processes may share a folder; others' texts are read when it is opened.
+    """Past texts of one tokenizer.
+
+    Threads and processes may share a folder. Texts of other processes are read only when it is opened.
 
     Args:
-        name: of the folder, which is created if it does not exist.
-        tokenizer: of the texts; those of others are kept separately.
+        name: the folder, created if it does not exist.
+        tokenizer: the texts' tokenizer; each tokenizer has its own file.
 
     Raises:
         RedrafterError: see `open_folder`; or there are several ranks, which would draft from different answers.
@@ -224,7 +227,7 @@ class AnswerFolder:
             return list(self._texts)
 
     def index(self) -> PastIndex:
-        """An index of the texts; it may lack the last few."""
+        """An index of the texts; the newest ones may be missing."""
         with self._lock:
             if self._index is None or self._n_new > INDEX_AGAIN * len(self._index):
                 self._texts, self._n_new = keep_latest(self._texts), 0
@@ -232,12 +235,12 @@ class AnswerFolder:
             return self._index
 
     def add(self, prompt: Sequence[int], made: Sequence[int], known: int = 0) -> None:
-        """Keeps a text. If it cannot be written, it is kept for this process only, with one warning.
+        """Adds a text. If it cannot be written, warns once and keeps it for this process only.
 
         Args:
             prompt: everything before the answer.
-            made: the answer; if it is empty, nothing is kept.
-            known: how many tokens of the prompt were in a cache; they are in an earlier text, and not kept again.
+            made: the answer; if it is empty, nothing is added.
+            known: how many prompt tokens came from a prompt cache; they are part of an earlier text and left out.
         """
         ids = np.array([*prompt[known:], *made][-MAX_TEXT:], np.int32)
         if not made or not self._fits(ids):
@@ -251,7 +254,7 @@ class AnswerFolder:
             except (OSError, RedrafterError) as error:
                 if not self._has_warned:
                     self._has_warned = True
-                    warn(f"an answer could not be kept in {self._folder}: {one_line(error)}")
+                    warn(f"cannot write an answer to {self._folder}: {one_line(error)}")
 
     def _append(self, record: bytes) -> None:
         self._folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
@@ -286,25 +289,25 @@ def find_folder(name: str | Path) -> Path:
     """
     path = name_folder(name)
     if not path.is_dir():
-        raise RedrafterError(f"expected a folder that --answers has made, got {name}")
+        raise RedrafterError(f"expected a folder created by --answers, got {name}")
     return path
 
 
 def read_texts(name: str | Path, tokenizer: Any) -> list[Text]:
-    """A folder's texts of a tokenizer, the oldest first.
+    """The texts of one tokenizer in a folder, the oldest first.
 
     Raises:
         RedrafterError: there is no such folder, or it has no texts of this tokenizer.
     """
     folder = find_folder(name)
     if not (texts := AnswerFolder(name, tokenizer).texts):
-        held = "those of other tokenizers alone" if list_files(folder) else "an empty folder"
+        held = "only those of other tokenizers" if list_files(folder) else "an empty folder"
         raise RedrafterError(f"expected answers of this model's tokenizer in {name}, got {held}")
     return texts
 
 
 def open_answers(answers: str | Path | AnswerFolder | None, tokenizer: Any) -> AnswerFolder | None:
-    """The folder of this name, or the given folder or None.
+    """Opens the folder of this name; an `AnswerFolder` or None is returned unchanged.
 
     Raises:
         RedrafterError: see `AnswerFolder`.

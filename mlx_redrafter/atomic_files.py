@@ -14,14 +14,14 @@ from filelock import FileLock, Timeout
 from .errors import RedrafterError
 
 PARTIAL = ".partial"
-"""Part of the name of a file that is being written, followed by random digits: two processes may write to one path."""
+"""The prefix of a temporary file's name. Random digits follow, as two processes may write to one path."""
 
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path next to `path` to write to, and moves the file to `path` unless an exception is raised.
+    """Yields a temporary path next to `path`, and moves the file to `path` unless an exception is raised.
 
-    Creates the folder. The suffix is that of `path`, as some writers choose the format by it.
+    Creates the folder. The temporary name keeps the suffix, as some writers choose the format by it.
 
     Raises:
         OSError: the folder or the file cannot be created.
@@ -36,7 +36,7 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def final_name(name: str) -> str:
-    """The final name of a file that is being written; other names are unchanged."""
+    """The final name for a temporary name; other names are returned unchanged."""
     return re.sub(f"^{re.escape(PARTIAL)}-[0-9a-f]{{8}}-", "", name)
 
 
@@ -55,8 +55,8 @@ def why_not_writable(path: Path) -> str | None:
     if os.path.isdir(path):
         return f"{path} is a directory"
     if os.path.exists(path) and not os.path.isfile(path):
-        return f"{path} is not a regular file, and would be replaced by one"
-    # In a folder that may not be read os.path.exists is False, while Path.exists raises.
+        return f"{path} is not a regular file"
+    # Without permission to read the folder, os.path.exists returns False and Path.exists raises.
     above = next(folder for folder in path.absolute().parents if os.path.exists(folder))
     if not above.is_dir():
         return f"{above} is not a directory"
@@ -64,27 +64,27 @@ def why_not_writable(path: Path) -> str | None:
 
 
 def lock_file(path: Path, patience: float = 0.0) -> AbstractContextManager[object]:
-    """Locks `path` until the context ends. The file stays: another process may have opened it to lock it.
+    """Locks `path` until the context ends. The file is not removed, as another process may be waiting for it.
 
     Args:
         patience: seconds to wait for another process.
 
     Raises:
-        RedrafterError: it is locked by another.
-        OSError: it cannot be created.
+        RedrafterError: another process holds the lock.
+        OSError: the file cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         return FileLock(path, mode=0o600).acquire(timeout=patience)
     except Timeout:
-        raise RedrafterError(f"another process is at work in {path.parent}") from None
+        raise RedrafterError(f"another process is using {path.parent}") from None
 
 
 def expand_path(name: str | Path) -> Path:
     """The path with `~` expanded.
 
     Raises:
-        RedrafterError: it names a user that does not exist.
+        RedrafterError: `~` names a user that does not exist.
     """
     try:
         return Path(name).expanduser()

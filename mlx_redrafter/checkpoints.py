@@ -1,4 +1,4 @@
-"""Loads and saves models and drafters, from directories, hub ids, and the flags of a command."""
+"""Loads models and drafters from directories, hub ids or a command's flags, and saves drafters."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from .errors import CheckpointError, RedrafterError, UnsupportedModelError, one_
 WEIGHTS = "model*.safetensors"
 
 BUILTIN = "builtin"
-"""The drafter name for the model's own multi-token-prediction layer."""
+"""The drafter name for the model's own multi-token-prediction layer; it is refused with advice."""
 
 DRAFTER_HELP = (
-    "directory, file or Hugging Face repo of its drafter; 'smollm2' for the packaged one of SmolLM2-135M-Instruct; "
-    f"{BUILTIN!r} says how to get the model's own multi-token-prediction layer"
+    "directory, file or Hugging Face repo of the drafter; 'smollm2' is the packaged one for SmolLM2-135M-Instruct; "
+    f"{BUILTIN!r} shows how to convert the model's own multi-token-prediction layer"
 )
 """The help of `--drafter`."""
 
 DTYPES = ("float16", "bfloat16", "float32")
 """The dtypes of weights and computation."""
 
-DTYPE_HELP = "cast weights to this dtype; of quantized layers, their scales and biases (default: as stored)"
+DTYPE_HELP = "cast weights to this dtype, but only scales and biases of quantized layers (default: as stored)"
 """The help of `--dtype`."""
 
 Arrays = dict[str, mx.array]
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
-    """The target and its tokenizer, from mlx-lm's own loader, with every array evaluated.
+    """Loads the target and its tokenizer with mlx-lm, and evaluates every array.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
@@ -69,7 +69,7 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     check_directory(path)
     try:
         model, tokenizer, *_ = mlx_lm_utils.load(str(path), **options)
-    except Exception as error:  # mlx-lm and transformers raise many kinds for damaged directories
+    except Exception as error:  # mlx-lm and transformers raise many types for damaged directories
         raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
     check_tokenizer(tokenizer, path)
     if not options.get("lazy"):
@@ -80,17 +80,17 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
 
 
 def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **options: Any) -> tuple[nn.Module, Any]:
-    """This rank's part of the target, and its tokenizer, from mlx-lm's `sharded_load`, with every array evaluated.
+    """Loads this rank's part of the target, and its tokenizer, with mlx-lm's `sharded_load`; evaluates every array.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
-        pipeline: whether each rank gets some of the layers; if not, each gets a part of every layer.
+        pipeline: give each rank some of the layers, instead of a part of every layer.
         options: see `mlx_lm.utils.sharded_load`.
 
     Raises:
-        CheckpointError: there is no such model, it cannot be read or divided, or it has no tokenizer.
+        CheckpointError: there is no such model, it cannot be read or split, or it has no tokenizer.
         UnsupportedModelError: the ranks would have layers of different kinds.
-        RuntimeError: another rank has ended.
+        RuntimeError: another rank has exited.
     """
     name, group = os.path.expanduser(path_or_hf_repo), mx.distributed.init()
     groups = (group, None) if pipeline else (None, group)
@@ -101,7 +101,7 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
     except HFValidationError:
         raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:  # see `load`
-        if "connection to a peer was lost" in str(error):  # MLX's words
+        if "connection to a peer was lost" in str(error):  # MLX's message
             raise RuntimeError(f"another rank ended while {name} was loaded: {one_line(error)}") from error
         raise CheckpointError(f"cannot load {name} over {group.size()} ranks: {one_line(error)}") from error
     check_tokenizer(tokenizer, name)
@@ -115,24 +115,24 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
 
 
 def check_tokenizer(tokenizer: Any, path: str | Path) -> None:
-    """Refuses the empty tokenizer that transformers makes if there are no files.
+    """Refuses the empty tokenizer that transformers creates if there are no tokenizer files.
 
     Raises:
-        CheckpointError: it has only special tokens.
+        CheckpointError: the tokenizer has only special tokens.
     """
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        raise CheckpointError(f"no tokenizer in {path}: expected tokenizer.json, or the files that it is made from")
+        raise CheckpointError(f"no tokenizer in {path}: expected tokenizer.json, or the files to build it from")
 
 
 def set_blas_threads(model: nn.Module) -> None:
-    """Sets OpenBLAS's threads by the model's size, see `choose_threads`."""
+    """Sets the number of OpenBLAS's threads by the model's size, see `choose_threads`."""
     choose_threads(tree_reduce(lambda size, array: size + array.size, model.parameters(), 0))
 
 
 def evaluate(*models: nn.Module | None) -> None:
-    """Evaluates all arrays of models, also those that are no parameters (a rope's frequencies, a mask).
+    """Evaluates all arrays of models, including those that are not parameters (RoPE frequencies, masks).
 
-    mlx-lm evaluates only parameters; another thread cannot compute the others, as streams belong to threads.
+    mlx-lm evaluates only parameters. Another thread cannot evaluate the rest, as streams belong to threads.
 
     Raises:
         CheckpointError: a model was loaded in another thread and not fully evaluated there.
@@ -148,14 +148,14 @@ def evaluate(*models: nn.Module | None) -> None:
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
-    """A drafter in our layout or its authors', plain or quantized with MLX, with its weights evaluated.
+    """Loads a drafter, in our layout or its authors', and evaluates its weights, which may be quantized with MLX.
 
     Args:
         path_or_hf_repo: a local directory or file, or a hub id, see docs/checkpoints.md; or a name in `PACKAGED`.
         model: the target, to check sizes; its arrays are evaluated.
 
     Raises:
-        CheckpointError: it is missing, damaged, not a drafter, or of another size than `model`, or holds NaN.
+        CheckpointError: it is missing, damaged or not a drafter, does not fit `model`, or holds NaN.
     """
     refuse_builtin(path_or_hf_repo)
     source = find_source(path_or_hf_repo)
@@ -165,7 +165,7 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     drafter = read_drafter(checkpoint, model)
     evaluate(drafter)
     if model is not None:
-        evaluate(model)  # the forward that found its sizes may leave arrays in it, as in gemma3n
+        evaluate(model)  # finding its sizes may leave unevaluated arrays in it, as in gemma3n
     for note in checkpoint.notes:
         _log.info("note: %s", note)
     return drafter
@@ -180,21 +180,21 @@ def refuse_builtin(path_or_hf_repo: str | Path | None) -> None:
     if str(path_or_hf_repo) == BUILTIN and not os.path.exists(BUILTIN):
         first = "python -m mlx_redrafter.convert --from-base ORIGINAL --mlx-path OUT"
         raise CheckpointError(
-            f"mlx-lm loads no multi-token-prediction layer, and few models have one: if the authors' repository "
-            f"has it, convert it with '{first}', then give --drafter OUT"
+            f"few models have a multi-token-prediction layer, and mlx-lm does not load it: if the authors' repository "
+            f"has one, convert it with '{first}', then give --drafter OUT"
         )
 
 
 def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: Any = None) -> DraftModel:
-    """A smaller model of mlx-lm as a drafter, with every array evaluated.
+    """Loads a smaller mlx-lm model as a drafter, and evaluates every array.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
         model: the target, to compare vocabulary sizes.
-        tokenizer: the target's, to compare it; None for no comparison.
+        tokenizer: the target's, to compare sizes; None skips the comparison.
 
     Raises:
-        CheckpointError: see `load`; it is a head; or its vocabulary differs.
+        CheckpointError: see `load`; also if it is a drafter, or its vocabulary differs from the target's.
         UnsupportedModelError: see `DraftModel`.
     """
     try:
@@ -205,7 +205,7 @@ def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: A
         except CheckpointError:
             raise error from None
         raise CheckpointError(f"{path_or_hf_repo} is a drafter, not a language model: give it as --drafter") from None
-    set_blas_threads(model)  # the larger of the two
+    set_blas_threads(model)  # for the larger of the two models
     if tokenizer is not None and own.vocab_size != tokenizer.vocab_size:
         sizes = f"a tokenizer of {own.vocab_size} tokens, the target's has {tokenizer.vocab_size}"
         raise CheckpointError(f"{path_or_hf_repo} cannot be the draft model: it has {sizes}")
@@ -218,11 +218,11 @@ def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: A
 def save_drafter(
     directory: Path, drafter: Drafter, *, dtype: mx.Dtype | None = None, extra: dict[str, Any] | None = None
 ) -> None:
-    """Writes `config.json` and `model.safetensors`, each first under a temporary name.
+    """Writes a drafter's `config.json` and `model.safetensors`, each under a temporary name first.
 
     Args:
-        dtype: of the stored floating-point weights; None keeps theirs.
-        extra: more keys for the config.
+        dtype: the dtype of the stored floating-point weights; None keeps theirs.
+        extra: additional keys for the config.
 
     Raises:
         CheckpointError: the directory cannot be written.
@@ -244,7 +244,7 @@ def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, 
     """Writes a safetensors file.
 
     Raises:
-        OSError, RuntimeError: it cannot be written; also if the disk is full, which MLX may not report.
+        OSError, RuntimeError: it cannot be written, or the disk is full, which MLX itself may not report.
     """
     mx.save_safetensors(str(file), dict(arrays), metadata)
     if file.stat().st_size < sum(array.nbytes for array in arrays.values()):
@@ -275,7 +275,7 @@ def check_directory(path: Path) -> None:
     """Refuses an incomplete model directory.
 
     Raises:
-        CheckpointError: there is no directory, readable config, or weights, or a shard of the index is missing.
+        CheckpointError: the directory, a readable config, the weights, or a shard named in the index is missing.
     """
     if not path.is_dir():
         raise CheckpointError(f"expected a model directory, got a file: {path}")
@@ -316,22 +316,22 @@ def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafte
 
 
 def strip_folders(name: str | Path) -> str:
-    """A hub id unchanged, or the last part of a local path, on one line: its folders mean nothing elsewhere.
+    """A hub id unchanged, or the last part of a local path, as its folders mean nothing on other machines.
 
     Raises:
-        RedrafterError: ~ names a user that does not exist.
+        RedrafterError: `~` names a user that does not exist.
     """
     path = expand_path(name)
     if path.is_dir():
         return one_line(path.resolve().name)
-    return one_line(path.name if path.exists() else name)  # not resolved: files in the hub's cache link to hashes
+    return one_line(path.name if path.exists() else name)  # not resolved: hub files link to hashes
 
 
 def card_header(base: str | None) -> str:
     """The YAML header of a drafter's model card.
 
     Args:
-        base: the target's name or directory; a directory means nothing to others and is left out.
+        base: the target's hub id or directory; a directory is left out, as it means nothing on other machines.
     """
     lines = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
     if base and not Path(base).expanduser().exists():
@@ -340,7 +340,7 @@ def card_header(base: str | None) -> str:
 
 
 def check_demo_flags(name: str | None, args: Any) -> None:
-    """Refuses flags that change how a model is loaded if the packaged demo is used.
+    """Refuses flags that change how a model is loaded, if the packaged demo is used.
 
     Raises:
         RedrafterError: such a flag is given.
@@ -351,13 +351,13 @@ def check_demo_flags(name: str | None, args: Any) -> None:
 
 
 def find_drafter_name(args: Any) -> str | None:
-    """The drafter in a command's flags, a head or a draft model."""
+    """The drafter or draft model in a command's flags; None if neither is given."""
     name: str | None = args.drafter or getattr(args, "draft_model", None)
     return name
 
 
 def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | None = None) -> tuple[nn.Module, Any]:
-    """(model, tokenizer) from a command's flags.
+    """Loads (model, tokenizer) by a command's flags.
 
     Args:
         args: with `adapter_path`, `trust_remote_code` and, if the command has the flags, `quantize_activations`,
@@ -373,9 +373,9 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
     if (size := ranks.count()) > 1:
         for flag in ("adapter_path", "quantize_activations"):
             if getattr(args, flag, None):
-                raise RedrafterError(f"--{flag.replace('_', '-')} runs in one process, got {size}")
+                raise RedrafterError(f"--{flag.replace('_', '-')} needs a single process, got {size} ranks")
         if name is None:
-            raise RedrafterError(f"{size} ranks need --model: the packaged demo runs in one process")
+            raise RedrafterError(f"{size} ranks need --model: the packaged demo needs a single process")
         model, tokenizer = load_shards(
             name, pipeline=args.pipeline, tokenizer_config=config, trust_remote_code=args.trust_remote_code
         )
@@ -399,7 +399,7 @@ def cast(model: nn.Module, args: Any) -> None:
     """Casts a model's floating-point weights to the flags' `model_dtype`, if any, as `mlx_lm.convert` does.
 
     Raises:
-        RedrafterError: a weight is too large for it.
+        RedrafterError: a weight is too large for that dtype.
     """
     if (name := getattr(args, "model_dtype", None)) is None:
         return
@@ -416,12 +416,13 @@ def cast(model: nn.Module, args: Any) -> None:
 def load_pair(
     args: Any, name: str | None, drafter_name: str | None, tokenizer_config: dict[str, Any] | None = None
 ) -> tuple[nn.Module, Any, Drafter | None]:
-    """(model, tokenizer, drafter or None), with a line on stderr if the pair will be slow.
+    """Loads (model, tokenizer, drafter or None); a line on stderr warns if they will be slow or do not match.
 
     Args:
-        args: see `load_target`; with `no_drafter` none is loaded, with `draft_model` a model instead of a drafter.
-        drafter_name: a local directory or a hub id; None for the demo's own with the demo, otherwise for none.
-        name, tokenizer_config: see `load_target`.
+        args: see `load_target`; `no_drafter` loads no drafter, `draft_model` a language model instead of a drafter.
+        name: see `load_target`.
+        drafter_name: a local directory or a hub id; None means the demo's own drafter, or none for another model.
+        tokenizer_config: see `load_target`.
 
     Raises:
         RedrafterError: see `load_target`, `load_drafter` and `load_draft_model`.
@@ -460,12 +461,12 @@ def load_pair(
 
 
 def find_dtype(module: nn.Module) -> str:
-    """The name of the largest array's dtype, in which most is computed."""
+    """The name of the largest array's dtype, which most of the computation uses."""
     return dtype_name(max(list_weights(module).values(), key=lambda array: array.size).dtype)
 
 
 def load_fast_drafter(path_or_hf_repo: str, model: nn.Module) -> Drafter:
-    """`load_drafter`, but in float32 for a float32 model on a CPU, where 16 bits take four times as long."""
+    """`load_drafter`, but in float32 for a float32 model on a CPU, where 16 bits are four times as slow."""
     drafter = load_drafter(path_or_hf_repo, model)
     if mx.default_device().type == mx.cpu and find_dtype(model) == "float32":
         drafter.weights.set_dtype(mx.float32)

@@ -1,4 +1,4 @@
-"""The errors of this package. Messages are one line: what was expected and what was given."""
+"""The errors of this package. A message is one line: what was expected and what was got."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NoReturn, cast
 
 
 def one_line(error: object) -> str:
-    """The text of an error on one line."""
+    """The text of an error on one line; its class name if the text is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 class RedrafterError(ValueError):
-    """The base of this package's errors: bad input."""
+    """Invalid input; the base class of this package's errors."""
 
 
 class UnsupportedModelError(RedrafterError):
@@ -27,7 +27,7 @@ class CheckpointError(RedrafterError):
 
 
 def warn(message: str) -> None:
-    """Issues a warning for the line outside this package that caused it."""
+    """Issues a warning, attributed to the nearest caller outside this package."""
     level, frame = 1, cast(FrameType | None, sys._getframe())
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
@@ -35,8 +35,8 @@ def warn(message: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports a usage error in one line instead of the whole usage."""
+    """A parser that reports a usage error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        """Exits with 2."""
+        """Prints the message and exits with status 2."""
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")

@@ -34,7 +34,7 @@ from .options import Options, takes_options
 from .pair import draw_seed, find_pair
 
 USELESS_ROUNDS = 16
-"""After this many drafting rounds without one accepted token the drafter is reported as useless."""
+"""A drafter without one accepted token after this many drafting rounds is reported."""
 
 TRIAL_PROMPTS = (
     "Write a function that reverses a linked list.\n\ndef reverse(",
@@ -52,9 +52,9 @@ class Step(NamedTuple):
 
     Attributes:
         token: its id.
-        logprobs: (V,) the target's log-probabilities it was chosen from, evaluated.
+        logprobs: (V,) the target's log-probabilities that it was chosen from, evaluated.
         draft_source: what drafted it; None if it was not drafted.
-        stats: the rounds so far, this token's included.
+        stats: statistics of the rounds so far, including this token's.
     """
 
     token: int
@@ -73,16 +73,16 @@ class GenerationResponse(MlxLmResponse):
     """mlx-lm's response, with speculative-decoding statistics so far.
 
     Attributes:
-        rounds: forwards of the target after the prompt's, plain steps included: 1 + rounds + accepted tokens were made.
-        drafted: drafted nodes verified, roots not counted.
-        accepted: drafted tokens accepted.
+        rounds: target forwards after the prompt's, including plain steps; 1 + rounds + accepted tokens were generated.
+        drafted: drafted nodes that were verified, without roots.
+        accepted: drafted tokens that were accepted.
         context_drafted, context_accepted: the part of `drafted` and `accepted` that came from the context.
         draft_source: what drafted this token: "drafter", "context", or None if it was not drafted.
         tokens_per_round: 1 + accepted / rounds.
-        acceptance_per_depth: share of drafting rounds that accepted a drafted token at depth 1, 2, ...
-        rows_per_round: tokens in a forward: root, drafted, and replayed ones.
+        acceptance_per_depth: the share of drafting rounds that accepted a drafted token at depth 1, 2, ...
+        rows_per_round: tokens per forward: root, drafted and replayed tokens.
         plain_steps: rounds that drafted nothing.
-        seed: the seed in use, also when it was drawn.
+        seed: the seed in use, given or drawn.
     """
 
     rounds: int = 0
@@ -118,15 +118,17 @@ def generate_step(
 
     Args:
         prompt: (T,) token ids, T >= 1.
-        model: a model as `mlx_lm.load` returns it.
-        drafter: as `load_drafter` returns it, or this text's source from `Drafter.open`, with what it has kept so far;
-            None drafts from the context alone.
-        draft_model: a smaller model with the same tokenizer instead, as `mlx_lm.load` or `load_draft_model` returns it.
+        model: from `load` or `mlx_lm.load`.
+        drafter: from `load_drafter`, or a source from `Drafter.open` that has followed this text so far; None drafts
+            from the context only.
+        draft_model: a smaller model with the same tokenizer, instead of a drafter; from `mlx_lm.load` or
+            `load_draft_model`.
         num_draft_tokens: mlx-lm's name for `draft_depth`.
         options: see `Options`.
 
     Raises:
-        RedrafterError: on the first `next`: an option out of range, an unsupported model, a drafter of another size.
+        RedrafterError: on the first `next`: an option is out of range, the model is not supported, or the drafter does
+            not fit it.
     """
     drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
     with closing(decode_tokens(prompt, model, drafter, parsed)) as steps:
@@ -148,20 +150,18 @@ def stream_generate(
 ) -> Generator[GenerationResponse, None, None]:
     """Yields a response for each token, as mlx-lm's `stream_generate`.
 
-    Ends at an end-of-text token, at a stop string (which is not part of the text), or after `max_tokens`, at the
+    Ends at an end-of-text token, at a stop string (which is not part of the text), or after `max_tokens`: at the
     same token with and without a drafter.
 
     Args:
-        model, tokenizer: as `mlx_lm.load` returns them.
+        model, tokenizer: from `load` or `mlx_lm.load`.
         prompt: text, token ids, or an array of them.
-        drafter: as `load_drafter` returns it, or this text's source from `Drafter.open`, with what it has kept so far;
-            None drafts from the context alone.
-        draft_model, num_draft_tokens: see `generate_step`.
+        drafter, draft_model, num_draft_tokens: see `generate_step`.
         stop: strings that end the text.
         options: see `Options`.
 
     Raises:
-        RedrafterError: on the first `next`: see `generate_step`; also for max_tokens 0 and an empty stop string.
+        RedrafterError: on the first `next`: see `generate_step`; also if `max_tokens` is 0 or a stop string is empty.
     """
     if not hasattr(tokenizer, "encode"):
         raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
@@ -256,7 +256,7 @@ def generate(
     verbose: bool = False,
     **options: Any,
 ) -> str:
-    """The whole text, as mlx-lm's `generate`; `verbose` prints it while it is generated, then a summary.
+    """Returns the whole text, as mlx-lm's `generate`; `verbose` prints it while it is generated, then a summary.
 
     Arguments and errors are those of `stream_generate`.
     """
@@ -277,10 +277,11 @@ def choose_drafter(
     num_draft_tokens: int | None,
     options: dict[str, Any],
 ) -> tuple[Drafter | Source | None, Options]:
-    """(what drafts, the options), from mlx-lm's keywords and ours.
+    """(the drafter or None, the parsed options), from mlx-lm's keywords and ours.
 
     Raises:
-        RedrafterError: two of them contradict, an option is out of range, or the draft model does not fit.
+        RedrafterError: two keywords contradict, an option is out of range, or `draft_model` is not a model.
+        UnsupportedModelError: see `DraftModel`.
     """
     if num_draft_tokens is not None:
         if options.get("draft_depth") is not None:
@@ -345,7 +346,7 @@ def decode_tokens(
 
 
 class StopStrings:
-    """Cuts a stream of text before the first complete stop string; text that might become one is delayed.
+    """Cuts a stream of text before the first complete stop string; delays text that may turn out to be part of one.
 
     Args:
         stop: one string, several, or None.
@@ -354,15 +355,15 @@ class StopStrings:
         found: the stop string that ended the text; None until then.
 
     Raises:
-        RedrafterError: it is neither a string nor several, or one is empty.
+        RedrafterError: `stop` is neither a string nor a list of strings, or one is empty.
     """
 
     def __init__(self, stop: str | Sequence[str] | None) -> None:
         if stop is not None and not isinstance(stop, Iterable):
-            raise RedrafterError(f"stop must be a string or several, got {stop!r}")
+            raise RedrafterError(f"stop must be a string or a list of strings, got {stop!r}")
         self._stops = [stop] if isinstance(stop, str) else list(stop or ())
         if not all(isinstance(text, str) and text for text in self._stops):
-            raise RedrafterError(f"a stop string must be a non-empty text, got {self._stops!r}")
+            raise RedrafterError(f"stop must be non-empty strings, got {self._stops!r}")
         self._held = ""
         self.found: str | None = None
 
@@ -379,7 +380,7 @@ class StopStrings:
         return shown, False
 
     def rest(self) -> str:
-        """The delayed text, once the stream has ended."""
+        """The delayed text; called when the stream has ended."""
         rest, self._held = self._held, ""
         return rest
 
@@ -390,7 +391,7 @@ class StopStrings:
 
 
 def summary(last: GenerationResponse) -> str:
-    """What mlx-lm prints at the end, and a line about the rounds if any of them drafted."""
+    """mlx-lm's closing summary, with a line about the rounds if any of them drafted."""
     lines = [
         f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",
         f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec",
@@ -408,10 +409,10 @@ def summary(last: GenerationResponse) -> str:
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt. A text gets special tokens unless it begins with the beginning-of-text token.
+    """Token ids of a prompt. Special tokens are added to a text unless it begins with the beginning-of-text token.
 
     Raises:
-        RedrafterError: the text is not UTF-8, or the ids are no prompt.
+        RedrafterError: the text is not UTF-8, or the ids are not a valid prompt.
     """
     if not isinstance(prompt, str):
         return cast(list[int], check_prompt(prompt).tolist())
@@ -432,7 +433,7 @@ def encode_chat(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be encoded as UTF-8; a shell may pass on other bytes."""
+    """Whether a text can be encoded as UTF-8; a shell may pass other bytes."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -440,9 +441,9 @@ class PromptRuns(NamedTuple):
     """The result of decoding several prompts.
 
     Attributes:
-        stats: of all prompts together.
-        texts: the generated token ids of each prompt.
-        seconds: the sum over prompts of the time from the first token to the last.
+        stats: statistics summed over all prompts.
+        texts: the generated token ids for each prompt.
+        seconds: the time from the first token to the last, summed over all prompts.
     """
 
     stats: Stats
@@ -451,7 +452,7 @@ class PromptRuns(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed after the first token of each prompt; 0 if there are no more tokens."""
+        """Speed after the first token of each text; 0 if there are no further tokens."""
         made = sum(len(text) - 1 for text in self.texts)
         return made / self.seconds if self.seconds else 0.0
 
@@ -463,7 +464,7 @@ def decode_prompts(
     options: Options,
     eos_token_ids: Collection[int] = (),
 ) -> PromptRuns:
-    """Decodes all prompts, one after the other."""
+    """Decodes prompts one after another."""
     stats, texts, seconds = Stats(), [], 0.0
     for prompt in prompts:
         text: list[int] = []
@@ -487,17 +488,17 @@ def try_drafter(model: nn.Module, tokenizer: Any, drafter: Drafter, options: Opt
 
 
 def explain_useless(drafter: Drafter | Source, rounds: int, has_processors: bool = False) -> str:
-    """What may be wrong with a drafter of which no token was accepted in `rounds` rounds."""
+    """A message for a drafter without an accepted token in `rounds` rounds, with what to check."""
     weights = drafter.drafter if isinstance(drafter, Source) else drafter
     assert weights is not None
     text = f"the drafter has guessed no token right in {rounds} rounds. "
     if has_processors:
-        return f"{text}Do the logits processors leave the model's own choices? Only a draft model's guesses follow them"
+        return f"{text}Do the logits processors change the model's choices? Only draft models take them into account"
     return text + weights.args.explain_useless()
 
 
 class _CallableModule(ModuleType):
-    """Importing `mlx_redrafter.generate` replaces the package's function `generate` by this module."""
+    """Makes this module callable, as importing it replaces the package's function `generate` with the module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> str:
         return generate(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Every decoding option, declared once: type, default, range and help. Flags, signatures and checks derive from it."""
+"""All decoding options with type, default, range and help. Flags, signatures and checks derive from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALIASES = {
     "stop_sequences": "stop",
     "stop_strings": "stop",
 }
-"""Names of options in other libraries."""
+"""Option names of other libraries -> ours, for error messages."""
 
 OnRound = Callable[[Tree, list[int], list[int]], None]
 """Called with (the round's tree, the accepted nodes from the root down, the tokens chosen after each of them)."""
@@ -45,11 +45,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class OptionFlag(NamedTuple):
-    """An option that is a command-line flag: numbers and strings.
+    """An option that is also a command-line flag.
 
     Attributes:
-        group: "plan" for what a round drafts, "sampler" for what the caller's own sampler replaces, "cache" for how a
-            prompt cache is made.
+        group: "plan" if it sets what a round drafts, "sampler" if a caller's own sampler replaces it, "cache" if it
+            sets how a prompt cache is made.
     """
 
     name: str
@@ -73,83 +73,87 @@ def _flag(kind: type, default: Any, text: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keywords of `generate_step`, `stream_generate` and `generate`, named as in mlx-lm if it has them.
+    """The keywords of `generate_step`, `stream_generate` and `generate`, with mlx-lm's names if it has them.
 
-    Options that are not flags:
+    Flags are described by their help; these options are not flags:
 
     Attributes:
         xtc_special_tokens: token ids that XTC never removes; None for the newline and the end-of-text tokens.
         sampler: an mlx-lm sampler instead of `temp`, called with each node's (1, V) log-probabilities. Exact in
             distribution if it is a function of that row.
         logits_processors: mlx-lm processors, each a function of (history, logits), called for every node, including
-            nodes that are rejected. The tree is then not pruned.
+            rejected ones. Trees are then not pruned.
         prompt_cache: from mlx-lm's `make_prompt_cache`; afterwards it holds the prompt and every yielded token, also if
-            the generator is closed early. After an exception, `KeyboardInterrupt` included, its contents are undefined.
-        history: the ids that `prompt_cache` holds, for processors, and for caches that do not count tokens: without it
-            the noise of a sampled text after such a cache starts at position 0.
+            the generator is closed early. After an exception, including `KeyboardInterrupt`, its contents are
+            undefined.
+        history: the token ids in `prompt_cache`. Logits processors need them, and so do caches that do not count
+            tokens: without `history`, sampling noise after such a cache starts at position 0.
         prompt_progress_callback: called with (prompt tokens processed, prompt tokens in all).
-        on_drafter_failure: called once with an exception of the drafter, also from measuring. Decoding continues
-            without the drafter and loses no token. None raises the exception, as several ranks always do.
+        on_drafter_failure: called once with an exception that the drafter raised, while decoding or being measured.
+            Decoding continues without the drafter and loses no token. If None, or with several ranks, the exception is
+            raised instead.
         on_round: called with each round that drafted, before its first token is yielded; see `OnRound`.
         answers: past texts to draft from as well; prompt and answer are added when decoding ends. Functions that take
-            a tokenizer accept the name of a folder.
+            a tokenizer also accept the name of a folder.
 
     Raises:
-        RedrafterError: a value of the wrong type or out of its range.
+        RedrafterError: a value has the wrong type or is out of range.
     """
 
-    max_tokens: int = _flag(int, 256, "how many tokens to make; -1 for no limit")
-    temp: float = _flag(float, 0.0, "sampling temperature; 0 takes the likeliest token", group="sampler", minimum=0)
+    max_tokens: int = _flag(int, 256, "most tokens to generate; -1 for no limit")
+    temp: float = _flag(float, 0.0, "sampling temperature; 0 is greedy decoding", group="sampler", minimum=0)
     top_p: float = _flag(float, 1.0, "sampling top-p; 1 keeps all tokens", group="sampler", minimum=0, maximum=1)
-    min_p: float = _flag(float, 0.0, "sampling min-p", group="sampler", minimum=0, maximum=1)
-    min_tokens_to_keep: int = _flag(int, 1, "tokens that min-p always keeps", minimum=1)
+    min_p: float = _flag(float, 0.0, "sampling min-p; 0 keeps all tokens", group="sampler", minimum=0, maximum=1)
+    min_tokens_to_keep: int = _flag(int, 1, "number of tokens that min-p always keeps", minimum=1)
     top_k: int = _flag(int, 0, "sampling top-k; 0 keeps all tokens", group="sampler", minimum=0)
     xtc_probability: float = _flag(
-        float, 0.0, "probability of XTC at each token", group="sampler", minimum=0, maximum=1
+        float, 0.0, "probability of applying XTC to a token", group="sampler", minimum=0, maximum=1
     )
-    xtc_threshold: float = _flag(float, 0.1, "probability a token needs for XTC to remove it", minimum=0, maximum=0.5)
-    seed: int | None = _flag(int, None, "equal seeds give equal text, with and without a drafter; drawn if not given")
+    xtc_threshold: float = _flag(float, 0.1, "least probability of a token that XTC removes", minimum=0, maximum=0.5)
+    seed: int | None = _flag(int, None, "equal seeds give equal text, with and without a drafter (default: drawn)")
     plan: str | Sequence[int] = _flag(
         str,
         AUTO,
-        "auto measures this machine once, chooses round by round; off decodes plainly",
+        "auto measures this machine once and plans every round; off decodes without drafts",
         group="plan",
         choices=(AUTO, OFF),
     )
     beam_width: int | None = _flag(
-        int, None, "W, how many continuations every round drafts; 1 if only K or N is given", group="plan", minimum=1
+        int, None, "W, continuations drafted per round (default: 1 if K or N is given)", group="plan", minimum=1
     )
     draft_depth: int | None = _flag(
         int,
         None,
-        f"K, how many tokens each continuation is long; the drafter's own or {DRAFT_DEPTH} if not given",
+        f"K, tokens per continuation (default: the drafter's own, or {DRAFT_DEPTH})",
         group="plan",
         minimum=1,
         maximum=MAX_DRAFT_DEPTH,
     )
     tree_size: int | None = _flag(
-        int, None, "N, how many nodes the target verifies, root included; all if not given", group="plan"
+        int, None, "N, nodes that the target verifies, including the root (default: all)", group="plan"
     )
     context: bool | None = _flag(
-        bool, None, "draft from the context, what followed the same tokens earlier; with plan auto if not given"
+        bool, None, "draft what followed the same tokens earlier in the text (default: with --plan auto)"
     )
-    prefill_step_size: int = _flag(int, 2048, "prompt tokens in one forward", minimum=1)
+    prefill_step_size: int = _flag(int, 2048, "prompt tokens per forward", minimum=1)
     max_kv_size: int | None = _flag(
         int,
         None,
-        "most rows of the KV cache, if the model does not fix it; the first 4 stay",
+        "most tokens in the KV cache, the first 4 always included; ignored if the model sets its own cache",
         group="cache",
         minimum=MIN_RING_SIZE,
     )
     kv_bits: int | None = _flag(
         int,
         None,
-        "bits of a quantized KV cache; not quantized if not given",
+        "quantize the KV cache to this many bits (default: not quantized)",
         group="cache",
         choices=(2, 3, 4, 5, 6, 8),
     )
     kv_group_size: int = _flag(int, 64, "group size of the quantized KV cache", group="cache", choices=(32, 64, 128))
-    quantized_kv_start: int = _flag(int, 5000, "length from which the KV cache is quantized", group="cache", minimum=0)
+    quantized_kv_start: int = _flag(
+        int, 5000, "context length from which the KV cache is quantized", group="cache", minimum=0
+    )
     xtc_special_tokens: Sequence[int] | None = None
     sampler: Callable[[mx.array], mx.array] | Sampler | None = None
     logits_processors: Sequence[Processor] | None = None
@@ -166,7 +170,7 @@ class Options:
                 object.__setattr__(self, name, check_option(name, getattr(self, name)))
         if self.max_tokens < -1:
             raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}")
-        if self.temp and not 1e-30 <= self.temp <= 1e30:  # beyond it 1 / temp is not a float32
+        if self.temp and not 1e-30 <= self.temp <= 1e30:  # else 1 / temp is not a float32
             raise RedrafterError(f"temp must be 0, or from 1e-30 to 1e+30, got {self.temp}")
         self._check_sampler()
         self._check_functions()
@@ -174,7 +178,7 @@ class Options:
         shape = self.shape
         if shape is None and self.context:
             raise RedrafterError("give either plan 'off' or context, got both")
-        if isinstance(shape, tuple):  # a drafter, which may limit it further, may be missing
+        if isinstance(shape, tuple):  # `resolve_plan` applies the drafter's limits
             width, depth, size = shape
             make_plan(width, min(MAX_DRAFT_DEPTH, max(1, MAX_NODES // max(1, width))) if depth is None else depth, size)
 
@@ -203,7 +207,7 @@ class Options:
 
     def _check_history(self) -> None:
         if isinstance(self.history, tuple):
-            return  # `replace` passes on what was checked before
+            return  # already checked: `replace` passes it on
         history = tuple(self.history) if isinstance(self.history, Iterable) else (None,)
         if not all(isinstance(token, Integral) and 0 <= int(token) < 2**31 for token in history):
             raise RedrafterError(f"history must be token ids, got {self.history!r:.100}")
@@ -213,7 +217,7 @@ class Options:
         """Returns itself.
 
         Raises:
-            RedrafterError: `max_tokens` is 0, with which `generate_step` only reads the prompt.
+            RedrafterError: `max_tokens` is 0; only `generate_step` accepts it, to read the prompt.
         """
         if self.max_tokens == 0:
             raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
@@ -255,7 +259,7 @@ class Options:
     def resolve_plan(self, drafter: Any) -> Plan | Literal["auto"] | None:
         """The plan of every round, "auto", or None for plain decoding.
 
-        With logits processors no node is pruned, as each node's depth must be known beforehand.
+        With logits processors no node is pruned, as the depth of each node must be known in advance.
 
         Raises:
             RedrafterError: the plan is wider than the drafter's vocabulary, or deeper than it can draft.
@@ -282,7 +286,7 @@ def default_depth(drafter: Any) -> int:
 OPTION_FLAGS: tuple[OptionFlag, ...] = tuple(
     OptionFlag(each.name, default=each.default, **each.metadata) for each in fields(Options) if each.metadata
 )
-"""The options that are flags, in the order of their declaration."""
+"""The options that are flags, in declaration order."""
 
 FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
 OPTION_NAMES = frozenset(each.name for each in fields(Options))
@@ -295,7 +299,7 @@ def check_option(name: str, value: Any) -> Any:
     """The checked value of a flag, as a plain Python number: mlx-lm's filters do not accept NumPy's.
 
     Raises:
-        RedrafterError: it is of another type or out of its range.
+        RedrafterError: it has the wrong type or is out of range.
     """
     flag = FLAGS[name]
     if value is None and flag.optional:
@@ -309,7 +313,7 @@ def check_option(name: str, value: Any) -> Any:
     low, high = -inf if flag.minimum is None else flag.minimum, inf if flag.maximum is None else flag.maximum
     try:
         number = flag.kind(value) if isinstance(value, Real) and not isinstance(value, bool) else None
-    except OverflowError:  # a Python integer beyond any float
+    except OverflowError:  # an integer too large for a float
         number = inf
     if number is None or not low <= number <= high:
         bounds = f"at least {flag.minimum}" if flag.maximum is None else f"from {flag.minimum} to {flag.maximum}"
@@ -334,7 +338,7 @@ def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()
 
 
 def takes_options(function: F) -> F:
-    """Puts the options into the signature of a function that takes `**options`, and refuses other keywords."""
+    """Adds the options to the signature of a function that takes `**options`, and refuses unknown keywords."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = inspect.signature(Options).parameters.values()

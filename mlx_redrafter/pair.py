@@ -1,4 +1,4 @@
-"""A target and its drafter: checked, measured, and opened for a text, in one place."""
+"""A target with its drafter: checks that they fit, measures what rounds cost, and opens them for a text."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from .planning.planner import AutoPlanner, make_context_planner
 from .planning.store import keep_counts, load_table, read_counts
 
 Cache = kv_cache.Cache | None
-"""A prompt cache to decode with; None for the model's own kind, which needs no check."""
+"""A prompt cache to decode with; None for a new one of the model's own type, which needs no check."""
 
 
 @dataclass
 class Known:
-    """What this process knows about a pair.
+    """The measurements of a pair that this process holds.
 
     Attributes:
-        costs: cost tables, by whether trees were measured.
-        history: None until it is first read.
+        costs: the cost table measured with trees (True) and without (False).
+        history: None before its first use.
     """
 
     costs: dict[bool, CostTable] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class Known:
 
 
 class Choice(NamedTuple):
-    """What drafts for a text.
+    """The sources and the planner chosen for a text.
 
     Attributes:
         sources: the sources that draft.
         planner: plans the rounds.
-        notes: a line for each thing that does not draft, or drafts chains only, with the reason.
+        notes: one line for each source that does not draft, or drafts chains only, with the reason.
     """
 
     sources: list[Source]
@@ -72,14 +72,14 @@ _lock = Lock()
 
 
 class Pair:
-    """A target and its drafter. All pairs of the same modules share costs and history.
+    """A target and its drafter. Pairs of the same modules share costs and history.
 
     Args:
-        model: as `mlx_lm.load` returns it.
-        drafter: as `load_drafter` returns it; None drafts from the context alone.
+        model: from `load` or `mlx_lm.load`.
+        drafter: from `load_drafter`; None drafts from the context only.
 
     Raises:
-        RedrafterError: one of them is something else, or the drafter does not fit the model.
+        RedrafterError: an argument has the wrong type, or the drafter does not fit the model.
     """
 
     def __init__(self, model: nn.Module, drafter: Drafter | None = None) -> None:
@@ -97,14 +97,14 @@ class Pair:
             if key not in _known:
                 _known[key] = Known()
                 for module in modules:
-                    weakref.finalize(module, _known.pop, key, None)  # another module may get its id
+                    weakref.finalize(module, _known.pop, key, None)  # ids are reused
             self._known = _known[key]
 
     def costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
-        """The cost table: from this process, else from disk, else measured now and written.
+        """The cost table: from memory, else from disk, else measured now and written to disk.
 
         Args:
-            trees: whether the model takes trees; whether the drafter does is checked here.
+            trees: whether the model can verify trees; whether the drafter can draft them is checked here.
             refresh: measure again.
         """
         assert self.drafter is not None
@@ -116,14 +116,14 @@ class Pair:
 
     @property
     def history(self) -> History:
-        """What earlier texts of this process have shown; before the first, the acceptance counts from disk."""
+        """The statistics of this process's earlier texts, starting from the acceptance counts on disk."""
         with _lock:
             if self._known.history is None:
                 self._known.history = History(read_counts(self.model, self.drafter) if self.drafter else None)
             return self._known.history
 
     def make_planner(self, *, trees: bool, chains_only: bool = False) -> AutoPlanner:
-        """A planner for one text. It has no plans if none can pay.
+        """A planner for one text; its `plans` are empty if none can beat plain decoding.
 
         Args:
             trees: see `costs`.
@@ -141,7 +141,7 @@ class Pair:
         )
 
     def fit_plan(self, plan: Plan, cache: Cache = None, states: Sequence[StateName] = (AFTER_NORM,)) -> Plan:
-        """The plan; if the model or the drafter takes no trees, its chain, with a warning that says why.
+        """The plan, or a chain of the same depth if the model or the drafter cannot use trees; a warning says why.
 
         Args:
             states: the hidden states that the drafter reads.
@@ -158,7 +158,7 @@ class Pair:
         return chain_plan(plan.depth)
 
     def select_layers(self, cache: Cache) -> Cache:
-        """The target's layers of a prompt cache; mlx-lm's caches may hold a draft model's as well."""
+        """The target's layers of a prompt cache; mlx-lm's caches may also hold the draft model's."""
         n_others = self.drafter.n_cache_layers if isinstance(self.drafter, Drafter) else 0
         if cache is None or not n_others or len(cache) != len(make_prompt_cache(self.model)) + n_others:
             return cache
@@ -176,12 +176,12 @@ class Pair:
     ) -> tuple[Decoder, Rounds]:
         """(a decoder, its rounds after `prompt`, see `Decoder.decode`).
 
-        The caller applies `max_tokens` and `on_round`; only a `max_tokens` of 0 is applied here, and leaves the
-        prompt's rounds.
+        The caller applies `max_tokens` and `on_round`. Only a `max_tokens` of 0 is applied here: the rounds then end
+        with the prompt.
 
         Args:
-            source: the drafter's source that has followed this text so far.
-            grammar: what the text must follow; it has taken the answer's tokens so far.
+            source: the drafter's source that has followed this text so far; None opens a new one.
+            grammar: constrains the text; it has already taken the answer's tokens so far.
             may_run_ahead, stops: see `Decoder`.
 
         Raises:
@@ -223,10 +223,10 @@ class Pair:
     def choose(
         self, options: Options, cache: Cache = None, *, source: Source | None = None, grammar: Grammar | None = None
     ) -> Choice:
-        """The sources and the planner of a text, by the options and by what the model allows.
+        """Chooses the sources and the planner of a text, by the options and by what the model supports.
 
         Args:
-            cache: the prompt cache to decode with; None for the model's own kind.
+            cache: the prompt cache to decode with; None for a new one of the model's own type.
             source, grammar: see `open`.
 
         Raises:

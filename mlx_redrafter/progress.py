@@ -1,4 +1,4 @@
-"""The lock of tqdm's progress bars, without a process of its own on macOS."""
+"""A lock for tqdm's progress bars that starts no extra process on macOS."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tqdm import tqdm
 
 
 class BarLock:
-    """A lock between threads; its lock between processes, `mp_lock`, is created on first use.
+    """A thread lock. Its process lock, `mp_lock`, is created on first use.
 
-    tqdm creates both with its first bar. If processes are spawned, as on macOS, the second starts a tracker process.
+    tqdm's own lock creates both with the first bar. If processes are spawned, as on macOS, a process lock starts a
+    resource-tracker process.
     """
 
     def __init__(self) -> None:

@@ -72,7 +72,7 @@ def decode(kind: str, how: str, length: int) -> dict[str, Any]:
         try:
             run(model, PROMPT, CachingDrafter(whole, PROMPT, 2), draft_depth=1)
         except UnsupportedModelError as error:
-            assert "reads the output of layer 0, which one rank of a pipeline alone has" in str(error)
+            assert "reads the output of layer 0, which only one rank of the pipeline has" in str(error)
         else:
             raise AssertionError("a layer of another rank was read")
     return found

@@ -147,7 +147,7 @@ def test_a_full_disk_does_not_stop_decoding(tmp_path: Path, monkeypatch: pytest.
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
     model, tokenizer = make_model(), make_tokenizer()
-    with pytest.warns(UserWarning, match="could not be kept in .*: .*No space left"):
+    with pytest.warns(UserWarning, match="cannot write an answer to .*: .*No space left"):
         text = generate(model, tokenizer, make_prompt(9), max_tokens=30, answers=answers)
     assert generate(model, tokenizer, make_prompt(9), max_tokens=30, answers=answers) == text, "only one warning"
     monkeypatch.undo()
@@ -159,7 +159,7 @@ def test_a_full_disk_does_not_stop_decoding(tmp_path: Path, monkeypatch: pytest.
 def test_a_held_lock_does_not_stop_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, texts = fill(tmp_path, 1)
     monkeypatch.setattr(module, "PATIENCE", 0.01)
-    with lock_file(tmp_path / ".lock"), pytest.warns(UserWarning, match="another process is at work"):
+    with lock_file(tmp_path / ".lock"), pytest.warns(UserWarning, match="another process is using"):
         answers.add(*make_text(5))
     assert texts_in(answers) == texts
     assert find_all(answers, join(5)), "this process still has it"

@@ -38,7 +38,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, error: type[BaseExcept
 def test_locked_file_is_refused_until_released(tmp_path: Path) -> None:
     lock = tmp_path / "work" / "lock"
     for _ in range(2):
-        with lock_file(lock), pytest.raises(RedrafterError, match="another process is at work in"), lock_file(lock):
+        with lock_file(lock), pytest.raises(RedrafterError, match="another process is using"), lock_file(lock):
             pass
 
 
@@ -53,7 +53,7 @@ def test_a_lock_released_in_between_still_excludes(tmp_path: Path, monkeypatch: 
 
     first.enter_context(lock_file(lock))
     monkeypatch.setattr(fcntl, "flock", release_first)
-    with lock_file(lock), pytest.raises(RedrafterError, match="another process is at work in"), lock_file(lock):
+    with lock_file(lock), pytest.raises(RedrafterError, match="another process is using"), lock_file(lock):
         pass
 
 
@@ -68,7 +68,7 @@ def test_unwritable_paths_are_found_before_writing(tmp_path: Path) -> None:
     assert why_not_writable(tmp_path / "file") is why_not_writable(tmp_path / "new" / "deeper") is None
     for place, reason in (
         ("", f"{tmp_path} is a directory"),
-        ("pipe", f"{tmp_path / 'pipe'} is not a regular file, and would be replaced by one"),
+        ("pipe", f"{tmp_path / 'pipe'} is not a regular file"),
         ("file/deeper/x", f"{tmp_path / 'file'} is not a directory"),
     ):
         assert why_not_writable(tmp_path / place) == reason

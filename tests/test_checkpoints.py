@@ -192,7 +192,7 @@ def test_model_unknown_or_without_tokenizer_is_refused(tmp_path: Path) -> None:
     assert load(tmp_path)[1].encode("abc") == [1, 2, 3]
     for each in tmp_path.glob("tokenizer*"):
         each.unlink()
-    expected = f"no tokenizer in {tmp_path}: expected tokenizer.json, or the files that it is made from"
+    expected = f"no tokenizer in {tmp_path}: expected tokenizer.json, or the files to build it from"
     with pytest.raises(CheckpointError, match=f"^{re.escape(expected)}$"):
         load(tmp_path)
     config(model_type="no_such_model")(tmp_path)

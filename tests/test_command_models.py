@@ -98,7 +98,7 @@ def test_the_builtin_drafter_is_refused_before_loading() -> None:
     with pytest.raises(CheckpointError, match=r"convert --from-base ORIGINAL --mlx-path OUT', then give --drafter OUT"):
         load_pair(flags, "no/such-model", "builtin")
     told = " ".join(make_parser("generate", "", "none").format_help().split())
-    assert "'builtin' says how to get the model's own" in told
+    assert "'builtin' shows how to convert the model's own" in told
     with pytest.raises(CheckpointError, match="no/such-model"):
         load_pair(Namespace(**vars(flags), no_drafter=True), "no/such-model", "builtin")
 

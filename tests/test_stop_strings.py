@@ -61,5 +61,5 @@ def test_a_partial_stop_string_is_buffered() -> None:
 
 def test_an_empty_stop_string_is_refused() -> None:
     for stops in ([""], ["cat", ""], [3]):
-        with pytest.raises(RedrafterError, match=r"^a stop string must be a non-empty text, got \[.*\]$"):
+        with pytest.raises(RedrafterError, match=r"^stop must be non-empty strings, got \[.*\]$"):
             StopStrings(stops)

@@ -1,7 +1,7 @@
-"""The kinds of drafters, one file each, and drafts from the context.
+"""The kinds of drafters, one file each, and drafting from the context.
 
-Shared by the kinds: config.py, configs; protocol.py, what decoding needs; trainable.py, what training needs; source.py
-and cached.py, sources; block.py, drafters of blocks.
+Modules shared by the kinds: config.py (configs), protocol.py (the interface for decoding), trainable.py (the interface
+for training), source.py and cached.py (sources), block.py (block drafters).
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ TRAINABLE: dict[str, type[TrainableArgs]] = {
     for module in MODULES
     if issubclass(module.DrafterArgs, TrainableArgs)
 }
-"""Name of a kind that can be trained, as in `--drafter-type` -> its sizes."""
+"""Name of a kind that can be trained, as in `--drafter-type` -> the class of its config."""
 
 DEFAULT = next(iter(TRAINABLE))
 """The kind that is trained by default."""

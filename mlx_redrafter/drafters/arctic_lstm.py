@@ -50,7 +50,7 @@ def recognises(names: Collection[str], config: Config) -> bool:
 
 @dataclass(frozen=True)
 class DrafterArgs(mlp_speculator.DrafterArgs):
-    """The config of an Arctic LSTM, as of an MLP speculator with tied weights."""
+    """The config of an Arctic LSTM: that of an MLP speculator with tied weights."""
 
     tie_weights: bool = flag(True)
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
@@ -59,19 +59,23 @@ class DrafterArgs(mlp_speculator.DrafterArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """As in the base class; joins the four projections."""
+        """The arguments of a published speculator; joins its four projections.
+
+        Raises:
+            CheckpointError: the speculator is not supported, or its config does not fit its tensors.
+        """
         for key in ("tie_weights", "tie_lstm_embs"):
             if checkpoint.config.get(key, True) is not True:
-                got = f"{key} true of an LSTM speculator, got {checkpoint.config[key]!r:.40}"
+                got = f"{key} true for an LSTM speculator, got {checkpoint.config[key]!r:.40}"
                 raise CheckpointError(f"{checkpoint.where}: expected {got}")
         checkpoint.rename(NAMES, MODEL_TYPE)
         for step in ("proj.0", "proj.1"):
             names = [name for gate in GATES if (name := f"{step}.{gate}") in checkpoint.tensors]
             if len(names) < len(GATES):
-                got = f"{len(names)} gates of four of {step}.weight"
+                got = f"{len(names)} of the four gates of {step}.weight"
                 raise CheckpointError(f"incomplete drafter: {checkpoint.where} holds {got}")
             if len(shapes := {checkpoint.matrix(name) for name in names}) > 1:
-                got = f"{step} as matrices of one shape, got {sorted(shapes)}"
+                got = f"the matrices of {step} to have one shape, got {sorted(shapes)}"
                 raise CheckpointError(f"{checkpoint.where}: expected {got}")
             gates = [checkpoint.read_tensor(name) for name in names]
             checkpoint.tensors[f"{step}.weight"] = mx.concatenate(gates)
@@ -85,7 +89,7 @@ class DrafterArgs(mlp_speculator.DrafterArgs):
 
 
 class Drafter(TrainableDrafter):
-    """An Arctic LSTM. It keeps nothing between calls."""
+    """An Arctic LSTM. It has no state between calls."""
 
     args: DrafterArgs
 
@@ -106,7 +110,7 @@ class Drafter(TrainableDrafter):
         return self.step(self.proj[1](state[0]), embedded, state[1])
 
     def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., I) s."""
+        """(..., I) the state s."""
         features: mx.array = state[0]
         return features
 

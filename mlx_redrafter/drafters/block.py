@@ -1,15 +1,15 @@
 """Block drafters: one forward guesses a whole block of tokens.
 
-Of the text they only keep keys and values, made from the outputs u_i of some of the target's layers at position i:
+For the text they cache only keys and values, computed from the outputs u_i of some target layers at position i:
 
     c_i = norm(fc(u_i))            shared by all layers; each has its own keys k_proj(c_i) and values v_proj(c_i)
 
-A block after p positions is the root at p and mask tokens at p + 1, p + 2, ...: its rows go through the layers
-together, see the text and each other, and guess the tokens at their own positions, or at the next ones. Their keys and
-values are dropped. The plan decides how long a block is; as its rows see each other, a shorter draft is not the
-beginning of a longer one.
+After p positions, a block is the root at p and mask tokens at p + 1, p + 2, ... Its rows run through the layers
+together, and see the text and each other. Each row guesses the token at its own position, or at the next one. The
+block's keys and values are then dropped. The plan sets the length of a block. As its rows see each other, a shorter
+draft is not a prefix of a longer one.
 
-Layers are Qwen3's unless a kind has others. Their dtype is the file's, not the target's.
+Layers are Qwen3's unless a kind defines others. Their dtype is the file's, not the target's.
 
 Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036.
 """
@@ -61,7 +61,7 @@ ROPES: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "proportional": (),
 }
-"""Types of rotation -> the numbers that each needs in the config."""
+"""RoPE type -> the numbers that it needs in the config."""
 
 Guess = Callable[[mx.array, int], mx.array]
 """(tokens (W,), row) -> (W, V') float32 logits of a row's guess after each of these tokens."""
@@ -75,14 +75,14 @@ class BlockArgs(LayerArgs):
         num_layers: L.
         block_size: B, the most rows of a block, the root's included.
         mask_token_id: the token whose embedding is used for unknown tokens.
-        from_anchor: whether row j, the root's included, guesses the token at position p + j + 1 instead of p + j.
-        attention_bias: whether the projections of attention have biases.
-        own_embedding, own_head: whether it has its own embedding and output matrix or uses the target's.
-        layer_windows: for each layer, how many positions a row sees, its own included, 0 for all; None if every layer
-            sees all.
+        from_anchor: whether each row j, including the root's, guesses the token at p + j + 1 instead of p + j.
+        attention_bias: whether the attention projections have biases.
+        own_embedding, own_head: whether it has its own embedding and output matrix; if not, it uses the target's.
+        layer_windows: for each layer, how many positions a row sees, including its own, or 0 for all; None if all
+            layers see all.
         layer_causal: for each layer, whether a row sees no later row; None if no layer is causal.
-        embedding_scale: the factor of embeddings; None for the target's.
-        output_multiplier: the factor of logits.
+        embedding_scale: a factor for embeddings; None for the target's.
+        output_multiplier: a factor for logits.
         final_logit_softcapping: the cap of the multiplied logits; None for none.
     """
 
@@ -104,15 +104,15 @@ class BlockArgs(LayerArgs):
         rope = self.rope_scaling or {}
         needed = ROPES.get(name_rope(rope))
         if needed is None or not all(is_positive(rope.get(key)) for key in needed):
-            expected = f"a rotation of {', '.join(ROPES)}, with its numbers"
+            expected = f"a RoPE of type {', '.join(ROPES)} with its numbers"
             raise CheckpointError(f"{where}/config.json: expected {expected}, got {rope!r:.80}")
         super().check(where)
         for name in ("layer_windows", "layer_causal"):
             if (given := getattr(self, name)) is not None and len(given) != self.num_layers:
-                expected = f"{name} to be one for each of {self.num_layers} layers"
+                expected = f"{name} to have an entry for each of {self.num_layers} layers"
                 raise CheckpointError(f"{where}/config.json: expected {expected}, got {given!r:.40}")
         if not self.capture_layers:
-            raise CheckpointError(f"{where}/config.json does not say capture_layers, the layers whose outputs it reads")
+            raise CheckpointError(f"expected capture_layers, the layers to read, in {where}/config.json, got none")
         if self.max_depth < 1:
             raise CheckpointError(
                 f"{where}/config.json: expected block_size from 2 to {MAX_COUNT}, got {self.block_size}"
@@ -122,13 +122,11 @@ class BlockArgs(LayerArgs):
                 f"{where}/config.json: expected mask_token_id below {self.vocab_size}, got {self.mask_token_id}"
             )
         if self.draft_vocab_size is not None and not self.own_head:
-            raise CheckpointError(
-                f"incomplete drafter: {where} can guess some tokens alone, and holds no lm_head.weight"
-            )
+            raise CheckpointError(f"incomplete drafter: {where} has a draft vocabulary, and holds no lm_head.weight")
         if self.width != self.hidden_size and not (self.own_embedding and self.own_head):
             raise CheckpointError(
-                f"{where}: a head of width {self.width} needs an embedding and an output matrix of its own for a "
-                f"target of width {self.hidden_size}"
+                f"{where}: a head of width {self.width} needs its own embedding and output matrix for a target of "
+                f"width {self.hidden_size}"
             )
 
     @classmethod
@@ -153,7 +151,7 @@ class BlockArgs(LayerArgs):
         by_token = ["embed_tokens.weight", "markov_w1.weight", "selector.predecessor.weight"]
         vocab_size = checkpoint.find_vocab_size(by_token) or vocab_size
         if vocab_size is None:
-            raise CheckpointError(f"{where} has no config.json that says vocab_size: give --base-model")
+            raise CheckpointError(f"expected vocab_size in {where}/config.json, got none: give --base-model")
         checkpoint.add_row_numbers(vocab_size)
         said = config | cls.read_layer(checkpoint, "layers.0") | own
         args = cls.derive(
@@ -171,12 +169,12 @@ class BlockArgs(LayerArgs):
 
     @property
     def max_depth(self) -> int:
-        """The most tokens that it can draft, its rows that guess."""
+        """The most tokens that it can draft: the number of rows that guess."""
         return self.block_size - (not self.from_anchor)
 
     @property
     def layer_masks(self) -> list[tuple[int, bool]]:
-        """(window, or 0 for none, and whether it is causal) of each layer's attention mask."""
+        """For each layer, (the window of its attention mask or 0 for none, whether the mask is causal)."""
         windows, causal = (given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal))
         return list(zip(windows, map(bool, causal), strict=True))
 
@@ -188,7 +186,7 @@ class BlockArgs(LayerArgs):
 
 
 def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any] | None) -> Any:
-    """mlx-lm's rotation; for YaRN also with bounds that are not rounded, as in gpt-oss.
+    """mlx-lm's RoPE; YaRN also with unrounded bounds, as in gpt-oss.
 
     Source: transformers, modeling_rope_utils.py::_compute_yarn_parameters; arXiv 2309.00071, section 3.
     """
@@ -206,7 +204,7 @@ def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any]
 
 
 class Attention(nn.Module):
-    """Attention of a block's rows to the text's and each other, in one KV cache."""
+    """Attention of a block's rows to the text's rows and to each other, with one KV cache."""
 
     def __init__(self, args: BlockArgs) -> None:
         super().__init__()
@@ -221,17 +219,17 @@ class Attention(nn.Module):
         self.rope = make_rope(head_dim, args.rope_theta, args.rope_traditional, args.rope_scaling)
 
     def append(self, rows: mx.array, position: mx.array | int, cache: KVCache) -> tuple[mx.array, mx.array]:
-        """Appends the keys and values of rows (R, H), the first at `position`, and returns all of the cache's."""
+        """Appends keys and values of rows (R, H), the first at `position`; returns all keys and values in the cache."""
         keys = self._split(self.k_proj(rows))
         values = self.make_values(rows, keys)
         return cache.update_and_fetch(self.rope(self.k_norm(keys), offset=position), values)
 
     def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
-        """(1, heads, R, head_dim) the values of rows (R, H); `keys` are theirs before the norm."""
+        """(1, heads, R, head_dim) the values of rows (R, H); `keys` are their keys before the norm."""
         return self._split(self.v_proj(rows))
 
     def __call__(self, rows: mx.array, position: mx.array, cache: KVCache, mask: mx.array) -> mx.array:
-        """(B, H) the output for a block's rows; `mask` (B, C) covers the last C cache rows, their own included."""
+        """(B, H) the output for a block's rows; `mask` (B, C) covers the last C cache rows, including the block's."""
         queries = self.rope(self.q_norm(self._split(self.q_proj(rows))), offset=position)
         keys, values = (array[..., -mask.shape[1] :, :] for array in self.append(rows, position, cache))
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
@@ -264,8 +262,8 @@ class Layer(nn.Module):
 class BlockDrafter(Drafter):
     """A block drafter. A kind defines its layers, and how a guess depends on the token drafted before it.
 
-    It computes in its own dtype. The outputs of a target's large layers may overflow float16, so heads that are stored
-    in it are read as bfloat16.
+    It computes in its own dtype. Outputs of a target's layers may overflow float16, so heads stored in float16 are read
+    as bfloat16.
     """
 
     takes_float16 = False
@@ -285,7 +283,7 @@ class BlockDrafter(Drafter):
         self.hold_draft_ids()
 
     def make_layer(self) -> Layer:
-        """A new layer."""
+        """A new layer of this kind."""
         return Layer(self.args)
 
     @property
@@ -309,7 +307,7 @@ class BlockDrafter(Drafter):
             position: of the first.
 
         Returns:
-            (R, H) the features that they are made from.
+            (R, H) the features that keys and values are made from.
         """
         features: mx.array = self.hidden_norm(self.fc(states.astype(self.dtype)))
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -338,7 +336,7 @@ class BlockDrafter(Drafter):
         return cast(mx.array, self.norm(rows))
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
-        """The guesses of rows with final states (D, H), in this class independent of the token before.
+        """The guesses of rows with final states (D, H). In this class they do not depend on the token before.
 
         Args:
             head: its own or the target's output matrix.
@@ -354,7 +352,7 @@ class BlockDrafter(Drafter):
     def sample_logits(self) -> mx.array:
         """Logits of at most eight rows of a fixed random block after eight positions.
 
-        If the target's output matrix is used, their final states instead.
+        A drafter that uses the target's output matrix returns their final states instead.
         """
         generator, args = np.random.default_rng(0), self.args
         states, embedded = (
@@ -408,7 +406,7 @@ class BlockSource(CachedSource):
             self._positions = self._positions[before - self._n_rows : before]
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        """Runs a block. Beyond `depth` the last row's guess is repeated, which no plan needs."""
+        """Runs a block. Beyond `depth`, which no plan reaches, the last row's guess is repeated."""
         _, sees, position = self.take_in_pending(root)
         drafter, args = self.drafter, self.drafter.args
         first = 0 if args.from_anchor else 1
@@ -416,7 +414,7 @@ class BlockSource(CachedSource):
         own = position + mx.arange(len(tokens))
         kinds = {kind: make_mask(sees, self._positions, own, *kind) for kind in set(args.layer_masks)}
         near = len(self._rows[-1].tokens) + len(tokens) - 2
-        # Rows before these columns are outside the window.
+        # All rows before these columns are outside the window.
         masks = [kinds[kind][:, -(kind[0] + near) if kind[0] else 0 :] for kind in args.layer_masks]
         rows = drafter.run(self._scale * self._embed(tokens), position, self._caches, masks)
         guess = drafter.make_guess(rows[first:], self._head)
@@ -439,7 +437,7 @@ def make_mask(sees: mx.array, positions: mx.array, own: mx.array, window: int, c
         sees: (R,) bool, which rows of the text a block sees.
         positions: (R,) int32, of the text's rows.
         own: (B,) int32, the positions of the block's rows.
-        window: a row sees positions less than this away, before and after; 0 for all.
+        window: a row sees positions at a distance below this, before and after; 0 for all.
         causal: whether a row sees no later row of its block.
     """
     size = len(own)
@@ -464,12 +462,12 @@ BLOCK_NAMES = (
     (r"layers\.\d{1,3}\..*", r"\g<0>"),
     ("d2t", DRAFT_IDS),
 )
-"""The tensors of all block drafters, as DFlash's authors, Muse's and SpecForge name them."""
+"""The tensors of all block drafters, with the names of DFlash's and Muse's authors and of SpecForge."""
 
 ARCHITECTURE = re.compile(r".*(DFlash|DSpark|MuseGlimmerAssistant).*")
 
 DEEPSPEC = re.compile(r"(Qwen3|Gemma4)DSpark.*")
-"""Heads that see the whole text in every layer, even if their target does not."""
+"""Heads whose layers all see the whole text, even if the target's layers do not."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -481,7 +479,7 @@ def name_architecture(config: Config) -> str:
 
 
 def recognises_block(names: Collection[str], config: Config, marks: str) -> bool:
-    """Whether a checkpoint holds a block drafter. EAGLE's `hidden_norm` is inside its layer.
+    """Whether a checkpoint holds a block drafter. (EAGLE's `hidden_norm` is inside its layer.)
 
     Args:
         marks: a pattern of tensors that only the kind has.
@@ -494,8 +492,8 @@ def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
     """Renames the tensors of a published head to our names, and reads its config, see `read_config`.
 
     Args:
-        names: of the kind.
-        kind: its model_type.
+        names: the kind's names.
+        kind: its `model_type`.
 
     Raises:
         CheckpointError: it is another kind of block drafter, or has parts that are not supported.
@@ -513,7 +511,7 @@ def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
         (bool(said.get("attention_sink_bias")), "has attention sinks"),
     ):
         if is_other:
-            raise CheckpointError(f"{where} {what}: of block drafters DFlash, DFlash 2 and plain DSpark are supported")
+            raise CheckpointError(f"{where} {what}: supported block drafters are DFlash, DFlash 2 and plain DSpark")
     checkpoint.rename(names, kind)
     for part in ("fc.weight", "hidden_norm.weight"):
         if part not in checkpoint.tensors:
@@ -529,9 +527,9 @@ def list_kinds(said: Config) -> list[str]:
 def read_config(config: Config, n_layers: int, where: str) -> Config:
     """A flat published config with the fields of `BlockArgs`, except tensor sizes, `from_anchor` and `block_size`.
 
-    Packagings differ: DFlash's keys are beside those of a Qwen3 model or under `dflash_config`, DeepSpec's beside the
-    target's whole config, which does not apply to the drafter; speculators keep its layers' keys under
-    `transformer_layer_config`.
+    Projects store the config differently. DFlash's keys are next to those of a Qwen3 model, or under `dflash_config`.
+    DeepSpec's are next to the target's whole config, which does not apply to the drafter. In speculators' configs, the
+    keys of layers are under `transformer_layer_config`.
 
     Args:
         n_layers: how many layers the head has.
@@ -544,13 +542,13 @@ def read_config(config: Config, n_layers: int, where: str) -> Config:
     if layers is None and isinstance(entering, list) and all(type(layer) is int for layer in entering):
         layers = [layer - 1 for layer in entering]  # a layer's input is the output of the one before
     if not isinstance(layers, list) or not layers:
-        what = "target_layer_ids, the layers whose outputs it reads"
-        raise CheckpointError(f"{where} has no config.json that says {what}")
+        what = "target_layer_ids, the target's layers to read"
+        raise CheckpointError(f"expected {what}, in {where}/config.json, got none")
     return said | {
         "capture_layers": layers,
         "num_layers": n_layers,
         "embedding_scale": said.get("input_embedding_scale"),
-        # Gemma's keys of full-attention layers, which its drafters have
+        # Gemma's keys for full-attention layers, the only layers in its drafters
         "head_dim": said.get("global_head_dim", said.get("head_dim")),
         "num_key_value_heads": said.get("num_global_key_value_heads", said.get("num_key_value_heads")),
         **_find_layer_masks(said, config, n_layers, where),
@@ -560,14 +558,14 @@ def read_config(config: Config, n_layers: int, where: str) -> Config:
 def _find_layer_masks(said: Config, config: Config, n_layers: int, where: str) -> Config:
     """`layer_windows` and `layer_causal`, each None if no layer has a window or is causal.
 
-    Sliding layers are causal unless the config says otherwise; in Qwen3's configs they have a window only with
-    `use_sliding_window`. If all layers are full, `use_swa` makes all of them sliding.
+    Sliding layers are causal unless the config says otherwise. In Qwen3's configs they have a window only with
+    `use_sliding_window`. If all layers have full attention, `use_swa` makes all of them sliding.
     """
     types, name = said.get("layer_types"), name_architecture(config)
     if DEEPSPEC.fullmatch(name):
         types = None
     elif types is None and said.get("use_sliding_window"):
-        raise CheckpointError(f"{where}/config.json says use_sliding_window, but no layer_types")
+        raise CheckpointError(f"{where}/config.json: expected layer_types with use_sliding_window, got none")
     types = types or [FULL] * n_layers
     if not isinstance(types, list) or len(types) != n_layers or any(each not in (FULL, SLIDING) for each in types):
         known = f"{n_layers} layer_types, each {FULL} or {SLIDING}"
@@ -580,7 +578,7 @@ def _find_layer_masks(said: Config, config: Config, n_layers: int, where: str) -
         types, window, is_causal = [SLIDING] * n_layers, said.get("swa_window_size", window), False
         has_window = True
     if has_window and SLIDING in types and not is_count(window):
-        raise CheckpointError(f"{where}/config.json: expected sliding_window to be a number from 1, got {window!r:.40}")
+        raise CheckpointError(f"{where}/config.json: expected sliding_window to be at least 1, got {window!r:.40}")
     explicit = said.get("is_causal", said.get("causal"))
     windows = [window if has_window and each == SLIDING else 0 for each in types]
     causal = [each == SLIDING and is_causal if explicit is None else explicit is True for each in types]

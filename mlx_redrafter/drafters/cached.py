@@ -1,13 +1,13 @@
-"""Sources with a KV cache of their own: a row for every position of the text that they have seen.
+"""Sources with their own KV cache: it has a row for every position of the text that they have read.
 
-A draft does not wait for the pending round's read, so the number of its rows that stay is not known: all of them are
-appended, and masked by that number, an array. The start of the next round tells the number; the other rows, and the
-draft's, are then overwritten::
+A draft does not wait for the pending round's host read, so the number of that round's rows that stay is not known yet.
+All of them are appended, and masked by that number, which is an array. The next round's position gives the number; the
+other rows, and the draft's, are then overwritten::
 
     rows    settled | the pending round: n_kept, then others | the draft
     seen    all     | the first n_kept                       | itself and its ancestors
 
-Positions it never saw have no row.
+Positions that a source has not read have no row.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from .protocol import PairDrafter
 
 MAX_WAITING = 64
-"""The most rows that wait to be taken in together while nothing is drafted."""
+"""The most rows that are buffered while nothing is drafted; more are read together."""
 
 MAX_EXCESS = 256
 """A cache may exceed `max_kv_size` by this many rows before its oldest rows are dropped."""
 
 
 class Rows(NamedTuple):
-    """Consecutive positions of the text whose rows are not settled in the cache.
+    """Consecutive positions of the text whose rows in the cache are missing or not final.
 
     Attributes:
         tokens: (R,) int32.
-        states: (R, X) the captured hidden states side by side.
+        states: (R, X) the captured hidden states, concatenated.
         n_kept: () int32 or a number, how many of the R rows stay.
         position: of the first of them in the text.
     """
@@ -54,11 +54,11 @@ class Rows(NamedTuple):
 
 
 class LayerCache:
-    """A KV cache for a layer of mlx-lm, which rotates the new rows by the offset.
+    """A KV cache for a layer of mlx-lm, with an offset that need not be its number of rows.
 
     Args:
         cache: the rows are appended to it.
-        offset: the position of the first new row in the text, a number or () int32.
+        offset: the position of the first new row in the text, a number or () int32; the layer passes it to RoPE.
     """
 
     def __init__(self, cache: KVCache, offset: mx.array | int) -> None:
@@ -66,7 +66,7 @@ class LayerCache:
 
     @property
     def n_rows(self) -> int:
-        """How many rows it has."""
+        """How many rows the cache has."""
         return self._cache.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -75,7 +75,7 @@ class LayerCache:
 
 
 class CachedSource(StepwiseSource):
-    """The source of a drafter with a KV cache. Subclasses define how rows are made, and how drafts begin.
+    """The source of a drafter with a KV cache. Subclasses define how rows are made and how a draft begins.
 
     Args:
         drafter: its weights.
@@ -92,7 +92,7 @@ class CachedSource(StepwiseSource):
         self._window: int | None = None  # the last positions that the drafter sees; None for all
         self._caches = [KVCache() for _ in range(n_layers)]
         self._n_rows = 0  # settled in the caches
-        self._rows: list[Rows] = []  # after those; how many of the last ones stay is not known yet
+        self._rows: list[Rows] = []  # not settled; some of the last may be dropped
         self._is_taken_in = False  # whether the last ones are in the caches
 
     def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
@@ -109,7 +109,7 @@ class CachedSource(StepwiseSource):
         raise NotImplementedError
 
     def keep(self, kept: Kept) -> None:
-        """Notes the rows that stay. Many rows are taken in at once, up to the last whose next token is known."""
+        """Buffers the rows that stay. If there are many, reads those whose next token is known."""
         self._settle(kept.position)
         states = mx.concatenate([kept.rows(kept.hidden[name]) for name in self.capture], axis=-1)
         self._rows.append(Rows(kept.rows(kept.tokens).astype(mx.int32), states, kept.n_kept, kept.position))
@@ -118,7 +118,7 @@ class CachedSource(StepwiseSource):
         self._drop_oldest()
 
     def _take_in_known(self) -> None:
-        """Takes in the rows that certainly stay and whose next token is known."""
+        """Reads the buffered rows that certainly stay and whose next token is known."""
         last, (tokens, states, position) = self._rows[-1], self._join()
         is_known = isinstance(last.n_kept, int)
         n_known = len(tokens) - (1 if is_known else len(last.tokens))
@@ -139,7 +139,7 @@ class CachedSource(StepwiseSource):
             self._n_rows = most
 
     def _settle(self, position: int) -> None:
-        """Notes how many of the last rows stayed, given that the next ones begin at `position`."""
+        """Finds how many of the last rows stayed, given that the next ones begin at `position`."""
         if not self._rows:
             return
         last = self._rows[-1]
@@ -155,7 +155,7 @@ class CachedSource(StepwiseSource):
             self._rows[-1] = Rows(last.tokens[:n_kept], last.states[:n_kept], n_kept, last.position)
 
     def _join(self) -> tuple[mx.array, mx.array, int]:
-        """(tokens, states, the first one's position) of all rows that are not settled."""
+        """(tokens, states, the first position) of all buffered rows."""
         tokens, states, _, positions = zip(*self._rows, strict=True)
         return mx.concatenate(list(tokens)), mx.concatenate(list(states)), positions[0]
 
@@ -165,7 +165,7 @@ class CachedSource(StepwiseSource):
         return self.take_in(states, tokens, position)
 
     def take_in_pending(self, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Takes in all rows, including the pending round's. A draft's rows follow them.
+        """Reads all buffered rows, including the pending round's. A draft's rows follow them.
 
         Args:
             root: () int32, the token after the last row that stays.
@@ -186,7 +186,7 @@ class CachedSource(StepwiseSource):
         return made[tip], mx.arange(n_slots) < self._n_rows + last.n_kept, mx.array(last.position + last.n_kept)
 
     def rewind(self, count: int) -> None:
-        """Drops rows; the last one is taken in again, as the token after it will differ."""
+        """Drops rows. The last remaining one is read again, as the token after it will differ."""
         if self._rows:
             self._rows[-1] = self._rows[-1]._replace(n_kept=self._rows[-1].n_kept - count)
             self._is_taken_in = False
@@ -208,15 +208,15 @@ class CachedSource(StepwiseSource):
 
     @property
     def state(self) -> Any:
-        """The caches, and the rows that are not settled in them."""
+        """The caches and the buffered rows."""
         return [(cache.keys, cache.values) for cache in self._caches if cache.keys is not None], self._rows
 
 
 class PairSource(CachedSource):
     """The source of a head that reads pairs of a position's state and the next token, and guesses the token after that.
 
-    In a draft the head's output replaces the states that do not exist yet. All hypotheses share one buffer of rows, in
-    which each row sees its ancestors.
+    In a draft, the head's output replaces states that do not exist yet. The rows of all hypotheses follow each other in
+    the cache, and each row sees its ancestors.
     """
 
     drafter: PairDrafter

@@ -1,7 +1,7 @@
-"""A checkpoint of a drafter, in its authors' layout or in ours: its config and its tensors.
+"""A drafter's checkpoint, in its authors' layout or in ours: its config and its tensors.
 
 A kind recognises its checkpoints by tensor names and config, renames tensors and derives its arguments; `fill` loads
-the weights. No tensor is read before all shapes fit. Layers that are quantized with MLX stay quantized.
+the weights. No tensor is read until all shapes fit. Layers that are quantized with MLX stay quantized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensor = Any
 """A lazy MLX array, a `Packed` one, or another library's with `shape`, `dtype` and `read()`."""
 
 Names = Sequence[tuple[str, str]]
-"""(pattern of published names, our name); an empty name for tensors that are left out."""
+"""(pattern of published names, our name); the name is empty for tensors that are left out."""
 
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 """Mode of quantization -> mlx-lm's default (group size, bits)."""
@@ -41,14 +41,14 @@ WRAPPERS = re.compile(r"(?:(?:model|state_dict|model_state_dict|drafter|speculat
 """Prefixes that trainers and nested dictionaries add, in any order."""
 
 DRAFTERS = re.compile(r"(?:drafter|speculator|medusa_head)\.")
-"""If some names have one of these prefixes, all others belong to the base model beside the drafter."""
+"""If some names have one of these prefixes, all others belong to a base model in the same files."""
 
 CHUNK = 1 << 21
-"""Numbers of a tensor that are in memory at a time while it is checked."""
+"""How many numbers of a tensor are checked at a time."""
 
 
 class Packed(NamedTuple):
-    """A matrix, or several, quantized with MLX.
+    """One or several matrices of a layer that is quantized with MLX.
 
     Attributes:
         arrays: `weight`, `scales` and, in the affine mode, `biases`.
@@ -81,13 +81,13 @@ class Checkpoint:
     """A config and tensors.
 
     Attributes:
-        where: its name, for errors.
+        where: its path or hub id, for errors.
         config: its `config.json`; empty without one.
-        tensors: by the names in the files, without wrapping prefixes; after `rename` by ours.
-        stored: those names -> the names in the files.
+        tensors: by their names in the files without wrapping prefixes; after `rename`, by our names.
+        stored: the keys of `tensors` -> the names in the files.
         is_base: whether it is a model of which only the multi-token-prediction layer is read.
-        n_ranks: the number of slices that its tensors were joined from; 0 for none.
-        notes: lines for the user.
+        n_ranks: the number of slices that its tensors were joined from; 0 if they were whole.
+        notes: lines to show to the user.
     """
 
     where: str
@@ -102,12 +102,12 @@ class Checkpoint:
         """Renames the tensors to a kind's names, and packs those of quantized layers together.
 
         Args:
-            names: of the kind; None if the names are ours already.
+            names: the kind's names; None if the tensors already have our names.
             kind: its name, for errors.
 
         Raises:
-            CheckpointError: no drafter of this kind has such a tensor, two have one name, or the config does not
-                describe a quantization.
+            CheckpointError: the kind has no such tensor, two tensors get the same name, or the config does not
+                describe the quantization.
         """
         found, stored = dict[str, Tensor](), dict[str, str]()
         for name in sorted(self.tensors):
@@ -168,7 +168,7 @@ class Checkpoint:
         """The shape of each tensor, before quantization.
 
         Raises:
-            CheckpointError: one is empty, or a single number.
+            CheckpointError: a tensor is empty, or a single number.
         """
         found = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         for name, shape in found.items():
@@ -180,7 +180,7 @@ class Checkpoint:
         """The shape of a matrix.
 
         Raises:
-            CheckpointError: there is no tensor of that name, or it is no matrix.
+            CheckpointError: there is no tensor of that name, or it is not a matrix.
         """
         if name not in self.tensors:
             begin = f"its tensors begin {sorted(self.tensors)[:3]}"
@@ -198,7 +198,7 @@ class Checkpoint:
         """A tensor, evaluated: float64 as float32, token ids as int32.
 
         Raises:
-            CheckpointError: it cannot be read, or its dtype is wrong, or it holds NaN or infinity.
+            CheckpointError: it cannot be read, has the wrong dtype, or holds NaN or infinity.
         """
         tensor, dtypes = self.tensors[name], INTEGERS if name == DRAFT_IDS else FLOATS
         if name_dtype(tensor) not in dtypes:
@@ -216,12 +216,12 @@ class Checkpoint:
         return array
 
     def find_vocab_size(self, names: Sequence[str]) -> Any:
-        """V, the rows of the first of these tensors or of a full output matrix; else from the config."""
+        """V: the rows of the first of these tensors that exists, or of a full output matrix; else from the config."""
         names = [*names, *(() if DRAFT_IDS in self.tensors else ("lm_head.weight",))]
         return next((self.matrix(name)[0] for name in names if name in self.tensors), self.config.get("vocab_size"))
 
     def add_row_numbers(self, vocab_size: Any) -> None:
-        """Adds row numbers to a draft vocabulary that is stored as offsets from them; drops one of all tokens."""
+        """Turns a draft vocabulary of offsets from row numbers into token ids; drops one that has all tokens."""
         if DRAFT_IDS not in self.tensors:
             return
         offsets = self.read_tensor(DRAFT_IDS)
@@ -231,14 +231,14 @@ class Checkpoint:
             self.tensors[DRAFT_IDS] = mx.arange(len(offsets), dtype=mx.int32) + offsets
 
     def compare(self, sizes: Mapping[str, Any]) -> None:
-        """Compares the config with values from the tensors, by its keys; -1 and null are ignored.
+        """Compares config values with `sizes`, which come from the tensors; -1 and null in the config are ignored.
 
         Raises:
-            CheckpointError: they contradict.
+            CheckpointError: a value contradicts the tensors.
         """
         for key, value in sizes.items():
             given = self.config.get(key, -1)
-            if given not in (-1, None, value, str(value), [value], [str(value)]):  # as Snowflake writes sizes
+            if given not in (-1, None, value, str(value), [value], [str(value)]):  # Snowflake writes these forms
                 got = one_line(repr(given))[:40]
                 raise CheckpointError(f"{self.where}/config.json says {key} {got}, its tensors say {value}")
 
@@ -246,7 +246,7 @@ class Checkpoint:
         """Quantizes a drafter's layers as they are stored, and loads all tensors.
 
         Raises:
-            CheckpointError: a tensor is missing, superfluous, of another shape, or invalid.
+            CheckpointError: a tensor is missing, unknown, invalid or has the wrong shape.
         """
         shapes, kind = self.shapes, drafter.args.model_type
         expected = {name: array.shape for name, array in list_weights(drafter).items()}
@@ -263,8 +263,8 @@ class Checkpoint:
         }
         try:
             nn.quantize(drafter, class_predicate=lambda name, layer: packed[name].how if name in packed else False)
-        except ValueError as error:  # MLX has no such quantization
-            raise CheckpointError(f"{self.where}: MLX has no such quantized layers: {one_line(error)}") from error
+        except ValueError as error:
+            raise CheckpointError(f"{self.where}: MLX does not support its quantization: {one_line(error)}") from error
         arrays = {f"{layer}.{part}": array for layer, tensor in packed.items() for part, array in tensor.arrays.items()}
         scales = {name: x for name, x in arrays.items() if mx.issubdtype(x.dtype, mx.floating)}
         if (odd := find_not_finite(scales)) is not None:
@@ -281,7 +281,7 @@ class Checkpoint:
 
 
 def unwrap(names: Iterable[str]) -> dict[str, str]:
-    """Names in files -> names without wrapping prefixes; if a drafter is stored beside a model, only its own."""
+    """Names in files -> names without wrapping prefixes. If the files also hold a model, only the drafter's names."""
     bare = {name: INSERTED.sub("", name) for name in names}
     tails = {name: WRAPPERS.sub("", text, count=1) for name, text in bare.items()}
     inside = {name: tails[name] for name, text in bare.items() if DRAFTERS.search(text.removesuffix(tails[name]))}
@@ -289,7 +289,7 @@ def unwrap(names: Iterable[str]) -> dict[str, str]:
 
 
 def rename(name: str, names: Names | None) -> str | None:
-    """Our name of a tensor, "" if it is left out; None if no pattern fits."""
+    """Our name for a tensor, or "" if it is left out; None if no pattern matches."""
     if names is None:
         return name
     return next((match.expand(ours) for pattern, ours in names if (match := re.fullmatch(pattern, name))), None)
@@ -313,7 +313,7 @@ def list_weights(module: nn.Module) -> dict[str, mx.array]:
 def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
     """The name of an array that holds NaN or infinity; None if all numbers are finite."""
     for name, array in arrays.items():
-        # A few rows at a time: checking a whole head at once takes half as much memory again.
+        # A few rows at a time, as checking a whole head at once needs half of its memory in addition.
         rows = max(1, CHUNK // max(1, math.prod(array.shape[1:])))
         parts = (array[start : start + rows] for start in range(0, len(array), rows))
         if not all(mx.isfinite(part).all().item() for part in parts):

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 MAX_SIZE, MAX_COUNT = 2**24, 256
-"""Bounds of widths and vocabularies, and of numbers of heads and layers; more in a config is an error."""
+"""The largest width or vocabulary, and the largest number of heads or layers, that a config may have."""
 
 DRAFT_IDS = "draft_ids"
-"""The tensor of the token ids that a drafter can guess."""
+"""The name of the tensor with the token ids that a drafter can guess."""
 
 Config = dict[str, Any]
 
 
 def get_object(config: Config, key: str, where: str) -> Config:
-    """The object under a key of a config; empty without one.
+    """The object at a key of a config; empty if there is none.
 
     Args:
         where: the checkpoint's name, for errors.
 
     Raises:
-        CheckpointError: the value is no object.
+        CheckpointError: the value is not an object.
     """
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
@@ -51,7 +51,7 @@ def flatten(config: Config, own: str, where: str) -> Config:
         where: the checkpoint's name, for errors.
 
     Raises:
-        CheckpointError: a part is no object.
+        CheckpointError: a part is not an object.
     """
     parts = get_object(config, "transformer_layer_config", where), config, get_object(config, own, where)
     verifier = get_object(get_object(config, "speculators_config", where), "verifier", where)
@@ -62,10 +62,13 @@ def flatten(config: Config, own: str, where: str) -> Config:
 
 
 def check_states(n_inputs: int, n_states: int, sizes: Iterable[Any], where: str) -> None:
-    """Compares a config's number of target states with the input width of a head's `fc`.
+    """Compares the number of target states in a config with the input width of a head's `fc`.
 
     Args:
+        n_inputs: the input width of `fc`.
+        n_states: how many states the config names.
         sizes: possible sizes of a state, the most certain first; None for unknown ones.
+        where: the checkpoint's name, for errors.
 
     Raises:
         CheckpointError: they do not fit.
@@ -77,17 +80,17 @@ def check_states(n_inputs: int, n_states: int, sizes: Iterable[Any], where: str)
 
 
 def name_rope(rope: Config) -> str:
-    """The type of a rotation, read as in mlx-lm."""
+    """The type of a RoPE, read as mlx-lm reads it."""
     return str(rope.get("type") or rope.get("rope_type") or "default")
 
 
 def declare(default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
-    """A field of a config, which may be None if that is its default; `expected` describes valid values in errors."""
+    """A config field, which may be None if that is its default; `expected` describes valid values in errors."""
     return field(default=default, metadata={"is_valid": is_valid, "expected": expected})
 
 
 def size(default: Any = MISSING, *, least: int = 1, most: int = MAX_SIZE) -> Any:
-    """A field for a whole number: a width, a vocabulary, a token id."""
+    """A field for an integer, such as a width, a vocabulary size or a token id."""
     return declare(default, lambda value: type(value) is int and least <= value <= most, f"from {least} to {most}")
 
 
@@ -122,7 +125,7 @@ def is_positive(value: Any) -> bool:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number from 1 to `MAX_SIZE`."""
+    """Whether a value is an integer from 1 to `MAX_SIZE`."""
     return type(value) is int and 0 < value <= MAX_SIZE
 
 
@@ -132,7 +135,7 @@ def is_list_of(kind: Any, value: Any) -> bool:
 
 
 def is_acceptance(value: Any) -> bool:
-    """Whether a value is a list of rows of one length, of shares from 0 to 1."""
+    """Whether a value is a list of rows of the same length with shares from 0 to 1."""
     try:
         shares = np.array(value)
     except ValueError:  # rows of different lengths
@@ -153,7 +156,7 @@ class DrafterArgs:
         draft_vocab_size: how many tokens it can guess, those in `draft_ids`; None for all.
         acceptance: for each depth, the shares of positions at which its first, second, ... guess was right in training;
             None if the config does not say.
-        hidden_state: which of the target's hidden states it reads; None for `AFTER_NORM`. With the wrong one hardly
+        hidden_state: which of the target's hidden states it reads; None for `AFTER_NORM`. With the wrong one, hardly
             any guess is right.
     """
 
@@ -183,7 +186,7 @@ class DrafterArgs:
 
     @property
     def min_layers(self) -> int:
-        """The fewest layers of a target that has all layers whose outputs are read."""
+        """The fewest layers that a target must have for all layers to exist whose outputs are read."""
         return 0
 
     @property
@@ -197,7 +200,7 @@ class DrafterArgs:
         return self.hidden_state or AFTER_NORM
 
     def describe(self) -> str:
-        """Its sizes in a few words."""
+        """A short description of its sizes."""
         raise NotImplementedError
 
     def describe_states(self) -> str:
@@ -207,21 +210,21 @@ class DrafterArgs:
     def explain_useless(self) -> str:
         """What to check if no guess is right."""
         return (
-            "Is it trained for this model, and are its weights sound in this dtype? It reads "
+            "Was it trained for this model, and do its weights fit this dtype? It reads "
             f"{self.describe_states()}: mlx_redrafter.doctor tries others"
         )
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
-        """Arguments that read other hidden states, by the config entry that says so.
+        """Variants of these arguments that read other hidden states, by the config entry that differs.
 
         Args:
-            n_layers: of the target.
+            n_layers: how many layers the target has.
         """
         other = AFTER_NORM if self.before_norm else BEFORE_NORM
         return {f"hidden_state {other}": replace(self, hidden_state=other)}
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of a `config.json` that have a value."""
+        """The contents of a `config.json`, without fields that are None."""
         return {key: value for key, value in vars(self).items() if value is not None}
 
     @classmethod
@@ -239,7 +242,7 @@ class DrafterArgs:
             sizes: fields that follow from the shapes.
 
         Raises:
-            CheckpointError: a field is missing or invalid, or fields contradict.
+            CheckpointError: a field is missing or invalid, or fields contradict each other.
         """
         found: dict[str, Any] = {}
         for each in fields(cls):
@@ -247,7 +250,7 @@ class DrafterArgs:
             if not each.metadata or each.name in sizes or (value is None and each.default is not MISSING):
                 continue
             if value is None:
-                raise CheckpointError(f"{where} has no config.json that says {each.name}")
+                raise CheckpointError(f"expected {each.name} in {where}/config.json, got none")
             if not each.metadata["is_valid"](value):
                 expected = f"{each.name} {each.metadata['expected']}"
                 raise CheckpointError(f"{where}/config.json: expected {expected}, got {_shorten(value)}")
@@ -259,13 +262,13 @@ class DrafterArgs:
         return args
 
     def check(self, where: str) -> None:
-        """Checks that the fields fit each other.
+        """Checks that the fields are consistent.
 
         Args:
             where: the checkpoint's name, for errors.
 
         Raises:
-            CheckpointError: they do not.
+            CheckpointError: they are not.
         """
 
     @classmethod
@@ -281,7 +284,7 @@ class DrafterArgs:
         raise NotImplementedError
 
     def said(self) -> dict[str, Any]:
-        """The values that a published config must not contradict, by its keys."""
+        """The values that a published config must not contradict, by the config's keys."""
         return vars(self)
 
 
@@ -290,9 +293,9 @@ class LayerArgs(DrafterArgs):
     """The config of a drafter with transformer layers.
 
     Attributes:
-        width: H, of its rows.
+        width: H, the width of its rows.
         rope_scaling: as in mlx-lm's models; None for none.
-        rope_traditional: whether the rotation pairs neighbours, not halves.
+        rope_traditional: whether RoPE pairs adjacent dimensions instead of halves.
         capture_layers: the target's layers whose outputs it reads, in order, from 0; None for the kind's default.
     """
 
@@ -310,13 +313,13 @@ class LayerArgs(DrafterArgs):
 
     def check(self, where: str) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
-            heads = f"{self.num_attention_heads} heads, {self.num_key_value_heads} of keys and values"
-            raise CheckpointError(f"{where}/config.json: expected a whole number of heads for each, got {heads}")
+            heads = f"num_key_value_heads, {self.num_key_value_heads}, got {self.num_attention_heads}"
+            raise CheckpointError(f"{where}/config.json: expected num_attention_heads to be a multiple of {heads}")
         if self.rope_scaling:
             try:
                 initialize_rope(self.head_dim, self.rope_theta, self.rope_traditional, self.rope_scaling, MAX_SIZE)
             except (ArithmeticError, AssertionError, KeyError, TypeError, ValueError) as error:
-                expected = f"a rotation that mlx-lm has, got {self.rope_scaling!r:.80}: {one_line(error)}"
+                expected = f"a RoPE that mlx-lm supports, got {self.rope_scaling!r:.80}: {one_line(error)}"
                 raise CheckpointError(f"{where}/config.json: expected {expected}") from error
 
     @classmethod
@@ -346,7 +349,7 @@ class LayerArgs(DrafterArgs):
         }
 
     def said(self) -> dict[str, Any]:
-        """As in the base class; a published head's `hidden_size` is its own width."""
+        """The values that a published config must not contradict; its `hidden_size` is the head's own width."""
         return {
             "vocab_size": self.vocab_size,
             "intermediate_size": self.intermediate_size,
@@ -367,7 +370,7 @@ class LayerArgs(DrafterArgs):
         return f"the outputs of layers {', '.join(map(str, self.capture_layers))}"
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
-        """Layers that are one lower or higher, as projects count them differently."""
+        """Variants whose layers are all one lower or one higher, as projects number layers differently."""
         if self.capture_layers is None:
             return super().try_others(n_layers)
         shifted = ([layer + by for layer in self.capture_layers] for by in (-1, 1))
@@ -396,7 +399,7 @@ def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
     """Checks a draft vocabulary.
 
     Raises:
-        CheckpointError: it is not (V',) int32 of different token ids.
+        CheckpointError: it is not (V',) int32 of distinct token ids.
     """
     expected = f"{where}: expected {DRAFT_IDS} "
     if ids.dtype != mx.int32 or ids.ndim != 1:
@@ -405,4 +408,4 @@ def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
     if known.min() < 0 or known.max() >= vocab_size:
         raise CheckpointError(f"{expected}from 0 to {vocab_size - 1}, got {known.min()} to {known.max()}")
     if len(np.unique(known)) != len(known):
-        raise CheckpointError(f"{where}: {DRAFT_IDS} names a token twice")
+        raise CheckpointError(f"{where}: {DRAFT_IDS} holds a token twice")

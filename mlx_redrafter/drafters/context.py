@@ -1,12 +1,11 @@
-"""Drafts from the context: texts repeat themselves, so what followed the same tokens earlier often follows them again.
+"""Drafts from the context: proposes what followed the same tokens earlier. It is prompt lookup, without weights.
 
-An n-gram lookup over one text's own tokens, prompt and output, as in prompt lookup decoding, without weights.
-Dictionaries of 4-grams, 2-grams and single tokens hold the last position of each; the longest match of the end of the
-text is followed while it lasts. The tokens after the match are the proposal. If at most one token matches in the text
-itself, earlier texts (`past.py`) are searched as well.
+Dictionaries of 4-grams, 2-grams and single tokens hold the last position of each in the text, prompt and output. The
+longest match with the end of the text is followed while it lasts, and the tokens after it are the proposal. If at most
+one token matches in the text itself, past texts (`past.py`) are searched as well.
 
-Measured: a second, different continuation adds less than 0.3% tokens per round; dictionaries of 8, 5, 3 and 2 tokens
-are no better than 4 and 2; without 2-grams it is 4 to 6% less, without single tokens 6% (docs/log.md).
+Measured in tokens per round: a second, different continuation adds less than 0.3%. Dictionaries of 8, 5, 3 and 2 tokens
+are no better than those of 4 and 2. Without 2-grams it is 4 to 6% less, without single tokens 6% (docs/log.md).
 
 Source: Saxena, prompt lookup decoding, 2023; vLLM's n-gram proposer.
 """
@@ -25,7 +24,7 @@ from .past import PastIndex, PastMatches
 from .source import Adjust, Forecast, Source
 
 MAX_TOKENS = 1 << 17
-"""The most tokens of an index, about 0.3 KB each; beyond it the older half is dropped."""
+"""The most tokens of an index, about 0.3 KB each; when there are more, the older half is dropped."""
 
 SIZES = (4, 2, 1)
 """Lengths of the n-grams that are looked up, the longest first."""
@@ -66,7 +65,7 @@ class OwnMatches(Matches):
         self.append(tokens[-1])
 
     def append(self, token: int, *, is_noted: bool = True) -> None:
-        """Appends a token and updates the match; later tokens can match this one if it is noted."""
+        """Appends a token and updates the match. With `is_noted`, later tokens can match this one."""
         end = len(self.tokens)
         self._extend(token)
         self.tokens.append(token)
@@ -87,17 +86,17 @@ class OwnMatches(Matches):
             self.read(kept)
 
     def find(self, count: int) -> list[int]:
-        """`count` tokens after the match; at the end of the text they start again after the match."""
+        """`count` tokens after the match; if the text ends before, they are repeated from the match on."""
         start = self.end + 1
         period = len(self.tokens) - start
         return [self.tokens[start + i % period] for i in range(count)]
 
 
 class ContextSource(Source):
-    """Drafts the tokens that followed the end of the text earlier in it, or in earlier texts.
+    """Drafts the tokens that followed the text's last tokens earlier, in the same text or in past texts.
 
     Args:
-        past: index of earlier texts; None for none.
+        past: an index of past texts; None for none.
     """
 
     waits = True
@@ -126,7 +125,7 @@ class ContextSource(Source):
             self._past.follow(self._own.tokens)
 
     def confirm(self, tokens: Sequence[int]) -> None:
-        """Appends decoded tokens, and learns from each how often a match of its length is right."""
+        """Appends decoded tokens, and updates the acceptance rates of matches of each length."""
         for token in tokens:
             self._own.learn(token)
             if self._past is not None:
@@ -140,7 +139,7 @@ class ContextSource(Source):
             self._past.follow(self._own.tokens)
 
     def _choose(self) -> Matches | None:
-        """The match in the text itself, or in earlier texts if fewer than 2 tokens match; None without a match."""
+        """The match in the text itself, or in past texts if fewer than 2 tokens match; None without a match."""
         own, past = self._own, self._past
         if past is not None and past.match and own.match < 2:
             return past

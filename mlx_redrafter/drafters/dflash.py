@@ -4,7 +4,7 @@
     h   = norm(layers(x))                       see `block`
     row j guesses from h_j alone: logits = U h_j, U: the target's output matrix
 
-DFlash 2 adds a convolution over the rows of the block before and after attention and MLP. Its coefficients depend on
+DFlash 2 adds convolutions over the rows of the block before and after attention and MLP. Their coefficients depend on
 the normed input rows y:
 
     conv(a)_j = sum_t (base_t + D_{j,t}) * a_{j-t}          D_j = projection(y_j), a number per group of channels
@@ -42,10 +42,10 @@ NAMES = (
 """The names of DFlash 2's selector, and of all block drafters."""
 
 DEFAULT_BLOCK = 16
-"""Rows of a block if the config does not say."""
+"""The rows of a block if the config does not say."""
 
 DEFAULT_CANDIDATES = 16
-"""Candidates of the selector if the config does not say."""
+"""The candidates of the selector if the config does not say."""
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
@@ -60,7 +60,8 @@ class DrafterArgs(BlockArgs):
     Attributes:
         conv_kernel_size: how many rows a convolution reads; None without convolutions.
         conv_group_size: how many channels share a coefficient.
-        selector_rank, selector_top_k: the rank of the selector's codebooks, and K; None without a selector.
+        selector_rank, selector_top_k: the rank of the selector's codebooks, and K, the number of candidates; None
+            without a selector.
     """
 
     _: KW_ONLY
@@ -76,7 +77,7 @@ class DrafterArgs(BlockArgs):
         config, shapes = checkpoint.config, checkpoint.shapes
         if "block_size" not in config:
             config["block_size"] = DEFAULT_BLOCK
-            checkpoint.notes.append(f"config.json does not say block_size: {DEFAULT_BLOCK} is assumed")
+            checkpoint.notes.append(f"config.json has no block_size: {DEFAULT_BLOCK} is used")
         _, taps, width = shapes.get("layers.0.attention_conv.base_kernel", (0, None, 0))
         groups = shapes.get("layers.0.attention_conv.kernel_projection.weight", (0, 0))[0] // (2 * (taps or 1))
         rank = shapes.get("selector.predecessor.weight", (0, None))[1]
@@ -103,7 +104,7 @@ class DrafterArgs(BlockArgs):
         super().check(where)
         for first, second in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             if (getattr(self, first) is None) != (getattr(self, second) is None):
-                raise CheckpointError(f"{where}/config.json: expected both {first} and {second}, or none")
+                raise CheckpointError(f"{where}/config.json: expected both {first} and {second}, or neither")
         if self.width % (self.conv_group_size or 1):
             got = self.conv_group_size
             raise CheckpointError(f"{where}/config.json: expected conv_group_size to divide {self.width}, got {got}")
@@ -116,7 +117,7 @@ class DrafterArgs(BlockArgs):
 
 
 class Convolution(nn.Module):
-    """The convolution before and after a part of a layer."""
+    """The two convolutions around a part of a layer, attention or MLP."""
 
     def __init__(self, args: Any) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(args.width, 2 * taps * args.width // self.group_size, bias=False)
 
     def __call__(self, rows: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
-        """(B, H): `part` of the convolved rows (B, H), convolved again."""
+        """(B, H): rows (B, H) after a convolution, `part` and another convolution."""
         taps = self.base_kernel.shape[1]
         changes = self.kernel_projection(rows).reshape(len(rows), 2, taps, -1)
         before, after = (self.base_kernel + mx.repeat(changes, self.group_size, axis=-1)).swapaxes(0, 1)
@@ -133,7 +134,7 @@ class Convolution(nn.Module):
 
 
 def convolve(rows: mx.array, kernels: mx.array) -> mx.array:
-    """(B, H) each row and those before it, weighted by its kernels (B, taps, H), with zeros before the first row."""
+    """(B, H) the sum of each row and the rows before it, weighted by kernels (B, taps, H); zeros precede row 0."""
     taps = kernels.shape[1]
     padded = mx.pad(rows, [(taps - 1, 0), (0, 0)])
     moved = [padded[taps - 1 - tap : taps - 1 - tap + len(rows)] for tap in range(taps)]
@@ -181,7 +182,7 @@ class Drafter(BlockDrafter):
         return Layer(self.args) if self.args.conv_kernel_size is None else ConvolvedLayer(self.args)
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
-        """The guesses of a block; with a selector they depend on the token before."""
+        """The guesses of a block; with a selector, they depend on the token before."""
         if "selector" not in self:
             return super().make_guess(states, head)
         logits, count = self.make_logits(states, head), min(self.args.selector_top_k or 1, self.args.vocab_size)

@@ -1,9 +1,9 @@
-"""Any smaller model of mlx-lm as a drafter, as in mlx-lm's own speculation.
+"""Any smaller mlx-lm model as a drafter, as in mlx-lm's own speculative decoding.
 
 The model is unmodified. It reads the text with its own prompt cache, and no hidden state of the target. A draft of K
-tokens is K forwards: the first reads the accepted tokens, and after the last the cache is rolled back to the text's
-end. In a chain the other forwards have one row. In a tree each reads the W hypotheses so far as separate paths that see
-the text and themselves, so no cache row is ever moved.
+tokens takes K forwards. The first reads the accepted tokens; after the last, the cache is rolled back to the end of the
+text. In a chain, the other forwards have one row. In a tree, each reads the W hypotheses so far as separate paths that
+see the text and themselves, so no cache row is ever moved.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .protocol import Drafter
 from .source import Adjust, Source, draft
 
 MAX_PADDING = 1024
-"""The heads of two models with the same tokenizer may differ by this many rows, as vocabularies are padded."""
+"""The heads of two models with the same tokenizer may differ by this many rows, because of padding."""
 
 MAX_ROWS = 32
-"""The most tokens in the forward that returns the logits; longer texts are read in pieces before it."""
+"""The most tokens in the forward that returns the logits; the tokens before them are read in pieces."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +53,24 @@ class DraftModelArgs(DrafterArgs):
         return f"draft model, {self.name}"
 
     def describe_states(self) -> str:
-        return "the text alone, no hidden state"
+        return "only the text, no hidden state"
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
-        """Nothing: it reads no hidden state."""
+        """No variants, as it reads no hidden state."""
         return {}
 
     def explain_useless(self) -> str:
-        return "Do the draft model and the model have the same tokenizer, and are its weights sound in this dtype?"
+        return "Do the draft model and the target have the same tokenizer, and do its weights fit this dtype?"
 
 
 class DraftModel(Drafter):
     """A language model that drafts for another one.
 
     Args:
-        model: as `mlx_lm.load` returns it.
+        model: from `load` or `mlx_lm.load`.
 
     Raises:
-        UnsupportedModelError: see `find_parts`; or it cannot read several tokens at once.
+        UnsupportedModelError: see `find_parts`; also if it cannot read several tokens at once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -92,10 +92,10 @@ class DraftModel(Drafter):
         return DraftModelSource(self, model_sizes(model)[1])
 
     def check_fit(self, model: nn.Module, name: str = "the draft model") -> None:
-        """Compares the vocabulary sizes, except padding.
+        """Compares the vocabulary sizes, except for padding.
 
         Raises:
-            CheckpointError: they differ.
+            CheckpointError: they differ by more than `MAX_PADDING`.
         """
         own, other = self.args.vocab_size, model_sizes(model)[1]
         if abs(own - other) > MAX_PADDING:
@@ -114,10 +114,10 @@ def path_constants(width: int, length: int) -> tuple[mx.array, mx.array]:
 
 
 class DraftModelSource(Source):
-    """The source of a draft model. Its cache holds a prefix of the text, which `read` compares before each decode.
+    """The source of a draft model. Its cache holds a prefix of the text; `read` trims it to what a new text shares.
 
-    Nothing is computed before the first draft. If the draft model takes chains only, wider plans become chains of their
-    depth.
+    Nothing is computed before the first draft. If the draft model drafts chains only, wider plans become chains of the
+    same depth.
 
     Args:
         vocab_size: V, the target's.
@@ -140,20 +140,20 @@ class DraftModelSource(Source):
         self._text = list(tokens)
 
     def confirm(self, tokens: Sequence[int]) -> None:
-        """Appends the tokens, which the next draft reads."""
+        """Appends tokens, which the next draft will read."""
         self._text += tokens
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
-        """As in the base class; the root is the last token of the text."""
+        """See `Source.propose`. The root must be the last token of the text."""
         self._trim(len(self._text) - 1)
-        # An error before the end must not leave a partly written cache.
+        # After an error, no partly written cache must remain.
         cache, self._cache = self._cache or make_prompt_cache(self._model, self.max_kv_size), []
         logits = self._read_text(cache)
         plan = plan if self._takes_trees else chain_plan(plan.depth)
         states = kv_cache.snapshot_rows(cache)
 
         def advance(tokens: mx.array, paths: State) -> tuple[mx.array, State]:
-            """The state of a hypothesis is its path (L,), the root included."""
+            """The state of a hypothesis is its path (L,), including the root."""
             mx.async_eval(logits if paths is None else tokens)  # computed while the next level is built
             if paths is None:
                 return logits, tokens[:, None]
@@ -180,7 +180,7 @@ class DraftModelSource(Source):
         return [vars(c) for c in kv_cache.leaves(self._cache)]
 
     def _trim(self, count: int) -> None:
-        """Trims the cache to the first `count` tokens, or drops it if it cannot be trimmed."""
+        """Trims the cache to the first `count` tokens; drops it if it cannot be trimmed."""
         beyond = self._held - count if self._cache else 0
         if beyond > 0 and can_trim_prompt_cache(self._cache):
             trim_prompt_cache(self._cache, beyond)
@@ -189,7 +189,7 @@ class DraftModelSource(Source):
         self._held = min(self._held, count) if self._cache else 0
 
     def _read_text(self, cache: kv_cache.Cache) -> mx.array:
-        """(1, V) the logits after the text; reads its remaining tokens, and evaluates long ones in pieces."""
+        """(1, V) the logits after the text; reads the tokens that are not in the cache, in pieces if there are many."""
         tokens = mx.array(self._text[self._held :], mx.int32)
         while tokens.shape[0] > MAX_ROWS:
             size = min(self.prefill_step_size, tokens.shape[0] - 1)
@@ -216,7 +216,7 @@ class DraftModelSource(Source):
         return logits[0]
 
     def _fit(self, logits: mx.array) -> mx.array:
-        """(W, V) float32 of (W, V'), cut, or padded with minus infinity."""
+        """(W, V) float32 logits from (W, V'), cut or padded with minus infinity."""
         logits = logits[:, : self._vocab_size].astype(mx.float32)
         missing = self._vocab_size - logits.shape[1]
         return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing else logits

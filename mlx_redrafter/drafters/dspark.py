@@ -3,15 +3,16 @@
     h = norm(layers(x))                         see `block`; x as in DFlash
     logits_j = U h_j + W2 W1[e]                 U: an output matrix; e: the token before, of row 0 the root
 
-Row j guesses the token at p + j + 1; if the config does not use the root's row, row j >= 1 guesses the token at p + j.
-The correction is added after multiplier and cap. A head without W1 and W2 guesses like DFlash, one position later.
+Row j guesses the token at p + j + 1. If the config does not use the root's row, row j >= 1 guesses the token at p + j.
+The correction is added after the multiplier and the cap. A head without W1 and W2 guesses like DFlash, one position
+later.
 
-Heads for Gemma 4 have its layers: values are the keys before their norm, or have their own projection, and are normed
-without a weight; the outputs of attention and MLP are normed as well; embeddings are multiplied by the square root of
-the width.
+Heads for Gemma 4 have Gemma's layers. Values are the keys before their norm, or have their own projection, and are
+normed without a weight. The outputs of attention and MLP are normed, too. Embeddings are multiplied by the square root
+of the width.
 
-Published heads also estimate how likely each row is right, to end a draft early. That is left out: the plan fixes the
-length of a draft before anything is computed.
+Published heads also estimate how likely each row is right, to end a draft early. This is left out, as the plan fixes
+the length of a draft before anything is computed.
 
 Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark/; arXiv 2607.05147. Tensors are named as there.
 """
@@ -70,9 +71,9 @@ class DrafterArgs(BlockArgs):
     """The config of a DSpark head.
 
     Attributes:
-        markov_rank: of W1 and W2; None without them.
+        markov_rank: the rank of W1 and W2; None without them.
         gemma: whether its layers are Gemma 4's.
-        own_values: whether Gemma's layers have a projection of values or make them from the keys.
+        own_values: whether Gemma's layers have a projection for values; if not, values are made from the keys.
     """
 
     _: KW_ONLY

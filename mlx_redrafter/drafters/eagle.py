@@ -1,4 +1,4 @@
-"""EAGLE heads: one transformer layer that reads the target's states and its own, and its KV cache.
+"""EAGLE heads: one transformer layer with a KV cache that reads the target's states and its own outputs.
 
 A pair is the state f_i at a position and the token t_(i+1) after it; e = embedding of t_(i+1):
 
@@ -10,9 +10,9 @@ A pair is the state f_i at a position and the token t_(i+1) after it; e = embedd
               x = f + attention([norm(e) ; norm(f)])
               feature = x + mlp(norm(x))         logits = lm_head(norm(feature))
 
-In a draft the feature replaces the state f of the next position. Norms are RMS norms. EAGLE-3 heads differ in what is
-normed: a, b and c each (fc_norm) or concatenated (norm_before_fc), queries and keys (qk_norm), the residual that
-attention adds to (norm_before_residual), and the feature that replaces the next state (norm_output).
+In a draft, the feature replaces the state f of the next position. Norms are RMS norms. EAGLE-3 heads differ in what is
+normed: a, b and c, each (fc_norm) or concatenated (norm_before_fc); queries and keys (qk_norm); the residual to which
+attention is added (norm_before_residual); the feature that replaces the next state (norm_output).
 
 Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2503.01840. `fc_norm` and a separate
 `head_dim`: SpecForge; the other norms: vllm-project/speculators. Tensors are named as there, except the layer's.
@@ -41,7 +41,7 @@ from .trainable import Project, TrainableArgs, TrainableDrafter
 MODEL_TYPE = "eagle"
 
 N_TAPS = 3
-"""How many layers EAGLE-3 reads if its config does not name them."""
+"""How many target layers EAGLE-3 reads if its config does not name them."""
 
 NAMES = (
     (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
@@ -63,13 +63,13 @@ class DrafterArgs(LayerArgs, TrainableArgs):
     """The config of an EAGLE head.
 
     Attributes:
-        version: 3, or 1, also for EAGLE-2, whose heads are the same.
+        version: 1 or 3; 1 also for EAGLE-2, whose heads are the same.
         qkv_bias, o_bias, fc_bias: whether these layers have a bias.
-        own_embedding: whether it has its own embedding or uses the target's.
+        own_embedding: whether it has its own embedding; if not, it uses the target's.
         fc_norm: whether each of the states is normed before `fc`.
-        norm_before_fc: whether their concatenation is.
+        norm_before_fc: whether the concatenated states are normed before `fc`.
         qk_norm: whether each head's queries and keys are normed.
-        norm_before_residual: whether attention is added to the normed state, not the state.
+        norm_before_residual: whether attention is added to the normed state instead of the state.
         norm_output: whether the normed feature replaces the state of the next position.
     """
 
@@ -90,11 +90,17 @@ class DrafterArgs(LayerArgs, TrainableArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """As in the base class. Norms before attention mean version 3; in version 1 an embedding is the target's."""
+        """The arguments of a published head; renames its tensors to our names.
+
+        Norms before attention mean version 3. An embedding in version 1 is a copy of the target's, and dropped.
+
+        Raises:
+            CheckpointError: the head is not supported, or its config does not fit its tensors.
+        """
         checkpoint.rename(NAMES, MODEL_TYPE)
         tensors, where = checkpoint.tensors, checkpoint.where
         if others := sorted(name for name in tensors if name.startswith("layers.")):
-            raise CheckpointError(f"{where} has several layers; EAGLE heads of one layer are supported: {others[0]}")
+            raise CheckpointError(f"{where}: only EAGLE heads with one layer are supported, got {others[0]}")
         of_version_3 = {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"}
         version = 3 if of_version_3 & tensors.keys() else 1
         config = checkpoint.config = read_config(checkpoint.config, where)
@@ -146,24 +152,24 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         super().check(where)
         if self.version == 1 and self.norm_output:
             raise CheckpointError(
-                f"{where}/config.json: expected norm_output false of EAGLE-1, which has no norm there"
+                f"{where}/config.json: expected norm_output false for EAGLE-1, which has no norm there"
             )
         if self.fc_norm and self.norm_before_fc:
             raise CheckpointError(f"{where}/config.json: expected fc_norm or norm_before_fc, got both")
         if self.width != self.hidden_size and not self.own_embedding:
             raise CheckpointError(
-                f"{where}: a head of width {self.width} needs an embedding of its own for a target of width "
-                f"{self.hidden_size}, it has none"
+                f"{where}: a head of width {self.width} needs its own embedding for a target of width "
+                f"{self.hidden_size}, and has none"
             )
 
     @property
     def n_taps(self) -> int:
-        """How many layers EAGLE-3 reads."""
+        """How many target layers EAGLE-3 reads."""
         return len(self.capture_layers or [0] * N_TAPS)
 
     @property
     def min_layers(self) -> int:
-        """As in the base class; with the default layers, what `default_layers` needs."""
+        """The fewest layers that a target must have; `default_layers` needs 4."""
         return 4 if self.version == 3 and self.capture_layers is None else super().min_layers
 
     def describe_states(self) -> str:
@@ -175,7 +181,7 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         if self.version == 3 and self.capture_layers is None:
             return replace(self, capture_layers=default_layers(n_layers)).try_others(n_layers)
         others = super().try_others(n_layers)
-        if self.version == 3:  # projects have other defaults for these
+        if self.version == 3:  # projects have different defaults for these
             for name in ("norm_before_residual", "norm_output"):
                 other: dict[str, Any] = {name: not getattr(self, name)}
                 others[f"{name} {str(other[name]).lower()}"] = replace(self, **other)
@@ -193,15 +199,15 @@ class DrafterArgs(LayerArgs, TrainableArgs):
 def read_config(config: Config, where: str) -> Config:
     """A flat published config, with `capture_layers`: the layers whose outputs it reads, or None.
 
-    Configs of speculators and NVIDIA number layers by their inputs. Of other configs SGLang reads a list that begins
-    with 1 as outputs, any other as inputs. Flags default to false, as in speculators.
+    In configs of speculators and NVIDIA, layer numbers mean the inputs of layers. In other configs, a list that begins
+    with 1 means outputs and any other list inputs, as in SGLang. Flags default to false, as in speculators.
 
     Raises:
         CheckpointError: the head is of a kind that is not supported.
     """
     own, said = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
     if (kind := said.get("speculators_model_type", "eagle3")) != "eagle3":
-        raise CheckpointError(f"{where} is a {one_line(kind)[:40]}: of speculators' heads only EAGLE-3 is supported")
+        raise CheckpointError(f"{where} is a {one_line(kind)[:40]}: only EAGLE-3 heads of speculators are supported")
     for key, expected in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False), ("parallel_draft_step", 1)):
         if said.get(key, expected) != expected:
             got = f"{expected}, got {said[key]!r:.40}"
@@ -216,7 +222,7 @@ def read_config(config: Config, where: str) -> Config:
 
 
 def default_layers(n_layers: int) -> list[int]:
-    """The layers whose outputs EAGLE-3 reads by default: the inputs of layers 2, n / 2 and n - 3."""
+    """The target's layers whose outputs EAGLE-3 reads by default: the inputs of layers 2, n / 2 and n - 3."""
     return [1, n_layers // 2 - 1, n_layers - 4]
 
 
@@ -243,9 +249,9 @@ class Layer(nn.Module):
 
 
 class Drafter(PairDrafter, TrainableDrafter):
-    """An EAGLE head. Version 1 can be trained, on its own features at each depth, as it drafts.
+    """An EAGLE head. Version 1 can be trained. At each depth it is trained on its own features, as when drafting.
 
-    Source of training: arXiv 2408.15766 (HASS) and 2503.01840, section 3.1, with the loss of the tokens alone.
+    Source of training: arXiv 2408.15766 (HASS) and 2503.01840, section 3.1, with only the loss of the tokens.
     """
 
     args: DrafterArgs
@@ -313,11 +319,11 @@ class Drafter(PairDrafter, TrainableDrafter):
         return dtype
 
     def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
-        """(feature, cache rows by depth), for version 1; see the base class.
+        """(feature, cache rows by depth), for training version 1.
 
-        At depth d the token at column c belongs to the draft after column c - d. It sees the pairs of the text before
-        that draft, the rows of depth 0, and of each later depth the row of its own draft, which is at the token's own
-        column.
+        At depth d, the token at column c belongs to the draft that starts after column c - d. It sees the text's pairs
+        before that draft, which are the rows of depth 0. Of each later depth it sees the row of its own draft, which is
+        at the token's own column.
 
         Args:
             tokens, hidden: (B, T), (B, T, D).
@@ -339,13 +345,13 @@ class Drafter(PairDrafter, TrainableDrafter):
         return cast(mx.array, state[0])
 
     def share(self, model: nn.Module) -> None:
-        """Takes the target's output matrix."""
+        """Stores the target's output matrix."""
         layer = nn.Linear(1, 1, bias=False)
         layer.weight = find_output_matrix(model).astype(mx.float32)
         self._shared = [layer]
 
     def start_from(self, project: Project) -> None:
-        """Initialises it near the identity on the target's states, which the output matrix expects."""
+        """Initialises the head near the identity on the target's states, which the output matrix expects."""
         width, near = self.args.width, 0.1
         weight = mx.eye(width)
         self.fc.weight = mx.concatenate([near * self.fc.weight[:, :width], weight], axis=1)
@@ -354,12 +360,12 @@ class Drafter(PairDrafter, TrainableDrafter):
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """Its output matrix; in training the target's, see `share`."""
+        """Its output matrix; during training of version 1, the target's, see `share`."""
         return [self.lm_head] if "lm_head" in self else list(getattr(self, "_shared", []))
 
 
 def attend(queries: mx.array, rows: Sequence[tuple[mx.array, mx.array]], scale: float) -> mx.array:
-    """(B, heads, T, head_dim) attention of a draft's tokens, see `Drafter.read_token`.
+    """(B, heads, T, head_dim) the attention output for a draft's tokens, see `Drafter.read_token`.
 
     Args:
         queries: (B, heads, T, head_dim).
@@ -370,7 +376,7 @@ def attend(queries: mx.array, rows: Sequence[tuple[mx.array, mx.array]], scale: 
     moved = [tuple(mx.repeat(array.swapaxes(1, 2), repeats, axis=1) for array in row) for row in rows]
     (keys, values), own = moved[0], moved[1:]
     column = mx.arange(size)
-    # The first column has no state before it, and columns beyond the text's end wrap to its beginning.
+    # Column 0 has no state before it, and columns beyond the end of the text wrap to its beginning.
     sees = (column <= column[:, None]) & ((column > depth) | (column == column[:, None]))
     scores = mx.where(sees, queries @ keys.swapaxes(2, 3), -mx.inf)
     scores = mx.concatenate([scores, *((queries * key).sum(axis=-1, keepdims=True) for key, _ in own)], axis=-1)

@@ -1,4 +1,4 @@
-"""Drafts the tokens that a grammar forces, and between them the context's proposals that the grammar allows."""
+"""Drafts the tokens that a grammar forces, and between them the context's proposals if the grammar allows them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MIN_CHANCE = 0.1
 
 
 class GrammarSource(ContextSource):
-    """Drafts one chain of the tokens that a grammar forces, which are always right, and the tokens after a match.
+    """Drafts one chain: the tokens that a grammar forces, which are always right, and the tokens after a match.
 
     Args:
         grammar: of the text; it takes tokens before this source gets them.
-        past: index of earlier texts; None for none.
+        past: an index of past texts; None for none.
     """
 
     def __init__(self, grammar: Grammar, past: PastIndex | None = None) -> None:
@@ -26,7 +26,7 @@ class GrammarSource(ContextSource):
         self._proposal: list[int] = []
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """The forecast of the proposal; before the read, that of the context alone."""
+        """The forecast of the proposal; before the read (`ahead` > 0), of the context's proposal only."""
         if ahead:
             return super().forecast(ahead)
         cumulative = self._make_proposal()
@@ -37,7 +37,7 @@ class GrammarSource(ContextSource):
         return self._proposal[:count]
 
     def _make_proposal(self) -> list[float]:
-        """Makes the proposal, matching each token as if those before it were text; returns its acceptance."""
+        """Makes the proposal, with each token as text for the next one's match; returns its cumulative acceptance."""
         own, size = self._own, len(self)
         key, places = own.key, [(each, each.end, each.match) for each in (own, self._past) if each is not None]
         grammar, following, chance, cumulative = self._grammar.fork(), list[int](), 1.0, list[float]()

@@ -33,12 +33,12 @@ INDEX = "model.safetensors.index.json"
 """The index of tensors and files."""
 
 SIDECAR = "mtp.safetensors"
-"""A file with the multi-token-prediction layer in an MLX folder, which its index does not name."""
+"""A file with the multi-token-prediction layer in an MLX folder. The folder's index does not name it."""
 
 SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+")
 
 LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
-"""Name patterns of files with tensors; those of the first pattern with a match are read."""
+"""Name patterns of files with tensors. Only files that match the first pattern with any match are read."""
 
 CONVERTED = r".*\.(bin|pt|pth|engine|plan|distcp)|rank\d+\.safetensors|adapter_model\.safetensors"
 """Files that `convert` reads or explains."""
@@ -46,7 +46,7 @@ CONVERTED = r".*\.(bin|pt|pth|engine|plan|distcp)|rank\d+\.safetensors|adapter_m
 OTHER_KINDS = (
     (
         r".*(weight_scale(_2)?|input_scale|weight_quantizer\..*|_amax)",
-        "is quantized by ModelOpt: convert the checkpoint from before, and quantize with -q",
+        "is quantized by ModelOpt: convert the unquantized checkpoint, and quantize with -q",
     ),
     (r".*hydra.*", "holds Hydra heads, which are not supported"),
     (
@@ -54,7 +54,7 @@ OTHER_KINDS = (
         "is {model}, not a drafter: a smaller language model is given as --draft-model",
     ),
 )
-"""(pattern of tensors in a checkpoint that no kind recognises; what to say of it); the first match counts."""
+"""(pattern of tensor names, error message) for checkpoints that no kind recognises; the first match is used."""
 
 Choose = Callable[[Iterable[str], str], list[str]]
 """(files of a checkpoint, its name) -> those that hold its tensors, in order."""
@@ -95,10 +95,10 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
 
 
 def check_shards(files: list[str], name: str) -> list[str]:
-    """Returns the files.
+    """Returns `files` unchanged.
 
     Raises:
-        CheckpointError: a name says that there are more shards.
+        CheckpointError: a shard's name says that there are more shards.
     """
     for file in files:
         shard = SHARD.fullmatch(file)
@@ -133,7 +133,7 @@ def find_path(path_or_hf_repo: str | Path) -> Path:
     """The path, with ~ expanded.
 
     Raises:
-        CheckpointError: ~ names a user that does not exist.
+        CheckpointError: `~` names a user that does not exist.
     """
     try:
         return expand_path(path_or_hf_repo)
@@ -142,12 +142,12 @@ def find_path(path_or_hf_repo: str | Path) -> Path:
 
 
 def find_base(path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files) -> Source:
-    """The files of a model, a directory or hub id, that hold its multi-token-prediction layer.
+    """The files with the multi-token-prediction layer of a model, a directory or hub id.
 
-    Of a hub repository only these, the config and the index are downloaded.
+    Of a hub repository, only these files, the config and the index are downloaded.
 
     Raises:
-        CheckpointError: no such directory or repository, no such layer, or a file is missing.
+        CheckpointError: there is no such directory or repository, it has no such layer, or a file is missing.
     """
     name, path = str(path_or_hf_repo), find_path(path_or_hf_repo)
     if path.is_file():
@@ -168,7 +168,7 @@ def choose_base_files(path: Path, present: Iterable[str], name: str, choose: Cho
         path: the directory of the index.
 
     Raises:
-        CheckpointError: its index has no such layer.
+        CheckpointError: the index has no such layer.
     """
     if INDEX not in present:
         return choose(present, name)
@@ -205,7 +205,7 @@ def download(name: str, revision: str | None, choose: Choose, *, is_base: bool =
         is_base: whether only the multi-token-prediction layer's weights are downloaded, see `find_base`.
 
     Raises:
-        CheckpointError: not a hub id, the download fails, or the repository holds no drafter.
+        CheckpointError: it is not a hub id, the download fails, or the repository holds no drafter.
     """
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise CheckpointError(f"no such file or directory: {name[:200]!r}")
@@ -227,7 +227,7 @@ def download(name: str, revision: str | None, choose: Choose, *, is_base: bool =
         raise
     except Exception as error:  # of the network or the hub
         raise CheckpointError(
-            f"{name!r} is no file or directory, and cannot be downloaded from the hub: {one_line(error)}"
+            f"{name!r} is not a file or directory, and cannot be downloaded from the hub: {one_line(error)}"
         ) from error
 
 
@@ -235,7 +235,7 @@ def list_files(name: str, revision: str | None) -> list[str]:
     """The files of a hub repository; if the hub cannot be reached, those that were downloaded before."""
     try:  # unlike `list_repo_files` this does not retry without a network
         return [file.rfilename for file in HfApi().repo_info(name, revision=revision).siblings or []]
-    except HfHubHTTPError:  # an answer of the hub
+    except HfHubHTTPError:  # the hub has answered
         raise
     except Exception:
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
@@ -243,7 +243,7 @@ def list_files(name: str, revision: str | None) -> list[str]:
 
 
 def check_names(names: Collection[str], config: dict[str, Any], name: str) -> None:
-    """Refuses checkpoints of something else by their tensor names, before the download.
+    """Refuses checkpoints that are not drafters by their tensor names, before the download.
 
     Raises:
         CheckpointError: it is no drafter; the message says what it is, or names a tensor that no drafter has.
@@ -272,7 +272,7 @@ def read_object(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"no {file.name} in {file.parent}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers beyond what Python reads
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or huge numbers
         raise CheckpointError(f"{file} is not JSON: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold an object, got {type(value).__name__}")
@@ -307,17 +307,17 @@ def refuse_pointer(file: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
     if begin == b"version https://git-":
-        raise CheckpointError(f"{file} is a pointer of git-lfs, not the file: run 'git lfs pull'")
+        raise CheckpointError(f"{file} is a git-lfs pointer, not the file: run 'git lfs pull'")
 
 
 def read_checkpoint(source: Source, read: Callable[[Path], dict[str, Tensor]] = read_safetensors) -> Checkpoint:
-    """The checkpoint in a source.
+    """Reads the checkpoint of a source.
 
     Args:
         read: returns the tensors of a file.
 
     Raises:
-        CheckpointError: a file is damaged, or two have the same tensor.
+        CheckpointError: a file is damaged, or two files have the same tensor.
     """
     found: dict[str, Tensor] = {}
     for file in source.files:
@@ -332,7 +332,7 @@ def make_checkpoint(source: Source, tensors: Mapping[str, Tensor], n_ranks: int 
     """A checkpoint of tensors, by their names in the files.
 
     Raises:
-        CheckpointError: without prefixes, two names are the same.
+        CheckpointError: two names are the same without their prefixes.
     """
     names, where = unwrap(tensors), str(source.path)
     stored: dict[str, str] = {}
@@ -345,7 +345,7 @@ def make_checkpoint(source: Source, tensors: Mapping[str, Tensor], n_ranks: int 
 
 
 def is_ours(config: dict[str, Any]) -> bool:
-    """Whether a config is in our format; for recurrent drafters that is the authors' own."""
+    """Whether a config is in our format and not also in the authors', as those of recurrent drafters are."""
     return is_converted(config) and config.get("model_type", recurrent.MODEL_TYPE) != recurrent.MODEL_TYPE
 
 
@@ -353,10 +353,10 @@ def find_kind(names: Collection[str], config: dict[str, Any], where: str, *, is_
     """The module of a drafter's kind, by the tensor names in its files.
 
     Args:
-        is_base: whether they are a model's, of which only the multi-token-prediction layer is read.
+        is_base: whether it is a model of which only the multi-token-prediction layer is read.
 
     Raises:
-        CheckpointError: the checkpoint is known to be something else.
+        CheckpointError: the checkpoint is recognised as something else.
     """
     layers = find_layers(names)
     if is_base and layers is None:
@@ -384,7 +384,7 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
             vocabulary size.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, no single drafter, or for another target, or shapes do not fit.
+        CheckpointError: the checkpoint is damaged, is not exactly one drafter, or does not fit the target.
     """
     where, config = checkpoint.where, checkpoint.config
     kind = find_kind(checkpoint.stored.values(), config, where, is_base=checkpoint.is_base)

@@ -1,4 +1,4 @@
-"""Matches: where the end of a text occurs in other tokens, and how often the tokens after it are right."""
+"""Matches of a text's end in other tokens, and how often the tokens after a match are right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BITS = 24
 """Bits of a token id in the key of an n-gram."""
 
 MAX_MATCH = 32
-"""The greatest length of a match."""
+"""The length up to which matches are counted."""
 
 MAX_PROPOSAL = 15
 """The most tokens of a proposal; with the root, 16 rows of a forward."""
@@ -20,17 +20,17 @@ LONGER = 2
 """A proposal is at most this many times as long as its match."""
 
 BUCKETS = (2, 3, 4, 6, 9, 16)
-"""Matches shorter than 2, shorter than 3, ..., and of 16 or more tokens have an acceptance rate of their own."""
+"""Bounds of match lengths. Each bucket (below 2, below 3, ..., 16 or more tokens) has its own acceptance rate."""
 
 PRIOR_WEIGHT, DECAY = 4.0, 0.97
-"""The weight of a prior in observations; the decay of a bucket's counts per observation."""
+"""The weight of a prior, in observations; the decay of a bucket's counts per observation."""
 
 
 class Matches:
-    """The match of one text's end in other tokens; a base class.
+    """The match of a text's end in other tokens; a base class.
 
     Args:
-        prior_rates: (len(BUCKETS) + 1,) the prior of how often the token after a match is right.
+        prior_rates: (len(BUCKETS) + 1,) for each bucket, the prior of how often the token after a match is right.
 
     Attributes:
         tokens: the tokens to search.
@@ -46,7 +46,7 @@ class Matches:
 
     @property
     def next_token(self) -> int:
-        """The token after the match; there must be a match."""
+        """The token after the match, which must exist."""
         return self.tokens[self.end + 1]
 
     def find(self, count: int) -> list[int]:
@@ -54,7 +54,7 @@ class Matches:
         raise NotImplementedError
 
     def learn(self, token: int) -> None:
-        """Counts whether the text's next token is the predicted one; called before the match is extended."""
+        """Counts whether the text's next token is the predicted one. Call it before the match is extended."""
         if self.match:
             bucket = bisect_right(BUCKETS, self.match)
             self._counts[bucket] = DECAY * self._counts[bucket] + 1
@@ -67,13 +67,12 @@ class Matches:
         return hits / (self._counts[bucket] + PRIOR_WEIGHT)
 
     def cumulative_acceptance(self, ahead: int = 0) -> list[float]:
-        """See `Forecast`: for a proposal `LONGER` times as long as the match, after `ahead` more tokens of it."""
+        """See `Forecast`; for a proposal `LONGER` times as long as the match, after `ahead` more matching tokens."""
         match = self.match + ahead
         count = min(LONGER * match, MAX_PROPOSAL)
         return list(accumulate((self.rate(match + depth) for depth in range(count)), mul))
 
     def _extend(self, token: int) -> None:
-        """Extends the match by a token, or ends it."""
         if self.match and self.next_token == token:
             self.end, self.match = self.end + 1, min(self.match + 1, MAX_MATCH)
         else:

@@ -1,4 +1,4 @@
-"""Medusa: one head for each depth of a draft. All see the same hidden state, and no drafted token.
+"""Medusa: one head for each depth of a draft. All heads read the same hidden state, and no drafted token.
 
     x_0     = h                                     h: the target's hidden state
     x_{j+1} = x_j + SiLU(linear_{k,j}(x_j))         num_layers times, in head k
@@ -41,7 +41,8 @@ NAMES = (
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
-    """Whether a checkpoint holds Medusa heads. One alone is named like an old recurrent drafter: the config decides."""
+    """Whether a checkpoint holds Medusa heads. A single head is named like an old recurrent drafter: the config
+    decides."""
     pattern = r"blocks\.\d+\.layers\..*|[1-9]\d*\.\d+\.(linear\.)?weight"
     return "medusa_num_heads" in config or matches_any(pattern, names)
 
@@ -69,9 +70,13 @@ class DrafterArgs(TrainableArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """As in the base class. Heads that use the target's output matrix get one copy of it.
+        """The arguments of published heads; renames their tensors to our names.
 
-        The config's number of heads is often wrong, and ignored.
+        Heads that use the target's output matrix get one copy of it. The config's number of heads is ignored, as it is
+        often wrong.
+
+        Raises:
+            CheckpointError: the target is needed and not given, or the config does not fit the tensors.
         """
         checkpoint.rename(NAMES, MODEL_TYPE)
         tensors, config, where = checkpoint.tensors, checkpoint.config, checkpoint.where
@@ -102,7 +107,7 @@ class DrafterArgs(TrainableArgs):
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of heads to train, one for each guess."""
+        """The sizes of heads to train, one head for each guess."""
         layers, tied = sizes["num_draft_layers"] or 1, not sizes["untied"]
         return cls(hidden_size, vocab_size, depth, layers, tied, draft_vocab_size=draft_vocab_size)
 
@@ -111,7 +116,7 @@ class DrafterArgs(TrainableArgs):
 
 
 class Drafter(TrainableDrafter):
-    """Medusa heads. Beyond the last depth the last head is repeated, which no plan needs."""
+    """Medusa heads. Beyond the last depth, which no plan exceeds, the last head is repeated."""
 
     args: DrafterArgs
 
@@ -124,7 +129,7 @@ class Drafter(TrainableDrafter):
         self.hold_draft_ids()
 
     def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
-        """None: guesses do not depend on drafted tokens."""
+        """An empty state, as guesses do not depend on drafted tokens."""
         return ()
 
     def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
@@ -135,7 +140,7 @@ class Drafter(TrainableDrafter):
         return hidden
 
     def start_from(self, project: Project) -> None:
-        """Initialises the output matrices as the scaled target embedding, whose coordinates hidden states have."""
+        """Initialises the output matrices as the scaled target embedding, in the coordinates of hidden states."""
         super().start_from(scale_components(lambda tokens, _: project(tokens, None)))
 
     @property

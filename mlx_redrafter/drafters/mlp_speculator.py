@@ -34,7 +34,7 @@ MODEL_TYPE = "mlp_speculator"
 NAMES = ((r"(emb|proj|ln|head)\.(\d{1,3})(?:\.0)?\.(weight|bias)", r"\1.\2.\3"),)
 
 TIED_NAMES = ((r"(?:(?:emb|ln|head)\.(?!0\.)|proj\.(?![01]\.))\d{1,3}\..*", ""), *NAMES)
-"""Names of tied speculators, which may store the shared weights once for each stage."""
+"""Names for tied speculators, which may store the shared weights once per stage."""
 
 EPS = 1e-6
 
@@ -50,7 +50,7 @@ class DrafterArgs(TrainableArgs):
 
     Attributes:
         inner_dim: I, the width of its states.
-        n_predict: N, the number of stages, and of tokens that it was trained to draft.
+        n_predict: N, the number of stages, which is the number of tokens that it was trained to draft.
         tie_weights: whether the stages share their weights.
         scale_input: whether the hidden state is normed and scaled first.
     """
@@ -74,7 +74,7 @@ class DrafterArgs(TrainableArgs):
         """The arguments of a published speculator of these sizes.
 
         Raises:
-            CheckpointError: the config contradicts them.
+            CheckpointError: the config contradicts the sizes.
         """
         own = {"base_model": checkpoint.config.get("base_model_name_or_path"), "hidden_state": AFTER_NORM}
         sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "inner_dim": inner_dim}
@@ -103,9 +103,9 @@ class DrafterArgs(TrainableArgs):
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of stages to train, one for each guess.
+        """The sizes of a speculator to train, with one stage for each guess.
 
-        By default the states are a quarter as wide as the target's.
+        By default its states are a quarter as wide as the target's.
         """
         inner = sizes["inner_dim"] or max(64, hidden_size // 4 // 32 * 32)
         tied = not sizes.get("untied")
@@ -127,7 +127,7 @@ class BiasedRMSNorm(nn.Module):
 
 
 class Drafter(TrainableDrafter):
-    """An MLP speculator. Beyond the last depth the last stage is repeated, which no plan needs."""
+    """An MLP speculator. Beyond the last depth, which no plan exceeds, the last stage is repeated."""
 
     args: DrafterArgs
 
@@ -169,7 +169,7 @@ class Drafter(TrainableDrafter):
 
 
 def find_part(name: str) -> str:
-    """`Drafter.part_of` of MLP speculator and Arctic LSTM."""
+    """`Drafter.part_of` for MLP speculators and Arctic LSTMs."""
     return {"head": "head", "proj": "rnn", "emb": "embedding"}[name.partition(".")[0]]
 
 

@@ -6,9 +6,9 @@ f is the target's hidden state after the final norm at position i, e the embeddi
     feature = norm(layer(x))              layer: mlx-lm's own class for the target, attention and MLP or experts
     logits = U feature                    U: the target's output matrix
 
-In a draft the feature replaces the state f of the next position, so one layer drafts any number of tokens. Norms are
-RMS norms, whose weights are stored as they multiply. MiMo's fc reads the state first. Nemotron-H's layer is a sequence
-of its blocks, one of them attention. ERNIE's final norm is the target's, or missing.
+In a draft, the feature replaces the state f of the next position, so one layer drafts any number of tokens. Norms are
+RMS norms; their weights are stored in full, without subtracting 1. MiMo's fc reads the state first. Nemotron-H's layer
+is a sequence of its blocks, one of them attention. ERNIE's final norm is the target's, or missing.
 
 Source: arXiv 2412.19437, section 2.2; the order of e and f, and the normed feature: transformers, class MtpLayer; MiMo
 and Nemotron-H: vLLM, mimo_mtp.py and nemotron_h_mtp.py; ERNIE: PaddlePaddle/FastDeploy, ernie4_5_mtp.py.
@@ -43,9 +43,9 @@ class Family(NamedTuple):
     """The layer classes of a module of mlx-lm.
 
     Attributes:
-        layer, args: the names of the layer's class and its arguments' class.
+        layer, args: the names of the layer's class and of its config's class.
         is_numbered: whether the layer's class takes the layer's number.
-        absent: values that its configs leave out.
+        absent: config values that may be missing, with their defaults.
     """
 
     layer: str
@@ -72,7 +72,7 @@ STATE_FIRST = ("mimo",)
 """Models whose `fc` reads the state before the embedding, which shapes do not show."""
 
 ATTENTION = "*"
-"""Nemotron-H's kind of block with a KV cache."""
+"""The type of Nemotron-H's blocks with a KV cache."""
 
 PLACE = {
     "full_attention_interval": 1,
@@ -81,10 +81,10 @@ PLACE = {
     "first_k_dense_replace": 0,
     "moe_layer_freq": 1,
 }
-"""Config values with which layer 0 of a target has full attention, and experts if it has any, like these layers."""
+"""Config values that make layer 0 of a target like these layers: full attention, and experts if it has any."""
 
 ROUTERS = ("layer.mlp.gate", "layer.mlp.shared_expert_gate")
-"""Small layers that choose or weigh experts."""
+"""Small layers that choose or weight experts."""
 
 NAMES = (
     (r"(?:layers\.0\.)?(?:fc|eh_proj|input_proj|mtp_linear_proj)\.weight", "fc.weight"),
@@ -104,13 +104,13 @@ FOLLOWS = {
     "norm_embedding.weight": "layer.input_layernorm.weight",
     "norm_hidden.weight": "layer.input_layernorm.weight",
 }
-"""Norms whose own mean does not show whether 1 was subtracted from their weights -> the norm that does."""
+"""Norms whose mean does not show whether 1 was subtracted from their weights -> the norm whose mean does."""
 
 OWN_QUANTIZATION = "mtplx_mtp_quantization"
-"""MTPLX's key for the layer's quantization, if it differs from the model's."""
+"""MTPLX's config key for the layer's quantization, if it differs from the model's."""
 
 MIDDLE = 0.5
-"""Norm weights with a lower mean were stored after subtracting 1: a layer's then have means near 0, else near 1."""
+"""Norm weights with a mean below this were stored after subtracting 1: their mean is near 0, otherwise near 1."""
 
 EXPERTS = {"up_proj": "fc1", "down_proj": "fc2"}
 """mlx-lm's names of the matrices of Nemotron-H's experts."""
@@ -119,7 +119,7 @@ SCALE = "_scale_inv"
 """The suffix of the name of an FP8 tensor's scales."""
 
 PACKED = r".*\.(scales|biases|qweight|qzeros|g_idx|weight_(packed|shape|scale|scale_2)|input_scale)"
-"""Tensors of unsupported quantizations."""
+"""The tensor names of unsupported quantizations."""
 
 
 class Layers(NamedTuple):
@@ -139,7 +139,7 @@ class Layers(NamedTuple):
 
 
 def find_layers(names: Collection[str]) -> Layers | None:
-    """The multi-token-prediction layers among tensors of these names, or None."""
+    """The multi-token-prediction layers among tensors of these names; None if there are none."""
     tails = {name: found[1] for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp\.(.+)", name))}
     numbered = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.+)", name))}
     mimo = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp_layers\.(\d+)\.(.+)", name))}
@@ -178,7 +178,7 @@ class DrafterArgs(BaseArgs):
     """The config of a multi-token-prediction layer.
 
     Attributes:
-        layer_config: the part of the target's config that mlx-lm's layer class needs; `model_type` is in `LAYERS`.
+        layer_config: the part of the target's config that mlx-lm's layer class needs; its `model_type` is in `LAYERS`.
         norm_output: whether the feature is normed.
     """
 
@@ -189,7 +189,11 @@ class DrafterArgs(BaseArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """As in the base class, for the first of several layers, without copies of the target's matrices."""
+        """The arguments of the first multi-token-prediction layer; leaves out copies of the target's matrices.
+
+        Raises:
+            CheckpointError: the layer is not supported, or its config does not fit its tensors.
+        """
         where, places = checkpoint.where, {name: key for key, name in checkpoint.stored.items()}
         layers = find_layers(places)
         assert layers is not None  # see `recognises`
@@ -223,8 +227,8 @@ class DrafterArgs(BaseArgs):
             tensors |= add_ones(tensors)
         checkpoint.tensors = tensors
         if layers.n_layers > 1:
-            count = f"of {layers.n_layers} multi-token-prediction layers"
-            checkpoint.notes.append(f"{count} the first is used, again and again")
+            count = f"the first of {layers.n_layers} multi-token-prediction layers"
+            checkpoint.notes.append(f"{count} is used at every depth")
         own = {
             "hidden_size": checkpoint.matrix("fc.weight")[0],
             "vocab_size": text.get("vocab_size"),
@@ -243,15 +247,15 @@ class DrafterArgs(BaseArgs):
             raise CheckpointError(f"{place}: expected hidden_size {self.hidden_size} in layer_config, got {got!r:.40}")
         try:
             make_layer(own)
-        except Exception as error:  # classes fail in many ways with impossible sizes
-            raise CheckpointError(f"{place}: mlx-lm makes no layer of layer_config: {one_line(error)}") from error
+        except Exception as error:  # classes raise many types for impossible sizes
+            raise CheckpointError(f"{place}: mlx-lm cannot make a layer of layer_config: {one_line(error)}") from error
 
     def describe(self) -> str:
         experts = self.layer_config.get("num_experts") or self.layer_config.get("n_routed_experts")
         return f"a {self.layer_config['model_type']} layer" + (f" of {experts} experts" if experts else "")
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
-        """As in the base class; for ERNIE also the final norm, on which projects disagree."""
+        """Variants that read other hidden states; for ERNIE also without the final norm, on which projects disagree."""
         others = super().try_others(n_layers)
         if self.layer_config["model_type"] == "ernie4_5":
             others[f"norm_output {str(not self.norm_output).lower()}"] = replace(self, norm_output=not self.norm_output)
@@ -277,7 +281,7 @@ def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str,
 
 
 def make_layer(layer_config: Mapping[str, Any]) -> nn.Module:
-    """A layer of mlx-lm with full attention, whose weights are not evaluated."""
+    """A layer of mlx-lm with full attention. Its weights are not evaluated."""
     model_type = layer_config["model_type"]
     given = copy.deepcopy({**layer_config, **PLACE})  # `from_dict` may change it
     args = _find_class(model_type, "args").from_dict(given)
@@ -292,7 +296,7 @@ def _find_class(model_type: str, what: str) -> Any:
 
 
 class Blocks(nn.Module):
-    """Nemotron-H's blocks, one after the other.
+    """Nemotron-H's blocks, one after another.
 
     Raises:
         ValueError: the config does not have exactly one block of attention.
@@ -325,7 +329,7 @@ class Drafter(PairDrafter):
         self.layer = make_layer(args.layer_config)
 
     def open(self, model: nn.Module) -> Source:
-        """A source for a text.
+        """A source that drafts for one text of a target.
 
         Raises:
             RedrafterError: MLX cannot compute the experts in their dtype on this device.
@@ -356,7 +360,7 @@ class Drafter(PairDrafter):
         return head(features).astype(mx.float32)
 
     def set_dtype(self, dtype: mx.Dtype, *options: Any) -> None:
-        """Casts all weights except a router's bias, which ranks experts by small differences."""
+        """Casts all weights except a router's bias, as it ranks experts by small differences."""
         name = "e_score_correction_bias"
         gates = [(gate, gate[name]) for _, gate in self.layer.named_modules() if name in gate]
         super().set_dtype(dtype, *options)
@@ -373,17 +377,17 @@ class Drafter(PairDrafter):
 
 
 def dequantize_blocks(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
-    """(name, tensor) of each tensor; FP8 ones are multiplied by their blocks' scales, as bfloat16.
+    """Yields (name, tensor) for all tensors; FP8 ones are multiplied by their blocks' scales, into bfloat16.
 
     Raises:
-        CheckpointError: scales do not fit, or have no weights.
+        CheckpointError: scales do not fit, or have no weight.
     """
     tensors, where = checkpoint.tensors, checkpoint.where
     block = get_object(checkpoint.config, "quantization_config", where).get("weight_block_size") or [128, 128]
     for name, tensor in tensors.items():
         if name.endswith(SCALE):
             if name.removesuffix(SCALE) not in tensors:
-                raise CheckpointError(f"{where}: expected {name.removesuffix(SCALE)} beside {name}, it has none")
+                raise CheckpointError(f"{where}: expected {name.removesuffix(SCALE)} beside {name}, got none")
             continue
         array = tensor if isinstance(tensor, mx.array | Packed) else checkpoint.read_tensor(name)
         if name + SCALE in tensors:
@@ -392,14 +396,14 @@ def dequantize_blocks(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
 
 
 def add_ones(arrays: Mapping[str, Any]) -> dict[str, mx.array]:
-    """Adds 1 to the norms of Qwen's layer from which it was subtracted; in MLX folders that may be some or none."""
+    """Adds 1 to the norms of Qwen's layer from which 1 was subtracted. In MLX folders these may be some, or none."""
     norms = {name: array for name, array in arrays.items() if name.endswith("norm.weight") or name in FOLLOWS}
     means = {name: array.astype(mx.float32).mean().item() for name, array in norms.items()}
     return {name: array + 1 for name, array in norms.items() if means.get(FOLLOWS.get(name, name), 0) < MIDDLE}
 
 
 def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], where: str) -> mx.array:
-    """(..., M, N) bfloat16: FP8 numbers (e4m3, as uint8), each times its block's scale.
+    """(..., M, N) bfloat16: FP8 numbers (e4m3, stored as uint8), each times its block's scale.
 
     Args:
         scales: (..., ceil(M / block[0]), ceil(N / block[1])).
@@ -419,7 +423,7 @@ def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], wher
 
 
 def stack_experts(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """The tensors with one array (E, ...) for each matrix of the experts, which may be stored singly or fused.
+    """The tensors with one array (E, ...) for each matrix of the experts. Files may store experts singly or fused.
 
     Raises:
         CheckpointError: an expert is missing.
@@ -432,7 +436,7 @@ def stack_experts(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]
             experts.setdefault(f"{found[1]}.switch_mlp.{ours}.weight", {})[int(found[2])] = _unpack(made.pop(name))
     for name, each in experts.items():
         if missing := set(range(len(each))) - each.keys():
-            raise CheckpointError(f"incomplete drafter: {where} holds {len(each)} experts, without {min(missing)}")
+            raise CheckpointError(f"incomplete drafter: {where} lacks expert {min(missing)}, holds {len(each)}")
         made[name] = mx.concatenate([each[number][None] for number in range(len(each))])
     if (both := made.pop("layer.mlp.experts.gate_up_proj", None)) is not None:
         gate, up = mx.split(both, [both.shape[1] // 2], axis=1)
@@ -443,7 +447,7 @@ def stack_experts(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]
 
 
 def split_latent(arrays: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """The tensors with the matrix of latent attention split into mlx-lm's two.
+    """The tensors with the matrix of latent attention split into the two matrices of mlx-lm.
 
     Raises:
         CheckpointError: its rows do not fit the config.

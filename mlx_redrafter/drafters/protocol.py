@@ -1,10 +1,10 @@
-"""What decoding asks of a drafter.
+"""The interface of drafters for decoding.
 
 A kind is a module of this package with a `MODEL_TYPE`, `recognises`, `NAMES`, a `DrafterArgs` and a `Drafter`, listed
-in `MODULES`. Nothing outside this package asks which kind a drafter is.
+in `MODULES`. No code outside this package depends on the kind of a drafter.
 
 Most kinds guess from one hidden state of the target and keep nothing between drafts: `StepwiseSource` drafts with them.
-Others open a source of their own, see `Drafter.open`; `PairDrafter` is the base of heads with a KV cache.
+Others open their own source, see `Drafter.open`. `PairDrafter` is the base class of heads with a KV cache.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Drafter(nn.Module):
     Attributes:
         args: its config.
         draft_ids: (V',) int32, the token of each row of its head; only if its vocabulary is smaller than the target's.
-        takes_float16: whether the range of float16 suffices for its computation.
-        n_cache_layers: how many of mlx-lm's prompt-cache layers are its own, after the target's.
+        takes_float16: whether the range of float16 is large enough for its computation.
+        n_cache_layers: how many layers of an mlx-lm prompt cache are its own; they follow the target's.
     """
 
     takes_float16: ClassVar[bool] = True
@@ -51,11 +51,11 @@ class Drafter(nn.Module):
 
     @property
     def weights(self) -> nn.Module:
-        """The module that identifies the drafter; measurements are stored by it."""
+        """The module that identifies the drafter; measurements are stored for it."""
         return self
 
     def open(self, model: nn.Module) -> Source:
-        """A source that drafts for one text of a target; it shares the weights."""
+        """A source that drafts for one text of a target. All sources share the weights."""
         return StepwiseSource(self, model)
 
     def check_fit(self, model: nn.Module, name: str = "the drafter") -> None:
@@ -86,7 +86,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """Begins a draft: returns the function that reads token by token and guesses the next one.
+        """Begins a draft: returns the function that reads tokens one by one and guesses the next one.
 
         Args:
             hidden: (D,) the target's hidden state from which the first token was chosen, or (W, D).
@@ -108,20 +108,20 @@ class Drafter(nn.Module):
         return [self.lm_head] if "lm_head" in self else []
 
     def part_of(self, name: str) -> str:
-        """The part that a layer belongs to, which has its own bits: "head", "blocks", "rnn" or "embedding".
+        """The part that a layer belongs to: "head", "blocks", "rnn" or "embedding".
 
-        A "router" is not quantized.
+        Each part may be quantized to its own number of bits. A part "router" is not quantized.
         """
         return {"lm_head": "head", "embed_tokens": "embedding"}.get(name, "blocks")
 
     def hold_draft_ids(self) -> None:
-        """Creates `draft_ids`, which are not trained, if the args have a draft vocabulary."""
+        """Creates `draft_ids`, which are not trained, if the config has a draft vocabulary."""
         if self.args.draft_vocab_size is not None:
             self.draft_ids = mx.arange(self.args.draft_vocab_size, dtype=mx.int32)
             self.freeze(recurse=False, keys=["draft_ids"])
 
     def scatter(self, guesses: mx.array) -> mx.array:
-        """(..., V) float32 logits from its head's (..., V'); minus infinity for tokens it cannot guess."""
+        """(..., V) float32 logits from its head's (..., V'), with minus infinity for tokens that it cannot guess."""
         guesses = guesses.astype(mx.float32)
         if "draft_ids" not in self:
             return guesses
@@ -147,10 +147,10 @@ class PairDrafter(Drafter):
     def read_pairs(
         self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
     ) -> mx.array:
-        """(T, H) the head's output for pairs; in a draft it replaces the next position's feature.
+        """(T, H) the head's output for pairs. In a draft, it replaces the next position's feature.
 
         Args:
-            features: (T, H) from `project`, or in a draft this method's output for the token before.
+            features: (T, H) from `project`; in a draft, this method's output for the token before.
             tokens: (T,) the token after each position.
             embed: the target's embedding.
             caches: one for each layer; the rows are appended.
@@ -167,7 +167,7 @@ class PairDrafter(Drafter):
         raise NotImplementedError
 
     def sample_logits(self) -> mx.array:
-        """Logits for fixed random pairs; the features instead if the target's output matrix is used."""
+        """Logits for fixed random pairs, or their features if the target's output matrix is used."""
         generator, dtype = np.random.default_rng(0), self.dtype
         embedded = mx.array(generator.normal(size=(8, self.args.hidden_size)).astype(np.float32)).astype(dtype)
         states = mx.array(generator.normal(size=(8, self.n_inputs)).astype(np.float32)).astype(dtype)

@@ -30,14 +30,14 @@ from .trainable import TrainableArgs, TrainableDrafter
 MODEL_TYPE = "recurrent_drafting_drafter"
 
 HEAD = "lm_head.weight"
-"""TensorRT-LLM's name of the output matrix, which has a number in Apple's; also a name in many base models."""
+"""TensorRT-LLM's name for the output matrix; Apple's has a number. Many base models have this name, too."""
 
 NAMES = (
     (r"rnn_u\.(?:weight|bias)|rnn_w\.weight|draft_ids|lm_head\.weight", r"\g<0>"),
     (r"input_proj(?:s(?:\.0)?)?\.(weight|bias)", r"input_proj.\1"),
     (r"(?:lm_heads?\.(?:0\.(?=\d))?|0\.)(\d{1,3}\.(?:linear\.(?:weight|bias)|weight))", r"lm_head.\1"),
     (r"layers\.(\d{1,3}\.linear\.(?:weight|bias))", r"lm_head.\1"),
-    (r"emb_norm\.weight", ""),  # of Apple's internal trainer; no forward pass uses it
+    (r"emb_norm\.weight", ""),  # from Apple's internal trainer; no forward uses it
 )
 """Apple's names and their older forms, and those of NeMo-Skills, ModelOpt and TensorRT-LLM."""
 
@@ -53,7 +53,7 @@ PADDING = 64
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
-    """Always true: what no other kind recognises is read as a recurrent drafter."""
+    """Always true: a checkpoint that no other kind recognises is read as a recurrent drafter."""
     return True
 
 
@@ -93,7 +93,11 @@ class DrafterArgs(TrainableArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """As in the base class; our format is Apple's."""
+        """The arguments of a drafter in Apple's format, which is also ours; renames its tensors to our names.
+
+        Raises:
+            CheckpointError: it is not one recurrent drafter, or its config does not fit its tensors.
+        """
         checkpoint.rename(NAMES, MODEL_TYPE)
         if checkpoint.tensors.keys() == {HEAD} and not DRAFTERS.search(checkpoint.stored[HEAD]):
             names = [*checkpoint.stored.values()]
@@ -109,7 +113,7 @@ class DrafterArgs(TrainableArgs):
             if name.endswith(".weight"):
                 checkpoint.matrix(name)
         config = {TENSORRT_LLM.get(key, key): value for key, value in checkpoint.config.items()}
-        if not (is_own := config.get("model_type", MODEL_TYPE) == MODEL_TYPE):  # but a base model's
+        if not (is_own := config.get("model_type", MODEL_TYPE) == MODEL_TYPE):  # it is a base model's
             config = {"vocab_size": config.get("vocab_size")}
         args = cls.derive(checkpoint.shapes, config, checkpoint.where)
         vocab_size, most = config.get("vocab_size"), PADDING * checkpoint.n_ranks
@@ -127,10 +131,10 @@ class DrafterArgs(TrainableArgs):
 
     @classmethod
     def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str, **sizes: Any) -> Self:
-        """As in the base class, with all sizes from tensor shapes.
+        """The arguments of a drafter, with all sizes from tensor shapes.
 
         Args:
-            config: its sizes are ignored.
+            config: its sizes are ignored, except the vocabulary size if there is a draft vocabulary.
             where: the checkpoint's name, for errors.
 
         Raises:
@@ -175,7 +179,7 @@ class ResidualBlock(nn.Module):
 
 
 class Drafter(TrainableDrafter):
-    """A recurrent drafter. It keeps nothing between calls."""
+    """A recurrent drafter. It has no state between calls."""
 
     args: DrafterArgs
 
@@ -222,7 +226,8 @@ class Drafter(TrainableDrafter):
         return y
 
     def set_axes(self, axes: mx.array) -> None:
-        """Uses the axes in which its output matrix is initialised, so that such features give the target's choice."""
+        """Takes the axes in which its output matrix is initialised, so that features along them predict the target's
+        choice."""
         self._axes = axes[:, : self.args.exit_dim]
 
     @property

@@ -1,15 +1,15 @@
-"""A source drafts for one text, with a drafter or from what followed the same tokens earlier.
+"""A source drafts for one text, with a drafter or from the context.
 
-It belongs to its text as a KV cache does; weights are shared. It is called with `keep` for each piece of the prompt,
-`read`, `keep` for the prompt's last token, and then in each round::
+It belongs to one text, like a KV cache; weights are shared. Calls come in this order: `keep` for each piece of the
+prompt, `read`, `keep` for the prompt's last token, and then in each round::
 
     propose     the tree below the next round's root, while the round before is being computed; if the source `waits`,
                 after `confirm`
     confirm     the tokens of the round before, after its read
     keep        the positions of the round's forward that stay, as arrays: enqueued, not read
 
-Positions it never saw (of a prompt that another text has read) lower acceptance, never change output: no token depends
-on a guess. Only the tree's shape must be right, see `propose`.
+Positions that it has not seen, such as a prompt prefix from another text's cache, lower acceptance but never change the
+output: no token depends on a guess. Only the tree's shape must be right, see `propose`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from .protocol import Drafter
 
 SHARPNESS = 1.25
-"""The factor of a drafter's logits if no token is sampled: beams are to hold the target's likeliest token, whose
-distribution is sharper than the target's own."""
+"""A factor for a drafter's logits in greedy decoding. Beams should hold the target's likeliest token, and that token's
+distribution is sharper than the target's."""
 
 
 class Forecast(NamedTuple):
-    """What a source that waits will probably propose after the tokens that are being computed.
+    """The expected proposal of a source that waits, after the tokens that are being computed.
 
     Attributes:
-        chance: the probability that those are the tokens it expects; otherwise it has no proposal.
+        chance: the probability that those tokens are the ones it expects; otherwise it has no proposal.
         cumulative_acceptance: for 1, 2, ... tokens of the proposal, the probability that all of them are right.
     """
 
@@ -50,14 +50,14 @@ class Forecast(NamedTuple):
 
 
 class Source:
-    """The base of what drafts for one text.
+    """Drafts for one text; a base class.
 
     Attributes:
-        waits: whether it proposes only after the read of the round before.
+        waits: whether it proposes only after the host read of the round before.
         capture: the target's hidden states that it reads.
-        reads_all: whether it reads those of every position, the prompt's included, or only the last one's.
+        reads_all: whether it reads the states of all positions, including the prompt's, or only the last one's.
         drafter: its weights; None for none.
-        max_kv_size: about the most rows of its own cache, if it can limit them; None for any number.
+        max_kv_size: the approximate limit of rows in its own cache, if it supports one; None for no limit.
         prefill_step_size: the most tokens that it reads at once.
     """
 
@@ -74,15 +74,15 @@ class Source:
     def keep(self, kept: Kept) -> None:
         """Called when a round's forward is enqueued.
 
-        With `reads_all` it is also called for the prompt's forwards and for plain steps during a pause. It costs time
-        even if no draft follows, so take rows in when they are needed, or many at once.
+        With `reads_all` it is also called for the prompt's forwards, and for plain steps while drafting is paused. As
+        no draft may follow, implementations should read rows only when needed, or many at once.
         """
 
     def confirm(self, tokens: Sequence[int]) -> None:
-        """Called with a round's tokens, or the first token after the prompt, after their read."""
+        """Called after a host read, with a round's tokens or the first token after the prompt."""
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """The expected proposal after `ahead` more tokens; None if there is none, or the source does not wait."""
+        """The expected proposal after `ahead` more tokens; None if there is none or the source does not wait."""
         return None
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
@@ -91,9 +91,9 @@ class Source:
         Args:
             root: () int32, the last chosen token, which is in no forward yet.
             plan: the number of nodes and their shape.
-            adjust: applies the target's logits processors, filters and noise; hypotheses are ranked by its result, so
-                that they guess the draw itself rather than the likeliest token. None if the target has none of them.
-            ordered: keep all nodes, in level order, so that each node's depth is known beforehand.
+            adjust: applies the target's logits processors, filters and noise. Hypotheses are ranked by its result, so
+                they guess the sampled token instead of the likeliest one. None if the target has none of these.
+            ordered: keep all nodes, in level order, so that each node's depth is known in advance.
 
         Returns:
             A tree from `engine.tree`, with ids of the target's vocabulary: node 0 is the root, and parents, depths and
@@ -105,21 +105,21 @@ class Source:
         """Called when the caller stops at an earlier token than the last round.
 
         Args:
-            count: how many of the kept tokens are dropped; it may be 0, if only the round's last choice is.
+            count: how many kept tokens are dropped; 0 if only the round's last choice is.
         """
 
     def fork(self) -> Self:
-        """A copy for a copy of the text; nothing that is changed in place may be shared."""
+        """A copy for a copy of the text. The two must not share anything that is changed in place."""
         return copy.copy(self)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that it keeps for each token of the text, once it has drafted; 0 if negligible."""
+        """Bytes that it holds per token of the text, after its first draft; 0 if negligible."""
         return 0
 
     @property
     def state(self) -> Any:
-        """Its arrays, as a tree. They are evaluated with each round, as another thread may run the next one."""
+        """Its arrays, as a tree. They are evaluated in each round, as another thread may run the next one."""
         return None
 
 
@@ -134,7 +134,7 @@ def draft(advance: beam_search.Advance, root: mx.array, plan: Plan, adjust: Adju
 
 
 class StepwiseSource(Source):
-    """Beam search over a drafter that reads token by token. This one begins from the last hidden state alone.
+    """Beam search over a drafter that reads tokens one by one. This class starts from the last hidden state only.
 
     Args:
         drafter: its weights.
@@ -151,10 +151,10 @@ class StepwiseSource(Source):
         self._hidden = kept.last_hidden(self.capture[0])
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        """Begins a draft: the function that reads its tokens, `root` first, and returns logits of the next one.
+        """Begins a draft: returns the function that reads its tokens, `root` first, and guesses the next one.
 
         Args:
-            depth: how many tokens are drafted; some drafters guess them together.
+            depth: how many tokens are drafted; some drafters guess all of them at once.
         """
         assert self.drafter is not None and self._hidden is not None
         return self.drafter.begin(self._hidden, self._embed)

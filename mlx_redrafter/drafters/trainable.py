@@ -1,4 +1,4 @@
-"""What training asks of a drafter; the kinds that can be trained read token by token."""
+"""The interface of drafters for training. Kinds that can be trained read tokens one by one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .config import DrafterArgs
 from .protocol import Drafter, Embed
 
 Project = Callable[[mx.array, int | None], mx.array]
-"""(tokens (V',), width) -> (V', at most width) float32, the principal components of their centred embeddings, the
-largest first; with a width of None (V', D), in the embedding's own coordinates."""
+"""(tokens (V',), width) -> (V', at most width) float32, the principal components of the tokens' centred embeddings, the
+largest first. If the width is None: (V', D), in the embedding's own coordinates."""
 
 
 class TrainableArgs(DrafterArgs):
     """The sizes of a kind that can be trained.
 
     Attributes:
-        SIZES: the sizes that `for_training` takes.
-        MEASURED: the size for which `sizes_to_try` are measured if it is not given; None if all have a default.
+        SIZES: the names of the sizes that `for_training` takes.
+        MEASURED: the size that is chosen by measuring `sizes_to_try` if it is not given; None if all have a default.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ()
@@ -36,6 +36,7 @@ class TrainableArgs(DrafterArgs):
 
         Args:
             depth: how many guesses are trained.
+            draft_vocab_size: how many tokens it can guess; None for all.
             sizes: values for `SIZES`; None for a default.
         """
         raise NotImplementedError
@@ -51,7 +52,7 @@ class TrainableArgs(DrafterArgs):
 
 
 class TrainableDrafter(Drafter):
-    """A drafter that reads token by token into a state, and guesses the next token with an output matrix."""
+    """A drafter that reads tokens one by one into a state, and guesses the next token with an output matrix."""
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
         hidden = hidden.astype(self.dtype)
@@ -71,7 +72,7 @@ class TrainableDrafter(Drafter):
             tokens: (...) the tokens at this depth of the draft.
             embed: the target's embedding.
             hidden: (..., D) as for `begin`; broadcast against `tokens`.
-            state: after the tokens before; None if `depth` is 0.
+            state: the state after the tokens before; None if `depth` is 0.
             depth: how many tokens came before.
         """
         raise NotImplementedError
@@ -79,18 +80,18 @@ class TrainableDrafter(Drafter):
     def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
         """(..., X) the input of the output matrix, from the state of `read_token` at this depth.
 
-        The loss only calls it for positions that are learned.
+        The loss calls it only for learned positions.
         """
         raise NotImplementedError
 
     def logits(self, hidden: mx.array, state: State, depth: int = 0) -> mx.array:
-        """(..., V) float32 logits of the next token, minus infinity if it cannot be guessed; see `features`."""
+        """(..., V) float32 logits of the next token, minus infinity for tokens that cannot be guessed."""
         guesses: Any = self.output_layer(depth)
         return self.scatter(guesses(self.features(hidden, state, depth)))
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """Its output matrices, as in the base class: one, or one for each depth."""
+        """Its output matrices: one, or one for each depth."""
         raise NotImplementedError
 
     def output_layer(self, depth: int) -> nn.Module:
@@ -99,19 +100,19 @@ class TrainableDrafter(Drafter):
         return layers[min(depth, len(layers) - 1)]
 
     def share(self, model: nn.Module) -> None:
-        """Takes the target's parts that it uses in training without training them; most kinds use none."""
+        """Stores parts of the target that it uses in training but does not train; most kinds have none."""
 
     def start_from(self, project: Project) -> None:
-        """Initialises an untrained drafter from the target's embedding, which knows which tokens are alike.
+        """Initialises an untrained drafter from the target's embedding, in which similar tokens are close.
 
-        The first columns of its output matrices become the principal components; the others stay random.
+        The first columns of its output matrices become the embedding's principal components; the others stay random.
         """
         guessed = self.draft_ids if "draft_ids" in self else mx.arange(self.args.vocab_size)
         for layer in cast(list[Any], self.output_layers):
             layer.weight = fill_columns(layer.weight, project(guessed, layer.weight.shape[1]))
 
     def set_axes(self, axes: mx.array) -> None:
-        """Makes a new drafter learn the target's next hidden states as well, if its features can represent them.
+        """Makes a new drafter also learn the target's next hidden states, if its features can represent them.
 
         Args:
             axes: (D, D), the principal axes of the target's embedding, the largest first.
@@ -119,7 +120,7 @@ class TrainableDrafter(Drafter):
 
     @property
     def axes(self) -> mx.array | None:
-        """(D, R) axes in which its first R features learn the target's next hidden state; None if they do not."""
+        """(D, R) the axes along which its first R features learn the target's next hidden state; None for none."""
         axes: mx.array | None = self.get("_axes")
         return axes
 
@@ -136,7 +137,7 @@ def fill_columns(weight: mx.array, columns: mx.array) -> mx.array:
 
 
 def scale_components(project: Project) -> Project:
-    """The components scaled like random numbers: the mean squared length of a token's vector is 1."""
+    """Scales components to the size of random numbers: the mean squared length of a token's vector is 1."""
 
     def scaled(tokens: mx.array, width: int | None) -> mx.array:
         columns = project(tokens, width)

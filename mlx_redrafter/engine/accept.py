@@ -1,4 +1,4 @@
-"""The one rule of acceptance, for greedy and sampled decoding alike. Pure."""
+"""The acceptance rule, the same for greedy and sampled decoding. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .types import Accepted, Tree
 
 
 def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Accepted:
-    """The path on which the target agrees with the draft.
+    """The longest path of drafted tokens that equal the target's choices.
 
-    The target has chosen a token after every node, without looking at the draft. A node is accepted if its token is
-    the choice at its parent, and all its ancestors are accepted. The path to the deepest accepted node, the first one
-    if several sources drafted it, has the tokens that plain decoding would have chosen::
+    The target chooses a token after every node, independently of the draft. A node is accepted if its token is the
+    choice at its parent, and all its ancestors are accepted. The path to the deepest accepted node (the first one, if
+    several sources drafted it) has the tokens that plain decoding would choose::
 
         target: after the -> cat, after cat -> ran, after ran -> away
         accepted: the, cat, ran        n_accepted = 2, path = [0, 1, 4], next token "away"
@@ -35,7 +35,7 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Accep
 
 
 def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Accepted:
-    """The same for a chain, in fewer operations: it is accepted up to the first disagreement.
+    """`accept` for a chain, in fewer operations: nodes are accepted up to the first mismatch.
 
     Args:
         tree: 1 + K nodes in a chain.

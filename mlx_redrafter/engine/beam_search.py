@@ -1,4 +1,4 @@
-"""Beam search over a drafter, with back-pointers. Pure: arrays in, arrays out."""
+"""Beam search over a drafter, with back-pointers. Pure functions of arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 128
 State = Any
 """The state of a draft: None before its first token, then a tree of arrays with a row for each hypothesis.
 
-Leaves that are no arrays, such as the depth, are shared by all rows.
+Leaves that are not arrays, such as the depth, are shared by all rows.
 """
 
 Advance = Callable[[mx.array, State], tuple[mx.array, State]]
@@ -29,7 +29,7 @@ def top_w(values: mx.array, width: int) -> mx.array:
     """(width,) int32 indices of the largest entries of `values` (M,), largest first, without sorting M entries.
 
     The top W entries lie in the W blocks with the largest maxima: any other block has W blocks above all of it.
-    So only block maxima, and then W blocks, are ever ordered.
+    So only the block maxima and the entries of W blocks are sorted.
     """
     if width == 1:
         return mx.argmax(values, axis=-1, keepdims=True).astype(mx.int32)
@@ -43,7 +43,7 @@ def top_w(values: mx.array, width: int) -> mx.array:
     places = (best[:, None] * BLOCK + mx.arange(BLOCK)).reshape(-1)
     entries = blocks[best].reshape(-1)
     if size % BLOCK:
-        # Minus infinity and NaN still come before the padding.
+        # Real entries of minus infinity or NaN must rank before the padding.
         least = mx.finfo(values.dtype).min
         entries = mx.where(entries > least, entries, least)
         entries = mx.where(places < size, entries, -mx.inf)
@@ -51,7 +51,7 @@ def top_w(values: mx.array, width: int) -> mx.array:
 
 
 def take_rows(state: State, rows: mx.array) -> State:
-    """The state's rows of some hypotheses."""
+    """The rows of a state for some hypotheses."""
     return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, mx.array) else leaf, state)
 
 
@@ -98,8 +98,8 @@ def search(
         size = logits.shape[-1]
         tokens, parents = best % size, best // size
         paths = mx.concatenate([paths[parents], tokens[:, None]], axis=1)
-        # Rounding could lift a nearly certain child above its parent, and a drafter may overflow. Pruning must not see
-        # a child that is likelier than its parent, or NaN.
+        # Pruning must not see NaN, or a child that is likelier than its parent. Rounding can cause the latter for a
+        # nearly certain child, and a drafter may overflow.
         total = mx.minimum(joint[best], total[parents])
         total = mx.where(mx.isnan(total), -mx.inf, total)
         state = take_rows(state, parents)

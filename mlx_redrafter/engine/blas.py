@@ -1,8 +1,8 @@
-"""The BLAS that MLX computes with on a Linux CPU.
+"""Replaces the BLAS that MLX uses on a Linux CPU.
 
-MLX's wheels for Linux link the reference BLAS, with which a forward of N rows takes nearly N times as long as one of a
-single row, and that more than twice as long as necessary. OpenBLAS is loaded for MLX alone: the pointers through which
-MLX calls BLAS and LAPACK are set to its functions; other libraries are not affected.
+MLX's wheels for Linux link the reference BLAS. With it, a forward of one row takes more than twice as long as
+necessary, and a forward of N rows nearly N times as long as one row. OpenBLAS is loaded for MLX only: the pointers
+through which MLX calls BLAS and LAPACK are set to its functions. Other libraries are not affected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGE, LIBRARY = "scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.s
 PREFIX = "scipy_"  # of its function names
 MLX_PACKAGE, MLX_LIBRARY = "mlx-cpu", "mlx/lib/libmlx.so"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-# For smaller models the threads of a multiplication wait for each other longer than they save.
+# For smaller models, the threads of a matrix multiplication cost more in waiting than they save.
 MANY_PARAMETERS = 100_000_000
 
 HEADER_SIZE, SECTION_SIZE, SYMBOL_SIZE = 64, 64, 24  # bytes in 64-bit ELF
@@ -31,14 +31,14 @@ RELOCATIONS = 4  # the type of sections that list pointers which the loader sets
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 _loaded: ctypes.CDLL | None = None
-_problem: tuple[str, str] | None = None  # why OpenBLAS is not used, and how to fix it
+_problem: tuple[str, str] | None = None  # (why OpenBLAS is not used, the command that fixes it)
 
 
 def load_openblas() -> None:
-    """Makes MLX compute with the OpenBLAS of the package `scipy-openblas32`, on one thread.
+    """Makes MLX use the OpenBLAS of the package `scipy-openblas32`, on one thread.
 
-    Does nothing without MLX's CPU wheel (on a GPU, off Linux), or if LD_PRELOAD loads a BLAS. OpenBLAS's own
-    environment variables take precedence. Problems are kept for `warn_of_slow_blas`.
+    Does nothing without MLX's CPU wheel (with a GPU, or not on Linux), or if LD_PRELOAD loads a BLAS. OpenBLAS's own
+    environment variables take precedence. Problems are stored for `warn_of_slow_blas`.
     """
     global _loaded, _problem
     if sys.platform != "linux":
@@ -61,7 +61,6 @@ def load_openblas() -> None:
 
 
 def _find(package: str) -> Path | None:
-    """The folder of an installed package."""
     try:
         return Path(str(distribution(package).locate_file("")))
     except PackageNotFoundError:
@@ -69,12 +68,12 @@ def _find(package: str) -> Path | None:
 
 
 def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
-    """Redirects a library's calls to another one's functions of the same names; loads the first if necessary.
+    """Redirects the calls of the library in `file` to functions of the same names in `library`.
 
     Raises:
-        OSError: it cannot be loaded, or does not call `cblas_sgemm` through a pointer.
+        OSError: `file` cannot be loaded, or does not call `cblas_sgemm` through a pointer.
     """
-    # The handle of glibc and musl points to the library's address.
+    # In glibc and musl, the handle points to the library's base address.
     base = ctypes.c_size_t.from_address(ctypes.CDLL(str(file))._handle).value
     libc = ctypes.CDLL(None, use_errno=True)
     names = set[str]()
@@ -92,7 +91,7 @@ def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
 
 
 def find_pointers(file: Path) -> Iterator[tuple[str, int]]:
-    """(a function of other libraries that a library calls, the offset of the pointer to it in the library).
+    """Yields (the name of an external function that a library calls, the offset of the library's pointer to it).
 
     Raises:
         OSError: see `read_sections`.
@@ -131,7 +130,7 @@ def warn_of_slow_blas() -> None:
 
     if _problem is not None and mx.default_device().type == mx.cpu:
         (reason, command), _problem = _problem, None
-        message = f"MLX computes with a slow BLAS, as OpenBLAS is not used ({reason}): {command}"
+        message = f"MLX uses a slow BLAS instead of OpenBLAS ({reason}); to fix it: {command}"
         warn(message)
 
 

@@ -1,7 +1,7 @@
-"""Finds the tokens in a prompt cache from its first layer, as mlx-lm's files do not contain them.
+"""Finds the token ids of a prompt cache from its first layer, as mlx-lm's cache files do not contain them.
 
-The first layer's values depend on a single token, before any attention: they are compared with those of all tokens of
-the vocabulary.
+A value of the first layer depends on one token only, as it precedes any attention. It is compared with the values of
+all tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make
 from . import kv_cache
 
 AT_ONCE = 2048
-"""Tokens of the vocabulary, or of the text, in memory at a time."""
+"""Tokens of the vocabulary, or of the text, that are processed at a time."""
 
 WIDTH = 64
 """The number of random projections by which values are compared."""
@@ -29,7 +29,7 @@ MAX_DISTANCE = 0.25
 def find_tokens(model: nn.Module, cache: kv_cache.Cache) -> list[int] | None:
     """The tokens in a prompt cache; None if the first layer does not determine them.
 
-    In a quantized cache a token may be mistaken: use the result for drafts only, which are verified.
+    In a quantized cache some tokens may be wrong: use the result only for drafts, which are verified.
     """
     first = cache[0] if cache else None
     most = first.max_size if isinstance(first, RotatingKVCache) else math.inf
@@ -59,7 +59,7 @@ def find_tokens(model: nn.Module, cache: kv_cache.Cache) -> list[int] | None:
 
 
 def _tabulate(model: nn.Module) -> Iterator[mx.array]:
-    """(AT_ONCE, heads * head_dim) float32: the first layer's values of every token. Nothing else is evaluated."""
+    """Yields (AT_ONCE, heads * head_dim) float32, the first layer's values of all tokens; evaluates nothing else."""
     size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
     for start in range(0, size, AT_ONCE):
         cache = make_prompt_cache(model)

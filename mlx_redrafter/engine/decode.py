@@ -1,6 +1,6 @@
 """The decode loop: rounds of speculative decoding after a prompt, each with one host read.
 
-Work that needs no read is enqueued before it: the next draft, or in plain decoding the next forward.
+Work that does not depend on the read is enqueued before it: the next draft, or in plain decoding the next forward.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ CLEAR_EVERY = 256
 
 
 class Round(NamedTuple):
-    """One forward of the target that was read, or a piece of the prompt, without tokens.
+    """A target forward after its host read; or a piece of the prompt, which has no tokens.
 
     Attributes:
         tokens: the accepted drafted tokens, then one of the target's own.
-        logprobs: for each of them the target's log-probabilities (V,), evaluated.
-        plan: of the draft; None for a plain step.
+        logprobs: the target's log-probabilities (V,) for each of them, evaluated.
+        plan: the plan of the draft; None for a plain step.
         tree: the draft, evaluated; None for a plain step.
         path: the accepted nodes from the root down.
         replayed: how many tokens it replayed.
-        is_prompt: whether the forward was one of the prompt's.
+        is_prompt: whether its forward read prompt tokens.
     """
 
     tokens: list[int]
@@ -62,12 +62,12 @@ Report = Callable[[int, int], None]
 
 
 class Planner:
-    """Chooses what each round drafts. This base class uses the same plan in every round, and whole proposals.
+    """Chooses what each round drafts. This base class uses one plan for all rounds, and verifies whole proposals.
 
     Args:
-        plan: the drafter's; None without a drafter.
-        can_merge: whether one forward can verify drafter and context: the model takes trees, and there are no logits
-            processors. If not, the better of the two is verified.
+        plan: the drafter's plan; None without a drafter.
+        can_merge: whether one forward can verify both drafts, the drafter's and the context's: the model takes trees,
+            and there are no logits processors. If not, the better of the two is verified.
     """
 
     def __init__(self, plan: Plan | None, *, can_merge: bool = False) -> None:
@@ -75,16 +75,16 @@ class Planner:
 
     @property
     def may_draft(self) -> bool:
-        """Whether the next plan may use the drafter; if not, the plain step before it captures no hidden state."""
+        """Whether the next plan may use the drafter; if not, the plain step before it need not capture states."""
         return True
 
     def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
-        """What the drafter drafts for the next round, while the round before it is enqueued and not read.
+        """Plans the drafter's part of the next round, while the round before is enqueued but not read.
 
         Args:
             length: of the text before the enqueued round.
             replayed: how many tokens the enqueued round replays.
-            forecast: of the context; None without a match.
+            forecast: the context's; None without a match.
 
         Returns:
             `CONTEXT_ONLY` if the next round waits for the context's proposal; None for a plain step, which may be
@@ -95,11 +95,11 @@ class Planner:
     def extend_plan(
         self, plan: Plan | None, cumulative_acceptance: Sequence[float], length: int, replayed: int
     ) -> Plan | None:
-        """The plan with the part of a proposal that is verified; a plan of depth 0 discards the drafter's draft.
+        """The plan extended by the part of the context's proposal to verify; depth 0 discards the drafter's draft.
 
         Args:
-            plan: of the drafter's draft; None or `CONTEXT_ONLY` if there is none.
-            cumulative_acceptance: of the context's proposal, after the round before was read; see `Forecast`.
+            plan: the plan of the drafter's draft; None or `CONTEXT_ONLY` if there is none.
+            cumulative_acceptance: of the context's proposal, made after the round before was read; see `Forecast`.
             length: of the text.
             replayed: how many tokens the next round replays.
         """
@@ -109,7 +109,7 @@ class Planner:
         return (plan if plan and self.can_merge else CONTEXT_ONLY)._replace(context=count)
 
     def drop_drafter(self) -> None:
-        """Called when the drafter has failed; from then on only the context drafts."""
+        """Called when the drafter has failed: from now on only the context drafts."""
         self._plan = None
 
     def finish(self) -> None:
@@ -126,30 +126,31 @@ class Planner:
         verified: bool = True,
         from_context: bool = False,
     ) -> None:
-        """Called when a round is read.
+        """Called after a round's host read.
 
         Args:
-            plan: of its draft; None for a plain step.
-            tokens: how many it added.
+            plan: the plan chosen for the round; None if that was a plain step.
+            tokens: how many tokens it added.
             length: of the text before it.
             replayed: how many tokens it replayed.
-            milliseconds: from enqueueing to reading it; for a plain step from one read to the next, and None unless
-                it, the one before and the one after were all enqueued ahead. None on several ranks.
-            verified: False if a plain step was taken because there was no draft after all, or it was discarded.
+            milliseconds: from enqueueing the round to its read. For a plain step, from one read to the next; None
+                unless it, the step before and the step after were all enqueued ahead. None with several ranks.
+            verified: whether a draft was verified. False despite a plan means that there was no draft, or that it was
+                discarded, and a plain step was taken.
             from_context: whether the accepted tokens were drafted from the context.
         """
 
 
 class Pending(NamedTuple):
-    """A round that is enqueued, not read.
+    """A round that is enqueued but not read.
 
     Attributes:
         outcome: its arrays.
         length: of the text before its root.
         replayed: how many tokens it replays.
-        plan: that was chosen for it.
+        plan: the plan chosen for it.
         draft: the draft that it verifies; None for a plain step.
-        is_prompt: whether its forward is one of the prompt's.
+        is_prompt: whether its forward reads prompt tokens.
     """
 
     outcome: Outcome
@@ -161,7 +162,7 @@ class Pending(NamedTuple):
 
     @property
     def next_position(self) -> mx.array:
-        """() int32, the position after the last token that it chooses."""
+        """() int32, the position after the last token that the round chooses."""
         last = mx.array(self.length + 2)
         return last if self.draft is None else self.outcome.packed[0] + last
 
@@ -171,16 +172,16 @@ class Decoder:
 
     Args:
         target: captures the hidden states that the sources read.
-        sources: at most one with a drafter, and one without, which forecasts its proposals.
+        sources: at most one with a drafter and one without; the latter forecasts its proposals.
         planner: chooses what each round drafts.
         history: the tokens that the target's cache holds, for processors and sources.
         on_drafter_failure: see `Options`.
-        may_run_ahead: called in each round; if False, no plain step is enqueued before the read, and the cache then
-            ends before the round's last token. None for always.
-        stops: lengths of the text at which a piece of the prompt ends.
+        may_run_ahead: called in each round; if it returns False, no plain step is enqueued before the read, and the
+            cache then ends before the round's last token. None means always True.
+        stops: text lengths at which a piece of the prompt must end.
 
     Attributes:
-        target: its `length` is that of the text in its cache.
+        target: its `length` is the length of the text in its cache.
     """
 
     def __init__(
@@ -201,19 +202,19 @@ class Decoder:
         self._context = next((source for source in sources if source.drafter is None), None)
         self._on_drafter_failure = on_drafter_failure
         self._may_run_ahead = may_run_ahead or (lambda: True)
-        self._is_timed = ranks.count() == 1  # each rank would measure other times
+        self._is_timed = ranks.count() == 1  # each rank would measure different times
         self._seen: mx.array | None = None  # the text before the next root, for the processors
         self._root = self._vocab_size = 0
         self._plan: Plan | None = None  # of the next round
-        self._draft: Draft | None = None  # for the next round, if it needed no read
+        self._draft: Draft | None = None  # for the next round, if drafted before the read
         self._ahead: Pending | None = None  # the next round, if it was enqueued before the last one was read
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
 
     def decode(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
-        """Yields an empty round after each piece of the prompt, then rounds without end.
+        """Yields an empty round after each piece of the prompt, then decoding rounds without end.
 
-        Nothing unevaluated is kept across a yield, so each `next` may come from another thread. `finish` trims the
-        cache to the tokens that were taken.
+        No unevaluated array is kept across a yield, so each `next` may come from another thread. `finish` trims the
+        cache to the tokens that the caller has taken.
 
         Args:
             prompt: (T,) int32, T >= 1.
@@ -236,7 +237,7 @@ class Decoder:
             self._planner.finish()
 
     def prefill(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
-        """Reads the prompt in pieces, yields an empty round after each, and enqueues the step on its last token."""
+        """Processes the prompt in pieces, yields an empty round after each, and enqueues a step on its last token."""
         total, done = prompt.shape[0], 0
         if self._chooser.processors and self._history:
             self._seen = mx.array(list(self._history), mx.int32)
@@ -271,7 +272,7 @@ class Decoder:
     def finish(self, length: int, last_token: int) -> None:
         """Makes cache and drafter hold exactly `length` tokens of the text, see `Target.finish`."""
         drafter, held = self._drafter, self.target.length
-        if length <= held:  # also by 0 tokens: the next one will differ
+        if length <= held:  # also by 0 tokens, as the next one will differ
             self._tell_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
             token = mx.array([last_token])
@@ -280,7 +281,7 @@ class Decoder:
         mx.eval(self._drafter_state())
 
     def _enqueue_step(self, token: mx.array) -> Pending:
-        """A plain step on `token` (1,)."""
+        """Enqueues a plain step on `token` (1,)."""
         target = self.target
         length, replayed, drafter = target.length, target.replayed, self._drafter
         is_captured = drafter is not None and (drafter.reads_all or self._planner.may_draft)
@@ -293,7 +294,7 @@ class Decoder:
         return Pending(outcome, length, replayed)
 
     def _enqueue_next(self, pending: Pending) -> None:
-        """Enqueues what needs no read of `pending`: the next round's draft, or in plain decoding the next round."""
+        """Enqueues work that does not depend on the read: the next draft, or in plain decoding the next round."""
         self._plan = self._draft = self._ahead = None
         if self.target.has_room(2) and (self._drafter or self._context):
             n_ahead = pending.plan.context if pending.draft and pending.plan else 0
@@ -301,7 +302,7 @@ class Decoder:
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
             if self._plan and self._plan.depth and self._drafter and not self._drafter.waits:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
-        # The first token is available now, and a grammar's mask depends on the token.
+        # The first token is already computed: return it without delay. A grammar's mask depends on the token.
         may_run_ahead = not pending.is_prompt and self._chooser.grammar is None and self._may_run_ahead()
         if self._plan is None and pending.draft is None and may_run_ahead:
             self._ahead = self._enqueue_step(pending.outcome.packed)
@@ -309,8 +310,8 @@ class Decoder:
     def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
         """Enqueues the drafter's tree below `root`; the token after `root` is at `position`.
 
-        A drafter that waits is a language model that knows the text: processors apply to its logits as to the target's.
-        A head's logits have another offset and scale, so that penalties would make its guesses worse.
+        A drafter that waits is a language model that has read the text, so logits processors apply to it as to the
+        target. A head's logits have a different offset and scale: penalties would make its guesses worse.
         """
         sampler, drafter = self._chooser.sampler, self._drafter
         assert drafter is not None
@@ -330,7 +331,7 @@ class Decoder:
             self._drop_drafter(error)
 
     def _enqueue_round(self) -> Pending:
-        """Enqueues the next round, once the one before is read: with its draft if there is one, else a plain step."""
+        """Enqueues the next round after the read of the one before: verifies a draft, or takes a plain step."""
         target, plan = self.target, self._plan
         match = self._context.forecast(0) if self._context is not None else None
         if match is not None:
@@ -338,7 +339,7 @@ class Decoder:
         draft = None
         if plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
             draft = self._make_draft(plan)
-            if plan.depth and self._drafter is None:  # it has just failed
+            if plan.depth and self._drafter is None:  # the drafter has just failed
                 plan = CONTEXT_ONLY._replace(context=plan.context)
         if not draft or not plan:
             return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
@@ -350,7 +351,7 @@ class Decoder:
         return Pending(outcome, length, replayed, plan, draft)
 
     def _make_draft(self, plan: Plan) -> Draft | None:
-        """The draft of the plan's sources, once the round before is read."""
+        """The draft of the plan's sources, after the read of the round before."""
         root = mx.array(self._root)
         if plan.depth and self._drafter and self._drafter.waits:
             self._enqueue_draft(plan, root, mx.array(self.target.length + 1))
@@ -361,7 +362,7 @@ class Decoder:
         return draft
 
     def _commit(self, pending: Pending, path: list[int], tokens: list[int], milliseconds: float) -> Round:
-        """Commits a round that was read to cache, sources and planner."""
+        """Passes a round's result to the cache, the sources and the planner."""
         verified, plan = pending.draft is not None, pending.plan
         if verified:
             accepted = [self._root, *tokens[:-1]]
@@ -382,7 +383,7 @@ class Decoder:
             done = done._replace(plan=plan, tree=pending.draft.tree, path=path)
         if not pending.is_prompt:
             is_alone = self._chooser.grammar is not None or (self._n_ahead > 1 and self._ahead is not None)
-            is_timed = self._is_timed and (verified or is_alone)  # other plain steps overlap in part
+            is_timed = self._is_timed and (verified or is_alone)  # other plain steps overlap
             self._planner.observe(
                 plan,
                 len(tokens),
@@ -414,7 +415,7 @@ class Decoder:
             self._drop_drafter(error)
 
     def _drop_drafter(self, error: Exception) -> None:
-        """Continues without a drafter that has failed; without `on_drafter_failure`, raises the error."""
+        """Continues without the failed drafter; raises the error if there is no `on_drafter_failure`."""
         if self._on_drafter_failure is None:
             raise error
         self._drafter = self._plan = self._draft = None
@@ -423,5 +424,5 @@ class Decoder:
 
 
 def on_stream() -> AbstractContextManager[Any]:
-    """mlx-lm's generation stream, to be left before a value is yielded to the caller."""
+    """A context on mlx-lm's generation stream; exit it before yielding to the caller."""
     return mx.stream(generation_stream)

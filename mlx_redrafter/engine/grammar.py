@@ -1,4 +1,4 @@
-"""Grammars: the tokens allowed after each node of a tree, found on the host while the model computes the logits."""
+"""Grammars: finds the tokens allowed after each node of a tree, on the host while the model computes the logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .types import Tree
 
 
 class Grammar(Protocol):
-    """The state of one answer's grammar after the tokens it has taken.
+    """The state of an answer's grammar after the tokens taken so far.
 
     Attributes:
         length: how many tokens it has taken.
@@ -25,7 +25,7 @@ class Grammar(Protocol):
         """A copy, to try tokens."""
 
     def take(self, token: int) -> bool:
-        """Takes the next token; False if it is not allowed. After an end-of-text token any is."""
+        """Takes the next token; returns False if it is not allowed. After an end-of-text token, any is allowed."""
 
     def find_mask(self) -> NDArray[np.bool_] | None:
         """(V,) whether each token may come next; None if all may.
@@ -39,7 +39,7 @@ class Grammar(Protocol):
 
 
 def mask_root(grammar: Grammar, logits: mx.array) -> mx.array:
-    """Logits (1, V) after the text, with minus infinity for tokens that are not allowed.
+    """Logits (1, V) after the text, set to minus infinity for tokens that are not allowed.
 
     Raises:
         Exception: see `Grammar.find_mask`.
@@ -50,13 +50,13 @@ def mask_root(grammar: Grammar, logits: mx.array) -> mx.array:
 
 
 def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array, Tree]:
-    """(logits (N, V) with minus infinity for tokens not allowed after each node, the tree for `accept`).
+    """(logits (N, V) set to minus infinity for tokens not allowed after each node, the tree for `accept`).
 
-    In that tree -1 replaces each token that is not allowed, or after which the grammar fails: if the text reaches it,
-    the next round raises the same as plain decoding.
+    In that tree, -1 replaces each token that is not allowed, or after which the grammar fails. If the text reaches
+    such a token, the next round raises the same error as plain decoding.
 
     Args:
-        grammar: after the root.
+        grammar: its state after the root.
         tree: its tokens and parents were enqueued before the logits.
 
     Raises:

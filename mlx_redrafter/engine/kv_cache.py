@@ -1,4 +1,4 @@
-"""Operations of a round on a model's KV cache: keep the accepted rows and drop the others, or roll back."""
+"""Operations on a model's KV cache: keep a round's accepted rows and drop the others, or roll back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mlx_lm.models.cache import (
 )
 
 Cache = list[Any]
-"""As from mlx-lm's `make_prompt_cache`: a cache for each layer, or a `CacheList` of several."""
+"""As returned by mlx-lm's `make_prompt_cache`: for each layer a cache, or a `CacheList` of several."""
 
 TRIMMABLE = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, RotatingKVCache)
-"""Caches whose last rows can be dropped; of a rotating one only those of a last forward of several rows."""
+"""Caches whose last rows can be dropped; in a rotating cache only those of the last forward, if it had several rows."""
 
 UNBOUNDED = (KVCache, QuantizedKVCache)
-"""Caches that keep every row, and can drop any number of the last ones."""
+"""Caches that keep every row, and can drop any number of last rows."""
 
 KNOWN = (*TRIMMABLE, ArraysCache)
 
@@ -43,7 +43,7 @@ def length(cache: Cache) -> int:
 
 
 def counts_tokens(cache: Cache) -> bool:
-    """Whether a layer counts its tokens."""
+    """Whether any layer counts its tokens."""
     return any(isinstance(getattr(c, "offset", None), int) for c in leaves(cache))
 
 
@@ -53,12 +53,12 @@ def unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
 
 
 def has_ring(cache: Cache) -> bool:
-    """Whether one of its leaves is a `RotatingKVCache`."""
+    """Whether any leaf is a `RotatingKVCache`."""
     return any(isinstance(c, RotatingKVCache) for c in leaves(cache))
 
 
 def keeps_first_rows(cache: Cache) -> bool:
-    """Whether one of its leaves is a ring that never drops its first rows."""
+    """Whether any leaf is a rotating cache that never drops its first rows."""
     return any(getattr(c, "keep", 0) for c in leaves(cache))
 
 
@@ -69,12 +69,12 @@ def row_bytes(cache: Cache) -> int:
 
 
 def snapshot(cache: Cache) -> list[dict[str, Any]]:
-    """The state of every leaf, without copies: forwards of several rows make new arrays, or write after old rows."""
+    """The state of every leaf. Arrays are not copied, as forwards of several rows do not overwrite old rows."""
     return [_copy(vars(c)) for c in leaves(cache)]
 
 
 def snapshot_rows(cache: Cache) -> list[dict[str, Any]]:
-    """`snapshot` with copied rings, as forwards of one row overwrite a ring's oldest row."""
+    """`snapshot` with copies of rotating caches, as a forward of one row overwrites their oldest row."""
     states = snapshot(cache)
     for c, state in zip(leaves(cache), states, strict=True):
         if isinstance(c, RotatingKVCache) and c.keys is not None and c.values is not None:
@@ -96,7 +96,7 @@ def _copy(tree: Any) -> Any:
 
 
 def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
-    """Keeps the rows of `path`, in that order, of the `count` that the last forward wrote, and drops the others::
+    """Of the `count` rows that the last forward wrote, keeps those of `path`, in that order, and drops the others::
 
         prefix . . .   the  cat  dog  sat  ran        path = [0, 1, 4]
         prefix . . .   the  cat  ran
@@ -112,7 +112,7 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
     for c in leaves(cache):
         if c.keys is None:
             continue  # a layer without a cache
-        exact = isinstance(c, (RotatingKVCache, ConcatenateKVCache))  # arrays without spare rows
+        exact = isinstance(c, (RotatingKVCache, ConcatenateKVCache))  # their arrays have no spare rows
         first = c.keys.shape[-2] - count if exact else c.offset - getattr(c, "start_position", 0) - count
         end = first + len(path)
         if in_place < len(path):
@@ -132,7 +132,7 @@ def _arrays(x: Any) -> tuple[mx.array, ...]:
 
 
 def rows_in_order(ring: RotatingKVCache) -> int:
-    """How many rows a ring holds in the order of positions, before it drops some."""
+    """How many rows a rotating cache holds when mlx-lm puts them into the order of positions."""
     if ring.keys is None:
         return 0
     count: int = ring.keys.shape[-2]

@@ -1,4 +1,4 @@
-"""Checks whether a model's rounds are exact, and whether they may branch, before anything is computed."""
+"""Checks whether a model's rounds are exact, and whether it can verify trees. Nothing is computed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .supported_models import CHAINS, LENGTH_BOUND, REFUSED, REPLAYED, TREES
 from .tree_attention import Nodes, build_with_nodes
 
 ROPE_MARGIN = 256
-"""Some dynamic ropes count a little more than the length of a text, its heads as well."""
+"""Margin in tokens: some dynamic ropes take the number of heads plus the offset for the length of the text."""
 
 
 def exact_until(model: nn.Module) -> int | None:
-    """The text length up to which several rows in one forward equal the same rows one by one; None for any.
+    """The text length up to which several rows in one forward equal the same rows one by one; None for no limit.
 
-    Beyond a bound, dynamic ropes rotate all tokens of a forward by the length at its end.
+    Beyond the limit, dynamic ropes rotate all tokens of a forward by the length at its end.
     """
     ropes = (module for _, module in model.named_modules() if type(module).__name__ == "DynamicNTKScalingRoPE")
     return min((rope.max_position_embeddings - ROPE_MARGIN for rope in ropes), default=None)
@@ -30,10 +30,10 @@ def exact_until(model: nn.Module) -> int | None:
 def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> None:
     """Refuses a model whose rounds would not be exact.
 
-    A caller's rings are checked on a forward that is built but never computed.
+    A caller's rotating caches are checked with a forward that is built but never computed.
 
     Args:
-        cache: the caller's prompt cache, whose rings may differ from the model's own.
+        cache: the caller's prompt cache, whose rotating caches may differ from the model's own.
 
     Raises:
         UnsupportedModelError: rounds would not be exact; the message says why.
@@ -56,10 +56,10 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
 def check_draftable(
     model: nn.Module, *, tree: bool, cache: kv_cache.Cache | None = None, states: Sequence[StateName] = (AFTER_NORM,)
 ) -> str | None:
-    """Refuses a model for which a drafter cannot draft; returns why it takes chains only, or None.
+    """Refuses a model for which a drafter cannot draft; returns why it verifies chains only, or None.
 
     Args:
-        tree: whether rounds should branch; if not, None is returned.
+        tree: whether trees are wanted; if not, None is returned.
         cache: see `check_verifiable`.
         states: the hidden states that the drafter reads.
 
@@ -72,7 +72,7 @@ def check_draftable(
 
 
 def explain_chains(model: nn.Module) -> str | None:
-    """Why a model takes chains only; None if it takes trees. It must be verifiable, see `check_verifiable`."""
+    """Why a model verifies chains only; None if it verifies trees. It must have passed `check_verifiable`."""
     name = model_name(model)
     if reason := CHAINS.get(name):
         return reason

@@ -40,14 +40,14 @@ HEADS = _names("lm_head embed_out output")
 """Names of the output matrix, if it is not the embedding."""
 
 LENGTHS = _names("max_position_embeddings max_sequence_length max_seq_len model_max_length n_positions n_ctx")
-"""Names of the longest text in configs."""
+"""Config keys for the context length."""
 
 OTHER_MODALITIES = ("vision", "audio", "multi_modal", "mm_")
-"""Prefixes of the names of modules that do not read text."""
+"""Name prefixes of modules that do not read text."""
 
 
 SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
-"""Heads that divide the vocabulary among ranks."""
+"""Heads whose vocabulary is split among ranks."""
 
 
 class Slot(NamedTuple):
@@ -62,8 +62,8 @@ class ModelParts(NamedTuple):
 
     Attributes:
         embedding: the token embedding.
-        final_norm: the place whose output is the drafter's input: the final norm, or the model without its head if the
-            norm is not a module.
+        final_norm: the place whose output the drafter reads: the final norm, or the model without its head if the norm
+            is not a module.
     """
 
     embedding: nn.Module
@@ -121,7 +121,7 @@ def find_output_matrix(model: nn.Module) -> mx.array:
 def find_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
     """The function from hidden states (..., D) after the final norm to logits (..., V).
 
-    Later changes of logits, such as a cap, are left out: they do not change ranks.
+    Later changes of the logits, such as a cap, are left out, as they do not change the ranking.
 
     Raises:
         UnsupportedModelError: see `find_parts`.
@@ -157,9 +157,9 @@ def _is_embedding(module: Any) -> bool:
 
 
 def find_context_length(model: nn.Module) -> int | None:
-    """The longest text of a model's config in tokens, with scaled ropes; None if the config does not say.
+    """The context length in a model's config, in tokens, with RoPE scaling; None if the config has none.
 
-    Models with states alone have no limit, even if mlx-lm's default config has one.
+    Models that keep only states have no limit, even if mlx-lm's default config has one.
     """
     args = getattr(model, "args", None) if kv_cache.counts_tokens(make_prompt_cache(model)) else None
     for config in (args, getattr(args, "text_config", None)):
@@ -175,7 +175,7 @@ def find_context_length(model: nn.Module) -> int | None:
 
 
 def compute_dtype(model: nn.Module) -> mx.Dtype:
-    """The dtype of a model's computation, that of its embedding's rows."""
+    """The dtype of a model's computation, which is the dtype of its embedding's rows."""
     dtype: mx.Dtype = find_parts(model).embedding(mx.zeros((1,), mx.int32)).dtype
     return dtype
 
@@ -219,13 +219,13 @@ def find_taps(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, T
         if isinstance(name, int):
             slot = _find_slot(model, layers[name]) if 0 <= name < len(layers) and not is_pipeline else None
             if is_pipeline:
-                reason = f"the drafter reads the output of layer {name}, which one rank of a pipeline alone has"
+                reason = f"the drafter reads the output of layer {name}, which only one rank of the pipeline has"
             elif slot is None:
-                reason = f"the drafter reads the output of layer {name}, of {len(layers)} layers"
+                reason = f"the drafter reads the output of layer {name}, but the model has {len(layers)} layers"
             else:
                 taps[name] = Tap(slot)
         elif name == BEFORE_NORM and parts.final_norm.name not in NORMS:
-            reason = "the drafter reads the hidden state before the final norm, which is no module of this model"
+            reason = "the drafter reads the hidden state before the final norm, which is not a module in this model"
         else:
             taps[name] = Tap(parts.final_norm, is_input=name == BEFORE_NORM)
         if reason:
@@ -246,7 +246,7 @@ def _find_slot(parent: Any, child: nn.Module) -> Slot | None:
 
 
 class Recorder(nn.Module):
-    """Calls its module, and keeps input and output of calls from the thread that created it."""
+    """Wraps a module, and records input and output of the calls from the thread that created it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -274,9 +274,9 @@ class Recorder(nn.Module):
 
 
 def capture(taps: Sequence[Tap], call: Callable[[], T]) -> tuple[T, list[list[mx.array]]]:
-    """(the result of `call`, for each tap the arrays of its calls meanwhile).
+    """(the result of `call`, the arrays that each tap recorded during `call`).
 
-    Replaces entries of dictionaries and lists instead of setting attributes, which would reorder parameters.
+    Modules are replaced as entries of dictionaries and lists, as setting attributes would reorder parameters.
     """
     with MODEL_LOCK:
         slots = {(id(tap.slot.parent), tap.slot.name): tap.slot for tap in taps}
@@ -293,10 +293,10 @@ def capture(taps: Sequence[Tap], call: Callable[[], T]) -> tuple[T, list[list[mx
 
 
 def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
-    """Refuses a model without one of these hidden states, with a row for each token.
+    """Refuses a model that lacks one of these hidden states, or whose state has no row for each token.
 
     Raises:
-        UnsupportedModelError: the model does not have one; the message says which.
+        UnsupportedModelError: a state is missing or has the wrong shape; the message says which.
     """
     taps, token, cache = find_taps(model, names), mx.zeros((1, 1), mx.int32), make_prompt_cache(model)
     _, captured = capture(list(taps.values()), lambda: model(token, cache=cache))  # built, never computed
@@ -307,5 +307,5 @@ def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
             which = f"the output of layer {name}" if isinstance(name, int) else "its last hidden state"
             got = shape[-1] if shape and shape[:-1] == (1, 1) else shape
             raise UnsupportedModelError(
-                f"cannot draft for {model_name(model)}: a row of its embedding has {width} numbers, {which} {got}"
+                f"cannot draft for {model_name(model)}: expected {which} as wide as its embedding, {width}, got {got}"
             )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..errors import RedrafterError
 
 MAX_REPLAY = 8
-"""The most tokens that a verify forward replays, on a cache that cannot be trimmed; a plain step replays more."""
+"""The most tokens that a verify forward replays on a cache that cannot be trimmed; a plain step may replay more."""
 
 DRAFT_DEPTH = 3
 """K if neither the caller nor the drafter's config gives one."""
@@ -24,7 +24,7 @@ class Plan(NamedTuple):
 
     Attributes:
         width, depth: the drafter's W hypotheses of K tokens; K is 0 without the drafter.
-        size: N, how many nodes of the drafter's tree are verified, the likeliest first, root included.
+        size: N, how many nodes of the drafter's tree are verified, including the root; the likeliest are kept.
         context: the length of a chain found in the context.
     """
 
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(W, K, N), the drafter's part, as in options and records."""
+        """(W, K, N), the drafter's part of the plan, as in options and records."""
         return self[:3]
 
     @property
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Nodes in the forward: the root, the drafter's and the context's."""
+        """Nodes in the forward: the root, and those of the drafter and the context."""
         return self.size + self.context
 
     @property
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
 
 CONTEXT_ONLY = Plan(1, 0, 1)
-"""A round without the drafter: it waits for the text so far, to draft from it."""
+"""A round without the drafter. The context drafts after the read of the round before."""
 
 
 def chain_plan(depth: int) -> Plan:
@@ -78,7 +78,7 @@ def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_si
         vocab_size: V, the widest possible beam; None if not known.
 
     Raises:
-        RedrafterError: a number is out of its range.
+        RedrafterError: a number is out of range.
     """
     if beam_width < 1 or (vocab_size is not None and beam_width > vocab_size):
         bounds = "at least 1" if vocab_size is None else f"from 1 to the vocabulary's {vocab_size}"

@@ -1,4 +1,4 @@
-"""Checks before a prompt is read: of the prompt, the prompt cache and its quantization."""
+"""Checks of the prompt, the prompt cache and its quantization, made before the prompt is read."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def check_request(
     quantization: KVQuantization,
     max_kv_size: int | None = None,
 ) -> int:
-    """Refuses requests that would fail, or give wrong tokens, during the prompt; returns the vocabulary size.
+    """Refuses requests that would fail or give wrong tokens later; returns the vocabulary size.
 
     Shapes of outputs and cache come from a forward that is built but never computed.
 
     Args:
         tokens: (T,) the prompt.
-        cache: the caller's prompt cache.
-        max_kv_size: the most rows of a new one.
+        cache: the caller's prompt cache; None for a new one.
+        max_kv_size: the most rows of a new cache.
 
     Raises:
-        RedrafterError: rings are to be quantized, token ids are outside the vocabulary, the cache is of another model
-            or quantization, or the KV group size does not divide the head size.
+        RedrafterError: a token id is outside the vocabulary, the cache belongs to another model or quantization,
+            a rotating cache would be quantized, or the KV group size does not divide the head size.
     """
     probe = make_prompt_cache(model, max_kv_size)
     if quantization.bits is not None and kv_cache.has_ring(probe if cache is None else cache):
@@ -79,12 +79,12 @@ def check_request(
 
 def _check_cache(cache: kv_cache.Cache, probe: kv_cache.Cache, quantization: KVQuantization) -> None:
     if len(cache) != len(probe):
-        raise RedrafterError(f"the prompt cache must have {len(probe)} layers as the model has, got {len(cache)}")
+        raise RedrafterError(f"the prompt cache must have {len(probe)} layers like the model, got {len(cache)}")
     if odd := [c for c in cache if not hasattr(c, "update_and_fetch") and not hasattr(c, "state")]:
-        raise RedrafterError(f"the prompt cache must hold one of mlx-lm's caches a layer, got {type(odd[0]).__name__}")
+        raise RedrafterError(f"the prompt cache must hold an mlx-lm cache for each layer, got {type(odd[0]).__name__}")
     own = tuple({type(c) for c in kv_cache.leaves(probe)})
     if unknown := kv_cache.unknown_types(cache, (*kv_cache.KNOWN, *own)):
-        raise RedrafterError(f"the prompt cache must be of mlx-lm's own caches, got {', '.join(unknown)}")
+        raise RedrafterError(f"the prompt cache must consist of mlx-lm's caches, got {', '.join(unknown)}")
     asked = (quantization.bits, quantization.group_size)
     for c in kv_cache.leaves(cache):
         if isinstance(c, QuantizedKVCache) and asked[0] is not None and asked != (c.bits, c.group_size):

@@ -29,7 +29,7 @@ class Draft(NamedTuple):
 
     Attributes:
         tree: N nodes.
-        draws: the noise of the positions after the root that drafting used; None for none.
+        draws: the noise that drafting used, for the positions after the root; None if it used none.
     """
 
     tree: Tree
@@ -40,11 +40,11 @@ class Outcome(NamedTuple):
     """A round that is enqueued but not read.
 
     Attributes:
-        packed: (1 + 2 * (K + 1),) int32: n_accepted, the path, and the target's choice after each node on it; for a
-            plain step (1,), the choice. The only array of a round that the host reads.
+        packed: (1 + 2 * (K + 1),) int32: n_accepted, the path, and the target's choice after each node on it. For a
+            plain step (1,), the choice. It is the only array of a round that the host reads.
         logprobs: K + 1 arrays (V,), the log-probabilities of those choices.
         root: () int32, the last of those choices, the root of the next round.
-        kept: what the sources' `keep` gets.
+        kept: the argument of the sources' `keep`.
     """
 
     packed: mx.array
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
     kept: Kept
 
     def read(self) -> tuple[list[int], list[int]]:
-        """(the accepted path, the token chosen after each node on it), the round's one host read; waits for it.
+        """(the accepted path, the token chosen after each node on it). This is the round's one host read, and waits.
 
         The path of a plain step is [0].
         """
@@ -70,7 +70,7 @@ class TokenChooser(NamedTuple):
     Attributes:
         sampler: see `Sampler`.
         processors: mlx-lm logits processors, called with the history that plain decoding would pass.
-        grammar: what the text must follow, applied after the processors; None for none.
+        grammar: constrains the text, applied after the processors; None for none.
     """
 
     sampler: Sampler
@@ -91,7 +91,7 @@ def verify(
     tree, depth, position = draft.tree, plan.max_depth, target.length
     judged = tree
     if chooser.grammar is not None:
-        mx.async_eval(tree.tokens, tree.parents)  # reading these waits for the draft alone, not for the forward
+        mx.async_eval(tree.tokens, tree.parents)  # reading these waits only for the draft, not for the forward
     logits, hidden = target.verify(tree, branched=plan.branched)
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)

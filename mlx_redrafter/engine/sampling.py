@@ -1,8 +1,8 @@
-"""How the target's next token is chosen, and with what randomness.
+"""Samplers, which choose the target's next token.
 
-Randomness belongs to the position, not to the step: the noise that decides the token at absolute position p is a
-function of (seed, p) alone. All nodes at one depth of a tree therefore share the noise that plain decoding would
-have used there, and the same seed gives the same text with and without a drafter, at any temperature.
+Noise belongs to a position, not to a step: the noise for the token at absolute position p is a function of (seed, p)
+only. All nodes at one depth of a tree therefore share the noise that plain decoding would use there, and the same seed
+gives the same text with and without a drafter, at any temperature.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Draws(NamedTuple):
 
 
 class Sampler:
-    """Chooses a token after each of N nodes. This base class does so greedily."""
+    """Chooses a token after each of N nodes. This base class is greedy."""
 
     def check(self, vocab_size: int) -> None:
         """Checks the options against a vocabulary size.
@@ -50,7 +50,7 @@ class Sampler:
         return mx.argmax(logprobs, axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """The drafter's logits (W, V), to be ranked as this sampler would with the noise of `row`."""
+        """The drafter's logits (W, V), changed so that they rank as this sampler would choose with noise `row`."""
         return logits
 
 
@@ -92,7 +92,7 @@ class PositionSampler(Sampler):
         if min_p:
             self._filters.append(lambda x, coin: apply_min_p(x, min_p, min_tokens_to_keep))
         if xtc_probability > 0:
-            # With probability 1, mlx-lm's XTC always applies: the coin decides here. (It still draws from mx.random.)
+            # The coin decides, so mlx-lm's XTC is called with probability 1. (It still draws from mx.random.)
             self._filters.append(
                 lambda x, coin: mx.where(coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, special))
             )
@@ -108,7 +108,7 @@ class PositionSampler(Sampler):
             raise RedrafterError(f"xtc_special_tokens must be token ids from 0 to {vocab_size - 1}, got {odd[0]}")
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
-        """The noise of positions. A position's key is (a word of the seed, another word + the position)."""
+        """The noise of positions. A position's key is (one word of the seed, the other word + the position)."""
         low, high = self._words
         positions = position.astype(mx.uint32) + mx.arange(count, dtype=mx.uint32)
         keys = mx.stack([mx.full((count,), low, mx.uint32), positions + mx.array(high, mx.uint32)], axis=1)
@@ -121,7 +121,7 @@ class PositionSampler(Sampler):
         return mx.argmax(scaled + draws.gumbel[rows], axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        if self._filters:  # they need log-probabilities; ranking does not
+        if self._filters:  # they need log-probabilities, ranking alone does not
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return self._filter_and_scale(logits, draws.coin[row]) + draws.gumbel[row]
 
@@ -157,7 +157,7 @@ def make_sampler(
 
     Args:
         seed: any integer; equal seeds give equal tokens.
-        sampler: the caller's own sampler instead, an mlx-lm one or a `Sampler`.
+        sampler: the caller's own sampler, an mlx-lm one or a `Sampler`, instead of all other options.
     """
     if sampler is not None:
         return PerNode(sampler) if callable(sampler) else sampler

@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 from .plan import Plan
 
 USAGE_FIELDS = ("rounds", "drafted", "accepted", "context_drafted", "context_accepted", "tokens_per_round")
-"""The statistics in an answer's usage, in the server's replies and in those of `stdio`."""
+"""The statistics in the `usage` of an answer, from the server and from `stdio`."""
 
 
 class Stats(NamedTuple):
-    """Counts over the rounds of a text so far; 1 + rounds + accepted tokens were made.
+    """Counts over the rounds of a text so far; 1 + rounds + accepted tokens were generated.
 
     Attributes:
-        rounds: forwards of the target after the prompt's, plain steps included.
-        drafted: drafted nodes that were verified, roots not counted.
+        rounds: target forwards after the prompt's, including plain steps.
+        drafted: drafted nodes that were verified, without roots.
         accepted: drafted tokens that were accepted.
         reached: `reached[d]` is the number of rounds that accepted more than d drafted tokens.
         plain_steps: rounds that drafted nothing.
         replayed: replayed tokens, on a cache that cannot be trimmed.
         context_drafted, context_accepted: the part of `drafted` and `accepted` that came from the context.
-        drafter_rounds: rounds with a draft of the drafter in which the context was not accepted further.
+        drafter_rounds: rounds with a draft of the drafter, except those whose accepted tokens came from the context.
     """
 
     rounds: int = 0
@@ -42,7 +42,7 @@ class Stats(NamedTuple):
         Args:
             plan: None for a plain step.
             accepted: drafted tokens that were accepted.
-            replayed: tokens that it replayed.
+            replayed: tokens that the round replayed.
             from_context: whether the accepted tokens came from the context.
         """
         if plan is None:
@@ -54,8 +54,7 @@ class Stats(NamedTuple):
         return self + own._replace(drafter_rounds=int(plan.depth > 0))
 
     def __add__(self, other: Stats) -> Stats:  # type: ignore[override]
-        """The counts of both together."""
-        sums: Any = map(add, self, other)  # the tuples joined
+        sums: Any = map(add, self, other)  # joins the tuples, which `reached` replaces
         reached = tuple(map(sum, zip_longest(self.reached, other.reached, fillvalue=0)))
         return Stats(*sums)._replace(reached=reached)
 
@@ -76,5 +75,5 @@ class Stats(NamedTuple):
 
     @property
     def rows_per_round(self) -> float:
-        """Tokens in a forward: root, drafted and replayed ones; 0.0 before the first round."""
+        """Tokens per forward: root, drafted and replayed tokens; 0.0 before the first round."""
         return (self.rounds + self.drafted + self.replayed) / self.rounds if self.rounds else 0.0

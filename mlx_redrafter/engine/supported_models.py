@@ -1,6 +1,6 @@
-"""Which of mlx-lm's models draft, in trees or chains.
+"""The modules of mlx-lm whose models verify trees or chains, or are refused.
 
-A module in none of the lists drafts chains, if its cache is one of mlx-lm's own. tests/engine covers each module.
+A module in none of the lists verifies chains, if it uses mlx-lm's own cache types. tests/engine covers each module.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ TREES = _names(
     telechat3 youtu_llm
     """
 )
-"""Modules that verify several continuations at once."""
+"""Modules that verify trees: several continuations at once."""
 
-LENGTH_BOUND = "its rope turns with the length of the text"
+LENGTH_BOUND = "its rope depends on the length of the text"
 
 CHAINS = {
-    "gpt2": "its learned positions are counted on from the first one",
-    "gpt_bigcode": "its learned positions are counted on from the first one",
+    "gpt2": "its learned positions count up from the first one",
+    "gpt_bigcode": "its learned positions count up from the first one",
     "internlm2": LENGTH_BOUND,
     "internlm3": LENGTH_BOUND,
-    "minimax_m3_vl": "it divides cache rows into blocks, in which nodes are siblings",
+    "minimax_m3_vl": "it divides cache rows into blocks, which would mix sibling nodes",
 }
 """Modules with a trimmable cache that verify chains only, and why."""
 
@@ -42,7 +42,7 @@ REPLAYED = _names(
     plamo2 prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv7
     """
 )
-"""Modules with states that cannot be trimmed: they verify chains, and replay accepted tokens."""
+"""Modules with states that cannot be trimmed. They verify chains, and replay accepted tokens after a rejection."""
 
 REFUSED = {
     "olmo": "it cannot read several tokens at once: it adds the name of the mask to the scores",
@@ -51,4 +51,4 @@ REFUSED = {
 """Modules whose rounds would differ from plain decoding, and why."""
 
 METAL_ONLY = ("bitnet", "muse_spark")
-"""Modules that only run on Metal, where they were never tested; they verify chains."""
+"""Modules that run only on Metal, so they are untested; they verify chains."""

@@ -1,4 +1,4 @@
-"""Any mlx-lm model as a target: forward, verify a tree, keep a path, rewind. The model itself is never changed."""
+"""Runs any mlx-lm model as a target: forward, verify a tree, keep a path, rewind. The model is never changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tree_attention import Nodes, build_with_nodes
 from .types import Tree
 
 MIN_RING_SIZE = 8
-"""Rows of the smallest rotating cache: 4 that stay, a token, and a few more."""
+"""The fewest rows of a rotating cache: 4 that stay, a token, and a few more."""
 
 
 class KVQuantization(NamedTuple):
@@ -46,22 +46,22 @@ class Forward(NamedTuple):
 
 
 class Target:
-    """A model, its KV cache, and the rows of the last verify forward, of which a path is kept.
+    """A model with its KV cache, which keeps the accepted path of the last verify forward.
 
     If every layer's cache can be trimmed, rejected rows are dropped. Otherwise the cache is rolled back to a snapshot
-    from before the round, and the accepted tokens are replayed at the start of the next forward's input. A round that
-    is accepted whole needs neither. This, and the quantization of the cache, happens when the next forward begins.
+    from before the round, and the accepted tokens are replayed at the start of the next forward's input. A fully
+    accepted round needs neither. All of this, and the quantization of the cache, happens when the next forward begins.
 
     Args:
         model: as `mlx_lm.load` returns it.
         cache: its prompt cache; None makes a new one.
         quantization: of the KV cache.
-        max_kv_size: the most rows of a new cache, unless the model makes its own.
+        max_kv_size: the most rows of a new cache; ignored if the model sets its own.
         capture: the hidden states that forwards return, see `StateName`.
 
     Attributes:
         cache: the prompt cache.
-        length: how many tokens of the text the cache holds, those to replay included.
+        length: how many tokens of the text the cache holds, including those to replay.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Target:
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = any(isinstance(c, RotatingKVCache) and c.keep for c in kv_cache.leaves(self.cache))
         self._feeds_logits = self._trimmable and not any(hasattr(c, "caches") for c in self.cache)
-        self._rows = 0  # of a verify forward whose path is not settled
+        self._rows = 0  # of the last verify forward, until its path is settled
         self._path: list[int] = []
         self._path_tokens: list[int] = []
         self._snapshot: list[dict[str, Any]] | None = None
@@ -117,7 +117,7 @@ class Target:
         return self._run(tokens, self.cache, count, want_hidden)
 
     def verify(self, tree: Tree, *, branched: bool) -> Forward:
-        """Runs the model on all nodes of `tree`, each seeing the text and its ancestors; `keep_path` selects some.
+        """Runs the model on all nodes of `tree`, each seeing the text and its ancestors. Call `keep_path` next.
 
         Args:
             tree: N >= 2 nodes.
@@ -159,12 +159,12 @@ class Target:
                 raise RedrafterError(f"the ranks decode different texts: {both}")
 
     def keep_path(self, path: list[int], tokens: list[int]) -> None:
-        """Keeps these nodes of the last `verify`, from the root down, with their tokens, and rejects the others."""
+        """Accepts these nodes of the last `verify`, from the root down, with their tokens; rejects the others."""
         self.length += len(path) - len(self._path)
         self._path, self._path_tokens = path, tokens
 
     def rewind(self, count: int) -> None:
-        """Rejects the last `count` tokens of the last kept path; no forward may have come after it."""
+        """Rejects the last `count` tokens of the last kept path. Call it before the next forward."""
         stop = len(self._path) - count
         self.keep_path(self._path[:stop], self._path_tokens[:stop])
 
@@ -184,7 +184,7 @@ class Target:
         self.evaluate()
 
     def _settle(self) -> None:
-        """Moves the accepted rows into place, or rolls the cache back; then quantizes it if it is long enough."""
+        """Moves the accepted rows into place or rolls the cache back; then quantizes it if it is long enough."""
         if self._rows and self._trimmable:
             kv_cache.keep_rows(self.cache, self._rows, self._path)
         elif self._rows and len(self._path) < self._rows:
@@ -200,20 +200,20 @@ class Target:
             maybe_quantize_kv_cache(self.cache, start, group_size, bits)
 
     def _flush_replay(self) -> None:
-        """Replays now: one token at a time if rings keep their first rows, as mlx-lm's mask for several tokens differs
-        from what each would see alone."""
+        """Replays accepted tokens now. If rotating caches keep their first rows, replays one token at a time, as
+        mlx-lm's mask for several tokens differs from what each token would see alone."""
         tokens, self._replay, self._snapshot = self._replay, [], None
         for piece in [[token] for token in tokens] if self._keeps_first else [tokens] if tokens else []:
             self._model(mx.array(piece)[None], cache=self.cache)
 
     def until_quantized(self) -> int | None:
-        """How many more rows one round may keep before the cache is quantized; None for any number."""
+        """How many more rows may be kept before the cache is quantized; None for no limit."""
         if self._quantization.bits is None or self.length >= self._quantization.start:
             return None
         return self._quantization.start - self.length
 
     def pending(self) -> list[Any]:
-        """States that a forward may leave unevaluated, as only the next one reads them."""
+        """Cache states that a forward may leave unevaluated, as only the next forward reads them."""
         return [] if self._feeds_logits else [c.state for c in self.cache]
 
     def evaluate(self) -> None:

@@ -1,4 +1,4 @@
-"""From beams to the tree that the target verifies. Pure; every shape follows from (W, K, N)."""
+"""Builds the tree that the target verifies from beams. Pure functions; every shape follows from (W, K, N)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from .types import Beams, Tree
 
 @lru_cache(maxsize=256)
 def tree_constants(width: int, depth: int) -> tuple[mx.array, mx.array, mx.array]:
-    """The constants of all trees of one shape, computed once: no operations in a round's graph, and safe in any thread.
+    """The constants of all trees of one shape.
+
+    They are computed once, so they add no operations to a round's graph, and any thread can use them.
 
     Returns:
-        (nodes, depths, first): (N,) int32, their numbers; (N,) int32, see `Tree`; (K, 1) int32, the first node of the
-        level above each.
+        (nodes, depths, first): (N,) int32, node numbers; (N,) int32, see `Tree`; (K, 1) int32, for each level the first
+        node of the level above.
     """
     count = width * depth
     depths = [0] + [1 + node // width for node in range(count)]
@@ -45,8 +47,11 @@ def chain(token: mx.array, tokens: mx.array) -> Tree:
 
 @lru_cache(maxsize=256)
 def merge_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """For a chain of `count` nodes after `size` others, (parents, depths, ancestors (count, size + count), the columns
-    (size, count) of the others); see `tree_constants`."""
+    """The constants of a chain of `count` nodes that is appended to `size` others, see `tree_constants`.
+
+    Returns:
+        (parents (count,), depths (count,), ancestors (count, size + count), the others' new columns (size, count)).
+    """
     nodes = list(range(count))
     parents = mx.array([0] + [size + node for node in nodes[:-1]], mx.int32)
     depths = mx.array([1 + node for node in nodes], mx.int32)
@@ -55,7 +60,7 @@ def merge_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array
 
 
 def merge(trees: Sequence[Tree]) -> Tree:
-    """All nodes of several trees below one root, tree after tree. Shared prefixes are verified more than once::
+    """Joins several trees below one root, tree after tree. Shared prefixes are verified more than once::
 
         the  cat  dog  sat  ran | cat  ran  off          parents of the chain  0  5  6
 
@@ -105,17 +110,17 @@ def grow(token: mx.array, beams: Beams) -> Tree:
     parents = mx.concatenate([nodes[:1], (first + beams.parents).reshape(-1)])
     above, ancestors = parents, nodes[:, None] == nodes
     for turn in range(depth.bit_length()):
-        # So far the ancestors less than 2 ** turn levels above a node; `above` is the one 2 ** turn levels above.
+        # `ancestors` has those less than 2 ** turn levels above a node, `above` the one 2 ** turn levels above.
         above = above[above] if turn else above
         ancestors = ancestors | ancestors[above]
     return Tree(tokens, parents, depths, ancestors)
 
 
 def prune(tree: Tree, beams: Beams, count: int) -> Tree:
-    """The `count` nodes of highest joint probability, the leading hypothesis first, the rest by probability.
+    """The tree of the `count` nodes of highest joint probability: the best hypothesis first, the rest by probability.
 
-    A parent never scores below its child and, at equal scores, comes before it, so the kept nodes form a tree. With the
-    leading path first, accepting it moves nothing in the cache.
+    A parent never scores below its child and, at equal scores, comes before it, so the kept nodes form a tree. As the
+    best path comes first, accepting it moves nothing in the cache.
 
     Args:
         tree: from `grow(token, beams)`, N = 1 + W * K nodes.

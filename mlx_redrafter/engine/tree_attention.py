@@ -1,9 +1,9 @@
 """Tree attention on an unmodified model: each node of a tree gets its own position and sees only its ancestors.
 
-mlx-lm's models get a mask and an offset from their cache. The offset ends in `mx.fast.rope` or `mx.arange`, or is added
-to a result of it; a mask that they make themselves ends in `mx.fast.scaled_dot_product_attention`. While a forward is
-being built, the model's cache is a `View` of the real one, and those three functions compute per node. Both are undone
-after the Python call, which leaves an ordinary lazy graph.
+mlx-lm's models get a mask and an offset from their cache. They pass the offset to `mx.fast.rope` or `mx.arange`, or add
+it to a result of `mx.arange`. A mask that they make themselves is passed to `mx.fast.scaled_dot_product_attention`.
+While a forward is being built, the model sees a `View` of its cache, and those three functions compute per node. Both
+changes are undone after the Python call, which leaves an ordinary lazy graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 Function = Callable[..., mx.array]
 
 MODEL_LOCK = threading.RLock()
-"""Held while a forward is built, so that several threads may decode with one model."""
+"""Held while a forward is built, so that several threads can decode with one model."""
 
 REPLACED: tuple[tuple[Any, str], ...] = (
     (mx.fast, "rope"),
@@ -38,8 +38,8 @@ class Nodes(NamedTuple):
 
     Attributes:
         prefix: S, how many tokens come before them.
-        depths: (N,) int32, how far after the prefix each is.
-        ancestors: (N, N) bool, which of them each one attends to, itself included.
+        depths: (N,) int32, the position of each, counted from the end of the prefix.
+        ancestors: (N, N) bool, which nodes each one attends to, itself included.
         branched: whether they are more than a chain.
     """
 
@@ -71,14 +71,14 @@ class Nodes(NamedTuple):
 
 
 class Offsets:
-    """The position of the first node, plus what the model added, as a number that knows all nodes' positions.
+    """A cache offset that carries the positions of all nodes. Models use it like a number, and may add to it.
 
-    As an array it has, for each node, the first position of a chain with that node in its place: `arange(N)` added to
-    it gives the nodes' positions.
+    Converted to an array, it has each node's position minus the node's index, so that adding `arange(N)` gives the
+    nodes' positions.
 
     Args:
         nodes: of the forward.
-        added: to the first position.
+        added: what the model has added to the first position.
     """
 
     def __init__(self, nodes: Nodes, added: int = 0) -> None:
@@ -101,7 +101,7 @@ class Offsets:
         """(C + N,) int32: the positions from `first` to the prefix's end, then the nodes' own.
 
         Raises:
-            UnsupportedModelError: this is not the position after the last node.
+            UnsupportedModelError: the offset is not the position after the last node.
         """
         nodes = self._nodes
         if self._added != nodes.depths.shape[0]:
@@ -112,14 +112,14 @@ class Offsets:
 class View:
     """A cache as the model sees it while one forward of several nodes is built.
 
-    It provides what mlx-lm's models read from a cache: the mask, the offset, and keys and values, which the real cache
-    takes in node order.
+    It provides what mlx-lm's models read from a cache: the mask, the offset, and keys and values, which are stored in
+    the real cache in node order.
 
     Args:
         cache: the real cache.
         nodes: of the forward.
-        offsets: their positions, if they are branched.
-        masks: the masks are appended to it.
+        offsets: their positions, used if they are branched.
+        masks: a list to which the masks are appended.
     """
 
     def __init__(self, cache: Any, nodes: Nodes, offsets: Offsets, masks: list[mx.array]) -> None:
@@ -175,7 +175,7 @@ class Built(NamedTuple, Generic[T]):
     Attributes:
         result: the call's result.
         views: the cache as the model saw it.
-        masks: made by the views.
+        masks: the masks that the views made.
         calls: "rope", "arange" or "mask" for each call that was computed per node.
     """
 
@@ -191,10 +191,10 @@ def build_with_nodes(cache: kv_cache.Cache, nodes: Nodes, call: Callable[[list[A
     Calls of the replaced functions from other threads are not affected.
 
     Args:
-        call: runs the model on the views of its cache that it is given.
+        call: runs the model on the given views of its cache.
 
     Raises:
-        UnsupportedModelError: from within the model, if a layer needs its tokens in a chain.
+        UnsupportedModelError: a layer of the model can only read its tokens as a chain.
     """
     masks: list[mx.array] = []
     calls: list[str] = []
@@ -225,8 +225,8 @@ def _replace(functions: Sequence[Function]) -> None:
 def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, int, int]:
     """(positions of the rows that a ring will hold before the nodes', the window, how many first positions it keeps).
 
-    A ring of M rows that gets several more keeps M - 1 of its own. One by one, it would drop the oldest row for each,
-    except the first ones that it always keeps; the window hides the rows that it would have dropped.
+    A ring of M rows that gets several rows at once keeps M - 1 of its own. One at a time, each would replace the oldest
+    row, except the first ones, which a ring always keeps. The window hides the rows that would have been replaced.
     """
     if ring.keep and window is not None and window < ring.max_size:
         raise UnsupportedModelError(
@@ -245,8 +245,8 @@ def _functions_per_node(
     """The functions that replace those of `REPLACED` in this thread.
 
     `mx.fast.rope` takes a vector of positions only along the batch axis, so nodes are moved there and back: the same
-    arithmetic, to the bit. A plain number is the root's position. A mask that the model makes for a chain is reduced to
-    each node's ancestors.
+    arithmetic, to the bit. An offset that is a plain number is the root's position. A mask that the model makes for a
+    chain is reduced to each node's ancestors.
     """
     thread, count = threading.get_ident(), nodes.depths.shape[0]
     cut: dict[int, tuple[mx.array, mx.array]] = {}

@@ -1,9 +1,9 @@
 """The arrays that pass between the stages of a round.
 
 Shape letters: W beam width, K draft depth, N tree nodes, D hidden size, V vocabulary size.
-They are `NamedTuple`s because MLX evaluates, compiles and transforms those like any tuple.
+They are `NamedTuple`s, which MLX evaluates, compiles and transforms like any tuple.
 
-The running example of all files (W = 2, K = 2; the words are tokens)::
+The example used in all files (W = 2, K = 2; words are tokens)::
 
     root "the" --- "cat" --- "sat"        beams.tokens  = [[cat, dog], [sat, ran]]
              |         `---- "ran"        beams.parents = [[0,   0  ], [0,   0  ]]
@@ -24,7 +24,7 @@ class Beams(NamedTuple):
 
     Attributes:
         tokens: (K, W) int32; `tokens[d, r]` is drafted token d + 1 of the hypothesis of rank r at that level.
-        parents: (K, W) int32; the rank, on the level above, of the hypothesis it extends (0 on level 0).
+        parents: (K, W) int32; the rank, at the level above, of the hypothesis that it extends (0 at level 0).
         scores: (K, W) float32; the sum of the log-probabilities of its tokens so far.
     """
 
@@ -62,14 +62,14 @@ class Accepted(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The positions of a forward that stay in the text. They are enqueued; even their number may not be known yet.
+    """The positions of a forward that stay in the text. As the forward may not be read yet, neither may their number.
 
     Attributes:
         tokens: (N,) int32, the tokens of the forward: nodes of a tree, a plain step's token, or a piece of the prompt.
         hidden: the captured hidden states, each (N, D).
         path: (R,) int32, the rows of those positions in `tokens` and `hidden`, in order; None for all of them.
         n_kept: () int32 or a number: the first n_kept of the R rows stay, the others repeat the last one.
-        position: of the first of them in the text. It may skip positions, and it may go back.
+        position: of the first of them in the text. It need not follow the positions kept before.
     """
 
     tokens: mx.array
@@ -79,7 +79,7 @@ class Kept(NamedTuple):
     position: int
 
     def last_hidden(self, name: StateName) -> mx.array:
-        """(D,) the state at the last position that stays, from which a draft begins."""
+        """(D,) the state at the last position that stays, from which a draft starts."""
         states = self.hidden[name]
         return states[-1] if self.path is None else states[self.path[-1]]
 

@@ -55,7 +55,7 @@ def test_damage_is_reported(pair: Pair, tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("command", "flags", "said"),
     [
-        ("answers", ("nowhere",), "error: expected a folder that --answers has made, got nowhere"),
+        ("answers", ("nowhere",), "error: expected a folder created by --answers, got nowhere"),
         ("server", ("--answers", "x", "--host", "0.0.0.0", "--api-key", "k"), "error: --answers is for one user, "),
         ("race", ("--answers", "x"), "error: race takes no --answers: "),
     ],

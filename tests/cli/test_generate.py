@@ -241,7 +241,7 @@ def test_drafts_come_from_a_prompt_cache_file(run: Run, tmp_path: Path) -> None:
     [
         (("--max-kv-size", "7"), "max_kv_size must be at least 8, got 7"),
         (("--prompt", "\udcff"), "the prompt is not UTF-8"),
-        (("--stop", ""), "a stop string must be"),
+        (("--stop", ""), "stop must be non-empty strings"),
         (("-m", "0"), "max_tokens must be -1 (no limit) or at least 1, got 0"),
         (("--drafter", "/no/such"), "no such file or directory"),
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),

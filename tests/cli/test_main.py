@@ -108,7 +108,7 @@ def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
     if mx.default_device().type != mx.cpu:
         pytest.skip("a GPU computes here")
     monkeypatch.setattr("mlx_redrafter.engine.blas._problem", ("it is damaged", "mend it"))
-    return r"^MLX computes with a slow BLAS, as OpenBLAS is not used \(it is damaged\): mend it$"
+    return r"^MLX uses a slow BLAS instead of OpenBLAS \(it is damaged\); to fix it: mend it$"
 
 
 @pytest.mark.parametrize("command", [["generate", "--max-tokens", "2", "--compare"], ["chat"], ["doctor"]])

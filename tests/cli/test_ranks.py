@@ -159,7 +159,7 @@ def test_unsupported_flags_are_refused_on_all_ranks(flags: list[str], tmp_path: 
         *(
             (command, [[], []], f".*{error}.*")
             for command, error in (
-                (["generate", *flags, "--adapter-path", "x"], "--adapter-path runs in one process, got 2"),
+                (["generate", *flags, "--adapter-path", "x"], "--adapter-path needs a single process, got 2 ranks"),
                 (["generate", *flags, "--pipeline"], "The model does not support pipelining"),
                 (["generate", *flags[2:]], "2 ranks need --model"),
                 (["generate", *flags, "--prompt-cache-file", "x"], "--prompt-cache-file needs a single process"),

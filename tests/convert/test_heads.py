@@ -214,15 +214,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "half a block": (changed("medusa", "0.0.linear.weight"), "incomplete drafter: IN holds no blocks.0.0.linear.*"),
     "heads that use the target's matrix": (changed("medusa_v2"), "IN holds Medusa heads that use .*--base-model"),
     "an unknown tensor": (changed("medusa", arrays=ODD["unknown"]), "IN holds a tensor that no medusa has: 'x.weight'"),
-    "no number of stages": (changed("mlp_speculator", n_predict=None), "IN has no config.json that says n_predict"),
+    "no number of stages": (changed("mlp_speculator", n_predict=None), "expected n_predict in IN.*, got none"),
     "fewer stages than it says": (
         changed("mlp_speculator", n_predict=4),
         "incomplete drafter: IN .*, and has no emb.3.*",
     ),
     "untied gates": (changed("arctic_lstm", tie_lstm_embs=False), "IN: expected tie_lstm_embs true .*, got False"),
     "several layers a stage": (changed("arctic_sum_rnn", arrays=ODD["two layers"]), "IN holds .*'proj.0.1.weight'"),
-    "no cell": (changed("arctic_lstm", "cell_proj.1"), "incomplete drafter: IN holds 3 gates of four of proj.1.weight"),
-    "a narrow gate": (changed("arctic_lstm", arrays=ODD["narrow"]), "IN: expected proj.0 as matrices of one shape, .*"),
+    "no cell": (changed("arctic_lstm", "cell_proj.1"), "incomplete drafter: IN holds 3 of the four gates .*"),
+    "a narrow gate": (changed("arctic_lstm", arrays=ODD["narrow"]), "IN: expected the matrices of proj.0 to .*"),
     "NaN": (changed("arctic_lstm", arrays=ODD["NaN"]), "IN: head.weight holds NaN or infinity"),
 }
 

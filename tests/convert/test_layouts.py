@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     ),
     "ModelOpt's quantized weights": (
         holding(lambda sound: prefixed("drafter.", sound | {"rnn_w.weight_scale": mx.ones((24,))}) | base()),
-        "IN is quantized by ModelOpt: convert the checkpoint from before, and quantize with -q",
+        "IN is quantized by ModelOpt: convert the unquantized checkpoint, and quantize with -q",
     ),
     "another network": (
         holding(lambda _: {"encoder.weight": mx.ones((4,))}),
@@ -222,7 +222,7 @@ def make_partial() -> Drafter:
     [
         ({}, {}, ".*with draft_ids, config.json must say vocab_size, at least 12, got None"),
         ({}, {"vocab_size": 60}, ".*expected draft_ids from 0 to 59, got 0 to 61"),
-        ({"draft_ids": mx.zeros((12,), mx.int32)}, {"vocab_size": VOCAB}, ".*draft_ids names a token twice"),
+        ({"draft_ids": mx.zeros((12,), mx.int32)}, {"vocab_size": VOCAB}, ".*draft_ids holds a token twice"),
         ({"draft_ids": mx.arange(11, dtype=mx.int32)}, {"vocab_size": VOCAB}, ".*draft_ids.*"),
         ({"draft_ids": mx.arange(12).astype(mx.float32)}, {"vocab_size": VOCAB}, ".*draft_ids.*"),
     ],

@@ -174,7 +174,7 @@ def test_the_first_of_several_layers_is_used(kind: str, tmp_path: Path) -> None:
         for name, array in first.items()
     }
     done = convert(from_base=save_base(tmp_path / "in", config, later | first), mlx_path=tmp_path / "out")
-    assert done.notes == ("of 2 multi-token-prediction layers the first is used, again and again",)
+    assert done.notes == ("the first of 2 multi-token-prediction layers is used at every depth",)
     assert close(layer, load_drafter(done.path))
 
 
@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "scales alone": (
         "mtp qwen3_5",
         lambda arrays, _: arrays.update({"mtp.fc.weight_scale_inv": arrays.pop("mtp.fc.weight")}),
-        "IN: expected fc.weight beside fc.weight_scale_inv, it has none",
+        "IN: expected fc.weight beside fc.weight_scale_inv, got none",
     ),
     "FP8 without scales": (
         "mtp qwen3_5",
@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "an expert missing": (
         "mtp qwen3_next",
         lambda arrays, _: arrays.pop("mtp.layers.0.mlp.experts.2.up_proj.weight"),
-        "incomplete drafter: IN holds 4 experts, without 2",
+        "incomplete drafter: IN lacks expert 2, holds 4",
     ),
     "a tensor missing": (
         "mtp qwen3_next",
@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "no sizes": (
         "mtp qwen3_next",
         lambda _, config: config.pop("head_dim"),
-        "IN/config.json: mlx-lm makes no layer of layer_config: .*head_dim.*",
+        "IN/config.json: mlx-lm cannot make a layer of layer_config: .*head_dim.*",
     ),
     "another width": (
         "mtp qwen3_next",

@@ -288,5 +288,5 @@ def test_requested_revision_is_read(hub: Hub, tmp_path: Path) -> None:
         apple(hub.root / "some" / "drafter" / revision, tensors(make(seed=seed)))
     assert came_through(convert("some/drafter", tmp_path / "out"), make())
     assert came_through(convert("some/drafter", tmp_path / "out2", revision="v2"), make(seed=1))
-    pattern = "'some/drafter' is no file or directory, and cannot be downloaded .*: 404 Client Error. No such .*: v3"
+    pattern = "'some/drafter' is not a file or directory, and cannot be downloaded .*: 404 Client Error. No such .*: v3"
     refused("some/drafter", pattern, tmp_path / "result", "--revision", "v3")

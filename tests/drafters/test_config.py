@@ -28,10 +28,10 @@ def test_published_sizes_are_read_from_a_config() -> None:
     ("wrong", "pattern"),
     [
         ({"width": 0}, r"it/config\.json: expected width from 1 to \d+, got 0"),
-        ({"num_attention_heads": 7}, "expected a whole number of heads for each, got 7 heads, 8 of keys and values"),
+        ({"num_attention_heads": 7}, "expected num_attention_heads to be a multiple of num_key_value_heads, 8, got 7"),
         ({"rope_theta": -1}, "expected rope_theta to be a number above 0, got -1"),
         ({"capture_layers": [1, -2, 3]}, r"expected capture_layers as layer numbers, got \[1, -2, 3\]"),
-        ({"num_attention_heads": None}, r"it has no config\.json that says num_attention_heads"),
+        ({"num_attention_heads": None}, r"expected num_attention_heads in it/config\.json, got none"),
         ({"version": 2}, "expected version 1 or 3, got 2"),
     ],
 )

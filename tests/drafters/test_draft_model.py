@@ -356,5 +356,5 @@ def test_mlx_lms_joint_prompt_cache_is_accepted() -> None:
     assert ids(steps) == ids(run(model, prompt, max_tokens=12)) and steps[-1].stats.drafted
     run(model, prompt[20:], DraftModel(draft), prompt_cache=own, **given)
     assert_same_cache(joint[: len(own)], own)
-    with pytest.raises(RedrafterError, match=f"must have {len(own)} layers as the model has, got {len(joint)}"):
+    with pytest.raises(RedrafterError, match=f"must have {len(own)} layers like the model, got {len(joint)}"):
         run(model, prompt, max_tokens=1, prompt_cache=joint)

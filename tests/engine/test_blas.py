@@ -67,7 +67,7 @@ def warning(before: str = "", **variables: str) -> str:
     """The single warning of a new process without OpenBLAS."""
     done = python(before + WARN_TWICE, **variables)
     (found,) = (line.partition("Warning: ")[2] for line in done.stderr.splitlines() if "Warning: " in line)
-    assert done.stdout == "None\n" and found.startswith("MLX computes with a slow BLAS, as OpenBLAS is not used (")
+    assert done.stdout == "None\n" and found.startswith("MLX uses a slow BLAS instead of OpenBLAS (")
     return found
 
 
@@ -149,7 +149,7 @@ def test_a_preloaded_blas_is_left_alone(mlx_libraries: Path) -> None:
 
 def test_a_missing_openblas_warns() -> None:
     found = warning(NOT_INSTALLED.format(name="scipy-openblas32"))
-    assert found.endswith("(scipy-openblas32 is not installed): pip install scipy-openblas32")
+    assert found.endswith("(scipy-openblas32 is not installed); to fix it: pip install scipy-openblas32")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,8 @@ def test_a_damaged_openblas_warns(keep: int | None, reason: str, tmp_path: Path)
         if file != LIBRARY or keep is not None:
             (tmp_path / file).write_bytes(content)
     found = warning(PYTHONPATH=str(tmp_path))
-    assert reason in found and found.endswith("): pip install --force-reinstall --no-deps scipy-openblas32 mlx-cpu")
+    assert reason in found
+    assert found.endswith("to fix it: pip install --force-reinstall --no-deps scipy-openblas32 mlx-cpu")
 
 
 def test_other_backends_do_not_warn() -> None:

@@ -64,7 +64,7 @@ def test_captured_layers_match_layers_run_by_hand(name: str) -> None:
     """For a prompt, and for every node of a tree or chain."""
     model = make_family(name)
     if name in WIDE_STREAMS:
-        with pytest.raises(UnsupportedModelError, match=r"(the output of layer 0|layer 0, of)"):
+        with pytest.raises(UnsupportedModelError, match="the output of layer 0"):
             check_states(model, [0])
         return
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
@@ -105,6 +105,8 @@ def test_missing_layers_are_refused(layer: int) -> None:
         capture = (layer,)
 
     source, model = Reading(), make_model()
-    with pytest.raises(UnsupportedModelError, match=f"cannot draft for llama: the drafter .* {layer}, of 2 layers"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"cannot draft for llama: the drafter .* {layer}, but the model has 2 layers"
+    ):
         check_states(model, source.capture)
     assert ids(run(model, make_prompt(3), max_tokens=2))

@@ -51,8 +51,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"prompt_cache": [QuantizedKVCache(32)] * 2, "kv_bits": 4, "kv_group_size": 32},
         "is quantized with kv_bits 8 and",
     ),
-    ({"prompt_cache": [KVCache(), Foreign()]}, "the prompt cache must be of mlx-lm's own caches, got Foreign"),
-    ({"prompt_cache": [KVCache()]}, "the prompt cache must have 2 layers as the model has, got 1"),
+    ({"prompt_cache": [KVCache(), Foreign()]}, "the prompt cache must consist of mlx-lm's caches, got Foreign"),
+    ({"prompt_cache": [KVCache()]}, "the prompt cache must have 2 layers like the model, got 1"),
     ({"prompt_cache": ["a", "b"]}, "prompt[_ ]cache must"),
 ]
 

@@ -69,7 +69,7 @@ def test_damaged_or_inconsistent_file_is_refused(file: Path) -> None:
         ({"tokens": [1, 2]}, 9, "expected a cache of 2 tokens, got"),
         ({"messages": []}, 9, "expected a text or messages"),
         ({"format": "9"}, 9, "expected format 1, got '9'"),
-        ({}, 1, "the prompt cache must have . layers as the model has, got 1"),
+        ({}, 1, "the prompt cache must have . layers like the model, got 1"),
     ):
         saved = json.loads(metadata["session"]) | change
         save_prompt_cache(str(other), cache[:layers], {"session": json.dumps(saved)})

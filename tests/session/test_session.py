@@ -176,7 +176,7 @@ def test_forks_are_independent(family: str) -> None:
         ({"message": [{"role": "user", "content": [1]}]}, "expected message content as a string, got list"),
         ({"message": "\ud800"}, "not UTF-8"),
         ({"max_tokens": 0}, "max_tokens must "),
-        ({"stop": 5}, "stop must be a string or several, got 5"),
+        ({"stop": 5}, "stop must be a string or a list of strings, got 5"),
         ({"kv_bits": 4}, "kv_bits cannot be given here"),
     ],
 )

@@ -79,7 +79,7 @@ def test_an_invalid_choice_is_refused_in_python(name: str) -> None:
         (("--resume",), "there is no run to resume in"),
         (("--prompts", "/no/such"), "cannot read the prompts in /no/such"),
         (("--model", "x", "--data", "/no/such"), "got '/no/such': no such folder"),
-        (("--answers", "/no/such"), "expected a folder that --answers has made, got /no/such"),
+        (("--answers", "/no/such"), "expected a folder created by --answers, got /no/such"),
         (("--answers", "x", "--prompts", "y"), "give either --prompts or --answers, got both"),
         (("--minutes", "nan"), "minutes must be .*, got nan"),
         (("--drafter", "y", "--exit-dim", "8"), "--exit-dim cannot be used with --drafter"),

@@ -351,9 +351,9 @@ def test_unusable_answers_are_a_one_line_error(target: str, pair: Pair, requests
     (tmp_path / "empty").mkdir()
     keep(tmp_path / "foreign", (pair[0], SimpleNamespace(get_vocab=lambda: {str(n): n for n in range(4096)})), requests)
     for name, said in (
-        ("none", "expected a folder that --answers has made, got .*none"),
+        ("none", "expected a folder created by --answers, got .*none"),
         ("empty", "expected answers of this model's tokenizer in .*empty, got an empty folder"),
-        ("foreign", "expected answers of this model's tokenizer in .*foreign, got those of other tokenizers alone"),
+        ("foreign", "expected answers of this model's tokenizer in .*foreign, got only those of other tokenizers"),
     ):
         with pytest.raises(RedrafterError, match=said):
             train(target, tmp_path / "new", "--answers", tmp_path / name, "--drafter", start)

@@ -294,7 +294,7 @@ def test_a_run_resumes_with_its_own_settings_only(copied: TrainingArgs, tmp_path
 
 def test_one_directory_is_for_one_run(target: str, tmp_path: Path) -> None:
     work = tmp_path / "drafter" / "training"
-    with lock_file(work / "lock"), pytest.raises(RedrafterError, match="another process is at work in"):
+    with lock_file(work / "lock"), pytest.raises(RedrafterError, match="another process is using"):
         run.train(settings(tmp_path, target))
     assert [path.name for path in work.iterdir()] == ["lock"]
 
