@@ -147,7 +147,7 @@ class Completions(OpenAICompletions[CompletionBody]):
     def __init__(self, service: Service, body: CompletionBody) -> None:
         super().__init__(service, body)
         if body.logprobs is not False or body.top_logprobs > 0:
-            self.top_logprobs = max(0, body.top_logprobs) if body.logprobs is True else int(body.logprobs)
+            self.top_logprobs = max(0, body.top_logprobs) if isinstance(body.logprobs, bool) else body.logprobs
 
     def encode_prompt(self) -> Prompt:
         """Encodes the prompt without the chat template."""
