@@ -95,15 +95,16 @@ class CacheFolder:
                 continue
             yield file, tokens, cache
 
-    def write(self, tokens: np.ndarray[Any, Any], cache: kv_cache.Cache, max_bytes: int) -> Path | None:
+    def write(self, tokens: np.ndarray[Any, Any], cache: kv_cache.Cache, used: float, max_bytes: int) -> Path | None:
         """Writes a cache atomically, and deletes the least recently used files if there is no room.
 
         Args:
             tokens: (T,) int32, the tokens that the cache holds.
+            used: when it was last used, in seconds since the epoch; the file gets this time.
             max_bytes: limit of all files together.
 
         Returns:
-            The file; None if the cache alone exceeds `max_bytes`.
+            The file; None if the cache and those used after it exceed `max_bytes`.
 
         Raises:
             RedrafterError: mlx-lm cannot load this type of cache.
@@ -113,12 +114,11 @@ class CacheFolder:
             raise RedrafterError(f"mlx-lm cannot load a {odd[0]}")
         text = json.dumps(tokens.tolist())
         room = max_bytes - sum(c.nbytes for c in cache) - len(text) - HEADER_BYTES
-        if room < 0:
+        files = [(each, each.stat()) for each in self._list_files()]
+        if sum(stat.st_size for _, stat in files if stat.st_mtime > used) > room:
             return None
-        files = self._list_files()
-        sizes = [each.stat().st_size for each in files]
-        for at, each in enumerate(files):
-            if sum(sizes[at:]) > room:
+        for at, (each, _) in enumerate(files):
+            if sum(stat.st_size for _, stat in files[at:]) > room:
                 each.unlink()
         file = self._path / f"{self._key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.safetensors"
         with replace_file(file) as partial:
@@ -126,6 +126,7 @@ class CacheFolder:
             save_prompt_cache(str(partial), cache, {"tokens": text})
             with partial.open("rb") as written:
                 os.fsync(written.fileno())  # otherwise a power failure may leave a file of zeros
+            os.utime(partial, (used, used))
         return file
 
     def remove_damaged(self, file: Path, error: Exception) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +30,10 @@ Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(eq=False)
 class _Entry:
-    """A cache. `file` is where it is saved; `replaced` are files that become useless once it is saved."""
+    """A cache. `file` is where it is saved; `replaced` are files that become useless once it is saved.
+
+    `used` is when it was last used, in seconds since the epoch.
+    """
 
     tokens: Tokens
     cache: kv_cache.Cache
@@ -37,6 +41,7 @@ class _Entry:
     is_evaluated: bool = True
     is_saved: bool = False
     file: Path | None = None
+    used: float = field(default_factory=time.time)
     replaced: list[Path] = field(default_factory=list)
 
 
@@ -98,9 +103,12 @@ class PromptCache:
         """Marks entries as most recently used; of them, the longest is dropped first."""
         used.sort(key=lambda each: -len(each.tokens))
         self._entries = [each for each in self._entries if each not in used] + used
-        for file in [each.file for each in used if each.file is not None]:
-            with suppress(OSError):
-                os.utime(file)
+        now = time.time()
+        for at, each in enumerate(used):
+            each.used = now + 1e-4 * at  # file systems may round times
+            if each.file is not None:
+                with suppress(OSError):
+                    os.utime(each.file, (each.used, each.used))
 
     def _evaluate(self, entry: _Entry) -> bool:
         """Loads an entry's arrays if they are not loaded yet. Returns whether that succeeded."""
@@ -179,7 +187,7 @@ class PromptCache:
             return
         entry.is_saved = True
         try:
-            entry.file = self._folder.write(entry.tokens, entry.cache, self.max_bytes)
+            entry.file = self._folder.write(entry.tokens, entry.cache, entry.used, self.max_bytes)
             for file in entry.replaced if entry.file else ():
                 if file != entry.file:
                     file.unlink(missing_ok=True)

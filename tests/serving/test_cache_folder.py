@@ -147,23 +147,53 @@ def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         asyncio.run(main(server))
 
 
-def test_disk_usage_is_bounded(tmp_path: Path) -> None:
-    def make(model: Any, token: int) -> tuple[list[int], Any]:
-        tokens, cache = [token] * 20, make_prompt_cache(model)
-        mx.eval(model(mx.array([tokens]), cache=cache))
-        return tokens, cache
+def make_text(model: Any, token: int) -> tuple[list[int], Any]:
+    """Twenty times the same token, and the cache that holds them."""
+    tokens, cache = [token] * 20, make_prompt_cache(model)
+    mx.eval(model(mx.array([tokens]), cache=cache))
+    return tokens, cache
 
+
+@pytest.mark.parametrize("saves", [False, True], ids=["saved at shutdown", "saved when idle"])
+def test_a_restart_keeps_the_order_of_use(saves: bool, tmp_path: Path) -> None:
+    model = make_model()
+    size = sum(c.nbytes for c in make_text(model, 1)[1])
+    first = PromptCache(4 * size + cache_folder.HEADER_BYTES, CacheFolder(tmp_path, model, Options()))
+    for token in (1, 2, 3, 4):
+        first.store(*make_text(model, token))
+        if saves:
+            first.save_next()
+    assert first.fetch([1] * 21)[1] == 20, "1 is used last"
+    first.close()
+    again = PromptCache(2 * size, CacheFolder(tmp_path, model, Options()))
+    assert [again.fetch([token] * 21)[1] for token in (1, 2, 3, 4)] == [20, 0, 0, 20]
+    again.close()
+
+
+def test_an_older_cache_does_not_replace_newer_files(tmp_path: Path) -> None:
+    model = make_model()
+    size = sum(c.nbytes for c in make_text(model, 1)[1])
+    kept = PromptCache(2 * size + cache_folder.HEADER_BYTES, CacheFolder(tmp_path, model, Options()))
+    for token in (1, 2):
+        kept.store(*make_text(model, token))
+    kept.close()  # with room for one file
+    again = PromptCache(9 * size, CacheFolder(tmp_path, model, Options()))
+    assert [again.fetch([token] * 21)[1] for token in (1, 2)] == [0, 20]
+    again.close()
+
+
+def test_disk_usage_is_bounded(tmp_path: Path) -> None:
     own, other = make_model(), make_model(seed=1)
-    most = 3 * sum(c.nbytes for c in make(own, 1)[1]) + cache_folder.HEADER_BYTES + 20_000
+    most = 3 * sum(c.nbytes for c in make_text(own, 1)[1]) + cache_folder.HEADER_BYTES + 20_000
     for model, tokens in ((other, [1]), (own, [1, 2, 3, 4])):
         kept = PromptCache(most, CacheFolder(tmp_path, model, Options()))
         for token in tokens:
-            kept.store(*make(model, token))
+            kept.store(*make_text(model, token))
             kept.save_next()
             assert sum(path.stat().st_size for path in files_of(tmp_path)) <= most
         if model is own:
             assert kept.fetch([2] * 21)[1] == 20  # used now, before the next one needs room
-            kept.store(*make(model, 5))
+            kept.store(*make_text(model, 5))
         kept.close()
     again = PromptCache(most, CacheFolder(tmp_path, own, Options()))
     assert [again.fetch([token] * 21)[1] for token in (1, 2, 3, 4, 5)] == [0, 20, 0, 20, 20]
