@@ -23,11 +23,10 @@ from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.costs import interpolate, parse_costs
 
-from .heads import make_heads_table
+from .plots import draw_bars
 from .predict import study
 from .records import RESULTS, Record, Results, read_results
-from .specbench import make_kind_rows
-from .sweep import draw_maps
+from .specbench import SPEED_LABEL, make_kind_rows
 from .tables import (
     CONTEXT,
     PLAIN,
@@ -46,6 +45,12 @@ PLOTS = ROOT / "docs" / "plots"
 SPREAD = "{x plain:.2f} ({least:.2f} to {most:.2f})"
 DEMO_FILES = {"demo-edits": "edits, greedy", "demo-code": "fresh code, temperature 0.8"}
 """Result file of the packaged demo -> its kind of text."""
+
+SUMMARY = {"context": CONTEXT, "drafter + context": "auto + context"}
+"""Names in the summary of a chat model -> contestants."""
+
+DRAFTERS = "smollm2-"
+"""Prefix of result files of the chat model; the kind of drafter follows."""
 
 PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
 
@@ -111,17 +116,27 @@ def split_temps(results: Results) -> dict[str, list[Record]]:
     return found
 
 
-def make_summary_table(results: Results) -> str:
-    """Speedups of a chat model's answers by kind of text, with the context alone and with drafter and context."""
+def make_summary_rows(results: Results, what: str) -> list[Row]:
+    """A row for each kind of text of a chat model's answers: the context alone, and with a drafter, by temperature."""
     rows: dict[str, Row] = {}
     for temp, records in split_temps(results).items():
-        speeds, tokens = (make_kind_rows(records, what) for what in ("x plain", "tokens/round"))
-        for speed, made in zip(speeds, tokens, strict=True):
-            row = rows.setdefault(speed["text"], {"text (answers)": speed["text"]})
-            for name, contestant in (("context", CONTEXT), ("drafter + context", "auto + context")):
-                times, per_round = (each.get(contestant) for each in (speed, made))
-                row[f"{temp}, {name}"] = None if times is None else f"{times:.2f} ({per_round:.2f})"
-    return format_markdown(list(rows.values()))
+        for each in make_kind_rows(records, what):
+            row = rows.setdefault(each["text"], {"text (answers)": each["text"]})
+            row |= {f"{temp}, {name}": each.get(contestant) for name, contestant in SUMMARY.items()}
+    return list(rows.values())
+
+
+def join_rows(rows: list[Row], others: list[Row]) -> list[Row]:
+    """Rows with the numbers of `others`, which have the same columns, in brackets."""
+    return [
+        {name: f"{cell:.2f} ({other[name]:.2f})" if isinstance(cell, float) else cell for name, cell in row.items()}
+        for row, other in zip(rows, others, strict=True)
+    ]
+
+
+def make_summary_table(results: Results) -> str:
+    """Speeds of a chat model's answers by kind of text, and tokens per round."""
+    return format_markdown(join_rows(*(make_summary_rows(results, what) for what in ("x plain", "tokens/round"))))
 
 
 def make_chat_table(results: Results) -> str:
@@ -134,17 +149,22 @@ def make_chat_table(results: Results) -> str:
     return "".join(parts)
 
 
-def make_kinds_table(results: Results) -> str:
-    """Every contestant's median ratio on each kind of prompt."""
-    records = [record for record in results.files.get("kinds", []) if record["kind"] == "speed"]
+def make_drafter_rows(results: Results, what: str) -> list[Row]:
+    """A row for each kind of drafter of the chat model: one column of `summarize` for each fixed plan."""
     rows = []
-    for kind in dict.fromkeys(record["category"] for record in records):
-        sides = group_by_contestant(record for record in records if record["category"] == kind)
-        summaries = {name: summarize(own) for name, own in sides.items()}
-        plain = summaries.pop(PLAIN)
-        ratios = {name: row["x plain"] for name, row in summaries.items()}
-        rows.append({"prompts": f"{kind} ({plain['prompts']})", "plain tokens/s": plain["tokens/s"]} | ratios)
-    return f"{format_markdown(rows)}\n{describe_setting(records)}" if rows else ""
+    for name, records in results.files.items():
+        if name.startswith(DRAFTERS):
+            own = group_by_contestant(record for record in records if record["kind"] == "speed" and is_fixed(record))
+            cells = {plan: summarize(found)[what] for plan, found in own.items()}
+            rows.append({"kind": name.removeprefix(DRAFTERS)} | cells)
+    return rows
+
+
+def make_drafters_table(results: Results) -> str:
+    """Tokens per round of each kind of drafter of the chat model, and speeds."""
+    rows = join_rows(*(make_drafter_rows(results, what) for what in ("tokens/round", "x plain")))
+    settings = (describe_setting(records) for name, records in results.files.items() if name.startswith(DRAFTERS))
+    return f"{format_markdown(rows)}\n{next(settings)}" if rows else ""
 
 
 def make_size_rows(records: Iterable[Record]) -> Iterator[Row]:
@@ -233,8 +253,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "summary": make_summary_table,
     "chat": make_chat_table,
     "demo": make_demo_table,
-    "kinds": make_kinds_table,
-    "heads": make_heads_table,
+    "drafters": make_drafters_table,
     "synthetic": make_synthetic_table,
     "rounds": make_rounds_table,
     "predicted": make_predicted_table,
@@ -261,9 +280,10 @@ def run(args: argparse.Namespace) -> int:
     texts = {path: place_tables(path.read_text(encoding="utf-8"), results) for path in DOCUMENTS}
     for path, text in texts.items():
         write_text(path, text)
-    for name, records in results.files.items():
-        if name.endswith("sweep"):
-            draw_maps(records, PLOTS / f"{name}.png")
+    if speeds := make_summary_rows(results, "x plain"):
+        draw_bars(PLOTS / "speed.png", speeds, SPEED_LABEL, has_line=True)
+    if tokens := make_drafter_rows(results, "tokens/round"):
+        draw_bars(PLOTS / "drafters.png", tokens, "tokens per round")
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from mlx_redrafter.atomic_files import expand_path, replace_file
+from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import decode_prompts, encode_chat
 from mlx_redrafter.options import Options
@@ -30,6 +30,7 @@ from .command import parse_output, parse_plan, parse_positive
 from .contest import find_status, hold_contest, measure_costs
 from .contestants import Settings, make_contestants, warm_up
 from .models import Prompt, add_workload, load_models
+from .plots import draw_bars
 from .records import Record, read_records, stamp, write_records
 from .tables import PLAIN, Row, describe_setting, format_text, group_by_contestant, summarize
 
@@ -43,6 +44,7 @@ KINDS = {
 """Category -> its name in tables; all other categories, from MT-bench, are chat."""
 
 CHAT, ALL = "chat", "all"
+SPEED_LABEL = "speed, plain decoding = 1"
 TEMPS, MAX_TOKENS = (0.0, 0.7), 96
 PLANS: list[Any] = ["auto", (1, 3), (1, 4), (4, 5)]
 
@@ -160,32 +162,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"\ntemperature {temp:g}, times plain decoding\n\n{format_text(make_kind_rows(own, 'x plain'))}")
         print(f"\ntokens per round\n\n{format_text(make_kind_rows(own, 'tokens/round'))}\n\n{describe_setting(own)}")
     if args.plot:
-        draw_speeds(args.plot, sets[0])
+        draw_bars(args.plot, make_kind_rows(sets[0], "x plain"), SPEED_LABEL, has_line=True)
     return max(find_status(own) for own in sets)
-
-
-def draw_speeds(path: Path, records: Sequence[Record]) -> None:
-    """Draws a bar chart of speeds over plain decoding, by kind of text and contestant.
-
-    Raises:
-        RedrafterError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RedrafterError("plots need matplotlib: pip install '.[bench]'") from error
-    rows = make_kind_rows(records, "x plain")
-    names = [name for name in rows[0] if name != "text"]
-    figure = Figure(figsize=(1.6 * len(rows) + 2, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes, width = figure.subplots(), 0.8 / len(names)
-    for at, name in enumerate(names):
-        places = [place + (at - len(names) / 2 + 0.5) * width for place in range(len(rows))]
-        axes.bar(places, [row[name] for row in rows], width, label=name)
-    axes.axhline(1.0, color="gray", linewidth=1)
-    axes.set_xticks(range(len(rows)), [row["text"] for row in rows])
-    axes.set_ylabel("speed, plain decoding = 1")
-    axes.legend(fontsize="small", ncols=2)
-    with replace_file(path) as partial_file:
-        figure.savefig(partial_file, dpi=120, format="png")

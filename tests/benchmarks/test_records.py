@@ -29,7 +29,7 @@ def test_records_survive_a_round_trip(tmp_path: Path) -> None:
 
 def test_committed_results_are_valid() -> None:
     found = read_results(records.RESULTS)
-    assert {"demo-edits", "demo-code", "kinds", "demo-sweep", "synthetic-1b"} <= set(found.files)
+    assert {"specbench", "demo-edits", "demo-code", "smollm2-recurrent", "synthetic-8b"} <= set(found.files)
 
 
 @pytest.mark.parametrize(

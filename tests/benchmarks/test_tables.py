@@ -35,12 +35,12 @@ def test_rows_where_drafting_loses_are_kept() -> None:
         make_line(make_speed()),
         make_line(make_speed(plan=(4, 3, 13), ratio=0.4)),
     ]
-    results = Results({"demo-edits": records, "kinds": records}, [])
+    results = Results({"demo-edits": records, "smollm2-medusa": records}, [])
     table = TABLES["demo"](results)
     assert "| edits, greedy | 1 x 3 | 1.98 | 150.00 | 1.50 (1.50 to 1.50) | 1 of 1 |" in table
     assert "| edits, greedy | 4 x 3 | 1.98 | 40.00 | 0.40 (0.40 to 0.40) | 1 of 1 |" in table
     assert "Some Chip" in table and "mlx 0.32.4" in table
-    assert "| code (1) | 100.00 | 1.50 | 0.40 |" in TABLES["kinds"](results)
+    assert "| medusa | 1.98 (1.50) | 1.98 (0.40) |" in TABLES["drafters"](results)
 
 
 def test_the_limit_counts_only_verify_forwards() -> None:
@@ -67,7 +67,7 @@ def test_nothing_exceeds_the_limit() -> None:
 def test_tables_accept_any_contestants() -> None:
     others = [make_speed("mlx-lm", None, 0.9)], [make_speed(plan="auto", ratio=1.1)], []
     for records in ([make_line(make_costs())], *([PLAIN, *map(make_line, each)] for each in others)):
-        results = Results({"demo-code": records, "kinds": records, "synthetic-x": records}, [])
+        results = Results({"demo-code": records, "smollm2-medusa": records, "synthetic-x": records}, [])
         assert all(isinstance(make(results), str) for name, make in TABLES.items() if name != "predicted")
 
 
@@ -108,7 +108,7 @@ def test_inserting_tables_twice_changes_nothing() -> None:
 
 def test_one_failing_document_changes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = tmp_path / "one.md", tmp_path / "two.md"
-    (tmp_path / "demo-sweep.jsonl").write_text(
+    (tmp_path / "smollm2-medusa.jsonl").write_text(
         "".join(json.dumps(each) + "\n" for each in (PLAIN, make_line(make_speed())))
     )
     monkeypatch.setattr(report, "DOCUMENTS", (one, two))
@@ -119,6 +119,6 @@ def test_one_failing_document_changes_none(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RedrafterError, match="nope"):
         report.run(flags)
     assert one.read_text() == make_place("contributed") and not (tmp_path / "plots").exists()
-    two.write_text(make_place("heads"))
+    two.write_text(make_place("chat"))
     assert report.run(flags) == 0 and one.read_text() == make_place("contributed", "None yet.\n")
-    assert (tmp_path / "plots" / "demo-sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plots" / "drafters.png").read_bytes().startswith(b"\x89PNG")

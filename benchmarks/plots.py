@@ -1,0 +1,48 @@
+"""Bar charts as PNG, on a background of their own, so that they can be read on light and on dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_redrafter.atomic_files import replace_file
+from mlx_redrafter.errors import RedrafterError
+
+from .tables import Row
+
+COLOURS = ("#e3a008", "#1d7a54", "#f3d27a", "#7cc4a4", "#2f5db3", "#9aa5b1", "#b3462f", "#6b4ba3")
+
+
+def draw_bars(path: Path, rows: Sequence[Row], label: str, *, has_line: bool = False) -> None:
+    """Draws a group of bars for each row, completely or not at all.
+
+    Args:
+        rows: the first column names the group; each other one is a bar, None leaves it out.
+        label: of the vertical axis.
+        has_line: whether to draw a line at 1.
+
+    Raises:
+        RedrafterError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RedrafterError("plots need matplotlib: pip install '.[bench]'") from error
+    groups, *names = rows[0]
+    figure = Figure(figsize=(1.5 * len(rows) + 1, 3.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes, width = figure.subplots(), 0.8 / len(names)
+    for at, name in enumerate(names):
+        places = [place + (at - len(names) / 2 + 0.5) * width for place in range(len(rows))]
+        values = [row[name] or 0.0 for row in rows]
+        bars = axes.bar(places, values, width * 0.92, label=name, color=COLOURS[at % len(COLOURS)])
+        axes.bar_label(bars, [f"{value:.2f}" if value else "" for value in values], fontsize=6.5, padding=1)
+    if has_line:
+        axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_xticks(range(len(rows)), [row[groups] for row in rows], fontsize="small")
+    axes.set_ylabel(label, fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize="small", ncols=len(names), frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    with replace_file(path) as partial_file:
+        figure.savefig(partial_file, dpi=120, format="png")
