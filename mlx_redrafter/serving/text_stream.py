@@ -24,7 +24,7 @@ BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 JSON_START = re.compile(r'[^<"{]*[\[{]')
 JSON_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<extra>\{(?=\s*\{)|,(?=\s*[}\]]))|[{}\[\]]', re.DOTALL)
-CONTROL = re.compile(r"[\x00-\x1f]")
+ESCAPE = re.compile(r"\\[^\x00-\x1f]|\\?[\x00-\x1f]")  # an escape, or a control character and a lone backslash
 
 
 class Segment(NamedTuple):
@@ -149,8 +149,9 @@ class TextStream:
 def repair_json(text: str) -> str:
     """Repairs common mistakes in JSON that have only one repair.
 
-    These are control characters in strings, commas before a closing bracket, a doubled opening brace, and unmatched
-    closing brackets. A text with a quotation mark or `<` before its first bracket may not be JSON and stays as it is.
+    These are control characters in strings (also after a lone backslash), commas before a closing bracket, a doubled
+    opening brace, and unmatched closing brackets. A text with a quotation mark or `<` before its first bracket may not
+    be JSON and stays as it is.
     """
     depth = 0
 
@@ -158,7 +159,7 @@ def repair_json(text: str) -> str:
         nonlocal depth
         piece = found[0]
         if piece[0] == '"':
-            return CONTROL.sub(lambda character: json.dumps(character[0])[1:-1], piece)
+            return ESCAPE.sub(lambda each: each[0] if each[0][-1] >= " " else json.dumps(each[0])[1:-1], piece)
         if found["extra"]:
             return ""
         depth += 1 if piece in "{[" else -1
@@ -198,6 +199,9 @@ def _read_call(call: dict[str, Any]) -> Segment:
     if not isinstance(found, dict):
         raise ValueError(f"expected an object of arguments, got {arguments!r:.100}")
     text = json.dumps(found, ensure_ascii=False, allow_nan=False)
-    segment = Segment("tool_call", text, str(call["name"]), str(call.get("id") or f"call_{uuid.uuid4().hex}"))
+    name = call["name"]
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"expected the name of a tool, got {name!r:.100}")
+    segment = Segment("tool_call", text, name, str(call.get("id") or f"call_{uuid.uuid4().hex}"))
     "".join(segment).encode()  # raises a ValueError for a lone surrogate
     return segment

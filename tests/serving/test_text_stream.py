@@ -86,6 +86,8 @@ def test_a_call_may_have_no_arguments(chat_tokenizer: Any, arguments: str) -> No
     [
         ('{"name": "f", "arguments": {"x": "a\n\tb"}}', "a\n\tb"),
         ('{"name": "f", "arguments": {"x": "\\"a\nb\\\\"}}', '"a\nb\\'),
+        ('{"name": "f", "arguments": {"x": "a \\\n  b"}}', "a \\\n  b"),
+        ('{"name": "f", "arguments": {"x": "a\\\\\n\\n"}}', "a\\\n\n"),
         ('{"name": "f", "arguments": {"x": 1,},}', 1),
         ('{"name": "f", "arguments": {"x": [1, 2, ]\n, }}', [1, 2]),
         ('{"name": "f", "arguments": {"x": 1}}}', 1),
@@ -98,6 +100,12 @@ def test_a_call_may_have_no_arguments(chat_tokenizer: Any, arguments: str) -> No
 )
 def test_common_mistakes_are_repaired(chat_tokenizer: Any, call: str, x: Any) -> None:
     assert read(chat_tokenizer, [f"<tool_call>{call}</tool_call>"])[:3] == ("", "", [("f", {"x": x})])
+
+
+@pytest.mark.parametrize("name", ["null", '""', '{"x": 1}'])
+def test_a_call_without_a_name_is_text(chat_tokenizer: Any, name: str) -> None:
+    call = f'<tool_call>{{"name": {name}, "arguments": {{}}}}</tool_call>'
+    assert read(chat_tokenizer, [call])[:3] == (call, "", [])
 
 
 def test_invalid_calls_are_logged(chat_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
