@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import json
 import logging
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
@@ -28,6 +30,7 @@ from .types import MAX_TOP_LOGPROBS
 DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model of the command line; also accepted for its drafter."""
 
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 INT32_MAX = 2**31 - 1  # MLX indexes with 32 bits
 LARGEST_LOGIT = 1e18  # of biases and penalties: the product of two is still a float32
 CODES = {
@@ -270,8 +273,9 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     Raises:
         ApiError: the body is not a JSON object, or a field is missing, not supported or out of range.
     """
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
-        body = from_json(raw.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
+        body = from_json(replace_surrogates(raw) if SURROGATE.search(raw) else raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
@@ -284,6 +288,19 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
         return kind.model_validate(given)
     except ValidationError as error:
         raise ApiError(describe(error)) from None
+
+
+def replace_surrogates(raw: bytes) -> str:
+    """Returns JSON with U+FFFD for halves of characters, which JavaScript clients send if they cut a text.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        text = json.dumps(json.loads(raw), ensure_ascii=False)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def describe(error: ValidationError) -> str:
