@@ -171,4 +171,5 @@ class Completions(OpenAICompletions[CompletionBody]):
 
 def read_input(segment: Segment) -> str:
     """Returns the input of a custom tool's call."""
-    return str(json.loads(segment.text).get("input", ""))
+    given = json.loads(segment.text).get("input")
+    return given if isinstance(given, str) else "" if given is None else json.dumps(given, ensure_ascii=False)

@@ -152,6 +152,17 @@ def test_tools_of_all_kinds_are_shown_as_functions(scripted: Scripted, scripted_
     assert scripted[1].prompt.endswith("<tool>Done.<tool>A<tool>a.py<assistant><think>")
 
 
+@pytest.mark.parametrize(("written", "given"), [("null", ""), ('{"a": "é"}', '{"a": "é"}'), ("[1, true]", "[1, true]")])
+def test_a_custom_tools_input_that_is_no_text_is_json(
+    scripted: Scripted, scripted_openai: openai.OpenAI, written: str, given: str
+) -> None:
+    tools: Any = [{"type": "custom", "custom": {"name": "run", "description": "Runs."}}]
+    scripted[1].texts = [["</think>", CALL % ("run", f'{{"input": {written}}}')]]
+    made = scripted_openai.chat.completions.create(model="demo", messages=[say("user", "x")], tools=tools)  # type: ignore[list-item]
+    (call,) = made.choices[0].message.tool_calls or ()
+    assert call.type == "custom" and call.custom.input == given
+
+
 def test_a_custom_tool_takes_text_in_a_chat(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     tools: Any = [{"type": "custom", "custom": {"name": "run", "description": "Runs."}}]
     scripted[1].texts = [["</think>", CALL % ("run", '{"input": "ls"}')]]
