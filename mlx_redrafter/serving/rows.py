@@ -203,7 +203,8 @@ class Batch:
 
     def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
         """Returns (rows whose cache should be copied now, one token of each row that is past its prompt)."""
-        started, reading = time.perf_counter(), sum(not row.generated_tokens for row in self.rows)
+        started = time.perf_counter()
+        reading = sum(row.read < row.prompt_tokens - 1 for row in self.rows)
         others_wait, size = reading < len(self._rows), self._prefill_step_size
         if reading and others_wait:
             size = min(size, max(MIN_PIECE, self._piece // min(reading, self._prefill_rows)))
