@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ from ..planning.store import digest_tensors, sample_tensors
 
 NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}\.safetensors")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
+
+MAX_FILES = 500
+"""Files that are kept and read: arrays that are not loaded yet keep theirs open, and mlx-lm allows 2,048."""
 
 HEADER_BYTES = 1 << 16
 """Upper bound of what a file holds besides its arrays and tokens."""
@@ -77,8 +80,8 @@ class CacheFolder:
         Arrays are loaded lazily. Damaged files are removed.
         """
         files = self._list_files()
-        own = [each for each in files if each.name.startswith(self._key)]
-        if n_others := len(files) - len(own):
+        own = [each for each in files if each.name.startswith(self._key)][-MAX_FILES:]
+        if n_others := sum(not each.name.startswith(self._key) for each in files):
             logging.info(
                 "%d prompt caches in %s are ignored: made for another model, quantization or version",
                 n_others,
@@ -95,13 +98,21 @@ class CacheFolder:
                 continue
             yield file, tokens, cache
 
-    def write(self, tokens: np.ndarray[Any, Any], cache: kv_cache.Cache, used: float, max_bytes: int) -> Path | None:
+    def write(
+        self,
+        tokens: np.ndarray[Any, Any],
+        cache: kv_cache.Cache,
+        used: float,
+        replaced: Sequence[Path],
+        max_bytes: int,
+    ) -> Path | None:
         """Writes a cache atomically, and deletes the least recently used files if there is no room.
 
         Args:
             tokens: (T,) int32, the tokens that the cache holds.
             used: when it was last used, in seconds since the epoch; the file gets this time.
-            max_bytes: limit of all files together.
+            replaced: files that it makes useless, which are deleted after it is written.
+            max_bytes: limit of all other files together, which are deleted before.
 
         Returns:
             The file; None if the cache and those used after it exceed `max_bytes`.
@@ -114,11 +125,11 @@ class CacheFolder:
             raise RedrafterError(f"mlx-lm cannot load a {odd[0]}")
         text = json.dumps(tokens.tolist())
         room = max_bytes - sum(c.nbytes for c in cache) - len(text) - HEADER_BYTES
-        files = [(each, each.stat()) for each in self._list_files()]
+        files = [(each, each.stat()) for each in self._list_files() if each not in replaced]
         if sum(stat.st_size for _, stat in files if stat.st_mtime > used) > room:
             return None
         for at, (each, _) in enumerate(files):
-            if sum(stat.st_size for _, stat in files[at:]) > room:
+            if sum(stat.st_size for _, stat in files[at:]) > room or len(files) - at >= MAX_FILES:
                 each.unlink()
         file = self._path / f"{self._key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.safetensors"
         with replace_file(file) as partial:
@@ -127,6 +138,9 @@ class CacheFolder:
             with partial.open("rb") as written:
                 os.fsync(written.fileno())  # otherwise a power failure may leave a file of zeros
             os.utime(partial, (used, used))
+        for each in replaced:
+            if each != file:
+                each.unlink(missing_ok=True)
         return file
 
     def remove_damaged(self, file: Path, error: Exception) -> None:
@@ -139,5 +153,7 @@ class CacheFolder:
         self._lock.release()
 
     def _list_files(self) -> list[Path]:
-        """Returns the files of all models, least recently used first."""
+        """Returns the files of all models, least recently used first; none if the folder is gone."""
+        if not self._path.is_dir():
+            return []
         return sorted((each for each in self._path.iterdir() if NAME.fullmatch(each.name)), key=os.path.getmtime)

@@ -62,7 +62,7 @@ class PromptCache:
 
     def __init__(self, max_bytes: int, folder: CacheFolder | None = None) -> None:
         self.max_bytes, self._has_warned = max_bytes, False
-        self._folder, self._is_listed = folder, folder is None
+        self._folder, self._is_listed = folder, folder is None or not max_bytes
         self._entries: list[_Entry] = []  # least recently used first
 
     def __len__(self) -> int:
@@ -187,16 +187,13 @@ class PromptCache:
             return
         entry.is_saved = True
         try:
-            entry.file = self._folder.write(entry.tokens, entry.cache, entry.used, self.max_bytes)
-            for file in entry.replaced if entry.file else ():
-                if file != entry.file:
-                    file.unlink(missing_ok=True)
+            entry.file = self._folder.write(entry.tokens, entry.cache, entry.used, entry.replaced, self.max_bytes)
         except (OSError, RuntimeError, ValueError, RedrafterError) as error:
             logging.warning("Could not save a prompt cache of %d tokens: %s", len(entry.tokens), one_line(error))
 
     def clear(self) -> None:
         """Drops all caches in memory."""
-        self._entries, self._is_listed = [], self._folder is None
+        self._entries, self._is_listed = [], self._folder is None or not self.max_bytes
 
     def close(self) -> None:
         """Saves unsaved caches, drops all, and releases the folder."""

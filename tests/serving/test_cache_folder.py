@@ -121,7 +121,7 @@ model = load_demo()[0]
 cache = make_prompt_cache(model)
 model(mx.array([[1, 2, 3]]), cache=cache)
 cache_folder.save_prompt_cache = save
-cache_folder.CacheFolder(sys.argv[1], model, Options()).write(np.array([1, 2, 3], np.int32), cache, 1 << 30)
+cache_folder.CacheFolder(sys.argv[1], model, Options()).write(np.array([1, 2, 3], np.int32), cache, 0.0, [], 1 << 30)
 """
 
 
@@ -158,7 +158,7 @@ def make_text(model: Any, token: int) -> tuple[list[int], Any]:
 def test_a_restart_keeps_the_order_of_use(saves: bool, tmp_path: Path) -> None:
     model = make_model()
     size = sum(c.nbytes for c in make_text(model, 1)[1])
-    first = PromptCache(4 * size + cache_folder.HEADER_BYTES, CacheFolder(tmp_path, model, Options()))
+    first = PromptCache(9 * size + cache_folder.HEADER_BYTES, CacheFolder(tmp_path, model, Options()))
     for token in (1, 2, 3, 4):
         first.store(*make_text(model, token))
         if saves:
@@ -180,6 +180,44 @@ def test_an_older_cache_does_not_replace_newer_files(tmp_path: Path) -> None:
     again = PromptCache(9 * size, CacheFolder(tmp_path, model, Options()))
     assert [again.fetch([token] * 21)[1] for token in (1, 2)] == [0, 20]
     again.close()
+
+
+def test_a_longer_text_replaces_only_its_own_file(tmp_path: Path) -> None:
+    model = make_model()
+    kept = PromptCache(1_200_000, CacheFolder(tmp_path, model, Options()))  # not enough for all three
+    for tokens in ([1] * 200, [2] * 400, [2] * 600):
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([tokens]), cache=cache))
+        kept.store(tokens, cache)
+        kept.save_next()
+    kept.close()
+    again = PromptCache(1 << 30, CacheFolder(tmp_path, model, Options()))
+    assert [again.fetch([token] * 601)[1] for token in (1, 2)] == [200, 600]
+    again.close()
+
+
+def test_the_number_of_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_folder, "MAX_FILES", 2)
+    model = make_model()
+    kept = PromptCache(1 << 30, CacheFolder(tmp_path, model, Options()))
+    for token in (1, 2, 3):
+        kept.store(*make_text(model, token))
+        kept.save_next()
+    kept.close()
+    assert len(files_of(tmp_path)) == 2
+    again = PromptCache(1 << 30, CacheFolder(tmp_path, model, Options()))
+    assert [again.fetch([token] * 21)[1] for token in (1, 2, 3)] == [0, 20, 20]
+    again.close()
+
+
+def test_a_limit_of_zero_uses_no_file(tmp_path: Path) -> None:
+    model = make_model()
+    kept = PromptCache(1 << 30, CacheFolder(tmp_path, model, Options()))
+    kept.store(*make_text(model, 1))
+    kept.close()
+    none = PromptCache(0, CacheFolder(tmp_path, model, Options()))
+    assert none.fetch([1] * 21) == (None, 0)
+    none.close()
 
 
 def test_disk_usage_is_bounded(tmp_path: Path) -> None:
