@@ -100,7 +100,7 @@ def picture_chat(output: Path, models: list[str], line: str) -> None:
 
 def run_chat(models: list[str], line: str) -> str:
     """Returns the chat's terminal output, including control sequences."""
-    flags = ["--show-accepted", "--max-tokens", str(MAX_TOKENS), "--temp", "0.8", "--seed", "1", *models]
+    flags = ["--show-accepted", "--max-tokens", str(MAX_TOKENS), "--temp", "0", *models]
     main, side = pty.openpty()
     variables = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(CHAT_COLUMNS), "COLORTERM": "truecolor"}
     process = subprocess.Popen(
