@@ -275,7 +275,7 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """
     raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
-        body = from_json(replace_surrogates(raw) if SURROGATE.search(raw) else raw, allow_inf_nan=False)
+        body = read_json(raw)
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
@@ -290,17 +290,22 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
         raise ApiError(describe(error)) from None
 
 
-def replace_surrogates(raw: bytes) -> str:
-    """Returns JSON with U+FFFD for halves of characters, which JavaScript clients send if they cut a text.
+def read_json(raw: bytes) -> Any:
+    """Parses JSON. Halves of characters, which JavaScript clients send if they cut a text, become U+FFFD.
 
     Raises:
         ValueError: it is not JSON.
     """
     try:
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError:
+        if not SURROGATE.search(raw):
+            raise
+    try:
         text = json.dumps(json.loads(raw), ensure_ascii=False)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return from_json(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), allow_inf_nan=False)
 
 
 def describe(error: ValidationError) -> str:
