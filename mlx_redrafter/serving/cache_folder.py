@@ -126,10 +126,11 @@ class CacheFolder:
         text = json.dumps(tokens.tolist())
         room = max_bytes - sum(c.nbytes for c in cache) - len(text) - HEADER_BYTES
         files = [(each, each.stat()) for each in self._list_files() if each not in replaced]
-        if sum(stat.st_size for _, stat in files if stat.st_mtime > used) > room:
-            return None
-        for at, (each, _) in enumerate(files):
-            if sum(stat.st_size for _, stat in files[at:]) > room or len(files) - at >= MAX_FILES:
+        for count, (each, stat) in enumerate(reversed(files), 1):  # the most recently used first
+            room -= stat.st_size
+            if room < 0 and stat.st_mtime > used:
+                return None
+            if room < 0 or count >= MAX_FILES:
                 each.unlink()
         file = self._path / f"{self._key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.safetensors"
         with replace_file(file) as partial:
