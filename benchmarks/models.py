@@ -88,7 +88,7 @@ class Workload:
         """Returns the drafter.
 
         Raises:
-            RedrafterError: there is none.
+            RedrafterError: the workload has no drafter.
         """
         if self.drafter is None:
             raise RedrafterError("expected the --drafter that was trained for the model")
@@ -178,7 +178,7 @@ def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
             files of prompts.
 
     Raises:
-        RedrafterError: a name is none of these, or a file cannot be read.
+        RedrafterError: a name is unknown, or a file cannot be read.
     """
     paths = {f"{path.parent.name}/{path.stem}": path for path in sorted(PROMPTS.glob("*/*.txt"))}
     texts = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()}

@@ -56,7 +56,7 @@ PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n
 
 
 def find_costs(records: Iterable[Record]) -> Record | None:
-    """The first costs record; None if there is none."""
+    """The first costs record; None without any."""
     return next((record for record in records if record["kind"] == "costs"), None)
 
 

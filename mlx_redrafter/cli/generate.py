@@ -138,7 +138,7 @@ def parse_bool(text: str) -> bool:
     """Parses a boolean as mlx-lm does: True or T, False or F, in any case.
 
     Raises:
-        argparse.ArgumentTypeError: the text is none of these.
+        argparse.ArgumentTypeError: the text is something else.
     """
     if text.lower() not in ("true", "t", "false", "f"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")

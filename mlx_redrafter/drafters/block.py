@@ -473,7 +473,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def name_architecture(config: Config) -> str:
-    """The architecture in a config; empty if there is none."""
+    """The architecture in a config; empty if it names no architecture."""
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 

@@ -29,7 +29,7 @@ Config = dict[str, Any]
 
 
 def get_object(config: Config, key: str, where: str) -> Config:
-    """The object at a key of a config; empty if there is none.
+    """The object at a key of a config; empty if the key is missing.
 
     Args:
         where: the checkpoint's name, for errors.

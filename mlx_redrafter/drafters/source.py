@@ -82,7 +82,7 @@ class Source:
         """Called after a host read, with a round's tokens or the first token after the prompt."""
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """The expected proposal after `ahead` more tokens; None if there is none or the source does not wait."""
+        """The expected proposal after `ahead` more tokens; None without one, or if the source does not wait."""
         return None
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:

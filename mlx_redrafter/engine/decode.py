@@ -98,7 +98,7 @@ class Planner:
         """The plan extended by the part of the context's proposal to verify; depth 0 discards the drafter's draft.
 
         Args:
-            plan: the plan of the drafter's draft; None or `CONTEXT_ONLY` if there is none.
+            plan: the plan of the drafter's draft; None or `CONTEXT_ONLY` if it made no draft.
             cumulative_acceptance: of the context's proposal, made after the round before was read; see `Forecast`.
             length: of the text.
             replayed: how many tokens the next round replays.

@@ -315,7 +315,7 @@ def find_tool(tools: Tools, name: Any) -> Tools:
     """Returns the tool with this name.
 
     Raises:
-        ApiError: there is none.
+        ApiError: no tool has this name.
     """
     for shown, tool in tools.items():
         if name in (tool.name, shown):

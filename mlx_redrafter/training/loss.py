@@ -126,7 +126,7 @@ def draft_loss(
     # An array for all depths, not a number for each: the compiler would make separate kernels.
     is_guess = targets.columns >= mx.arange(1, depth + 1)[:, None]
     for k in range(depth):
-        # Column c of these belongs to the draft from position c - k - 1; if there is none, its weight is 0.
+        # Column c of these belongs to the draft from position c - k - 1; without such a position, its weight is 0.
         hidden = mx.roll(hidden, 1, 1)
         before = None if state is None else tree_map(lambda array: mx.roll(array, 1, 1), state)
         state, features = step(hidden, before, k)

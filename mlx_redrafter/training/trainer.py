@@ -231,7 +231,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:
-    """Returns the step of a checkpoint, 0 if there is none; restores model and optimizer if both are given.
+    """Returns the step of a checkpoint, 0 without one; restores model and optimizer if both are given.
 
     Raises:
         CheckpointError: the file is damaged, or from another model.
