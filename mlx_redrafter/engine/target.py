@@ -15,11 +15,14 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from .. import ranks
 from ..errors import RedrafterError
 from . import kv_cache
+from .cuda_attention import avoid_cudnn
 from .model_checks import exact_until
 from .model_parts import StateName, capture, find_taps
 from .tree import chain
 from .tree_attention import Nodes, build_with_nodes
 from .types import Tree
+
+avoid_cudnn()
 
 MIN_RING_SIZE = 8
 """The fewest rows of a rotating cache: 4 that stay, a token, and a few more."""
