@@ -47,6 +47,8 @@ SKIPPED = {
     "docker run": "needs Docker",
     "examples.demo.recipe": "downloads packages, and trains for hours",
     "question.jsonl": "needs Spec-Bench's questions",
+    "instructions.jsonl": "needs the prompts of the packaged drafter",
+    "held-out.jsonl": "needs SmolLM2-135M-Instruct, and trains for an hour",
     "--answers DIR --model": "needs more past answers than one chat makes",
 }
 """Text of blocks that cannot run here -> the reason."""
