@@ -29,7 +29,7 @@ from mlx_redrafter.drafters.checkpoint import MODES
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.loading import find_base, find_source, read_drafter
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.errors import CheckpointError, RedrafterError, one_line
+from mlx_redrafter.errors import CheckpointError, RedrafterError, join_lines
 from mlx_redrafter.generate import try_drafter
 from mlx_redrafter.options import Options, check_option
 
@@ -193,7 +193,7 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
             found = sorted(found, key=lambda token: -found[token])
         ids = [int(token) for token in found]
     except (OSError, ValueError, TypeError) as error:
-        raise RedrafterError(f"cannot read token counts from {path}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot read token counts from {path}: {join_lines(error)}") from error
     if len(set(ids)) != len(ids) or not set(ids) <= set(range(vocab_size)):
         raise RedrafterError(f"{path}: expected token ids from 0 to {vocab_size - 1}, each once")
     if not 1 <= count <= len(ids):

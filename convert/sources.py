@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_redrafter.drafters import loading
 from mlx_redrafter.drafters.checkpoint import FLOATS, Checkpoint, Tensor, name_dtype, unwrap
 from mlx_redrafter.drafters.loading import Source, check_shards, make_checkpoint, read_safetensors, refuse_pointer
-from mlx_redrafter.errors import CheckpointError, one_line
+from mlx_redrafter.errors import CheckpointError, join_lines
 
 RANK = r"rank\d+\.safetensors"
 """File names of TensorRT-LLM; each file has a slice of every tensor."""
@@ -148,7 +148,7 @@ def read_file(path: Path) -> dict[str, Tensor]:
             f"cannot read {path}: expected only tensors, as written by torch.save(module.state_dict(), ...)"
         ) from error
     except Exception as error:  # torch raises errors of many types for damaged files
-        raise CheckpointError(f"cannot read {path}: {one_line(error)[:200]}") from error
+        raise CheckpointError(f"cannot read {path}: {join_lines(error)[:200]}") from error
     values: dict[Any, Any] = loaded if isinstance(loaded, dict) else {}
     for _ in NESTS:
         values = next((values[key] for key in NESTS if isinstance(values.get(key), dict)), values)

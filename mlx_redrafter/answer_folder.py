@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import ranks
-from .atomic_files import expand_path, final_name, lock_file, replace_file
+from .atomic_files import expand_path, find_final_name, lock_file, replace_file
 from .drafters.matches import BITS
 from .drafters.past import Array, PastIndex
-from .errors import RedrafterError, one_line, warn
+from .errors import RedrafterError, join_lines, warn
 
 MAX_TOKENS = 200_000
 """The most tokens kept per tokenizer; the oldest texts are dropped first."""
@@ -139,7 +139,7 @@ def open_folder(name: str | Path) -> Path:
             raise RedrafterError(f"expected a folder that holds only answers, got {path}, which holds {other}")
         path.chmod(FOLDER_MODE)
     except OSError as error:
-        raise RedrafterError(f"expected a folder for answers, got {path}: {one_line(error)}") from error
+        raise RedrafterError(f"expected a folder for answers, got {path}: {join_lines(error)}") from error
     return path
 
 
@@ -169,7 +169,7 @@ def clear_folder(folder: Path) -> bool:
 
     def list_kept() -> list[Path]:
         """The files, including those of a killed process."""
-        return [path for path in folder.iterdir() if NAME.fullmatch(final_name(path.name))]
+        return [path for path in folder.iterdir() if NAME.fullmatch(find_final_name(path.name))]
 
     if not list_kept():  # the folder may belong to something else: create no lock in it
         return False
@@ -213,7 +213,7 @@ class AnswerFolder:
         except FileNotFoundError:
             return []
         except OSError as error:
-            warn(f"past answers cannot be read: {one_line(error)}")
+            warn(f"past answers cannot be read: {join_lines(error)}")
             return []
         return [text for text in texts if self._fits(text.ids)]
 
@@ -254,7 +254,7 @@ class AnswerFolder:
             except (OSError, RedrafterError) as error:
                 if not self._has_warned:
                     self._has_warned = True
-                    warn(f"cannot write an answer to {self._folder}: {one_line(error)}")
+                    warn(f"cannot write an answer to {self._folder}: {join_lines(error)}")
 
     def _append(self, record: bytes) -> None:
         self._folder.mkdir(mode=FOLDER_MODE, exist_ok=True)

@@ -35,7 +35,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def final_name(name: str) -> str:
+def find_final_name(name: str) -> str:
     """The final name for a temporary name; other names are returned unchanged."""
     return re.sub(f"^{re.escape(PARTIAL)}-[0-9a-f]{{8}}-", "", name)
 
@@ -50,7 +50,7 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def why_not_writable(path: Path) -> str | None:
+def explain_unwritable(path: Path) -> str | None:
     """Why no file can be written to `path`, with folders created as needed; None if one can."""
     if os.path.isdir(path):
         return f"{path} is a directory"

@@ -32,7 +32,7 @@ from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.blas import choose_threads, warn_of_slow_blas
 from .engine.model_checks import explain_chains
-from .errors import CheckpointError, RedrafterError, UnsupportedModelError, one_line
+from .errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
 
 WEIGHTS = "model*.safetensors"
 
@@ -70,7 +70,7 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     try:
         model, tokenizer, *_ = mlx_lm_utils.load(str(path), **options)
     except Exception as error:  # mlx-lm and transformers raise many types for damaged directories
-        raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot load the model in {path}: {join_lines(error)}") from error
     check_tokenizer(tokenizer, path)
     if not options.get("lazy"):
         evaluate(model)
@@ -102,8 +102,8 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
         raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:  # see `load`
         if "connection to a peer was lost" in str(error):  # MLX's message
-            raise RuntimeError(f"another rank ended while {name} was loaded: {one_line(error)}") from error
-        raise CheckpointError(f"cannot load {name} over {group.size()} ranks: {one_line(error)}") from error
+            raise RuntimeError(f"another rank ended while {name} was loaded: {join_lines(error)}") from error
+        raise CheckpointError(f"cannot load {name} over {group.size()} ranks: {join_lines(error)}") from error
     check_tokenizer(tokenizer, name)
     evaluate(model)
     kinds = ranks.gather([kv_cache.unknown_types(make_prompt_cache(model), ()), explain_chains(model)])
@@ -237,7 +237,7 @@ def save_drafter(
             text.write_text(json.dumps(config, indent=2) + "\n")
             save_arrays(tensors, weights, {"format": "mlx"})
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot write the drafter to {directory}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot write the drafter to {directory}: {join_lines(error)}") from error
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
@@ -267,7 +267,7 @@ def find_model(path_or_hf_repo: str | Path) -> Path:
     except HFValidationError:
         raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:
-        why = f"is not a local directory, and cannot be downloaded from the hub: {one_line(error)}"
+        why = f"is not a local directory, and cannot be downloaded from the hub: {join_lines(error)}"
         raise CheckpointError(f"{name!r} {why}") from error
 
 
@@ -323,11 +323,11 @@ def strip_folders(name: str | Path) -> str:
     """
     path = expand_path(name)
     if path.is_dir():
-        return one_line(path.resolve().name)
-    return one_line(path.name if path.exists() else name)  # not resolved: hub files link to hashes
+        return join_lines(path.resolve().name)
+    return join_lines(path.name if path.exists() else name)  # not resolved: hub files link to hashes
 
 
-def card_header(base: str | None) -> str:
+def make_card_header(base: str | None) -> str:
     """The YAML header of a drafter's model card.
 
     Args:

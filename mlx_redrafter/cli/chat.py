@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from .. import ranks
 from ..checkpoints import find_drafter_name
-from ..errors import Parser, RedrafterError, one_line
+from ..errors import Parser, RedrafterError, join_lines
 from ..generate import GenerationResponse
 from ..session.session import Session
 from .arguments import load_models, make_text_parser, read_options
@@ -92,7 +92,7 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
             made = session.send(messages, on_token=screen.show_token, prompt_progress_callback=callback)
     except (RedrafterError, RuntimeError, MemoryError) as error:  # for instance out of memory
         if not screen.interactive:
-            raise RedrafterError(one_line(error)) from error
+            raise RedrafterError(join_lines(error)) from error
         screen.say("error", str(error))
         return
     finally:

@@ -27,7 +27,7 @@ from ..drafters.protocol import Drafter
 from ..engine.cached_tokens import find_tokens
 from ..engine.sampling import Sampler
 from ..errors import Parser, RedrafterError
-from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, is_text, stream_generate, summary
+from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, format_summary, is_text, stream_generate
 from ..options import OFF, Options
 from ..pair import Pair, draw_seed
 from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
@@ -99,7 +99,7 @@ def run() -> int:
     else:
         print("" if show else decoded.text)
     if args.verbose or (verdict and not args.json):
-        print(summary(decoded.last), file=sys.stderr)
+        print(format_summary(decoded.last), file=sys.stderr)
         if args.plan != OFF and (verdict or not decoded.last.drafted):
             notes = Pair(model, drafter).choose(Options(**options)).notes
             print("\n".join([NOTHING_DRAFTED][: not decoded.last.drafted] + notes), file=sys.stderr)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..errors import CheckpointError, one_line
+from ..errors import CheckpointError, join_lines
 from .config import DRAFT_IDS, Config, check_draft_ids, is_count
 
 Tensor = Any
@@ -208,7 +208,7 @@ class Checkpoint:
             array: mx.array = tensor if isinstance(tensor, mx.array) else tensor.read()
             mx.eval(array)
         except (RuntimeError, TypeError) as error:
-            raise CheckpointError(f"{self.where}: cannot read {name}: {one_line(error)[:200]}") from error
+            raise CheckpointError(f"{self.where}: cannot read {name}: {join_lines(error)[:200]}") from error
         if name == DRAFT_IDS:
             return array.astype(mx.int32)
         if find_not_finite({name: array}) is not None:
@@ -239,7 +239,7 @@ class Checkpoint:
         for key, value in sizes.items():
             given = self.config.get(key, -1)
             if given not in (-1, None, value, str(value), [value], [str(value)]):  # Snowflake writes these forms
-                got = one_line(repr(given))[:40]
+                got = join_lines(repr(given))[:40]
                 raise CheckpointError(f"{self.where}/config.json says {key} {got}, its tensors say {value}")
 
     def fill(self, drafter: Any) -> None:
@@ -264,7 +264,9 @@ class Checkpoint:
         try:
             nn.quantize(drafter, class_predicate=lambda name, layer: packed[name].how if name in packed else False)
         except ValueError as error:
-            raise CheckpointError(f"{self.where}: MLX does not support its quantization: {one_line(error)}") from error
+            raise CheckpointError(
+                f"{self.where}: MLX does not support its quantization: {join_lines(error)}"
+            ) from error
         arrays = {f"{layer}.{part}": array for layer, tensor in packed.items() for part, array in tensor.arrays.items()}
         scales = {name: x for name, x in arrays.items() if mx.issubdtype(x.dtype, mx.floating)}
         if (odd := find_not_finite(scales)) is not None:
@@ -277,7 +279,7 @@ class Checkpoint:
         try:
             drafter.load_weights(list(arrays.items()))
         except ValueError as error:
-            raise CheckpointError(f"{self.where}: quantized layers do not fit: {one_line(error)}") from error
+            raise CheckpointError(f"{self.where}: quantized layers do not fit: {join_lines(error)}") from error
 
 
 def unwrap(names: Iterable[str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ..engine.model_parts import AFTER_NORM, BEFORE_NORM
 from ..engine.plan import MAX_DRAFT_DEPTH
-from ..errors import CheckpointError, one_line
+from ..errors import CheckpointError, join_lines
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -319,7 +319,7 @@ class LayerArgs(DrafterArgs):
             try:
                 initialize_rope(self.head_dim, self.rope_theta, self.rope_traditional, self.rope_scaling, MAX_SIZE)
             except (ArithmeticError, AssertionError, KeyError, TypeError, ValueError) as error:
-                expected = f"a RoPE that mlx-lm supports, got {self.rope_scaling!r:.80}: {one_line(error)}"
+                expected = f"a RoPE that mlx-lm supports, got {self.rope_scaling!r:.80}: {join_lines(error)}"
                 raise CheckpointError(f"{where}/config.json: expected {expected}") from error
 
     @classmethod
@@ -392,7 +392,7 @@ class LayerArgs(DrafterArgs):
 
 
 def _shorten(value: object) -> str:
-    return one_line(repr(value))[:40]
+    return join_lines(repr(value))[:40]
 
 
 def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:

@@ -30,7 +30,7 @@ from mlx_lm.models import llama, qwen3
 
 from ..engine.beam_search import State
 from ..engine.model_parts import AFTER_NORM, find_output_matrix
-from ..errors import CheckpointError, RedrafterError, one_line
+from ..errors import CheckpointError, RedrafterError, join_lines
 from .cached import LayerCache, PairSource
 from .checkpoint import Checkpoint, matches_any
 from .config import DRAFT_IDS, Config, LayerArgs, check_states, declare, flag, flatten, get_object, is_list_of
@@ -207,7 +207,7 @@ def read_config(config: Config, where: str) -> Config:
     """
     own, said = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
     if (kind := said.get("speculators_model_type", "eagle3")) != "eagle3":
-        raise CheckpointError(f"{where} is a {one_line(kind)[:40]}: only EAGLE-3 heads of speculators are supported")
+        raise CheckpointError(f"{where} is a {join_lines(kind)[:40]}: only EAGLE-3 heads of speculators are supported")
     for key, expected in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False), ("parallel_draft_step", 1)):
         if said.get(key, expected) != expected:
             got = f"{expected}, got {said[key]!r:.40}"

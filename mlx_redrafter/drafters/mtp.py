@@ -28,7 +28,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
 from ..engine.model_parts import AFTER_NORM, StateName
-from ..errors import CheckpointError, RedrafterError, one_line
+from ..errors import CheckpointError, RedrafterError, join_lines
 from .cached import LayerCache, PairSource
 from .checkpoint import Checkpoint, Packed, Tensor, name_dtype
 from .config import Config, flag, get_object, is_count, nested
@@ -248,7 +248,9 @@ class DrafterArgs(BaseArgs):
         try:
             make_layer(own)
         except Exception as error:  # classes raise many types for impossible sizes
-            raise CheckpointError(f"{place}: mlx-lm cannot make a layer of layer_config: {one_line(error)}") from error
+            raise CheckpointError(
+                f"{place}: mlx-lm cannot make a layer of layer_config: {join_lines(error)}"
+            ) from error
 
     def describe(self) -> str:
         experts = self.layer_config.get("num_experts") or self.layer_config.get("n_routed_experts")

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from ..errors import UnsupportedModelError, one_line
+from ..errors import UnsupportedModelError, join_lines
 from . import kv_cache
 from .model_parts import AFTER_NORM, StateName, check_states, model_name
 from .supported_models import CHAINS, LENGTH_BOUND, REFUSED, REPLAYED, TREES
@@ -87,7 +87,7 @@ def explain_chains(model: nn.Module) -> str | None:
     try:
         built = build_with_nodes(cache, nodes, lambda views: model(mx.zeros((1, 3), mx.int32), cache=views))
     except Exception as error:
-        return f"it does not take one position for each node: {one_line(error)}"
+        return f"it does not take one position for each node: {join_lines(error)}"
     if not built.masks and "mask" not in built.calls:
         return "its mask does not come from its cache"
     if any(view.offsets_read for view in kv_cache.leaves(built.views)) and not {"rope", "arange"} & set(built.calls):

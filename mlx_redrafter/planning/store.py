@@ -19,7 +19,7 @@ from .. import ranks
 from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
 from ..engine.model_parts import model_name
-from ..errors import one_line, warn
+from ..errors import join_lines, warn
 from .acceptance import Count, Counts
 from .costs import CostTable, is_disturbed, parse_costs
 from .machine import cache_directory, describe_machine
@@ -54,7 +54,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
     try:
         write_text(cache_directory() / file, text + "\n")
     except (OSError, RuntimeError) as error:
-        warn(f"cannot save the measured costs: {one_line(error)}")
+        warn(f"cannot save the measured costs: {join_lines(error)}")
     return costs
 
 

@@ -22,10 +22,10 @@ from filelock import FileLock, Timeout
 from mlx_lm.models import cache as prompt_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from ..atomic_files import expand_path, final_name, replace_file
+from ..atomic_files import expand_path, find_final_name, replace_file
 from ..engine import kv_cache
 from ..engine.model_parts import model_name
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..options import CACHE_OPTIONS, Options
 from ..planning.store import digest_tensors, sample_tensors
 
@@ -63,12 +63,12 @@ class CacheFolder:
             self._lock.acquire()
             path.chmod(FOLDER_MODE)
             for each in path.iterdir():
-                if each.name != final_name(each.name) and NAME.fullmatch(final_name(each.name)):
+                if each.name != find_final_name(each.name) and NAME.fullmatch(find_final_name(each.name)):
                     each.unlink()  # left by a process that was killed while writing
         except Timeout:
             raise RedrafterError(f"another process keeps its prompt caches in {path}") from None
         except OSError as error:
-            raise RedrafterError(f"expected a folder for prompt caches, got {path}: {one_line(error)}") from error
+            raise RedrafterError(f"expected a folder for prompt caches, got {path}: {join_lines(error)}") from error
         own = [model_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
         own += [repr(getattr(options, each)) for each in CACHE_OPTIONS]
         own += [version(each) for each in ("mlx-redrafter", "mlx-lm", "mlx")]
@@ -146,7 +146,7 @@ class CacheFolder:
 
     def remove_damaged(self, file: Path, error: Exception) -> None:
         """Removes a file that cannot be read, and logs why."""
-        logging.warning("Removing the damaged prompt cache %s: %s", file, one_line(error))
+        logging.warning("Removing the damaged prompt cache %s: %s", file, join_lines(error))
         file.unlink(missing_ok=True)
 
     def close(self) -> None:

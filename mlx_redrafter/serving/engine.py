@@ -30,7 +30,7 @@ from ..engine.decode import on_stream
 from ..engine.model_parts import find_context_length
 from ..engine.request_checks import check_request
 from ..engine.wired_limit import wired_limit
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..options import Options
 from .request import Request
 from .scheduler import Scheduler
@@ -228,7 +228,7 @@ class Engine:
             request = Request(loop, self._defaults, prompt, **asked)
             request.options.make_sampler(0).check(self.vocab_size)  # `asked` has a seed, so 0 is not used
         except ValueError as error:
-            raise RequestError(one_line(error)) from error
+            raise RequestError(join_lines(error)) from error
         if length is not None and not 0 < request.options.max_tokens <= length - len(prompt):
             request.options = replace(request.options, max_tokens=length - len(prompt))
         return request
@@ -249,7 +249,7 @@ class Engine:
             self._clients -= Counter([request.client])  # keeps no zeros
         error = None if isinstance(reason, str) else reason
         if error is not None and not isinstance(error, GenerationFailed):
-            error = GenerationFailed(one_line(error))
+            error = GenerationFailed(join_lines(error))
         request.send(error)
 
     # The methods below run in the engine's thread.
@@ -270,7 +270,7 @@ class Engine:
                     self.scheduler.step(*decisions[:-1])
                 except Exception as error:
                     if ranks.count() > 1:  # the others may have continued
-                        ranks.exit_with_error(f"{type(error).__name__}: {one_line(error)}")
+                        ranks.exit_with_error(f"{type(error).__name__}: {join_lines(error)}")
                     logging.exception("The engine failed; all running requests are aborted")
                     self.scheduler.abort(error)
             self.scheduler.close()

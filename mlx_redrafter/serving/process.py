@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from .. import ranks
 from ..answer_folder import open_answers
 from ..checkpoints import find_drafter_name, load_pair
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from .app import make_app
 from .completion import Service
 from .engine import Engine
@@ -40,7 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        raise RedrafterError(f"cannot listen on {host}, port {port}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot listen on {host}, port {port}: {join_lines(error)}") from error
 
 
 def load_service(args: argparse.Namespace) -> Service:

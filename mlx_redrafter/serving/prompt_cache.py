@@ -18,7 +18,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from .. import ranks
 from ..engine import kv_cache
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..planning.machine import usable_bytes
 from .cache_folder import CacheFolder
 
@@ -189,7 +189,7 @@ class PromptCache:
         try:
             entry.file = self._folder.write(entry.tokens, entry.cache, entry.used, entry.replaced, self.max_bytes)
         except (OSError, RuntimeError, ValueError, RedrafterError) as error:
-            logging.warning("Could not save a prompt cache of %d tokens: %s", len(entry.tokens), one_line(error))
+            logging.warning("Could not save a prompt cache of %d tokens: %s", len(entry.tokens), join_lines(error))
 
     def clear(self) -> None:
         """Drops all caches in memory."""

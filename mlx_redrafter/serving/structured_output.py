@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from ..errors import one_line
+from ..errors import join_lines
 from .json_schemas import drop_refused
 from .schemas import ApiError, log_once
 from .types import SchemaNotFollowed
@@ -64,7 +64,9 @@ class GrammarCompiler:
             raise ApiError(describe_error(matcher))
         ignored += matcher.get_grammar_warnings()
         if ignored:
-            log_once(f"JSON schema keywords that a grammar cannot enforce are ignored: {one_line('; '.join(ignored))}")
+            log_once(
+                f"JSON schema keywords that a grammar cannot enforce are ignored: {join_lines('; '.join(ignored))}"
+            )
         end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
         return SchemaGrammar(matcher, self._compiled, (asked, state, unless), end)
 
@@ -122,7 +124,7 @@ def describe_grammar(asked: Asked, unless: tuple[int, ...]) -> str:
 
 def describe_error(matcher: LLMatcher) -> str:
     """Returns llguidance's error on one line."""
-    wrong = one_line(matcher.get_error())
+    wrong = join_lines(matcher.get_error())
     return f"{CANNOT}: {'no text satisfies it' if wrong.startswith('NoExtensionBias') else wrong[:MAX_ERROR]}"
 
 

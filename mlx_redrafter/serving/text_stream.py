@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ..errors import one_line
+from ..errors import join_lines
 from ..generate import StopStrings
 
 KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reasoning": "reasoning"}
@@ -99,7 +99,7 @@ class TextStream:
             self._detokenizer.finalize()
         text, stopped = self._stops.feed(self._detokenizer.last_segment)
         if is_last and not stopped:
-            text += self._stops.rest()
+            text += self._stops.flush()
         segments: list[Segment] = []
         if text and self._state[0] is not None:  # None: the answer's format has ended
             self._state, pieces = TextStateMachine.split(self._state, text)
@@ -139,7 +139,7 @@ class TextStream:
                 else:
                     self.has_tool_calls |= bool(calls)
                     return calls
-            logging.warning(f"Could not parse a tool call, which is returned as text: {one_line(error)}")
+            logging.warning(f"Could not parse a tool call, which is returned as text: {join_lines(error)}")
         if self._is_call:
             return [Segment("text", text)] if text else []
         end = self._tokenizer.tool_call_end if is_complete else ""

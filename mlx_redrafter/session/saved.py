@@ -17,7 +17,7 @@ from ..engine import kv_cache
 from ..engine.model_parts import model_name
 from ..engine.request_checks import check_prompt, check_request
 from ..engine.target import KVQuantization
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..planning.store import digest_tensors
 from .chat_template import Message, parse_messages
 
@@ -57,7 +57,7 @@ def write_conversation(
         with replace_file(file) as partial:
             save_prompt_cache(str(partial), cache, {"session": text})
     except Exception as error:  # JSON and file errors of many types
-        raise RedrafterError(f"cannot save the session as {file}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot save the session as {file}: {join_lines(error)}") from error
 
 
 def read_conversation(
@@ -84,5 +84,5 @@ def read_conversation(
             raise RedrafterError(f"expected a cache of {len(tokens)} tokens, got {length}")
         mx.eval([c.state for c in cache])
     except Exception as error:  # damaged files raise errors of many types
-        raise RedrafterError(f"cannot read the session {file}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot read the session {file}: {join_lines(error)}") from error
     return cache, tokens, messages, template

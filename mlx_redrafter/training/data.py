@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..answer_folder import Text as Text
 from ..answer_folder import number_request, read_texts
 from ..atomic_files import expand_path, write_text
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..generate import encode_chat
 from .settings import TrainingArgs
 from .targets import Batch
@@ -56,7 +56,7 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise RedrafterError(f"cannot read the {what} in {path}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot read the {what} in {path}: {join_lines(error)}") from error
     found = [(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not found:
         raise RedrafterError(f"expected {what} in {path}, one per line, got an empty file")
@@ -113,7 +113,7 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]
         try:
             found.append(encode_chat(tokenizer, prompt))
         except Exception as error:  # chat templates raise errors of any type
-            raise RedrafterError(f"prompt {number}: the tokenizer rejects it: {one_line(error)[:200]}") from error
+            raise RedrafterError(f"prompt {number}: the tokenizer rejects it: {join_lines(error)[:200]}") from error
         if not found[-1]:
             raise RedrafterError(f"prompt {number}: expected at least one token, got none")
     return found
@@ -169,7 +169,7 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
             for part in (training, validation)
         )
     except Exception as error:  # mlx-lm, the hub and tokenizers raise errors of many types
-        reason = f"{type(error).__name__}: {one_line(error)[:300]}"
+        reason = f"{type(error).__name__}: {join_lines(error)[:300]}"
         raise RedrafterError(f"cannot read the data {data}: {reason}") from error
 
 
@@ -247,7 +247,7 @@ class AnswerFile:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError) as error:
-            raise RedrafterError(f"cannot read the answers in {self.path}: {one_line(error)}") from error
+            raise RedrafterError(f"cannot read the answers in {self.path}: {join_lines(error)}") from error
         for key, value in self.header.items():
             if not isinstance(header, dict) or header.get(key) != value:
                 raise RedrafterError(f"{self.path} has the answers of another run, with a different {key}")

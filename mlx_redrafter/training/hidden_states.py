@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ..answer_folder import Text
 from ..atomic_files import write_text
 from ..engine.model_parts import find_parts
-from ..errors import CheckpointError, RedrafterError, one_line
+from ..errors import CheckpointError, RedrafterError, join_lines
 from .data import digest, list_ids
 from .targets import Teacher, find_likeliest, read_states
 
@@ -65,7 +65,7 @@ def add_hidden_states(
             kept = np.memmap(file, kind, "r", shape=(starts[-1],))
     except OSError as error:
         place = path or "a temporary file"
-        raise RedrafterError(f"cannot store the hidden states in {place}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot store the hidden states in {place}: {join_lines(error)}") from error
     found, row = list(texts), 0
     for i in (i for group in groups for i in group):
         own = kept[row : row + len(texts[i].ids) - 1]

@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..answer_folder import find_folder
-from ..atomic_files import lock_file, why_not_writable
+from ..atomic_files import explain_unwritable, lock_file
 from ..checkpoints import (
     WEIGHTS,
     dtype_name,
@@ -38,7 +38,7 @@ from ..drafters.trainable import TrainableArgs, TrainableDrafter
 from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.stats import Stats
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..options import Options
 from ..planning.sizing import choose_size, n_weights
 from .data import (
@@ -305,7 +305,7 @@ def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
         RedrafterError: the output exists or cannot be written, there is no run to resume, settings have changed, or
             `--output` is the initial drafter and not in the format of `train` and `convert`.
     """
-    if why := why_not_writable(files.place / "config.json"):  # one of the files to write
+    if why := explain_unwritable(files.place / "config.json"):  # one of the files to write
         raise RedrafterError(f"--output cannot be {files.place}: {why}")
     settings = args.to_json()
     in_place = args.drafter and os.path.exists(args.drafter) and files.place.exists()
@@ -325,7 +325,7 @@ def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
     try:
         record = Record(**read_object(files.record))
     except TypeError as error:
-        raise RedrafterError(f"{files.record} is not the record of a run: {one_line(error)}") from error
+        raise RedrafterError(f"{files.record} is not the record of a run: {join_lines(error)}") from error
     for name, value in settings.items():
         if name not in MAY_CHANGE and (before := record.settings.get(name)) != value:
             raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ..atomic_files import replace_file
 from ..checkpoints import evaluate, save_arrays
 from ..drafters.trainable import TrainableDrafter
-from ..errors import CheckpointError, RedrafterError, one_line
+from ..errors import CheckpointError, RedrafterError, join_lines
 from .loss import TrainingTargets, draft_loss
 from .settings import TrainingArgs
 from .targets import Batch, Teacher, compute_targets
@@ -227,7 +227,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
         with replace_file(path) as partial_file:
             save_arrays(partial_file, arrays, {"step": str(step)})
     except (OSError, RuntimeError) as error:
-        raise RedrafterError(f"cannot save {path}: {one_line(error)}; {kept}") from error
+        raise RedrafterError(f"cannot save {path}: {join_lines(error)}; {kept}") from error
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:
@@ -247,4 +247,4 @@ def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim
             optimizer.state = state["optimizer"]
         return int(loaded[1]["step"])
     except (RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"cannot continue from {path}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot continue from {path}: {join_lines(error)}") from error
