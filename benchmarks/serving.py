@@ -36,7 +36,7 @@ from mlx_lm.utils import save_config, save_model
 from mlx_redrafter import load_demo
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
-from mlx_redrafter.engine.model_parts import compute_dtype
+from mlx_redrafter.engine.model_parts import find_compute_dtype
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import generate, stream_generate
 
@@ -229,7 +229,7 @@ def time_guests(port: int, demo: Any) -> float:
         time.sleep(HEAD_START)
         for other in [pool.submit(ask, port, guest, 32) for guest in guests]:
             other.result()
-    is_exact = compute_dtype(model) == mx.float32
+    is_exact = find_compute_dtype(model) == mx.float32
     if is_exact and answer.result().text != generate(model, tokenizer, long, max_tokens=LONG_ANSWER):
         raise RedrafterError(f"port {port}: other clients changed the text of a long answer")
     return answer.result().longest_pause

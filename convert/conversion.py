@@ -18,8 +18,8 @@ from mlx_lm.utils import dequantize_model
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import (
     DTYPES,
-    dtype_name,
     find_not_finite,
+    format_dtype,
     list_weights,
     load,
     load_drafter,
@@ -142,7 +142,7 @@ def convert(
     Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # checks the depth
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
     stored_dtype = source.config.get("dtype") if is_quantized else None  # mxfp4's scales do not tell the dtype
-    dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))
+    dtype = dtype or (stored_dtype if stored_dtype in DTYPES else format_dtype(drafter.dtype))
     stays = is_quantized and not dequantize  # only for a layer of a quantized model
     if not stays:
         drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))

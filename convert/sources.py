@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_redrafter.drafters import loading
-from mlx_redrafter.drafters.checkpoint import FLOATS, Checkpoint, Tensor, name_dtype, unwrap
+from mlx_redrafter.drafters.checkpoint import FLOATS, Checkpoint, Tensor, find_dtype_name, unwrap
 from mlx_redrafter.drafters.loading import Source, check_shards, make_checkpoint, read_safetensors, refuse_pointer
 from mlx_redrafter.errors import CheckpointError, join_lines
 
@@ -65,7 +65,7 @@ class TorchTensor(NamedTuple):
         Raises:
             RuntimeError, TypeError: the tensor is not dense.
         """
-        tensor, name = self.tensor, name_dtype(self.tensor)
+        tensor, name = self.tensor, find_dtype_name(self.tensor)
         if tensor.nbytes > tensor.untyped_storage().nbytes():
             raise TypeError("expected a dense tensor, got a broadcast view")  # a small file may declare any shape
         if name not in FLOATS:

@@ -131,7 +131,7 @@ def open_folder(name: str | Path) -> Path:
     Raises:
         RedrafterError: it cannot be created or read, or holds other files.
     """
-    path = name_folder(name)
+    path = expand_folder_name(name)
     try:
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         other = next((each for each in os.listdir(path) if not (each.startswith(".") or NAME.fullmatch(each))), None)
@@ -143,7 +143,7 @@ def open_folder(name: str | Path) -> Path:
     return path
 
 
-def name_folder(name: str | Path) -> Path:
+def expand_folder_name(name: str | Path) -> Path:
     """The path of a folder.
 
     Raises:
@@ -287,7 +287,7 @@ def find_folder(name: str | Path) -> Path:
     Raises:
         RedrafterError: it does not exist.
     """
-    path = name_folder(name)
+    path = expand_folder_name(name)
     if not path.is_dir():
         raise RedrafterError(f"expected a folder created by --answers, got {name}")
     return path

@@ -231,7 +231,7 @@ def save_drafter(
     if dtype is not None:
         weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
     stored = next(w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
-    config = {**drafter.args.to_dict(), "dtype": dtype_name(stored), **(extra or {})}
+    config = {**drafter.args.to_dict(), "dtype": format_dtype(stored), **(extra or {})}
     try:
         with replace_file(directory / "model.safetensors") as tensors, replace_file(directory / "config.json") as text:
             text.write_text(json.dumps(config, indent=2) + "\n")
@@ -290,7 +290,7 @@ def check_directory(path: Path) -> None:
         raise CheckpointError(f"no {WEIGHTS} in {path}")
 
 
-def dtype_name(dtype: mx.Dtype) -> str:
+def format_dtype(dtype: mx.Dtype) -> str:
     """A dtype's name in `--dtype` and configs."""
     return str(dtype).removeprefix("mlx.core.")
 
@@ -462,7 +462,7 @@ def load_pair(
 
 def find_dtype(module: nn.Module) -> str:
     """The name of the largest array's dtype, which most of the computation uses."""
-    return dtype_name(max(list_weights(module).values(), key=lambda array: array.size).dtype)
+    return format_dtype(max(list_weights(module).values(), key=lambda array: array.size).dtype)
 
 
 def load_fast_drafter(path_or_hf_repo: str, model: nn.Module) -> Drafter:

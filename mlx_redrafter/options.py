@@ -269,7 +269,7 @@ class Options:
         if self.shape == AUTO:
             return AUTO
         width, depth, size = self.shape
-        depth = default_depth(drafter) if depth is None else depth
+        depth = find_default_depth(drafter) if depth is None else depth
         most = drafter.args.max_depth
         if most is not None and depth > most:
             raise RedrafterError(f"draft_depth must be from 1 to {most} with this drafter, got {depth}")
@@ -277,7 +277,7 @@ class Options:
         return Plan(width, depth, 1 + width * depth) if self.logits_processors and width > 1 else plan
 
 
-def default_depth(drafter: Any) -> int:
+def find_default_depth(drafter: Any) -> int:
     """A drafter's default draft depth K."""
     args = drafter.args
     return min(args.draft_depth or DRAFT_DEPTH, args.max_depth or MAX_DRAFT_DEPTH)

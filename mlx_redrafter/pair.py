@@ -23,13 +23,13 @@ from .engine.blas import warn_of_slow_blas
 from .engine.decode import Decoder, Planner, Rounds, on_stream
 from .engine.grammar import Grammar
 from .engine.model_checks import check_draftable, check_verifiable, explain_chains
-from .engine.model_parts import AFTER_NORM, StateName, find_taps, model_name
+from .engine.model_parts import AFTER_NORM, StateName, find_module_name, find_taps
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import TokenChooser
 from .engine.target import Target
 from .errors import RedrafterError, UnsupportedModelError, warn
-from .options import AUTO, Options, default_depth
+from .options import AUTO, Options, find_default_depth
 from .planning.acceptance import find_acceptance
 from .planning.costs import CostTable
 from .planning.history import History
@@ -154,7 +154,7 @@ class Pair:
             reason = self.drafter.explain_chains()
         if reason is None:
             return plan
-        warn(f"drafting chains, not trees, for {model_name(self.model)}: {reason}")
+        warn(f"drafting chains, not trees, for {find_module_name(self.model)}: {reason}")
         return chain_plan(plan.depth)
 
     def select_layers(self, cache: Cache) -> Cache:
@@ -274,7 +274,7 @@ class Pair:
                     notes.append("the drafter does not draft: by its costs here no plan beats plain decoding")
                 return Choice([*([source] if planner.plans else []), *context], planner, notes)
         if source is not None:
-            plan = plan if isinstance(plan, Plan) else chain_plan(default_depth(drafter))
+            plan = plan if isinstance(plan, Plan) else chain_plan(find_default_depth(drafter))
             can_merge = bool(context) and not options.logits_processors and explain_chains(model) is None
             planned = Planner(self.fit_plan(plan, cache, source.capture), can_merge=can_merge)
             return Choice([source, *context], planned, notes)

@@ -18,11 +18,11 @@ import numpy as np
 
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
-from ..checkpoints import dtype_name, find_drafter_name, find_not_finite, is_quantized, list_weights, load_pair
+from ..checkpoints import find_drafter_name, find_not_finite, format_dtype, is_quantized, list_weights, load_pair
 from ..drafters import make_drafter
 from ..drafters.protocol import Drafter
 from ..engine.model_checks import check_draftable
-from ..engine.model_parts import compute_dtype, model_name
+from ..engine.model_parts import find_compute_dtype, find_module_name
 from ..engine.plan import Plan, chain_plan
 from ..engine.target import Target
 from ..engine.types import Kept
@@ -87,9 +87,9 @@ def diagnose(
     can_merge = no_trees is None
     if drafter is None:
         print("no drafter given: measuring a random one of the size that training would choose", file=sys.stderr)
-        choice = choose_size(model, compute_dtype(model))
+        choice = choose_size(model, find_compute_dtype(model))
         drafter, stand_in = make_drafter(choice.args), choice.reason
-        drafter.set_dtype(compute_dtype(model))
+        drafter.set_dtype(find_compute_dtype(model))
         mx.eval(drafter.parameters())
     no_trees = no_trees or drafter.explain_chains()
     mx.reset_peak_memory()
@@ -103,7 +103,7 @@ def diagnose(
     rates = np.interp(QUALITIES, CHAIN_TOKENS, RATES).tolist()
     report: dict[str, Any] = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
-        "target": describe_model(model, model_name(model), compute_dtype(model)),
+        "target": describe_model(model, find_module_name(model), find_compute_dtype(model)),
         "drafter": {
             **describe_model(drafter, args.describe(), drafter.dtype),
             "stand_in": stand_in,
@@ -147,7 +147,7 @@ def diagnose(
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
     """Name, dtype, quantization and bytes of weights of a model."""
     weight_bytes = sum(array.nbytes for array in list_weights(module).values())
-    return {"name": name, "dtype": dtype_name(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
+    return {"name": name, "dtype": format_dtype(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
 
 
 def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:

@@ -30,7 +30,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
 from ..engine.beam_search import Advance, State
-from ..engine.model_parts import AFTER_NORM, compute_dtype, find_head, model_name, model_sizes
+from ..engine.model_parts import AFTER_NORM, find_compute_dtype, find_head, find_model_sizes, find_module_name
 from ..errors import CheckpointError
 from .cached import CachedSource
 from .checkpoint import Checkpoint, Names, matches_any
@@ -42,12 +42,12 @@ from .config import (
     check_states,
     count,
     declare,
+    find_rope_type,
     flag,
     flatten,
     is_count,
     is_list_of,
     is_positive,
-    name_rope,
     number,
     size,
 )
@@ -102,7 +102,7 @@ class BlockArgs(LayerArgs):
 
     def check(self, where: str) -> None:
         rope = self.rope_scaling or {}
-        needed = ROPES.get(name_rope(rope))
+        needed = ROPES.get(find_rope_type(rope))
         if needed is None or not all(is_positive(rope.get(key)) for key in needed):
             expected = f"a RoPE of type {', '.join(ROPES)} with its numbers"
             raise CheckpointError(f"{where}/config.json: expected {expected}, got {rope!r:.80}")
@@ -141,7 +141,7 @@ class BlockArgs(LayerArgs):
         """
         tensors, config, where = checkpoint.tensors, checkpoint.config, checkpoint.where
         (width, n_inputs), n_states = checkpoint.matrix("fc.weight"), len(config["capture_layers"])
-        hidden_size, vocab_size = model_sizes(model) if model is not None else (None, None)
+        hidden_size, vocab_size = find_model_sizes(model) if model is not None else (None, None)
         needs_target = not {"embed_tokens.weight", "lm_head.weight"} <= tensors.keys()
         known = (config.get("target_hidden_size"), hidden_size, width if needs_target else None)
         check_states(n_inputs, n_states, known if n_inputs != n_states * width else (), where)
@@ -389,9 +389,11 @@ class BlockSource(CachedSource):
             self._embed = drafter.embed_tokens
         scale = args.embedding_scale
         if scale is None:
-            scale = math.sqrt(args.hidden_size) if model_name(model).startswith("gemma") else 1.0
+            scale = math.sqrt(args.hidden_size) if find_module_name(model).startswith("gemma") else 1.0
         self._scale = scale
-        self._head = drafter.lm_head if "lm_head" in drafter else _cast_input(find_head(model), compute_dtype(model))
+        self._head = (
+            drafter.lm_head if "lm_head" in drafter else _cast_input(find_head(model), find_compute_dtype(model))
+        )
 
     def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; the tokens are not used."""
@@ -472,7 +474,7 @@ DEEPSPEC = re.compile(r"(Qwen3|Gemma4)DSpark.*")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def name_architecture(config: Config) -> str:
+def find_architecture(config: Config) -> str:
     """The architecture in a config; empty if it names no architecture."""
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
@@ -485,7 +487,7 @@ def recognises_block(names: Collection[str], config: Config, marks: str) -> bool
         marks: a pattern of tensors that only the kind has.
     """
     pattern = rf"hidden_norm\.weight|encoder\.(?:fc|output_norm_enc)\.weight|{marks}"
-    return matches_any(pattern, names) or ARCHITECTURE.fullmatch(name_architecture(config)) is not None
+    return matches_any(pattern, names) or ARCHITECTURE.fullmatch(find_architecture(config)) is not None
 
 
 def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
@@ -499,7 +501,7 @@ def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
         CheckpointError: it is another kind of block drafter, or has parts that are not supported.
     """
     config, where = checkpoint.config, checkpoint.where
-    said, name = flatten(config, "dflash_config", where), name_architecture(config)
+    said, name = flatten(config, "dflash_config", where), find_architecture(config)
     kinds = list_kinds(said)
     unknown = [kind for kind in kinds if kind.lower() not in ("dflash", "dflash2", "dspark")]
     if name and not ARCHITECTURE.fullmatch(name):
@@ -561,7 +563,7 @@ def _find_layer_masks(said: Config, config: Config, n_layers: int, where: str) -
     Sliding layers are causal unless the config says otherwise. In Qwen3's configs they have a window only with
     `use_sliding_window`. If all layers have full attention, `use_swa` makes all of them sliding.
     """
-    types, name = said.get("layer_types"), name_architecture(config)
+    types, name = said.get("layer_types"), find_architecture(config)
     if DEEPSPEC.fullmatch(name):
         types = None
     elif types is None and said.get("use_sliding_window"):

@@ -136,7 +136,7 @@ class Checkpoint:
         said = said if isinstance(said, dict) else {}
         for scales in [name for name in self.tensors if name.endswith(".scales")]:
             layer = scales.removesuffix(".scales")
-            if f"{layer}.weight" not in self.tensors or name_dtype(self.tensors[f"{layer}.weight"]) != "uint32":
+            if f"{layer}.weight" not in self.tensors or find_dtype_name(self.tensors[f"{layer}.weight"]) != "uint32":
                 continue
             names = (f"{layer}.{part}" for part in ("weight", "scales", "biases"))
             arrays = {name[len(layer) + 1 :]: self.tensors.pop(name) for name in names if name in self.tensors}
@@ -201,8 +201,8 @@ class Checkpoint:
             CheckpointError: it cannot be read, has the wrong dtype, or holds NaN or infinity.
         """
         tensor, dtypes = self.tensors[name], INTEGERS if name == DRAFT_IDS else FLOATS
-        if name_dtype(tensor) not in dtypes:
-            got = f"{', '.join(dtypes)}, got {name_dtype(tensor)}"
+        if find_dtype_name(tensor) not in dtypes:
+            got = f"{', '.join(dtypes)}, got {find_dtype_name(tensor)}"
             raise CheckpointError(f"{self.where}: expected {name} in {got}")
         try:
             array: mx.array = tensor if isinstance(tensor, mx.array) else tensor.read()
@@ -302,7 +302,7 @@ def matches_any(pattern: str, names: Collection[str]) -> bool:
     return any(re.fullmatch(pattern, name) for name in names)
 
 
-def name_dtype(tensor: Tensor) -> str:
+def find_dtype_name(tensor: Tensor) -> str:
     """The name of a tensor's dtype, the same for torch and MLX; "packed" for a `Packed`."""
     return "packed" if isinstance(tensor, Packed) else str(tensor.dtype).rpartition(".")[2]
 

@@ -79,7 +79,7 @@ def check_states(n_inputs: int, n_states: int, sizes: Iterable[Any], where: str)
             raise CheckpointError(f"{where}/config.json: expected {expected}, got {n_states}")
 
 
-def name_rope(rope: Config) -> str:
+def find_rope_type(rope: Config) -> str:
     """The type of a RoPE, read as mlx-lm reads it."""
     return str(rope.get("type") or rope.get("rope_type") or "default")
 
@@ -344,7 +344,7 @@ class LayerArgs(DrafterArgs):
             "num_key_value_heads": keys // head_dim if head_dim else None,
             "intermediate_size": checkpoint.matrix(f"{layer}.mlp.gate_proj.weight")[0],
             "rope_theta": next(theta for theta in thetas if theta is not None),
-            "rope_scaling": None if name_rope(rope) == "default" else rope,
+            "rope_scaling": None if find_rope_type(rope) == "default" else rope,
             "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True)) is False,
         }
 

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from ..engine import kv_cache
 from ..engine.beam_search import State
 from ..engine.model_checks import explain_chains
-from ..engine.model_parts import compute_dtype, find_parts, model_name, model_sizes
+from ..engine.model_parts import find_compute_dtype, find_model_sizes, find_module_name, find_parts
 from ..engine.plan import Plan, chain_plan
 from ..engine.supported_models import REFUSED
 from ..engine.tree_attention import Nodes, build_with_nodes
@@ -74,9 +74,9 @@ class DraftModel(Drafter):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if reason := REFUSED.get(model_name(model)):
-            raise UnsupportedModelError(f"{model_name(model)} cannot be a draft model: {reason}")
-        super().__init__(DraftModelArgs(*model_sizes(model), name=model_name(model)))
+        if reason := REFUSED.get(find_module_name(model)):
+            raise UnsupportedModelError(f"{find_module_name(model)} cannot be a draft model: {reason}")
+        super().__init__(DraftModelArgs(*find_model_sizes(model), name=find_module_name(model)))
         self.model, self._chains = model, explain_chains(model)
         self.n_cache_layers = len(make_prompt_cache(model))
 
@@ -86,10 +86,10 @@ class DraftModel(Drafter):
 
     @property
     def dtype(self) -> mx.Dtype:
-        return compute_dtype(self.model)
+        return find_compute_dtype(self.model)
 
     def open(self, model: nn.Module) -> DraftModelSource:
-        return DraftModelSource(self, model_sizes(model)[1])
+        return DraftModelSource(self, find_model_sizes(model)[1])
 
     def check_fit(self, model: nn.Module, name: str = "the draft model") -> None:
         """Compares the vocabulary sizes, except for padding.
@@ -97,7 +97,7 @@ class DraftModel(Drafter):
         Raises:
             CheckpointError: they differ by more than `MAX_PADDING`.
         """
-        own, other = self.args.vocab_size, model_sizes(model)[1]
+        own, other = self.args.vocab_size, find_model_sizes(model)[1]
         if abs(own - other) > MAX_PADDING:
             raise CheckpointError(f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}")
 

@@ -35,8 +35,8 @@ from .block import (
     BlockDrafter,
     Guess,
     Layer,
+    find_architecture,
     list_kinds,
-    name_architecture,
     prepare,
     recognises_block,
 )
@@ -62,7 +62,7 @@ def recognises(names: Collection[str], config: Config) -> bool:
         return True
     own = config.get("dflash_config")
     kinds = list_kinds(config | (own if isinstance(own, dict) else {}))
-    says_so = "DSpark" in name_architecture(config) or "dspark" in map(str.lower, kinds)
+    says_so = "DSpark" in find_architecture(config) or "dspark" in map(str.lower, kinds)
     return says_so and recognises_block(names, config, MARKOV)
 
 
@@ -94,7 +94,7 @@ class DrafterArgs(BlockArgs):
         own = {
             "from_anchor": config["sample_from_anchor"] is True if "sample_from_anchor" in config else says_all,
             "markov_rank": shapes.get("markov_w1.weight", (0, None))[1],
-            "gemma": name_architecture(published).startswith("Gemma4DSpark"),
+            "gemma": find_architecture(published).startswith("Gemma4DSpark"),
         }
         if own["gemma"]:
             own["embedding_scale"] = math.sqrt(checkpoint.matrix("fc.weight")[0])

@@ -30,7 +30,7 @@ from mlx_lm.models.base import create_causal_mask
 from ..engine.model_parts import AFTER_NORM, StateName
 from ..errors import CheckpointError, RedrafterError, join_lines
 from .cached import LayerCache, PairSource
-from .checkpoint import Checkpoint, Packed, Tensor, name_dtype
+from .checkpoint import Checkpoint, Packed, Tensor, find_dtype_name
 from .config import Config, flag, get_object, is_count, nested
 from .config import DrafterArgs as BaseArgs
 from .protocol import Embed, Head, PairDrafter
@@ -417,7 +417,7 @@ def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], wher
     rows, columns = block
     expected = (*weight.shape[:-2], -(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns))
     if weight.dtype != mx.uint8 or not isinstance(scales, mx.array) or scales.shape != expected:
-        got = f"{name_dtype(weight)} and scales of shape {tuple(scales.shape)}"
+        got = f"{find_dtype_name(weight)} and scales of shape {tuple(scales.shape)}"
         raise CheckpointError(f"{where}: expected FP8 with scales of shape {expected}, got {got}")
     factors = mx.repeat(mx.repeat(scales.astype(mx.float32), rows, axis=-2), columns, axis=-1)
     numbers = mx.from_fp8(weight, dtype=mx.float32) * factors[..., : weight.shape[-2], : weight.shape[-1]]

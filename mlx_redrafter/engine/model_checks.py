@@ -10,7 +10,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from ..errors import UnsupportedModelError, join_lines
 from . import kv_cache
-from .model_parts import AFTER_NORM, StateName, check_states, model_name
+from .model_parts import AFTER_NORM, StateName, check_states, find_module_name
 from .supported_models import CHAINS, LENGTH_BOUND, REFUSED, REPLAYED, TREES
 from .tree_attention import Nodes, build_with_nodes
 
@@ -38,7 +38,7 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
     Raises:
         UnsupportedModelError: rounds would not be exact; the message says why.
     """
-    name = model_name(model)
+    name = find_module_name(model)
     if reason := REFUSED.get(name):
         raise UnsupportedModelError(f"cannot draft for {name}: {reason}")
     unknown = kv_cache.unknown_types(make_prompt_cache(model), kv_cache.KNOWN)
@@ -73,7 +73,7 @@ def check_draftable(
 
 def explain_chains(model: nn.Module) -> str | None:
     """Why a model verifies chains only; None if it verifies trees. It must have passed `check_verifiable`."""
-    name = model_name(model)
+    name = find_module_name(model)
     if reason := CHAINS.get(name):
         return reason
     if exact_until(model) is not None:

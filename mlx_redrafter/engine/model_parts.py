@@ -174,13 +174,13 @@ def find_context_length(model: nn.Module) -> int | None:
     return None
 
 
-def compute_dtype(model: nn.Module) -> mx.Dtype:
+def find_compute_dtype(model: nn.Module) -> mx.Dtype:
     """The dtype of a model's computation, which is the dtype of its embedding's rows."""
     dtype: mx.Dtype = find_parts(model).embedding(mx.zeros((1,), mx.int32)).dtype
     return dtype
 
 
-def model_sizes(model: nn.Module) -> tuple[int, int]:
+def find_model_sizes(model: nn.Module) -> tuple[int, int]:
     """(hidden size D, vocabulary size V) of a model; nothing is computed.
 
     Raises:
@@ -190,7 +190,7 @@ def model_sizes(model: nn.Module) -> tuple[int, int]:
     return find_parts(model).embedding(token).shape[-1], model(token).shape[-1]
 
 
-def model_name(model: nn.Module) -> str:
+def find_module_name(model: nn.Module) -> str:
     """The name of a model's module in `mlx_lm.models`."""
     return type(model).__module__.rpartition(".")[2]
 
@@ -229,7 +229,7 @@ def find_taps(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, T
         else:
             taps[name] = Tap(parts.final_norm, is_input=name == BEFORE_NORM)
         if reason:
-            raise UnsupportedModelError(f"cannot draft for {model_name(model)}: {reason}")
+            raise UnsupportedModelError(f"cannot draft for {find_module_name(model)}: {reason}")
     return taps
 
 
@@ -307,5 +307,6 @@ def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
             which = f"the output of layer {name}" if isinstance(name, int) else "its last hidden state"
             got = shape[-1] if shape and shape[:-1] == (1, 1) else shape
             raise UnsupportedModelError(
-                f"cannot draft for {model_name(model)}: expected {which} as wide as its embedding, {width}, got {got}"
+                f"cannot draft for {find_module_name(model)}: expected {which} as wide as its embedding, {width}, "
+                f"got {got}"
             )

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..drafters import DEFAULT, TRAINABLE, make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableArgs
-from ..engine.model_parts import model_sizes
+from ..engine.model_parts import find_model_sizes
 from ..engine.plan import DRAFT_DEPTH, chain_plan
 from ..engine.types import Kept
 from .costs import lower_quartile
@@ -81,7 +81,7 @@ def choose_size(
         depth: how many tokens it drafts.
     """
     plain = plain_milliseconds(model)
-    sizes = candidates(*model_sizes(model), kind, depth)
+    sizes = candidates(*find_model_sizes(model), kind, depth)
     budget = CHEAP * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
     light = [args for args in sizes if n_weights(args) * dtype.size <= 1.5 * budget]
     cost = 0.0

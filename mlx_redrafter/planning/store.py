@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from .. import ranks
 from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
-from ..engine.model_parts import model_name
+from ..engine.model_parts import find_module_name
 from ..errors import join_lines, warn
 from .acceptance import Count, Counts
 from .costs import CostTable, is_disturbed, parse_costs
@@ -36,7 +36,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         trees: whether both take trees.
         refresh: measure even if a table is saved.
     """
-    described = {"format": 7, "machine": describe_machine(), "model": model_name(model), "trees": trees}
+    described = {"format": 7, "machine": describe_machine(), "model": find_module_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
     if ranks.count() > 1:
         described["ranks"] = ranks.gather(describe_machine())
@@ -107,6 +107,6 @@ def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
 
 def _find_file(model: nn.Module, drafter: Drafter) -> Path:
     """The file of the counts, named by both models and a sample of the drafter's tensors."""
-    described = [model_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
+    described = [find_module_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + sample_tensors(drafter))
     return cache_directory() / "acceptance" / f"{digest.hexdigest()[:24]}.json"

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from ..atomic_files import expand_path, find_final_name, replace_file
 from ..engine import kv_cache
-from ..engine.model_parts import model_name
+from ..engine.model_parts import find_module_name
 from ..errors import RedrafterError, join_lines
 from ..options import CACHE_OPTIONS, Options
 from ..planning.store import digest_tensors, sample_tensors
@@ -69,7 +69,7 @@ class CacheFolder:
             raise RedrafterError(f"another process keeps its prompt caches in {path}") from None
         except OSError as error:
             raise RedrafterError(f"expected a folder for prompt caches, got {path}: {join_lines(error)}") from error
-        own = [model_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
+        own = [find_module_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
         own += [repr(getattr(options, each)) for each in CACHE_OPTIONS]
         own += [version(each) for each in ("mlx-redrafter", "mlx-lm", "mlx")]
         self._key = hashlib.sha256(json.dumps(own).encode() + sample_tensors(model)).hexdigest()[:16]

@@ -14,7 +14,7 @@ from transformers.utils import get_json_schema
 
 from ..atomic_files import expand_path, replace_file
 from ..engine import kv_cache
-from ..engine.model_parts import model_name
+from ..engine.model_parts import find_module_name
 from ..engine.request_checks import check_prompt, check_request
 from ..engine.target import KVQuantization
 from ..errors import RedrafterError, join_lines
@@ -49,7 +49,7 @@ def write_conversation(
     if not file.parent.is_dir():
         raise RedrafterError(f"cannot save the session as {file}: there is no folder {file.parent}")
     if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
-        raise RedrafterError(f"mlx-lm cannot load a {odd[0]}: the cache of {model_name(model)} cannot be saved")
+        raise RedrafterError(f"mlx-lm cannot load a {odd[0]}: the cache of {find_module_name(model)} cannot be saved")
     conversation = {"tokens": tokens, "messages": messages, "template": template}
     content = {"format": FORMAT, "model": digest_tensors(model), **conversation}
     try:

@@ -21,8 +21,8 @@ from ..answer_folder import find_folder
 from ..atomic_files import explain_unwritable, lock_file
 from ..checkpoints import (
     WEIGHTS,
-    dtype_name,
     find_not_finite,
+    format_dtype,
     is_quantized,
     list_weights,
     load_drafter,
@@ -36,7 +36,7 @@ from ..drafters import TRAINABLE, is_converted
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableArgs, TrainableDrafter
 from ..engine.model_checks import check_draftable
-from ..engine.model_parts import compute_dtype, model_sizes
+from ..engine.model_parts import find_compute_dtype, find_model_sizes
 from ..engine.stats import Stats
 from ..errors import RedrafterError, join_lines
 from ..options import Options
@@ -145,7 +145,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     start = None if args.drafter is None else load_start(args.drafter, model)
     if start is not None:
         depth = min(args.draft_depth, start.args.max_depth or args.draft_depth)
-        dtype, rate = args.dtype or dtype_name(start.dtype), WARM_RATE * args.learning_rate
+        dtype, rate = args.dtype or format_dtype(start.dtype), WARM_RATE * args.learning_rate
         args = replace(args, draft_depth=depth, dtype=dtype, learning_rate=rate)
         start.set_dtype(mx.float32)
         start.share(model)
@@ -338,9 +338,9 @@ def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
     Raises:
         RedrafterError: the draft vocabulary is larger than the target's vocabulary.
     """
-    hidden_size, vocab_size = model_sizes(model)
+    hidden_size, vocab_size = find_model_sizes(model)
     if args.is_measured:
-        choice = choose_size(model, final_dtype(args, compute_dtype(model)), args.kind, args.draft_depth)
+        choice = choose_size(model, final_dtype(args, find_compute_dtype(model)), args.kind, args.draft_depth)
         say(f"size: {choice.reason}")
         return choice.args
     count = args.draft_vocab_size

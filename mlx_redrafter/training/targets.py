@@ -11,7 +11,7 @@ import numpy as np
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_parts import Tap, capture, compute_dtype, find_head, find_parts, model_name
+from ..engine.model_parts import Tap, capture, find_compute_dtype, find_head, find_module_name, find_parts
 from ..errors import UnsupportedModelError
 from .loss import TrainingTargets
 from .settings import TrainingArgs
@@ -54,12 +54,12 @@ class Teacher:
         self._model = model if reads else None
         parts = find_parts(model)
         self.embedding: Any = parts.embedding
-        self.dtype = compute_dtype(model)
+        self.dtype = find_compute_dtype(model)
         self._head = find_head(model)
         tokens = (mx.arange(CHECKED_TOKENS) * (self.embedding.weight.shape[0] // CHECKED_TOKENS))[None]
         wanted, (hidden,) = capture([Tap(parts.final_norm)], lambda: model(tokens))
         raw, self.vocab_size = self._head(hidden[-1]), wanted.shape[-1]
-        self._scale, self._cap = find_scale_and_cap(raw[..., : self.vocab_size], wanted, model_name(model))
+        self._scale, self._cap = find_scale_and_cap(raw[..., : self.vocab_size], wanted, find_module_name(model))
 
     @classmethod
     def of(cls, target: nn.Module | Teacher) -> Teacher:
