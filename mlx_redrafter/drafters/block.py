@@ -153,10 +153,10 @@ class BlockArgs(LayerArgs):
         if vocab_size is None:
             raise CheckpointError(f"expected vocab_size in {where}/config.json, got none: give --base-model")
         checkpoint.add_row_numbers(vocab_size)
-        said = config | cls.read_layer(checkpoint, "layers.0") | own
+        fields = config | cls.read_layer(checkpoint, "layers.0") | own
         args = cls.derive(
             checkpoint.shapes,
-            said | {"vocab_size": vocab_size, "hidden_state": AFTER_NORM},
+            fields | {"vocab_size": vocab_size, "hidden_state": AFTER_NORM},
             where,
             width=width,
             hidden_size=n_inputs // n_states,
@@ -164,7 +164,7 @@ class BlockArgs(LayerArgs):
             own_head="lm_head.weight" in tensors,
             attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
         )
-        checkpoint.compare(args.said())
+        checkpoint.compare(args.list_config_values())
         return args
 
     @property
@@ -178,8 +178,8 @@ class BlockArgs(LayerArgs):
         windows, causal = (given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal))
         return list(zip(windows, map(bool, causal), strict=True))
 
-    def said(self) -> dict[str, Any]:
-        return super().said() | {"num_hidden_layers": self.num_layers}
+    def list_config_values(self) -> dict[str, Any]:
+        return super().list_config_values() | {"num_hidden_layers": self.num_layers}
 
     def describe(self) -> str:
         return f"block {self.block_size}, layers {self.num_layers}, {super().describe()}"
@@ -501,16 +501,16 @@ def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
         CheckpointError: it is another kind of block drafter, or has parts that are not supported.
     """
     config, where = checkpoint.config, checkpoint.where
-    said, name = flatten(config, "dflash_config", where), find_architecture(config)
-    kinds = list_kinds(said)
+    flat, name = flatten(config, "dflash_config", where), find_architecture(config)
+    kinds = list_kinds(flat)
     unknown = [kind for kind in kinds if kind.lower() not in ("dflash", "dflash2", "dspark")]
     if name and not ARCHITECTURE.fullmatch(name):
         unknown.append(name)
-    head = said.get("markov_head_type", "vanilla")
+    head = flat.get("markov_head_type", "vanilla")
     for is_other, what in (
         (bool(unknown), f"is a {' '.join(unknown)!s:.60}"),
-        (head != "vanilla" and said.get("markov_rank") != 0, f"has a Markov head of type {head!r:.40}"),
-        (bool(said.get("attention_sink_bias")), "has attention sinks"),
+        (head != "vanilla" and flat.get("markov_rank") != 0, f"has a Markov head of type {head!r:.40}"),
+        (bool(flat.get("attention_sink_bias")), "has attention sinks"),
     ):
         if is_other:
             raise CheckpointError(f"{where} {what}: supported block drafters are DFlash, DFlash 2 and plain DSpark")
@@ -521,9 +521,9 @@ def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
     checkpoint.config = read_config(config, checkpoint.count(r"layers\.(\d+)\..*"), where)
 
 
-def list_kinds(said: Config) -> list[str]:
+def list_kinds(flat: Config) -> list[str]:
     """The names of the head's kind in a config."""
-    return [str(said[key]) for key in ("speculators_model_type", "projector_type") if key in said]
+    return [str(flat[key]) for key in ("speculators_model_type", "projector_type") if key in flat]
 
 
 def read_config(config: Config, n_layers: int, where: str) -> Config:
@@ -539,49 +539,49 @@ def read_config(config: Config, n_layers: int, where: str) -> Config:
     Raises:
         CheckpointError: the target's layers that it reads are missing, or a value is not supported.
     """
-    said = flatten(config, "dflash_config", where)
-    layers, entering = said.get("target_layer_ids"), said.get("aux_hidden_state_layer_ids")
+    flat = flatten(config, "dflash_config", where)
+    layers, entering = flat.get("target_layer_ids"), flat.get("aux_hidden_state_layer_ids")
     if layers is None and isinstance(entering, list) and all(type(layer) is int for layer in entering):
         layers = [layer - 1 for layer in entering]  # a layer's input is the output of the one before
     if not isinstance(layers, list) or not layers:
         what = "target_layer_ids, the target's layers to read"
         raise CheckpointError(f"expected {what}, in {where}/config.json, got none")
-    return said | {
+    return flat | {
         "capture_layers": layers,
         "num_layers": n_layers,
-        "embedding_scale": said.get("input_embedding_scale"),
+        "embedding_scale": flat.get("input_embedding_scale"),
         # Gemma's keys for full-attention layers, the only layers in its drafters
-        "head_dim": said.get("global_head_dim", said.get("head_dim")),
-        "num_key_value_heads": said.get("num_global_key_value_heads", said.get("num_key_value_heads")),
-        **_find_layer_masks(said, config, n_layers, where),
+        "head_dim": flat.get("global_head_dim", flat.get("head_dim")),
+        "num_key_value_heads": flat.get("num_global_key_value_heads", flat.get("num_key_value_heads")),
+        **_find_layer_masks(flat, config, n_layers, where),
     }
 
 
-def _find_layer_masks(said: Config, config: Config, n_layers: int, where: str) -> Config:
+def _find_layer_masks(flat: Config, config: Config, n_layers: int, where: str) -> Config:
     """`layer_windows` and `layer_causal`, each None if no layer has a window or is causal.
 
     Sliding layers are causal unless the config says otherwise. In Qwen3's configs they have a window only with
     `use_sliding_window`. If all layers have full attention, `use_swa` makes all of them sliding.
     """
-    types, name = said.get("layer_types"), find_architecture(config)
+    types, name = flat.get("layer_types"), find_architecture(config)
     if DEEPSPEC.fullmatch(name):
         types = None
-    elif types is None and said.get("use_sliding_window"):
+    elif types is None and flat.get("use_sliding_window"):
         raise CheckpointError(f"{where}/config.json: expected layer_types with use_sliding_window, got none")
     types = types or [FULL] * n_layers
     if not isinstance(types, list) or len(types) != n_layers or any(each not in (FULL, SLIDING) for each in types):
         known = f"{n_layers} layer_types, each {FULL} or {SLIDING}"
         raise CheckpointError(f"{where}/config.json: expected {known}, got {types!r:.80}")
-    has_window = said.get("model_type") != "qwen3" or said.get("use_sliding_window") is True
-    window, is_causal = said.get("sliding_window"), "Assistant" not in name
+    has_window = flat.get("model_type") != "qwen3" or flat.get("use_sliding_window") is True
+    window, is_causal = flat.get("sliding_window"), "Assistant" not in name
     if "speculators_model_type" in config:
-        is_causal = not said.get("sliding_window_non_causal", said.get("speculators_model_type") == "dflash2")
-    if said.get("use_swa") and SLIDING not in types:
-        types, window, is_causal = [SLIDING] * n_layers, said.get("swa_window_size", window), False
+        is_causal = not flat.get("sliding_window_non_causal", flat.get("speculators_model_type") == "dflash2")
+    if flat.get("use_swa") and SLIDING not in types:
+        types, window, is_causal = [SLIDING] * n_layers, flat.get("swa_window_size", window), False
         has_window = True
     if has_window and SLIDING in types and not is_count(window):
         raise CheckpointError(f"{where}/config.json: expected sliding_window to be at least 1, got {window!r:.40}")
-    explicit = said.get("is_causal", said.get("causal"))
+    explicit = flat.get("is_causal", flat.get("causal"))
     windows = [window if has_window and each == SLIDING else 0 for each in types]
     causal = [each == SLIDING and is_causal if explicit is None else explicit is True for each in types]
     return {"layer_windows": windows if any(windows) else None, "layer_causal": causal if any(causal) else None}

@@ -132,16 +132,16 @@ class Checkpoint:
         Raises:
             CheckpointError: the config does not describe the quantization, or contradicts the shapes.
         """
-        said = self.config.get("quantization") or self.config.get("quantization_config")
-        said = said if isinstance(said, dict) else {}
+        quantization = self.config.get("quantization") or self.config.get("quantization_config")
+        quantization = quantization if isinstance(quantization, dict) else {}
         for scales in [name for name in self.tensors if name.endswith(".scales")]:
             layer = scales.removesuffix(".scales")
             if f"{layer}.weight" not in self.tensors or find_dtype_name(self.tensors[f"{layer}.weight"]) != "uint32":
                 continue
             names = (f"{layer}.{part}" for part in ("weight", "scales", "biases"))
             arrays = {name[len(layer) + 1 :]: self.tensors.pop(name) for name in names if name in self.tensors}
-            own = said.get(self.stored[scales].removesuffix(".scales"))
-            how = own if isinstance(own, dict) else said
+            own = quantization.get(self.stored[scales].removesuffix(".scales"))
+            how = own if isinstance(own, dict) else quantization
             mode = how.get("mode", "affine")
             if not isinstance(mode, str) or mode not in MODES:
                 got = f"{', '.join(MODES)}, got mode {mode!r:.40}"

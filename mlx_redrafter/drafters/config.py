@@ -283,7 +283,7 @@ class DrafterArgs:
         """
         raise NotImplementedError
 
-    def said(self) -> dict[str, Any]:
+    def list_config_values(self) -> dict[str, Any]:
         """The values that a published config must not contradict, by the config's keys."""
         return vars(self)
 
@@ -348,7 +348,7 @@ class LayerArgs(DrafterArgs):
             "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True)) is False,
         }
 
-    def said(self) -> dict[str, Any]:
+    def list_config_values(self) -> dict[str, Any]:
         """The values that a published config must not contradict; its `hidden_size` is the head's own width."""
         return {
             "vocab_size": self.vocab_size,

@@ -94,8 +94,8 @@ class DrafterArgs(BlockArgs):
         }
         return cls.from_block(checkpoint, model, own)
 
-    def said(self) -> dict[str, Any]:
-        return super().said() | {
+    def list_config_values(self) -> dict[str, Any]:
+        return super().list_config_values() | {
             "conv_kernel_size": self.conv_kernel_size or 0,
             "selector_rank": self.selector_rank or 0,
         }

@@ -101,8 +101,8 @@ class DrafterArgs(BlockArgs):
             own["own_values"] = "layers.0.self_attn.v_proj.weight" in checkpoint.tensors
         return cls.from_block(checkpoint, model, own)
 
-    def said(self) -> dict[str, Any]:
-        return super().said() | {"markov_rank": self.markov_rank or 0}
+    def list_config_values(self) -> dict[str, Any]:
+        return super().list_config_values() | {"markov_rank": self.markov_rank or 0}
 
 
 class GemmaAttention(Attention):

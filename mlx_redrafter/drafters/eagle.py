@@ -113,10 +113,10 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         if version == 1:
             tensors.pop("embed_tokens.weight", None)
         checkpoint.add_row_numbers(vocab_size)
-        said = config | cls.read_layer(checkpoint, "layer") | {"vocab_size": vocab_size, "capture_layers": layers}
+        fields = config | cls.read_layer(checkpoint, "layer") | {"vocab_size": vocab_size, "capture_layers": layers}
         args = cls.derive(
             checkpoint.shapes,
-            said | {"hidden_state": AFTER_NORM},
+            fields | {"hidden_state": AFTER_NORM},
             where,
             width=width,
             hidden_size=n_inputs // n_states,
@@ -129,7 +129,7 @@ class DrafterArgs(LayerArgs, TrainableArgs):
             fc_norm="fc_norm.0.weight" in tensors,
             norm_before_fc="input_norm.weight" in tensors,
         )
-        checkpoint.compare(args.said())
+        checkpoint.compare(args.list_config_values())
         return args
 
     @classmethod
@@ -205,20 +205,20 @@ def read_config(config: Config, where: str) -> Config:
     Raises:
         CheckpointError: the head is of a kind that is not supported.
     """
-    own, said = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
-    if (kind := said.get("speculators_model_type", "eagle3")) != "eagle3":
+    own, flat = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
+    if (kind := flat.get("speculators_model_type", "eagle3")) != "eagle3":
         raise CheckpointError(f"{where} is a {join_lines(kind)[:40]}: only EAGLE-3 heads of speculators are supported")
     for key, expected in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False), ("parallel_draft_step", 1)):
-        if said.get(key, expected) != expected:
-            got = f"{expected}, got {said[key]!r:.40}"
+        if flat.get(key, expected) != expected:
+            got = f"{expected}, got {flat[key]!r:.40}"
             raise CheckpointError(f"{where}/config.json: expected {key} of an EAGLE head to be {got}")
-    layers = said.get("eagle_aux_hidden_state_layer_ids")
+    layers = flat.get("eagle_aux_hidden_state_layer_ids")
     if layers is not None and not (is_list_of(int, layers) and layers):
         raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
-    enters = "speculators_model_type" in said or "use_aux_hidden_state" in own or (layers and layers[0] != 1)
+    enters = "speculators_model_type" in flat or "use_aux_hidden_state" in own or (layers and layers[0] != 1)
     if layers is not None and enters:
         layers = [layer - 1 for layer in layers]
-    return said | {"capture_layers": layers}
+    return flat | {"capture_layers": layers}
 
 
 def default_layers(n_layers: int) -> list[int]:

@@ -368,11 +368,11 @@ def find_kind(names: Collection[str], config: dict[str, Any], where: str, *, is_
         return next(module for module in MODULES if config["model_type"] == module.MODEL_TYPE)
     names = set(unwrap(names).values())
     kind = next(module for module in reversed(MODULES) if module.recognises(names, config))
-    said = config.get("model_type")
-    is_other = isinstance(said, str) and said.isidentifier() and said != recurrent.MODEL_TYPE
+    model_type = config.get("model_type")
+    is_other = isinstance(model_type, str) and model_type.isidentifier() and model_type != recurrent.MODEL_TYPE
     for pattern, verdict in OTHER_KINDS if kind is recurrent else ():
         if matches_any(pattern, names):
-            raise CheckpointError(f"{where} {verdict.format(model=f'a {said}' if is_other else 'a base model')}")
+            raise CheckpointError(f"{where} {verdict.format(model=f'a {model_type}' if is_other else 'a base model')}")
     return kind
 
 

@@ -199,12 +199,12 @@ class DrafterArgs(BaseArgs):
         assert layers is not None  # see `recognises`
         config = checkpoint.config
         text = get_object(config, "text_config", where) or config
-        said = str(text.get("model_type") if layers.is_split else config.get("model_type"))
-        model_type = said.removesuffix("_mtp").removesuffix("_text")
+        given = str(text.get("model_type") if layers.is_split else config.get("model_type"))
+        model_type = given.removesuffix("_mtp").removesuffix("_text")
         if model_type not in LAYERS:
             model_type = model_type.removesuffix("_moe")
         if model_type not in LAYERS:
-            got = f"{', '.join(LAYERS)}, got {said!r:.40}"
+            got = f"{', '.join(LAYERS)}, got {given!r:.40}"
             raise CheckpointError(f"{where}: expected the multi-token-prediction layer of {got}")
         if text.get("mtp_use_dedicated_embeddings"):
             raise CheckpointError(f"{where}: a multi-token-prediction layer with its own embedding is not supported")
@@ -461,8 +461,8 @@ def split_latent(arrays: Mapping[str, Tensor], config: Mapping[str, Any], where:
     sizes: list[Any] = [config.get(key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")]
     heads, n_keys, n_values = sizes
     if not all(map(is_count, sizes)) or matrix.ndim != 2 or matrix.shape[0] != heads * (n_keys + n_values):
-        said = f"{heads} heads of {n_keys} and {n_values}"
-        raise CheckpointError(f"incomplete drafter: {where}: expected kv_b_proj for {said}, got shape {matrix.shape}")
+        layout = f"{heads} heads of {n_keys} and {n_values}"
+        raise CheckpointError(f"incomplete drafter: {where}: expected kv_b_proj for {layout}, got shape {matrix.shape}")
     keys, values = mx.split(matrix.reshape(heads, -1, matrix.shape[-1]), [n_keys], axis=1)
     return made | {f"{at}embed_q.weight": keys.swapaxes(-1, -2), f"{at}unembed_out.weight": values}
 

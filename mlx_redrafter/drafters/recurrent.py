@@ -126,7 +126,7 @@ class DrafterArgs(TrainableArgs):
             args = replace(args, vocab_size=vocab_size)
         if is_own:
             checkpoint.config = config
-            checkpoint.compare(args.said())
+            checkpoint.compare(args.list_config_values())
         return args
 
     @classmethod

@@ -286,7 +286,7 @@ class Answer:
             GenerationFailed: the engine failed or is shutting down, or the answer's schema is too complex.
         """
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
-            self.choice, said = choice, list[Segment]()
+            self.choice, segments_so_far = choice, list[Segment]()
             async for event in request.events():
                 self.n_tokens += 1
                 self.n_reasoning += text.is_reasoning
@@ -295,9 +295,9 @@ class Answer:
                 if text.stopped_by is not None:
                     reason = "stop"
                     request.cancel()
-                said += segments
+                segments_so_far += segments
                 if event.finish_reason == "stop" and text.stopped_by is None:
-                    self._completion.service.prompt_thread.submit(log_violations, self._completion, said)
+                    self._completion.service.prompt_thread.submit(log_violations, self._completion, segments_so_far)
                 self.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
                 yield Piece(choice, event, shown, segments, self.finish_reason)
                 if reason is not None:
