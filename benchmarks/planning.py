@@ -98,7 +98,7 @@ def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count
         tell(0, len(prompt) - 1)
     for at in range(count):
         tell(len(prompt) + at - 1, len(prompt) + at)
-        tree = source.propose(mx.array(text[at]), chain_plan(DEPTH), None, ordered=False)
+        tree = source.propose(mx.array(text[at]), chain_plan(DEPTH), None, in_level_order=False)
         chain = cast(list[int], tree.tokens.tolist())[1:]
         ahead = text[at + 1 : at + 1 + DEPTH]
         found.append(next((i for i, (one, other) in enumerate(zip(chain, ahead, strict=True)) if one != other), DEPTH))

@@ -162,7 +162,7 @@ def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
     logits, hidden = target.forward(mx.array(text))
     source.keep(Kept(mx.array(text), hidden, None, len(text), 0))
     source.read([*text, 0])
-    source.propose(mx.array(0), chain_plan(min(2, drafter.args.max_depth or 2)), record, ordered=False)
+    source.propose(mx.array(0), chain_plan(min(2, drafter.args.max_depth or 2)), record, in_level_order=False)
     states = mx.concatenate([states.reshape(-1) for states in hidden.values()]) if hidden else logits
     return find_not_finite({"target": states, "drafter": mx.concatenate(guesses)}), source.row_bytes
 
@@ -279,7 +279,7 @@ def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
 
 def describe_plan(plan: Plan) -> str:
     """`W x K`, followed by N if not all nodes are verified."""
-    return f"{plan.width} x {plan.depth}" + ("" if plan.whole else f", {plan.size} nodes")
+    return f"{plan.width} x {plan.depth}" + ("" if plan.keeps_all_nodes else f", {plan.size} nodes")
 
 
 def describe_verdict(report: dict[str, Any], limit: str) -> list[str]:

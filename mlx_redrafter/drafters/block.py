@@ -395,7 +395,7 @@ class BlockSource(CachedSource):
             drafter.lm_head if "lm_head" in drafter else _cast_input(find_head(model), find_compute_dtype(model))
         )
 
-    def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+    def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; the tokens are not used."""
         own = mx.arange(position, position + len(states))
         self._positions = mx.concatenate([self._positions[: self._caches[0].offset], own])
@@ -409,7 +409,7 @@ class BlockSource(CachedSource):
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
         """Runs a block. Beyond `depth`, which no plan reaches, the last row's guess is repeated."""
-        _, sees, position = self.take_in_pending(root)
+        _, sees, position = self.append_pending_rows(root)
         drafter, args = self.drafter, self.drafter.args
         first = 0 if args.from_anchor else 1
         tokens = mx.concatenate([root.reshape(1).astype(mx.int32), mx.full((first + depth - 1,), args.mask_token_id)])

@@ -123,7 +123,7 @@ class DraftModelSource(Source):
         vocab_size: V, the target's.
     """
 
-    waits = True
+    proposes_after_read = True
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         self.drafter, self._model, self._vocab_size = drafter, drafter.model, vocab_size
@@ -143,7 +143,7 @@ class DraftModelSource(Source):
         """Appends tokens, which the next draft will read."""
         self._text += tokens
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
         """See `Source.propose`. The root must be the last token of the text."""
         self._trim(len(self._text) - 1)
         # After an error, no partly written cache must remain.
@@ -160,7 +160,7 @@ class DraftModelSource(Source):
             paths = mx.concatenate([paths, tokens[:, None]], axis=1)
             return self._fit(self._run(tokens, cache) if plan.width == 1 else self._read_paths(paths, cache)), paths
 
-        tree = draft(advance, root, plan, adjust, ordered=ordered)
+        tree = draft(advance, root, plan, adjust, in_level_order=in_level_order)
         kv_cache.restore(cache, states)
         self._cache, self._held = cache, len(self._text)
         return tree
@@ -202,7 +202,7 @@ class DraftModelSource(Source):
     def _read_paths(self, paths: mx.array, cache: kv_cache.Cache) -> mx.array:
         """(W, V') the model's own logits after each of `paths` (W, 1 + L), whose first token is in the cache."""
         width, length, states = paths.shape[0], paths.shape[1] - 1, kv_cache.snapshot(cache)
-        nodes = Nodes(len(self._text), *path_constants(width, length), branched=True)
+        nodes = Nodes(len(self._text), *path_constants(width, length), is_tree=True)
         tokens = paths[:, 1:].reshape(-1)
         logits = build_with_nodes(cache, nodes, lambda views: self._run(tokens, views)).result
         kv_cache.restore(cache, states)

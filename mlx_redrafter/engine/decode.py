@@ -300,7 +300,7 @@ class Decoder:
             n_ahead = pending.plan.context if pending.draft and pending.plan else 0
             forecast = self._context.forecast(1 + n_ahead) if self._context is not None else None
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
-            if self._plan and self._plan.depth and self._drafter and not self._drafter.waits:
+            if self._plan and self._plan.depth and self._drafter and not self._drafter.proposes_after_read:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
         # The first token is already computed: return it without delay. A grammar's mask depends on the token.
         may_run_ahead = not pending.is_prompt and self._chooser.grammar is None and self._may_run_ahead()
@@ -310,12 +310,12 @@ class Decoder:
     def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
         """Enqueues the drafter's tree below `root`; the token after `root` is at `position`.
 
-        A drafter that waits is a language model that has read the text, so logits processors apply to it as to the
-        target. A head's logits have a different offset and scale: penalties would make its guesses worse.
+        A drafter that proposes after the read is a language model that has read the text, so logits processors apply to
+        it as to the target. A head's logits have a different offset and scale: penalties would make its guesses worse.
         """
         sampler, drafter = self._chooser.sampler, self._drafter
         assert drafter is not None
-        processors = self._chooser.processors if drafter.waits else ()
+        processors = self._chooser.processors if drafter.proposes_after_read else ()
         draws = sampler.draws(position, plan.depth + 1, self._vocab_size)
 
         def adjust(logits: mx.array, level: int, paths: mx.array) -> mx.array:
@@ -324,8 +324,10 @@ class Decoder:
             return logits if draws is None else sampler.adjust(logits, draws, level)
 
         try:
-            ordered, adjusts = bool(self._chooser.processors), processors or draws is not None
-            self._draft = Draft(drafter.propose(root, plan, adjust if adjusts else None, ordered=ordered), draws)
+            in_level_order, adjusts = bool(self._chooser.processors), processors or draws is not None
+            self._draft = Draft(
+                drafter.propose(root, plan, adjust if adjusts else None, in_level_order=in_level_order), draws
+            )
             mx.async_eval(self._draft, drafter.state)
         except Exception as error:
             self._drop_drafter(error)
@@ -353,11 +355,11 @@ class Decoder:
     def _make_draft(self, plan: Plan) -> Draft | None:
         """The draft of the plan's sources, after the read of the round before."""
         root = mx.array(self._root)
-        if plan.depth and self._drafter and self._drafter.waits:
+        if plan.depth and self._drafter and self._drafter.proposes_after_read:
             self._enqueue_draft(plan, root, mx.array(self.target.length + 1))
         draft = self._draft if plan.depth else None
         if plan.context and self._context:
-            tree = self._context.propose(root, plan, None, ordered=True)
+            tree = self._context.propose(root, plan, None, in_level_order=True)
             draft = Draft(merge([draft.tree, tree]), draft.draws) if draft else Draft(tree, None)
         return draft
 

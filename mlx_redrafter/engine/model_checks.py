@@ -49,7 +49,7 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
             RotatingKVCache(c.max_size, c.keep) if isinstance(c, RotatingKVCache) else own
             for c, own in zip(cache, make_prompt_cache(model), strict=True)
         ]
-        chain = Nodes(0, mx.arange(2), mx.tri(2, dtype=mx.bool_), branched=False)
+        chain = Nodes(0, mx.arange(2), mx.tri(2, dtype=mx.bool_), is_tree=False)
         build_with_nodes(like, chain, lambda views: model(mx.zeros((1, 2), mx.int32), cache=views))
 
 
@@ -83,7 +83,7 @@ def explain_chains(model: nn.Module) -> str | None:
         return f"its cache ({', '.join(states)}) takes tokens one after the other"
     if name not in TREES:
         return "trees are not tested for it"
-    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
+    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, is_tree=True)
     try:
         built = build_with_nodes(cache, nodes, lambda views: model(mx.zeros((1, 3), mx.int32), cache=views))
     except Exception as error:

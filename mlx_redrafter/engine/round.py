@@ -92,7 +92,7 @@ def verify(
     judged = tree
     if chooser.grammar is not None:
         mx.async_eval(tree.tokens, tree.parents)  # reading these waits only for the draft, not for the forward
-    logits, hidden = target.verify(tree, branched=plan.branched)
+    logits, hidden = target.verify(tree, is_tree=plan.is_tree)
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)
     if chooser.grammar is not None:
@@ -103,7 +103,7 @@ def verify(
         draws = more if draws is None or more is None else Draws(*map(_append, draws, more))
     logprobs = log_softmax(logits)
     chosen = chooser.sampler.choose(logprobs, draws, tree.depths).astype(mx.int32)
-    n_accepted, path = accept(judged, chosen, depth, limit) if plan.branched else accept_chain(judged, chosen, limit)
+    n_accepted, path = accept(judged, chosen, depth, limit) if plan.is_tree else accept_chain(judged, chosen, limit)
     on_path = chosen[path]
     packed = mx.concatenate([n_accepted.reshape(1), path, on_path])
     rows = list(mx.split(logprobs[path].reshape(-1), depth + 1))

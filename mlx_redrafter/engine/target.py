@@ -116,12 +116,12 @@ class Target:
         self.length += count
         return self._run(tokens, self.cache, count, want_hidden)
 
-    def verify(self, tree: Tree, *, branched: bool) -> Forward:
+    def verify(self, tree: Tree, *, is_tree: bool) -> Forward:
         """Runs the model on all nodes of `tree`, each seeing the text and its ancestors. Call `keep_path` next.
 
         Args:
             tree: N >= 2 nodes.
-            branched: whether it is more than a chain.
+            is_tree: whether it is more than a chain.
         """
         self._settle()
         if not self._trimmable and self._snapshot is None:
@@ -130,9 +130,9 @@ class Target:
         self._path, self._path_tokens, self._has_run = [], [], True
         if self._replay:  # on caches that cannot be trimmed every tree is a chain
             tree = chain(mx.array(self._replay[0]), mx.concatenate([mx.array(self._replay[1:], mx.int32), tree.tokens]))
-        if not branched and not self._has_ring:
+        if not is_tree and not self._has_ring:
             return self._run(tree.tokens, self.cache, count)
-        nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, branched)
+        nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, is_tree)
         call = partial(self._run, tree.tokens, count=count)
         return build_with_nodes(self.cache, nodes, call).result
 

@@ -106,8 +106,8 @@ def time_parts(
         after_text.keep(Kept(mx.zeros((context - 1,), mx.int32), states, None, context - 1, 0))
     text = [0] * context
     after_text.read([*text, 0])
-    if after_text.waits:  # it reads the text in its first draft
-        mx.eval(after_text.propose(mx.array(0), chain_plan(1), None, ordered=False))
+    if after_text.proposes_after_read:  # it reads the text in its first draft
+        mx.eval(after_text.propose(mx.array(0), chain_plan(1), None, in_level_order=False))
     mx.eval(after_text.state)
     for c in kv_cache.leaves(target.cache):
         if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
@@ -137,9 +137,9 @@ def time_parts(
                 next(rounds)
         elif name != "verify":
             source.keep(step(target, tokens[:1], chooser, None).kept)
-            if source.waits:  # a fork's first draft copies the shared arrays
+            if source.proposes_after_read:  # a fork's first draft copies the shared arrays
                 source.confirm([0])
-                mx.eval(source.propose(tokens[0], chain_plan(1), None, ordered=False))
+                mx.eval(source.propose(tokens[0], chain_plan(1), None, in_level_order=False))
             source.confirm([0])
             mx.eval(source.state)
 
@@ -152,7 +152,7 @@ def time_parts(
         return Plan(width, depth, 1 + depth * width)
 
     def draft(width: int, depth: int) -> None:
-        mx.eval(source.propose(tokens[0], make_plan(width, depth), None, ordered=False))
+        mx.eval(source.propose(tokens[0], make_plan(width, depth), None, in_level_order=False))
 
     def run_forward(nodes: int) -> None:
         if nodes == 1:

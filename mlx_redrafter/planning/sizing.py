@@ -110,6 +110,6 @@ def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, ste
     hidden = dict.fromkeys(source.capture, mx.zeros((1, args.hidden_size), dtype))
     source.keep(Kept(token, hidden, None, 1, 0))
     mx.eval(drafter.parameters(), source.state)
-    calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, ordered=False))}
+    calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, in_level_order=False))}
     calls["draft"]()
     return lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]) / steps

@@ -77,8 +77,8 @@ class Watched:
             type(source).keep(source, kept)
             end = kept.position + mx.array(kept.n_kept)
 
-        def note(root: mx.array, plan: Plan, adjust: Any, *, ordered: bool) -> Any:
-            tree = propose(root, plan, adjust, ordered=ordered)
+        def note(root: mx.array, plan: Plan, adjust: Any, *, in_level_order: bool) -> Any:
+            tree = propose(root, plan, adjust, in_level_order=in_level_order)
             self.drafts.append((end, plan, tree.tokens))
             return tree
 
@@ -88,7 +88,7 @@ class Watched:
 
 def draft(source: Source, root: int, plan: Plan) -> list[int]:
     """The tokens of a draft."""
-    return source.propose(mx.array(root), plan, None, ordered=False).tokens.tolist()  # type: ignore[return-value]
+    return source.propose(mx.array(root), plan, None, in_level_order=False).tokens.tolist()  # type: ignore[return-value]
 
 
 def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> list[int]:

@@ -185,6 +185,6 @@ def test_every_node_sees_only_its_path(name: str) -> None:
         for node, token in enumerate(tree.tokens.tolist()):
             caches.append(copy.deepcopy(caches[parents[node] + 1 if node else 0]))
             expected.append(model(mx.array([[token]]), cache=caches[-1])[0, -1])
-        together = target.verify(tree, branched=True).logits
+        together = target.verify(tree, is_tree=True).logits
         far = mx.abs(together - mx.stack(expected)).max(axis=1)
         assert far.max().item() < CLOSE, (name, size, far)  # type: ignore[operator]

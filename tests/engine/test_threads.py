@@ -112,7 +112,7 @@ def test_another_thread_may_run_a_batch_meanwhile() -> None:
         return model(mx.array([[4], [5]]), cache=cache).tolist()
 
     expected = run_batch()
-    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
+    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, is_tree=True)
     with workers(1) as (other,):
         built, (recorded,) = capture(
             [Tap(find_parts(model).final_norm)],
