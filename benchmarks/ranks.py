@@ -157,7 +157,7 @@ def run_rank(args: argparse.Namespace) -> None:
     for side in sides:
         warm_up(workload, side)
     for delay in args.delays:
-        if ranks.index() == 0:
+        if ranks.get_rank() == 0:
             print(json.dumps({"delay": delay}), flush=True)
             if not sys.stdin.readline():
                 raise RedrafterError("the process that started the ranks has ended")
@@ -175,7 +175,7 @@ def run_rank(args: argparse.Namespace) -> None:
             raise RedrafterError("a plan's text differs from plain decoding")
         for plan, ms in times.items():
             row = {"plan": plan, "ms/round": lower_quartile(ms), "tokens/round": made[plan]}
-            if ranks.index() == 0:
+            if ranks.get_rank() == 0:
                 print(json.dumps(row), flush=True)
     ranks.gather(None)
 

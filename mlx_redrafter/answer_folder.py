@@ -193,7 +193,7 @@ class AnswerFolder:
     """
 
     def __init__(self, name: str | Path, tokenizer: Any) -> None:
-        if (size := ranks.count()) > 1:
+        if (size := ranks.count_ranks()) > 1:
             raise RedrafterError(f"past answers need a single process, got {size} ranks")
         self._folder = open_folder(name)
         vocab = tokenizer.get_vocab()

@@ -370,7 +370,7 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
     """
     check_demo_flags(name, args)
     config = {**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code}
-    if (size := ranks.count()) > 1:
+    if (size := ranks.count_ranks()) > 1:
         for flag in ("adapter_path", "quantize_activations"):
             if getattr(args, flag, None):
                 raise RedrafterError(f"--{flag.replace('_', '-')} needs a single process, got {size} ranks")
@@ -429,7 +429,7 @@ def load_pair(
     """
     without, draft_model = getattr(args, "no_drafter", False), getattr(args, "draft_model", None)
     refuse_builtin(None if without else drafter_name)
-    if name is None and not without and draft_model is None and ranks.count() == 1:
+    if name is None and not without and draft_model is None and ranks.count_ranks() == 1:
         check_demo_flags(name, args)
         model, tokenizer, drafter = load_demo(drafter_name)
         cast(model, args)

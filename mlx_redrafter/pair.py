@@ -199,7 +199,8 @@ class Pair:
         if history and length != len(history) and kv_cache.counts_tokens(cache):
             raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {len(history)}")
         warn_of_slow_blas()  # for models that mlx-lm loaded
-        if ranks.count() > 1:  # a rank that continued without its drafter would decide differently from the others
+        # A rank that continued without its drafter would decide differently from the others.
+        if ranks.count_ranks() > 1:
             options = replace(options, on_drafter_failure=None)
         sources, planner, _ = self.choose(options, None if is_own else cache, source=source, grammar=grammar)
         with on_stream():

@@ -178,7 +178,7 @@ def test_the_oldest_texts_are_dropped(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "count", lambda: 2)
+    monkeypatch.setattr(ranks, "count_ranks", lambda: 2)
     with pytest.raises(RedrafterError, match="past answers need a single process, got 2 ranks"):
         open_answers(tmp_path)
 

@@ -85,7 +85,7 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
         if session.cancel():  # False if no turn has started
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    alone = ranks.count() == 1  # otherwise Ctrl-C ends all ranks
+    alone = ranks.count_ranks() == 1  # otherwise Ctrl-C ends all ranks
     before = signal.signal(signal.SIGINT, cancel if alone else signal.SIG_DFL)
     try:
         with show_prompt_progress() as callback:
@@ -128,7 +128,7 @@ class Screen(ChatUI):
             EOFError: the input has ended.
         """
         line = None
-        if ranks.index() == 0:
+        if ranks.get_rank() == 0:
             with suppress(EOFError):
                 line = str(super().prompt()) if self.interactive else input()
         if (line := ranks.share(line)) is None:

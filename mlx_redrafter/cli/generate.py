@@ -69,9 +69,9 @@ def run() -> int:
             raise RedrafterError("--compare needs something that drafts: leave out --no-context, or give a drafter")
         if args.prompt_cache_file:
             raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
-    if ranks.count() > 1 and args.prompt_cache_file:
+    if ranks.count_ranks() > 1 and args.prompt_cache_file:
         raise RedrafterError("--prompt-cache-file needs a single process: each rank has a part of the cache")
-    if ranks.count() > 1 and args.prompt == "-" and "MLX_RANK" in os.environ:
+    if ranks.count_ranks() > 1 and args.prompt == "-" and "MLX_RANK" in os.environ:
         raise RedrafterError("--prompt - waits for the end of the input, which mlx.launch does not pass on")
     if args.prompt_cache_file is not None:
         options["prompt_cache"], tokenizer_config = read_prompt_cache(args)
@@ -82,7 +82,7 @@ def run() -> int:
         options["history"] = find_tokens(model, Pair(model, drafter).select_layers(options["prompt_cache"]) or []) or ()
     options["answers"] = open_answers(args.answers, tokenizer)
     options["seed"] = draw_seed() if args.seed is None else args.seed
-    prompt = ranks.share(make_prompt(args, tokenizer) if ranks.index() == 0 else None)
+    prompt = ranks.share(make_prompt(args, tokenizer) if ranks.get_rank() == 0 else None)
     stop = [unescape(text) for text in args.stop]
     stream = partial(stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options)
     show, verdict = args.verbose and not args.json, None

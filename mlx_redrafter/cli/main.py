@@ -76,7 +76,7 @@ def run_module(module: str) -> None:
     from .. import ranks  # needs MLX
 
     try:
-        size = ranks.count()
+        size = ranks.count_ranks()
     except RuntimeError as error:
         exit_with_error(f"cannot find the other ranks: {join_lines(error)}")
     fail = exit_with_error if size == 1 else ranks.exit_with_error
@@ -85,7 +85,7 @@ def run_module(module: str) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message cannot handle it
     elif has_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if ranks.index():
+    if ranks.get_rank():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         if size > 1 and module not in SEVERAL_RANKS:

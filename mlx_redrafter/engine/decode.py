@@ -202,7 +202,7 @@ class Decoder:
         self._context = next((source for source in sources if source.drafter is None), None)
         self._on_drafter_failure = on_drafter_failure
         self._may_run_ahead = may_run_ahead or (lambda: True)
-        self._is_timed = ranks.count() == 1  # each rank would measure different times
+        self._is_timed = ranks.count_ranks() == 1  # each rank would measure different times
         self._seen: mx.array | None = None  # the text before the next root, for the processors
         self._root = self._vocab_size = 0
         self._plan: Plan | None = None  # of the next round

@@ -137,7 +137,7 @@ class Target:
         return build_with_nodes(self.cache, nodes, call).result
 
     def _run(self, tokens: mx.array, cache: list[Any], count: int, want_hidden: bool = True) -> Forward:
-        if ranks.CHECK in os.environ:
+        if ranks.CHECK_VARIABLE in os.environ:
             self._compare_ranks(tokens)
 
         def call() -> mx.array:

@@ -38,7 +38,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
     """
     described = {"format": 7, "machine": describe_machine(), "model": find_module_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
-    if ranks.count() > 1:
+    if ranks.count_ranks() > 1:
         described["ranks"] = ranks.gather(describe_machine())
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
     file, tries = Path("costs", f"{name}.json"), 0
@@ -48,7 +48,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         if tries >= 3 or not is_disturbed(kept):
             return kept
     costs = measure_costs(model, drafter, trees=trees)
-    if ranks.index():
+    if ranks.get_rank():
         return costs
     text = json.dumps({"of": described, "tries": tries + 1, "costs": costs._asdict()}, indent=1)
     try:
@@ -97,7 +97,7 @@ def _parse(pair: list[float]) -> Count:
 
 def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
     """Saves the counts for the next process if enough are new; write errors are ignored."""
-    if counts.n_new >= MIN_NEW and ranks.index() == 0:
+    if counts.n_new >= MIN_NEW and ranks.get_rank() == 0:
         counts.n_new = 0
         with suppress(OSError, RuntimeError):
             write_text(

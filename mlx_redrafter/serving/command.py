@@ -125,7 +125,7 @@ def read_key(name: str) -> str:
     Raises:
         OSError, ValueError: the file cannot be read, or is not UTF-8.
     """
-    if ranks.index():
+    if ranks.get_rank():
         return "none"
     return Path(name).expanduser().read_text(encoding="utf-8")
 
@@ -147,8 +147,8 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
             raise RedrafterError("the key must be printable ASCII, and not empty")
     elif args.host not in LOOPBACK:
         raise RedrafterError(f"--host {args.host} needs a key: expected --api-key-file or --api-key, got neither")
-    if args.prompt_cache_dir is not None and ranks.count() > 1:
-        raise RedrafterError(f"--prompt-cache-dir needs a single process, got {ranks.count()} ranks")
+    if args.prompt_cache_dir is not None and ranks.count_ranks() > 1:
+        raise RedrafterError(f"--prompt-cache-dir needs a single process, got {ranks.count_ranks()} ranks")
     if args.answers is not None and args.host not in LOOPBACK:
         raise RedrafterError(
             f"--answers is for one user, as timing would reveal past answers to others: expected a --host among "

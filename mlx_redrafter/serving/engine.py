@@ -269,7 +269,7 @@ class Engine:
                         break
                     self.scheduler.step(*decisions[:-1])
                 except Exception as error:
-                    if ranks.count() > 1:  # the others may have continued
+                    if ranks.count_ranks() > 1:  # the others may have continued
                         ranks.exit_with_error(f"{type(error).__name__}: {join_lines(error)}")
                     logging.exception("The engine failed; all running requests are aborted")
                     self.scheduler.abort(error)
@@ -290,12 +290,12 @@ class Engine:
 
         Idle ranks exchange a message every `IDLE_SECONDS`, as waiting for one would keep a core busy.
         """
-        is_alone = ranks.count() == 1
+        is_alone = ranks.count_ranks() == 1
         with self._condition:
             if not (self._queue or self.scheduler.rows):
                 mx.clear_cache()
                 self._condition.wait_for(lambda: self._queue or self._closing, None if is_alone else IDLE_SECONDS)
-            if ranks.index():
+            if ranks.get_rank():
                 return None
             self._drop_waiting()
             ended: dict[Request, str | Exception] = {row: "cancelled" for row in self.scheduler.rows if row.cancelled}
@@ -317,11 +317,11 @@ class Engine:
 
     def _share(self, own: Decisions | None) -> Decisions:
         """Returns rank 0's decisions on every rank. All ranks have the same rows in the same order."""
-        if ranks.count() == 1:
+        if ranks.count_ranks() == 1:
             assert own is not None
             return own
         rows = list(self.scheduler.rows)
-        if ranks.CHECK in os.environ:
+        if ranks.CHECK_VARIABLE in os.environ:
             texts = ranks.gather([(len(row.text), row.text[-1], row.read) for row in rows])
             if any(each != texts[0] for each in texts):
                 raise RedrafterError(f"the ranks decode different texts: {texts}")

@@ -27,7 +27,7 @@ from .completion import Service
 from .engine import Engine
 from .metrics import Metrics
 
-GRACE = 5
+GRACE_SECONDS = 5
 """Seconds after the drain timeout in which errors can reach clients, before uvicorn cancels the rest."""
 
 
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
         self._engine, self._drain_timeout = service.engine, service.args.drain_timeout
         self._saves_prompts = service.args.prompt_cache_dir is not None
         options: dict[str, Any] = {"log_config": None, "ws": "none", "lifespan": "off", "server_header": False}
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE, **options))
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finishes answers. After the drain timeout the engine closes, and clients get an error."""
@@ -84,12 +84,12 @@ class Server(uvicorn.Server):
         loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._engine.close, 0.0)
         await super().shutdown(sockets)
         if self._saves_prompts:  # after this the signal ends the process
-            await loop.run_in_executor(None, self._engine.close, GRACE)
+            await loop.run_in_executor(None, self._engine.close, GRACE_SECONDS)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stops accepting requests."""
         logging.info("Shutting down after open requests are finished; a second signal exits at once")
-        if ranks.count() == 1:
+        if ranks.count_ranks() == 1:
             super().handle_exit(sig, frame)
         self.should_exit = True  # several ranks end together, without the signal
         for each in (signal.SIGINT, signal.SIGTERM):
@@ -111,7 +111,7 @@ def serve(
     Raises:
         RedrafterError: the address cannot be used; see also `load_service`.
     """
-    if ranks.index():
+    if ranks.get_rank():
         engine = load_service(args).engine
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks of a machine; rank 0 stops the others
         engine.join()
@@ -130,7 +130,7 @@ def serve(
         if on_listening is not None:
             on_listening(url_of(bound))
         server.run([bound])
-        if ranks.count() > 1:
+        if ranks.count_ranks() > 1:
             service.engine.close(0.0)
     return 0
 

@@ -211,7 +211,7 @@ class Batch:
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
         # Several ranks would measure different times, so their piece size stays fixed.
-        if others_wait and ranks.count() == 1 and any(not each.end_of_prompt for each in prompts):
+        if others_wait and ranks.count_ranks() == 1 and any(not each.end_of_prompt for each in prompts):
             seconds = time.perf_counter() - started
             if seconds > MAX_PAUSE:
                 self._piece = max(MIN_PIECE, self._piece // 2)
@@ -287,7 +287,7 @@ def make_masks(row: Request) -> list[Processor]:
                     grammar.take(token)
                 return mask_root(grammar, logits)
             except Exception as error:
-                if ranks.count() > 1 and not isinstance(error, SchemaNotFollowed):  # others may not have failed
+                if ranks.count_ranks() > 1 and not isinstance(error, SchemaNotFollowed):  # others may not have failed
                     raise
                 row.error = error
         return logits

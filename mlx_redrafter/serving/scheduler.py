@@ -244,7 +244,8 @@ class Scheduler:
             return
         self._alone_steps = self._alone_steps + 1 if len(stepped) == 1 else 0
         leaves = self._alone_steps >= ALONE_STEPS
-        if len(stepped) > 1 and ranks.count() == 1 and self._options.shape is not None:  # ranks measure different times
+        is_timed = ranks.count_ranks() == 1 and self._options.shape is not None  # ranks measure different times
+        if len(stepped) > 1 and is_timed:
             leaves = self._pace.observe_step(len(stepped), seconds)
         if leaves and not others_wait and all(row.draft for row in stepped):
             # Each row continues in a loop, after the token that the batch is already computing.
@@ -306,7 +307,7 @@ class Scheduler:
             yield
         except Exception as error:
             if not isinstance(error, SchemaNotFollowed):
-                if ranks.count() > 1:  # others may not have failed
+                if ranks.count_ranks() > 1:  # others may not have failed
                     raise
                 logging.exception("Request failed")
             self._end({row: error})

@@ -371,7 +371,7 @@ def _refuse(names: Sequence[str], options: dict[str, Any]) -> None:
 
 
 def _refuse_ranks(what: str) -> None:
-    if (size := ranks.count()) > 1:
+    if (size := ranks.count_ranks()) > 1:
         raise RedrafterError(f"{what} needs a single process, got {size} ranks")
 
 
