@@ -25,7 +25,7 @@ from mlx_redrafter.serving.app import make_app
 from mlx_redrafter.serving.command import check_args, make_parser
 from mlx_redrafter.serving.completion import Service
 from mlx_redrafter.serving.metrics import Metrics
-from mlx_redrafter.serving.process import Server, bind, load_service, url_of
+from mlx_redrafter.serving.process import Server, bind, load_service, format_url
 from mlx_redrafter.serving.types import (
     EngineCounters,
     RequestError,
@@ -68,7 +68,7 @@ def start_server(service: Service, make: Callable[[Service], ASGIApp] = make_app
     with bind(service.args.host, service.args.port) as bound:
         server = Server(make(service), service)
         thread = threading.Thread(target=server.run, args=([bound],))
-        url = url_of(bound)
+        url = format_url(bound)
         thread.start()
         try:
             yield Running(url, service)

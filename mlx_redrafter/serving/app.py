@@ -132,14 +132,14 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
     answer = Answer(completion, prompt, "" if request.client is None else request.client.host)
     if body.stream:
         return EventStream(completion, answer)
-    with running(cancel_on_disconnect(request, answer), log_progress(answer)), closing(answer):
+    with run_tasks(cancel_on_disconnect(request, answer), log_progress(answer)), closing(answer):
         async for _ in completion.events(answer):
             pass
         return JSONResponse(completion.reply)
 
 
 @contextmanager
-def running(*coroutines: Coroutine[Any, Any, None]) -> Iterator[None]:
+def run_tasks(*coroutines: Coroutine[Any, Any, None]) -> Iterator[None]:
     """Runs coroutines as tasks, and cancels them when the context exits."""
     tasks = [asyncio.create_task(each) for each in coroutines]
     try:
@@ -226,7 +226,7 @@ class EventStream(StreamingResponse):
             self._is_silent = False
             await send(message)
 
-        with running(self._keep_alive(send), log_progress(self._answer)), closing(self._answer):
+        with run_tasks(self._keep_alive(send), log_progress(self._answer)), closing(self._answer):
             await super().__call__(scope, receive, send_event)
 
     async def _keep_alive(self, send: Send) -> None:

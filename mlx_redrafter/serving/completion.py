@@ -22,20 +22,20 @@ from ..engine.grammar import Grammar
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..session.chat_template import render
-from .conversation import Message, Tool, Tools, arrange, relax
+from .conversation import Message, Tool, Tools, arrange, list_variants
 from .engine import Engine
 from .json_schemas import find_violation
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import Request
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
-from .structured_output import Asked, GrammarCompiler
+from .structured_output import Constraint, GrammarCompiler
 from .text_stream import Segment, TextStream
 from .types import TokenEvent
 
 Event = dict[str, Any]
 
-PLAIN = "none"
+NO_DRAFT_MODEL = "none"
 """A `draft_model` that requests plain decoding, for clients that cannot send null."""
 
 ANY_NAME = "*"
@@ -154,7 +154,7 @@ class Completion(ABC, Generic[AnyBody]):
         given = {name: value for name, value in self.template_args.items() if value is not None}
         args = service.args.chat_template_args | given | own | {"tools": describe_tools(tools) or None}
         errors: list[RedrafterError] = []
-        for variant in (messages, *relax(messages)):
+        for variant in (messages, *list_variants(messages)):
             try:
                 text = render(tokenizer, variant, args, prefilled=prefilled)
                 break
@@ -204,19 +204,19 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
         RedrafterError: the messages, tools or format cannot be used, or not together.
     """
     service, prompt = completion.service, completion.encode_prompt()
-    asked: Asked | None = completion.form.schema_to_follow if completion.form else None
+    constraint: Constraint | None = completion.form.schema_to_follow if completion.form else None
     unless: tuple[int, ...] = ()
     if completion.forced:
-        asked = [tool.function for tool in completion.forced.values()]
-    elif asked is not None and completion.tools:
+        constraint = [tool.function for tool in completion.forced.values()]
+    elif constraint is not None and completion.tools:
         if not service.tokenizer.tool_call_start:
             raise ApiError("expected tools or a format, got both: this model's tool calls have no start token")
         unless = tuple(service.tokenizer.tool_call_start_tokens)
-    if asked is None:
+    if constraint is None:
         return prompt
     if completion.prefilled:
         raise ApiError("an answer begun by the last message cannot follow a format or be a forced tool call")
-    grammar = service.grammars.compile(asked, prompt.state, unless)
+    grammar = service.grammars.compile(constraint, prompt.state, unless)
     return Prompt(prompt.tokens, prompt.state, grammar, prompt.prefix_lengths)
 
 
@@ -256,7 +256,7 @@ class Answer:
         asked = {
             "grammar": prompt.grammar,
             "top_logprobs": completion.top_logprobs or 0,
-            "draft": body.draft_model not in (None, PLAIN),
+            "draft": body.draft_model not in (None, NO_DRAFT_MODEL),
             "include_drafts": completion.include_drafts,
             "client": client,
             "prefix_lengths": prompt.prefix_lengths,
@@ -369,7 +369,7 @@ def check_limits(completion: Completion[Any]) -> None:
         ApiError: it names another drafter or adapter, or exceeds a limit.
     """
     service, body, choices = completion.service, completion.body, completion.choices
-    args, drafters = service.args, [name for name in (service.drafter_name, PLAIN) if name]
+    args, drafters = service.args, [name for name in (service.drafter_name, NO_DRAFT_MODEL) if name]
     limit = args.max_completion_tokens
     if body.draft_model not in (None, DEFAULT_MODEL, find_drafter_name(args), *drafters):
         raise ApiError(f"expected draft_model {' or '.join(drafters)}, got {body.draft_model!r:.100}")

@@ -48,12 +48,12 @@ from .types import (
 if TYPE_CHECKING:
     from .structured_output import GrammarCompiler
 
-CLOSING = "the server is shutting down"
+CLOSING_MESSAGE = "the server is shutting down"
 
 IDLE_SECONDS = 0.05
 """Interval at which idle ranks exchange a message with rank 0."""
 
-SAVE_AFTER = 5.0
+SAVE_DELAY_SECONDS = 5.0
 """Idle seconds before prompt caches are written to their folder."""
 
 
@@ -85,7 +85,7 @@ class Engine:
         max_prompt_tokens: maximum length of a prompt; None for no limit.
         context_length: maximum length of prompt and answer together; None reads the model's config.
         decode_concurrency: maximum number of running requests.
-        prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes `default_bytes`.
+        prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes `find_default_bytes`.
         prompt_cache_dir: a folder that saves as many bytes of them for the next start; None for none.
 
     Attributes:
@@ -166,7 +166,7 @@ class Engine:
         """
         with self._condition:
             self._closing = True
-            self._drop_waiting(EngineClosed(CLOSING))
+            self._drop_waiting(EngineClosed(CLOSING_MESSAGE))
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -196,7 +196,7 @@ class Engine:
         request = self._make_request(asyncio.get_running_loop(), prompt, **asked)
         with self._condition:
             if self._closing or not self._thread.is_alive():
-                raise EngineClosed(CLOSING)
+                raise EngineClosed(CLOSING_MESSAGE)
             self._drop_waiting()
             if len(self._queue) >= self._max_queue:
                 raise QueueFull(f"{self._max_queue} requests are waiting already")
@@ -277,7 +277,7 @@ class Engine:
 
     def _save_while_idle(self) -> None:
         """Writes prompt caches to their folder, one file at a time, while there is nothing to decode."""
-        seconds = SAVE_AFTER
+        seconds = SAVE_DELAY_SECONDS
         while self.scheduler.prompt_cache.has_unsaved:
             with self._condition:
                 if self._condition.wait_for(lambda: self._queue or self.scheduler.rows or self._closing, seconds):
@@ -300,7 +300,7 @@ class Engine:
             self._drop_waiting()
             ended: dict[Request, str | Exception] = {row: "cancelled" for row in self.scheduler.rows if row.cancelled}
             if self._aborting:
-                ended = dict.fromkeys(self.scheduler.rows, EngineClosed(CLOSING))
+                ended = dict.fromkeys(self.scheduler.rows, EngineClosed(CLOSING_MESSAGE))
             started = self.scheduler.choose(self._queue, ended)
             for row in started:
                 self._queue.remove(row)

@@ -18,7 +18,7 @@ from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment, find_bytes
 from .types import TokenEvent
 
-IMPOSSIBLE = -9999.0
+IMPOSSIBLE_LOGPROB = -9999.0
 """Log-probability of an impossible token, as in OpenAI's API: JSON has no infinity."""
 
 AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
@@ -81,7 +81,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         tokenizer = self.service.tokenizer
 
         def describe(token: int, logprob: float) -> dict[str, Any]:
-            text, found = tokenizer.decode([token]), logprob if math.isfinite(logprob) else IMPOSSIBLE
+            text, found = tokenizer.decode([token]), logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB
             return {"id": token, "token": text, "bytes": find_bytes(tokenizer, token, text), "logprob": found}
 
         top = [describe(*each) for each in event.top_logprobs]

@@ -57,11 +57,11 @@ def load_service(args: argparse.Namespace) -> Service:
     engine.start()
     if engine.context_length is None and options.max_tokens == -1:
         logging.info("The model's context length is unknown: answers have no limit. See --max-tokens, --context-length")
-    drafter_name = None if drafter is None else show_name(find_drafter_name(args))
-    return Service(engine, tokenizer, args, show_name(args.model), drafter_name, Metrics(engine))
+    drafter_name = None if drafter is None else find_served_name(find_drafter_name(args))
+    return Service(engine, tokenizer, args, find_served_name(args.model), drafter_name, Metrics(engine))
 
 
-def show_name(name: str | None) -> str:
+def find_served_name(name: str | None) -> str:
     """Returns a model's name for replies; of a directory, only the last part."""
     if name is None:
         return "demo"
@@ -126,16 +126,16 @@ def serve(
     with bind(args.host, args.port) as bound:
         service = load_service(args)
         server = Server(make(service), service)
-        print(f"serving on {url_of(bound)}", file=sys.stderr, flush=True)
+        print(f"serving on {format_url(bound)}", file=sys.stderr, flush=True)
         if on_listening is not None:
-            on_listening(url_of(bound))
+            on_listening(format_url(bound))
         server.run([bound])
         if ranks.count_ranks() > 1:
             service.engine.close(0.0)
     return 0
 
 
-def url_of(bound: socket.socket) -> str:
+def format_url(bound: socket.socket) -> str:
     """Returns the URL of a listening socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

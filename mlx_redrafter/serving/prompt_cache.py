@@ -45,7 +45,7 @@ class _Entry:
     replaced: list[Path] = field(default_factory=list)
 
 
-def default_bytes() -> int:
+def find_default_bytes() -> int:
     """Returns half of the memory that the weights leave, but at least 1 GiB."""
     return max(1 << 30, (usable_bytes() - mx.get_active_memory()) // 2)
 
@@ -135,7 +135,7 @@ class PromptCache:
         for entry in reversed(self._entries):
             if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:
                 continue  # it cannot match more tokens
-            held = common_prefix(entry.tokens, wanted)
+            held = count_common_prefix(entry.tokens, wanted)
             if held > most and (held == len(entry.tokens) or _can_trim(entry.cache)):
                 best, most = entry, held
         return best, most
@@ -204,7 +204,7 @@ class PromptCache:
             self._folder.close()
 
 
-def common_prefix(first: Tokens, second: Tokens) -> int:
+def count_common_prefix(first: Tokens, second: Tokens) -> int:
     """Returns the length of the common prefix of two token arrays (T,)."""
     size = min(len(first), len(second))
     different = np.flatnonzero(first[:size] != second[:size])

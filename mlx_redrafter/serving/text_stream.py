@@ -70,7 +70,7 @@ class TextStream:
         self.has_tool_calls = False
         self._tokenizer, self._tools, self._stops = tokenizer, list(tools), StopStrings(stops)
         self._detokenizer = tokenizer.detokenizer
-        machine = TextStateMachine() if state is None else make_machine(tokenizer, calls=bool(tools))
+        machine = TextStateMachine() if state is None else make_state_machine(tokenizer, calls=bool(tools))
         self._state: Any = machine.make_state(state or "normal")
         self._is_call = is_call
         self._call: str | None = None  # the text of an incomplete tool call
@@ -171,7 +171,7 @@ def repair_json(text: str) -> str:
     return JSON_PIECE.sub(mend, text) if JSON_START.match(text) else text
 
 
-def make_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
+def make_state_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
     """Returns mlx-lm's text state machine for a tokenizer; without `calls`, the marks of tool calls are text."""
     names = ("has_thinking", "think_start", "think_end", "structural_markers", "response_transitions")
     plain = SimpleNamespace(has_tool_calling=False, **{name: getattr(tokenizer, name) for name in names})

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from toys import assert_same_cache, make_model
 
 from mlx_redrafter.serving import prompt_cache
-from mlx_redrafter.serving.prompt_cache import PromptCache, default_bytes
+from mlx_redrafter.serving.prompt_cache import PromptCache, find_default_bytes
 
 BIG = 1 << 30
 
@@ -118,7 +118,7 @@ def test_the_newest_is_kept_even_if_it_is_too_large(caplog: pytest.LogCaptureFix
 def test_the_default_limit_is_half_of_the_remaining_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for usable, expected in ((100 << 30, 50 << 30), (1 << 30, 1 << 30)):
         monkeypatch.setattr(prompt_cache, "usable_bytes", lambda usable=usable: usable + mx.get_active_memory())
-        assert default_bytes() == pytest.approx(expected, rel=1e-3)
+        assert find_default_bytes() == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_limit_of_zero_keeps_nothing() -> None:
