@@ -28,9 +28,9 @@ class Messages(Completion[CountTokensBody]):
     def __init__(self, service: Service, body: CountTokensBody) -> None:
         super().__init__(service, body)
         self.messages = read_messages(body)
-        self.prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
-        self.tools, self.forced = choose_tools(read_tools(body.tools), body.tool_choice)
-        self.form, thinking = body.output_config.format or body.output_format, body.thinking.get("type")
+        self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
+        self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.answer_format, thinking = body.output_config.format or body.output_format, body.thinking.get("type")
         self.template_args = {
             "enable_thinking": None if thinking is None else thinking != "disabled",
             "reasoning_effort": body.output_config.effort,
@@ -41,9 +41,9 @@ class Messages(Completion[CountTokensBody]):
             "model": service.names[0], "stop_reason": None, "stop_sequence": None,
         }  # fmt: skip
 
-    async def events(self, answer: Answer) -> AsyncIterator[Event]:
+    async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
         yield {"type": "message_start", "message": self.reply | {"usage": describe_usage(answer)}}
-        async for step, segment in answer.blocks():
+        async for step, segment in answer.read_blocks():
             if step == "begin":
                 self._content.append(make_block(segment))
                 yield self._make_block_event("start", content_block=self._content[-1])

@@ -63,14 +63,14 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
 
     async def show_health(request: Request) -> Response:
         engine = service.engine
-        status = "ok" if engine.alive else "unavailable"
+        status = "ok" if engine.is_alive else "unavailable"
         scheduler = engine.scheduler
-        counts = {"running": len(scheduler.rows), "queue": engine.queued, "mode": scheduler.mode}
+        counts = {"running": len(scheduler.rows), "queue": engine.n_queued, "mode": scheduler.mode}
         names = {"model": service.model_name, "drafter": service.drafter_name}
-        return JSONResponse({"status": status} | names | counts, 200 if engine.alive else 503)
+        return JSONResponse({"status": status} | names | counts, 200 if engine.is_alive else 503)
 
     async def show_metrics(request: Request) -> Response:
-        return Response(service.metrics.text(), media_type=service.metrics.content_type)
+        return Response(service.metrics.format_text(), media_type=service.metrics.content_type)
 
     async def list_models(request: Request) -> Response:
         """Lists the names under which the model is served, with the fields of both OpenAI and Anthropic."""
@@ -133,7 +133,7 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
     if body.stream:
         return EventStream(completion, answer)
     with run_tasks(cancel_on_disconnect(request, answer), log_progress(answer)), closing(answer):
-        async for _ in completion.events(answer):
+        async for _ in completion.render_events(answer):
             pass
         return JSONResponse(completion.reply)
 
@@ -197,7 +197,7 @@ async def log_progress(answer: Answer) -> None:
 async def stream_events(completion: Completion[Any], answer: Answer) -> AsyncIterator[str]:
     """Yields the reply as server-sent events; if generation fails, the last event is an error."""
     try:
-        async for event in completion.events(answer):
+        async for event in completion.render_events(answer):
             yield format_event(event)
     except GenerationFailed as error:
         yield format_event(completion.describe_failure(make_api_error(error)))

@@ -137,12 +137,12 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the engine can serve requests."""
         return self._thread.is_alive()
 
     @property
-    def queued(self) -> int:
+    def n_queued(self) -> int:
         """How many requests wait."""
         return len(self._queue)
 

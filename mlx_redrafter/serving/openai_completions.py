@@ -32,7 +32,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
 
     def __init__(self, service: Service, body: AnyOpenAIBody) -> None:
         super().__init__(service, body)
-        self.form, self.choices = body.response_format, body.n
+        self.answer_format, self.choices = body.response_format, body.n
         self.include_drafts = body.stream and bool(body.stream_options.get("include_drafts"))
         self.reply = {
             "id": f"chatcmpl-{uuid.uuid4()}",
@@ -49,10 +49,10 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         """Returns the field `logprobs` of a choice."""
         return {"content": tokens}
 
-    async def events(self, answer: Answer) -> AsyncIterator[Event]:
+    async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
         """Yields the chunks of a stream; without a stream, puts whole choices into the reply."""
         choices, segments, logprobs, drafts = list[Event](), list[Segment](), list[Event](), Event()
-        async for piece in answer.pieces():
+        async for piece in answer.read_pieces():
             segments += piece.segments
             if self.top_logprobs is not None:
                 logprobs.append(self._describe_token(piece.event))
@@ -107,7 +107,7 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
     def __init__(self, service: Service, body: ChatBody) -> None:
         super().__init__(service, body)
         self.messages, self.role_mapping = body.messages, body.role_mapping
-        self.tools, self.forced = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
         self.template_args = {"reasoning_effort": body.reasoning_effort}
         if body.logprobs or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs)

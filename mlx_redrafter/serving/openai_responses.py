@@ -37,8 +37,8 @@ class Responses(Completion[ResponsesBody]):
         self.messages = read_items(body.input, service)
         if body.instructions:
             self.messages.insert(0, {"role": "system", "content": body.instructions})
-        self.tools, self.forced = choose_tools(read_tools(body.tools), body.tool_choice)
-        self.form, self.template_args = body.text.format, {"reasoning_effort": body.reasoning.effort}
+        self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.answer_format, self.template_args = body.text.format, {"reasoning_effort": body.reasoning.effort}
         self._output: list[dict[str, Any]] = []
         self._event_count = 0
         self.reply = {
@@ -49,11 +49,11 @@ class Responses(Completion[ResponsesBody]):
             "tool_choice": body.tool_choice, "tools": body.tools, "usage": None,
         }  # fmt: skip
 
-    async def events(self, answer: Answer) -> AsyncIterator[Event]:
+    async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
         yield self._make_event("created", response=self.reply)
         yield self._make_event("in_progress", response=self.reply)
         steps = {"begin": self._begin_item, "add": self._add_segment}
-        async for step, segment in answer.blocks():
+        async for step, segment in answer.read_blocks():
             is_cut = answer.finish_reason == "length"
             for event in self._end_item(is_cut=is_cut) if step == "end" else steps[step](segment):
                 yield event

@@ -91,7 +91,7 @@ class PromptCache:
             trim_prompt_cache(cache, len(best.tokens) - most)
         return cache, most
 
-    def count(self, wanted: Tokens) -> int:
+    def find_prefix_length(self, wanted: Tokens) -> int:
         """Returns the length of the prefix that `fetch` would find.
 
         Args:
