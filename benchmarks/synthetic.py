@@ -30,7 +30,7 @@ from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.acceptance import AcceptanceTable
 from mlx_redrafter.planning.machine import usable_bytes
-from mlx_redrafter.planning.sizing import CHEAP, candidates, n_weights
+from mlx_redrafter.planning.sizing import MAX_DRAFT_COST, candidates, n_weights
 
 from .command import parse_plan, parse_positive
 from .contest import PLANS, add_options, measure
@@ -210,7 +210,8 @@ def build_workload(
     set_blas_threads(model)
     if drafter_type is None:
         sizes = candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the fallback
-        size = next((each for each in sizes if n_weights(each) * dtype.size < CHEAP * count_bytes(model)), sizes[-1])
+        budget = MAX_DRAFT_COST * count_bytes(model)
+        size = next((each for each in sizes if n_weights(each) * dtype.size < budget), sizes[-1])
     else:
         kind, own = HEADS[drafter_type](shape | {"num_hidden_layers": layers})
         size = kind(shape["hidden_size"], shape["vocab_size"], **own)

@@ -63,11 +63,11 @@ def explain_unwritable(path: Path) -> str | None:
     return None if os.access(above, os.W_OK | os.X_OK) else f"no permission to write to {above}"
 
 
-def lock_file(path: Path, patience: float = 0.0) -> AbstractContextManager[object]:
+def lock_file(path: Path, timeout: float = 0.0) -> AbstractContextManager[object]:
     """Locks `path` until the context ends. The file is not removed, as another process may be waiting for it.
 
     Args:
-        patience: seconds to wait for another process.
+        timeout: seconds to wait for another process.
 
     Raises:
         RedrafterError: another process holds the lock.
@@ -75,7 +75,7 @@ def lock_file(path: Path, patience: float = 0.0) -> AbstractContextManager[objec
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return FileLock(path, mode=0o600).acquire(timeout=patience)
+        return FileLock(path, mode=0o600).acquire(timeout=timeout)
     except Timeout:
         raise RedrafterError(f"another process is using {path.parent}") from None
 

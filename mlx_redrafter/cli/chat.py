@@ -19,7 +19,7 @@ from ..session.session import Session
 from .arguments import load_models, make_text_parser, read_options
 from .generate import show_prompt_progress
 
-TINTS, UNTINT = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
+COLOURS, DEFAULT_COLOUR = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
 """Escape sequences: colours of accepted tokens by draft source, and the reset to the default colour."""
 
 
@@ -103,13 +103,14 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
 
 
 class Screen(ChatUI):
-    """mlx-lm's terminal interface with round statistics and tinted tokens; plain text if not in a terminal."""
+    """mlx-lm's terminal interface with round statistics and coloured tokens; plain text if not in a terminal."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's console writes colours into pipes, too
         self.interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
-        self._tints = args.show_accepted and self._console.color_system is not None and not self._console.no_color
+        has_colours = self._console.color_system is not None and not self._console.no_color
+        self._uses_colours = args.show_accepted and has_colours
 
     def show_header(self, session: Session) -> None:
         """Prints the loaded models, settings and commands."""
@@ -136,9 +137,11 @@ class Screen(ChatUI):
         return str(line)
 
     def show_token(self, response: GenerationResponse) -> None:
-        """Prints a token's text at once, tinted if it was drafted and tints are on."""
-        tint = TINTS[response.draft_source] if response.draft_source and self._tints and response.text else None
-        self.stream_token(f"{tint}{response.text}{UNTINT}" if tint else response.text)
+        """Prints a token's text at once, in colour if it was drafted and colours are on."""
+        text, source = response.text, response.draft_source
+        self.stream_token(
+            f"{COLOURS[source]}{text}{DEFAULT_COLOUR}" if source and self._uses_colours and text else text
+        )
 
     def end_turn(self, response: GenerationResponse | None) -> None:
         """Prints mlx-lm's line of counts and speeds and, if anything was drafted, a line of round statistics."""

@@ -47,7 +47,7 @@ CHAIN_TOKENS = np.polyval([1] * 5, RATES)
 
 TRIAL_DEPTH, TRIAL_TOKENS = 4, 48
 """Chain length in a trial, and tokens decoded after each prompt."""
-HARDLY_ANY = 0.1
+MIN_ACCEPTANCE = 0.1
 """If the first guess is accepted less often, the trial also tries other hidden states."""
 LONG_CONTEXT = 32768
 """The context length at which the size of a drafter's cache is reported."""
@@ -180,7 +180,7 @@ def make_trial(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, 
     options = Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
     stats, own, others = try_drafter(model, tokenizer, drafter, options), drafter.args, dict[str, float]()
     shares = stats.acceptance_per_depth
-    if not shares or shares[0] < HARDLY_ANY:
+    if not shares or shares[0] < MIN_ACCEPTANCE:
         try:
             for what, drafter.args in own.try_others(len(getattr(model, "layers", []))).items():
                 with suppress(UnsupportedModelError):
@@ -221,7 +221,7 @@ def describe_trial(report: dict[str, Any]) -> list[str]:
         if trial["others"]:
             tried = ", ".join(f"{tokens:.2f} with {what}" for what, tokens in trial["others"].items())
             best = max(trial["others"], key=trial["others"].__getitem__)
-            is_better = trial["others"][best] >= trial["tokens_per_round"] + HARDLY_ANY
+            is_better = trial["others"][best] >= trial["tokens_per_round"] + MIN_ACCEPTANCE
             lines.append(
                 f"Warning: its first guess is hardly ever right. Is it for this model? Tokens per round with other "
                 f"hidden states: {tried}" + f"; record {best} in its config.json" * is_better

@@ -27,7 +27,7 @@ COMMANDS = {
 }
 """Name -> (the module whose `run()` is the command, its description)."""
 
-SEVERAL_RANKS = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat", "mlx_redrafter.serving.command")
+LAUNCHABLE_MODULES = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat", "mlx_redrafter.serving.command")
 """Modules of the commands that `mlx.launch` may start; each also has a `make_parser()`."""
 
 NO_BACKEND = (
@@ -88,7 +88,7 @@ def run_module(module: str) -> None:
     if ranks.get_rank():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        if size > 1 and module not in SEVERAL_RANKS:
+        if size > 1 and module not in LAUNCHABLE_MODULES:
             raise RedrafterError(
                 f"this command needs a single process, got {size}: only generate, chat and server support ranks"
             )

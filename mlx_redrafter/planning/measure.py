@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 CONTEXTS = (64, 1024)  # measured context lengths
 WIDTHS = (1, 2, 4)  # measured beam widths
 SECONDS, MAX_TURNS = 4.0, 20  # measuring stops after SECONDS or MAX_TURNS, but finishes one pass
-IN_A_ROW = 4  # plain steps, rounds or draft levels in one timed call
+STEPS_PER_CALL = 4  # plain steps, rounds or draft levels in one timed call
 SLOW_STEP = 0.1  # if a plain step takes this many seconds, parts are run once, at the first context length
 SLOW_STEPS = 36  # the most plain steps this takes, even if a forward of N nodes costs N of them
 
@@ -97,7 +97,7 @@ def time_parts(
     Args:
         slow: one run per part may be enough, as compiling kernels is a small part of its time.
     """
-    in_a_row = 1 if slow else IN_A_ROW
+    steps_per_call = 1 if slow else STEPS_PER_CALL
     after_text, chooser = drafter.open(model), TokenChooser(make_sampler(seed=0))
     target = Target(model, capture=after_text.capture)
     logits, hidden = target.forward(mx.zeros((1,), mx.int32))
@@ -116,7 +116,7 @@ def time_parts(
     target.evaluate()
     target.length, snapshot = context, kv_cache.snapshot(target.cache)
     tokens = (mx.arange(MEASURED_NODES) * 7919) % logits.shape[-1]  # tokens select different experts; the first is 0
-    most = min(IN_A_ROW, drafter.args.max_depth or IN_A_ROW)
+    most = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
     rounds: Rounds
     source = after_text
 
@@ -144,7 +144,7 @@ def time_parts(
             mx.eval(source.state)
 
     def take_rounds() -> None:
-        for _ in range(in_a_row):
+        for _ in range(steps_per_call):
             next(rounds)
 
     def make_plan(width: int, depth: int) -> Plan:
@@ -180,7 +180,7 @@ def time_parts(
     found = dict(zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True))  # of the slowest rank
     for name, number in found:
         if name in ("plain", "round"):
-            found[name, number] /= in_a_row
+            found[name, number] /= steps_per_call
     for width in widths:
         once = found["first", width]
         found["level", width] = max((found["level", width] - once) / (most - 1), 0.01 * once) if most > 1 else once

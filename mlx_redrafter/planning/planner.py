@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..engine.decode import Planner
 from ..engine.plan import CONTEXT_ONLY, MAX_REPLAY, Plan, chain_plan
 from .acceptance import (
-    NOTHING,
+    NO_DRAFT,
     UNKNOWN_ACCEPTANCE,
     Acceptance,
     AcceptanceTable,
@@ -276,7 +276,7 @@ class AutoPlanner(Planner):
         """Whether waiting for a context proposal is faster than the drafter's plan, which a proposal may extend."""
         chance, cumulative = forecast
         hit = self._add_context(CONTEXT_ONLY, cumulative, length)
-        waiting = _mix(chance, hit, predict(self._costs, CONTEXT_ONLY, length, NOTHING))
+        waiting = _mix(chance, hit, predict(self._costs, CONTEXT_ONLY, length, NO_DRAFT))
         otherwise = 1.0
         if plan is not None:
             miss = self._predict(plan, length)
@@ -291,12 +291,12 @@ class AutoPlanner(Planner):
         return max(extended, key=attrgetter("speedup"))
 
     def _predict(self, plan: Plan, length: int, copied: Sequence[float] = ()) -> Prediction:
-        cumulative = self._acceptance.cumulative(plan._replace(context=0)) if plan.depth else NOTHING
+        cumulative = self._acceptance.cumulative(plan._replace(context=0)) if plan.depth else NO_DRAFT
         if not plan.context:
             return predict(self._costs, plan, length, cumulative, self.slowdown)
         cumulative, key = unite(cumulative, copied[: plan.context]), (plan, length // 128)
         if key not in self._steps:
-            self._steps[key] = predict(self._costs, plan, length, NOTHING).steps
+            self._steps[key] = predict(self._costs, plan, length, NO_DRAFT).steps
         tokens, replayed = sum(cumulative), 0.0
         if row_ms := self._costs.replay_row_ms:  # of the next round only, as matches do not follow each other
             replayed = (tokens - len(cumulative) * cumulative[-1]) * row_ms / self._costs.plain_ms(length)

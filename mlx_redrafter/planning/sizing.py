@@ -19,16 +19,16 @@ from ..engine.types import Kept
 from .costs import lower_quartile
 from .measure import time_calls
 
-CHEAP = 0.05
+MAX_DRAFT_COST = 0.05
 """The maximum cost of a draft step, as a share of a plain step."""
 
 VOCABULARIES = (65536, 32768, 16384, 8192)
 """Draft vocabulary sizes to try, besides the target's full vocabulary."""
 
-WHOLE = 32768
+MAX_FULL_VOCABULARY = 32768
 """The largest vocabulary that a drafter may cover in full; of a larger one it covers at most a third."""
 
-SMALL = 16384
+MAX_SMALL_VOCABULARY = 16384
 """Draft vocabularies up to this size lose acceptance; larger ones omit only tokens that are rare in any text."""
 
 REPEATS, SECONDS = 7, 1.0  # maximum runs of a draft or plain step, and their time limit
@@ -50,17 +50,22 @@ def candidates(
     hidden_size: int, vocab_size: int, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
 ) -> list[DrafterArgs]:
     """Sizes to try, best first: by number of weights, with small draft vocabularies last."""
-    most = vocab_size - 1 if vocab_size <= WHOLE else max(VOCABULARIES[-1], vocab_size // 3)
+    most = vocab_size - 1 if vocab_size <= MAX_FULL_VOCABULARY else max(VOCABULARIES[-1], vocab_size // 3)
     smaller: list[int | None] = [count for count in VOCABULARIES if count <= most]
     if not smaller and vocab_size >= 1024:
         smaller = [vocab_size // 2]
-    if vocab_size <= WHOLE:
+    if vocab_size <= MAX_FULL_VOCABULARY:
         smaller = [None, *smaller]
     sizes = [
         kind.for_training(hidden_size, vocab_size, depth=depth, draft_vocab_size=count, **own)
         for own, count in product(kind.sizes_to_try(hidden_size), smaller)
     ]
-    return sorted(sizes, key=lambda args: ((args.draft_vocab_size or SMALL + 1) > SMALL, n_weights(args)), reverse=True)
+
+    def rate(args: DrafterArgs) -> tuple[bool, int]:
+        is_small = args.draft_vocab_size is not None and args.draft_vocab_size <= MAX_SMALL_VOCABULARY
+        return not is_small, n_weights(args)
+
+    return sorted(sizes, key=rate, reverse=True)
 
 
 def n_weights(args: DrafterArgs) -> int:
@@ -71,7 +76,7 @@ def n_weights(args: DrafterArgs) -> int:
 def choose_size(
     model: nn.Module, dtype: mx.Dtype, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
 ) -> Choice:
-    """The best of `candidates` whose draft step costs less than `CHEAP` of the model's plain step; both are timed.
+    """The best of `candidates` whose draft step costs less than `MAX_DRAFT_COST` of a plain step; both are timed.
 
     Sizes with too many bytes are not timed: decoding is memory-bound.
 
@@ -82,13 +87,13 @@ def choose_size(
     """
     plain = plain_milliseconds(model)
     sizes = candidates(*find_model_sizes(model), kind, depth)
-    budget = CHEAP * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
+    budget = MAX_DRAFT_COST * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
     light = [args for args in sizes if n_weights(args) * dtype.size <= 1.5 * budget]
     cost = 0.0
     for args in [*light[:: 1 + len(light) // 8], sizes[-1]]:  # evenly spread, then the fallback
         cost = draft_milliseconds(model, args, dtype) / plain
-        if cost < CHEAP:
-            reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {CHEAP:.0%}"
+        if cost < MAX_DRAFT_COST:
+            reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {MAX_DRAFT_COST:.0%}"
             return Choice(args, reason)
     reason = f"no size is cheap enough; the smallest costs {cost:.1%} of a plain step ({plain:.2f} ms) per draft step"
     return Choice(sizes[-1], reason)

@@ -29,7 +29,7 @@ from ..errors import RedrafterError, join_lines
 from ..options import CACHE_OPTIONS, Options
 from ..planning.store import digest_tensors, sample_tensors
 
-NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}\.safetensors")
+FILE_NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}\.safetensors")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 MAX_FILES = 500
@@ -57,13 +57,13 @@ class CacheFolder:
         self._lock = FileLock(path / ".lock", timeout=0, mode=FILE_MODE, thread_local=False)
         try:
             path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            other = next((each for each in os.listdir(path) if not (each[0] == "." or NAME.fullmatch(each))), None)
+            other = next((each for each in os.listdir(path) if not (each[0] == "." or FILE_NAME.fullmatch(each))), None)
             if other is not None:
                 raise RedrafterError(f"expected a folder of prompt caches only, got {path}, which holds {other}")
             self._lock.acquire()
             path.chmod(FOLDER_MODE)
             for each in path.iterdir():
-                if each.name != find_final_name(each.name) and NAME.fullmatch(find_final_name(each.name)):
+                if each.name != find_final_name(each.name) and FILE_NAME.fullmatch(find_final_name(each.name)):
                     each.unlink()  # left by a process that was killed while writing
         except Timeout:
             raise RedrafterError(f"another process keeps its prompt caches in {path}") from None
@@ -157,4 +157,4 @@ class CacheFolder:
         """Returns the files of all models, least recently used first; none if the folder is gone."""
         if not self._path.is_dir():
             return []
-        return sorted((each for each in self._path.iterdir() if NAME.fullmatch(each.name)), key=os.path.getmtime)
+        return sorted((each for each in self._path.iterdir() if FILE_NAME.fullmatch(each.name)), key=os.path.getmtime)

@@ -26,10 +26,10 @@ from ..generate import encode_chat
 from .settings import TrainingArgs
 from .targets import Batch
 
-AT_ONCE = 32
+MAX_BATCH_SIZE = 32
 """Maximum batch size for generating answers; each batch is saved."""
 
-HELD_OUT = 10
+HELD_OUT_EVERY = 10
 """Every tenth past request is held out."""
 
 PAD_TO, PAD_POSITIONS_TO = 32, 128
@@ -198,7 +198,7 @@ def load_answers(folder: str, kept: Path | None, tokenizer: Any, max_seq_length:
 def is_held_out(text: Text) -> bool:
     """Whether the request of a past text is held out, by its number."""
     request = number_request(text.ids[: text.offset]) if text.request is None else text.request
-    return request % HELD_OUT == 0
+    return request % HELD_OUT_EVERY == 0
 
 
 def save_texts(path: Path, *parts: Sequence[Text]) -> None:
@@ -233,7 +233,7 @@ class AnswerFile:
         self._order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         self.header |= {"prompts": digest(prompts), "order": "longest prompt first"}
         # Small enough that every temperature gets a group.
-        self.group_size = max(1, min(AT_ONCE, -(-len(prompts) // len(args.temp))))
+        self.group_size = max(1, min(MAX_BATCH_SIZE, -(-len(prompts) // len(args.temp))))
 
     def read(self) -> list[list[int]]:
         """The answers in the file, longest prompt first; empty if there is no file.
@@ -356,7 +356,7 @@ def split_texts(
     if args.answers and len(validation) < 2:
         raise TooFewTextsError(
             f"expected at least 2 held-out answers, got {len(validation)}, and {len(training)} to learn: every "
-            f"{HELD_OUT}th request is held out"
+            f"{HELD_OUT_EVERY}th request is held out"
         )
     if not validation:
         if len(training) < 2:

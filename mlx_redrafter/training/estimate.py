@@ -22,7 +22,7 @@ from ..engine.model_parts import find_output_layer, find_parts
 from ..errors import RedrafterError
 from ..planning.measure import time_calls
 from ..planning.sizing import n_weights, plain_milliseconds
-from .data import AT_ONCE, Text, collate
+from .data import MAX_BATCH_SIZE, Text, collate
 from .hidden_states import TOKENS_AT_ONCE, row_dtype
 from .settings import TrainingArgs
 from .targets import Teacher, find_likeliest, read_states
@@ -91,9 +91,9 @@ def estimate_run(
     reading = 0.0 if is_read else count * time_reading(model, args, mean)
     memory, answering = mx.get_peak_memory(), 0.0
     if missing:
-        tokens = mx.zeros((min(missing, AT_ONCE), 1), mx.int32)
+        tokens = mx.zeros((min(missing, MAX_BATCH_SIZE), 1), mx.int32)
         milliseconds = time_calls({"step": lambda: mx.eval(model(tokens))}, 1.0, min_turns=2, max_turns=5)["step"]
-        answering = min(milliseconds) / 1e3 * args.max_tokens * -(-missing // AT_ONCE)
+        answering = min(milliseconds) / 1e3 * args.max_tokens * -(-missing // MAX_BATCH_SIZE)
     iteration = time_iteration(model, sizes, args, mean)
     mx.reset_peak_memory()
     time_iteration(model, sizes, args, max(texts, key=lambda text: len(text.ids)), count=1)

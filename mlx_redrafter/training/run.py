@@ -81,16 +81,16 @@ from .trainer import load_checkpoint, train_drafter
 INTERRUPTED, REFUSED = 130, 3
 """Exit statuses: after Ctrl-C, and if no drafter was written because it is not better or there are too few texts."""
 
-BETTER = 1.01
+MIN_IMPROVEMENT = 1.01
 """A retrained drafter is written if its tokens per round are at least this many times the initial drafter's."""
 
-WARM_RATE = 0.05
+RETRAINING_RATE_FACTOR = 0.05
 """The learning rate for a trained drafter, relative to that for a new one."""
 
 DEMO_PROMPTS = 1024
 """Pieces of the standard library that the demo's target continues."""
 
-MAY_CHANGE = {"dtype", "steps_per_report", "save_every", "output", "trust_remote_code"}
+CHANGEABLE_SETTINGS = {"dtype", "steps_per_report", "save_every", "output", "trust_remote_code"}
 """Settings that may change on resume, as they do not affect what is learned."""
 
 Say = Callable[[str], None]
@@ -145,7 +145,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     start = None if args.drafter is None else load_start(args.drafter, model)
     if start is not None:
         depth = min(args.draft_depth, start.args.max_depth or args.draft_depth)
-        dtype, rate = args.dtype or format_dtype(start.dtype), WARM_RATE * args.learning_rate
+        dtype, rate = args.dtype or format_dtype(start.dtype), RETRAINING_RATE_FACTOR * args.learning_rate
         args = replace(args, draft_depth=depth, dtype=dtype, learning_rate=rate)
         start.set_dtype(mx.float32)
         start.share(model)
@@ -327,7 +327,7 @@ def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
     except TypeError as error:
         raise RedrafterError(f"{files.record} is not the record of a run: {join_lines(error)}") from error
     for name, value in settings.items():
-        if name not in MAY_CHANGE and (before := record.settings.get(name)) != value:
+        if name not in CHANGEABLE_SETTINGS and (before := record.settings.get(name)) != value:
             raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")
     return record
 
@@ -431,7 +431,7 @@ def count_all(run: Run) -> float:
 def finish(run: Run) -> int:
     """Writes and measures the finished drafter; returns the exit status.
 
-    With `patience` the best validated drafter is written. A retrained one is written only if it is `BETTER`.
+    With `patience` the best validated drafter is written. A retrained one is written only with `MIN_IMPROVEMENT`.
 
     Raises:
         RedrafterError: a weight does not fit into the dtype.
@@ -443,7 +443,7 @@ def finish(run: Run) -> int:
         record.drop_after(best["iteration"])
         run.say(f"using the drafter of iteration {best['iteration']}")
     if record.before is not None:
-        after, least = count_all(run), BETTER * record.before
+        after, least = count_all(run), MIN_IMPROVEMENT * record.before
         written = "" if after >= least else "not written: "
         run.say(
             f"{written}the new drafter makes {after:.3f} tokens per round on {len(run.validation)} held-out texts, "

@@ -125,7 +125,7 @@ def contents(place: Path) -> dict[Path, bytes]:
 def test_every_kind_can_be_trained_further_in_place(
     kind: str, target: str, pair: Pair, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "BETTER", 1.0)  # rounding decides whether such a short run gains 1%
+    monkeypatch.setattr(run, "MIN_IMPROVEMENT", 1.0)  # rounding decides whether such a short run gains 1%
     place = make_start(tmp_path / "drafter", pair[0], kind)
     before = tensors(load_drafter(place))
     status, said = train(target, place, "--answers", answers, "--drafter", place)
