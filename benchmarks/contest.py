@@ -37,7 +37,7 @@ QUICK_PLANS: list[Any] = ["auto", (1, 2), (1, 3), (2, 3)]
 QUICK_TOKENS = 64
 
 
-def hold_contest(workload: Workload, sides: Sequence[Contestant], settings: Settings) -> Iterator[list[Record]]:
+def compare_contestants(workload: Workload, sides: Sequence[Contestant], settings: Settings) -> Iterator[list[Record]]:
     """Yields, for each prompt, a record per contestant. The first contestant must be plain decoding.
 
     Contestants must be warmed up.
@@ -187,7 +187,7 @@ def measure(
         found = [measure_costs(workload) | {"machine": machine}]
     for side in sides:
         warm_up(workload, side)
-    contest = hold_contest(workload, sides, settings)
+    contest = compare_contestants(workload, sides, settings)
     for records in tqdm(contest, workload.name, total=len(workload.prompts), unit="prompt"):
         found += [each | {"machine": machine} for each in records]
         if args.output:  # after each prompt, so that an interrupted run leaves its records

@@ -29,7 +29,16 @@ from mlx_redrafter.cli.doctor import make_acceptance
 from mlx_redrafter.errors import RedrafterError, join_lines
 
 from .command import parse_above_zero, parse_plan
-from .contest import PLANS, QUICK_PLANS, QUICK_TOKENS, add_options, find_status, hold_contest, measure, measure_costs
+from .contest import (
+    PLANS,
+    QUICK_PLANS,
+    QUICK_TOKENS,
+    add_options,
+    compare_contestants,
+    find_status,
+    measure,
+    measure_costs,
+)
 from .contestants import Settings, make_contestants, warm_up
 from .models import Workload, add_workload, open_workload
 from .records import SCHEMA, Record, stamp
@@ -131,5 +140,5 @@ def measure_item(workload: Workload, records: list[Record], *, is_demo: bool) ->
     sides = make_contestants(workload, plans, settings, context=is_demo, random=is_demo)
     for side in sides:
         warm_up(workload, side)
-    for found in hold_contest(workload, sides, settings):
+    for found in compare_contestants(workload, sides, settings):
         records += found

@@ -25,7 +25,7 @@ BATCHES, ROWS = 6, 256
 TEMPERATURE = 0.8
 
 
-def continuations(model: nn.Module, prompts: mx.array, length: int, temp: float) -> mx.array:
+def generate_continuations(model: nn.Module, prompts: mx.array, length: int, temp: float) -> mx.array:
     """(B, length) ids: each prompt (B, P) and what the model writes behind it, past the end of text too.
 
     Args:
@@ -58,7 +58,7 @@ def write_texts(
         at = starts[i * ROWS : (i + 1) * ROWS]
         prompts = mx.array(tokens[at[:, None] + np.arange(PROMPT)].astype(np.int32))
         with replace_file(file) as partly:
-            np.save(partly, np.array(continuations(model, prompts, LENGTH, temp)).astype(np.uint16))
+            np.save(partly, np.array(generate_continuations(model, prompts, LENGTH, temp)).astype(np.uint16))
     return np.concatenate([np.load(file) for file in files])
 
 
