@@ -24,7 +24,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.acceptance import find_acceptance
 from mlx_redrafter.planning.costs import CostTable, is_disturbed
-from mlx_redrafter.planning.planner import candidate_plans
+from mlx_redrafter.planning.planner import list_candidate_plans
 
 from .command import parse_output, parse_positive
 from .contestants import DEFAULTS, NUM_DRAFT_TOKENS, Contestant, Run, Settings, make_contestants, warm_up
@@ -164,7 +164,7 @@ def measure_costs(workload: Workload) -> Record:
         "kind": "costs",
         "costs": costs._asdict(),
         "acceptance": [list(row) for row in acceptance],
-        "plans": [list(plan.shape) for plan in candidate_plans(costs, acceptance)],
+        "plans": [list(plan.shape) for plan in list_candidate_plans(costs, acceptance)],
     }
 
 

@@ -30,10 +30,10 @@ from ..errors import RedrafterError, UnsupportedModelError
 from ..generate import TRIAL_PROMPTS, try_drafter
 from ..options import Options
 from ..pair import Pair
-from ..planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable, expected_tokens, find_acceptance, scale_row
+from ..planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable, find_acceptance, predict_tokens, scale_row
 from ..planning.costs import CostTable, is_disturbed
-from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
-from ..planning.planner import HYSTERESIS, predict_all, starting_plan
+from ..planning.machine import describe_machine, find_memory_bytes, has_fast_blas
+from ..planning.planner import HYSTERESIS, find_starting_plan, predict_all
 from ..planning.simulation import CHANGED_EVERY, predict_speeds
 from ..planning.sizing import choose_size
 from .arguments import make_parser
@@ -113,7 +113,7 @@ def diagnose(
             "acceptance_assumed": args.acceptance is None and trial is None,
             "acceptance_tried": args.acceptance is None and trial is not None,
             "trial": trial,
-            "tokens_per_round": expected_tokens(acceptance, chain_plan(4)),
+            "tokens_per_round": predict_tokens(acceptance, chain_plan(4)),
         },
         "speeds": {
             "drafter": None if stand_in else predict_speeds(costs, acceptance, trees=can_merge),
@@ -140,7 +140,7 @@ def diagnose(
     }
     report["memory"] = {f"{role}_bytes": report[role]["weight_bytes"] for role in ("target", "drafter")}
     report["memory"]["drafter_cache_bytes"] = LONG_CONTEXT * row_bytes
-    report["memory"] |= {"machine_bytes": memory_bytes(), "peak_bytes": mx.get_peak_memory()}
+    report["memory"] |= {"machine_bytes": find_memory_bytes(), "peak_bytes": mx.get_peak_memory()}
     return report | {"notes": list(find_notes(report, disturbed=is_disturbed(costs)))}
 
 
@@ -252,7 +252,7 @@ def find_plan_speed(
 
 def find_start(costs: CostTable, acceptance: AcceptanceTable, context: int) -> dict[str, Any]:
     """The plan that `auto` starts with and its prediction; if that is plain decoding, None and the fastest plan's."""
-    plan = starting_plan(costs, acceptance, context)
+    plan = find_starting_plan(costs, acceptance, context)
     offer = find_plan_speed(costs, acceptance, context, plan)
     reason = f"{describe_plan(offer['plan'])} makes {offer['tokens_per_round']:.2f} tokens in a round of "
     reason += f"{offer['plain_steps']:.2f} plain steps, {offer['ratio']:.2f} times plain decoding"

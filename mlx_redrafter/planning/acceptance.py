@@ -77,7 +77,7 @@ def cumulative_acceptances(
     return found
 
 
-def expected_tokens(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> float:
+def predict_tokens(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> float:
     """Mean tokens per round: 1 for the root, plus the acceptance probability of each node in the plan's tree."""
     return sum(cumulative_acceptance(table, plan, acceptance_scale))
 

@@ -152,7 +152,7 @@ def is_disturbed(costs: CostTable) -> bool:
     return any(more < 0.9 * less for less, more in (*single, *contexts, *pairwise(drafts)))
 
 
-def lower_quartile(values: Iterable[float]) -> float:
+def find_lower_quartile(values: Iterable[float]) -> float:
     """The lower quartile, used for times: other load on the machine only makes them longer."""
     ordered = sorted(values)
     return ordered[len(ordered) // 4]

@@ -29,7 +29,7 @@ from ..engine.target import Target
 from ..engine.tree import chain
 from ..engine.types import Kept
 from ..engine.wired_limit import wired_limit
-from .costs import MEASURED_NODES, CostTable, lower_quartile
+from .costs import MEASURED_NODES, CostTable, find_lower_quartile
 
 K = TypeVar("K", bound=Hashable)
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def time_calls(
     """
     times: dict[K, list[float]] = {key: [] for key in calls}
     end, turn = time.perf_counter() + seconds, 0
-    while turn < min_turns or ((max_turns is None or turn < max_turns) and seconds_until(end) > 0):
+    while turn < min_turns or ((max_turns is None or turn < max_turns) and find_seconds_left(end) > 0):
         for key, call in calls.items():
             before(key)
             started = time.perf_counter()
@@ -70,7 +70,7 @@ def time_calls(
     return times
 
 
-def seconds_until(end: float) -> float:
+def find_seconds_left(end: float) -> float:
     """Seconds until `time.perf_counter()` reaches `end`; the same on all ranks."""
     return float(max(ranks.gather(end - time.perf_counter())))
 
@@ -171,12 +171,12 @@ def time_parts(
     end, first = time.perf_counter() + seconds, dict[tuple[str, int], list[float]]()
     parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
     for key in parts:  # the first run compiles kernels
-        if key[0] == "verify" and key[1] > 5 and seconds_until(end) < seconds / 2:
+        if key[0] == "verify" and key[1] > 5 and find_seconds_left(end) < seconds / 2:
             del calls[key]
         else:
             first |= time_calls({key: calls[key]}, 0.0, before=prepare)
-    times = time_calls(calls, seconds_until(end), min_turns=0 if slow else 1, max_turns=MAX_TURNS, before=prepare)
-    own = [lower_quartile(ms or first[key]) for key, ms in times.items()]
+    times = time_calls(calls, find_seconds_left(end), min_turns=0 if slow else 1, max_turns=MAX_TURNS, before=prepare)
+    own = [find_lower_quartile(ms or first[key]) for key, ms in times.items()]
     found = dict(zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True))  # of the slowest rank
     for name, number in found:
         if name in ("plain", "round"):

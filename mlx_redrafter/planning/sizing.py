@@ -16,7 +16,7 @@ from ..drafters.trainable import TrainableArgs
 from ..engine.model_parts import find_model_sizes
 from ..engine.plan import DRAFT_DEPTH, chain_plan
 from ..engine.types import Kept
-from .costs import lower_quartile
+from .costs import find_lower_quartile
 from .measure import time_calls
 
 MAX_DRAFT_COST = 0.05
@@ -34,7 +34,7 @@ MAX_SMALL_VOCABULARY = 16384
 REPEATS, SECONDS = 7, 1.0  # maximum runs of a draft or plain step, and their time limit
 
 
-class Choice(NamedTuple):
+class SizeChoice(NamedTuple):
     """A drafter's size, and why it was chosen.
 
     Attributes:
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def candidates(
+def list_candidates(
     hidden_size: int, vocab_size: int, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
 ) -> list[DrafterArgs]:
     """Sizes to try, best first: by number of weights, with small draft vocabularies last."""
@@ -63,20 +63,20 @@ def candidates(
 
     def rate(args: DrafterArgs) -> tuple[bool, int]:
         is_small = args.draft_vocab_size is not None and args.draft_vocab_size <= MAX_SMALL_VOCABULARY
-        return not is_small, n_weights(args)
+        return not is_small, count_weights(args)
 
     return sorted(sizes, key=rate, reverse=True)
 
 
-def n_weights(args: DrafterArgs) -> int:
+def count_weights(args: DrafterArgs) -> int:
     """The number of weights of a drafter with this config."""
     return sum(array.size for _, array in cast(Any, tree_flatten(make_drafter(args).parameters())))  # never evaluated
 
 
 def choose_size(
     model: nn.Module, dtype: mx.Dtype, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
-) -> Choice:
-    """The best of `candidates` whose draft step costs less than `MAX_DRAFT_COST` of a plain step; both are timed.
+) -> SizeChoice:
+    """The best of `list_candidates` whose draft step costs less than `MAX_DRAFT_COST` of a plain step; both are timed.
 
     Sizes with too many bytes are not timed: decoding is memory-bound.
 
@@ -85,29 +85,29 @@ def choose_size(
         kind: of the drafter to train.
         depth: how many tokens it drafts.
     """
-    plain = plain_milliseconds(model)
-    sizes = candidates(*find_model_sizes(model), kind, depth)
+    plain = time_plain_step(model)
+    sizes = list_candidates(*find_model_sizes(model), kind, depth)
     budget = MAX_DRAFT_COST * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
-    light = [args for args in sizes if n_weights(args) * dtype.size <= 1.5 * budget]
+    light = [args for args in sizes if count_weights(args) * dtype.size <= 1.5 * budget]
     cost = 0.0
     for args in [*light[:: 1 + len(light) // 8], sizes[-1]]:  # evenly spread, then the fallback
-        cost = draft_milliseconds(model, args, dtype) / plain
+        cost = time_draft_step(model, args, dtype) / plain
         if cost < MAX_DRAFT_COST:
             reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {MAX_DRAFT_COST:.0%}"
-            return Choice(args, reason)
+            return SizeChoice(args, reason)
     reason = f"no size is cheap enough; the smallest costs {cost:.1%} of a plain step ({plain:.2f} ms) per draft step"
-    return Choice(sizes[-1], reason)
+    return SizeChoice(sizes[-1], reason)
 
 
-def plain_milliseconds(model: nn.Module) -> float:
+def time_plain_step(model: nn.Module) -> float:
     """Milliseconds of one step of plain decoding after a few tokens."""
     cache, token = make_prompt_cache(model), mx.zeros((1, 1), mx.int32)
     calls = {"step": lambda: mx.eval(mx.argmax(model(token, cache=cache)[:, -1], axis=-1))}
     calls["step"]()
-    return lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["step"])
+    return find_lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["step"])
 
 
-def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
+def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
     """Milliseconds per step of a chain, drafted by a random drafter of this config and dtype."""
     drafter, token, plan = make_drafter(args), mx.zeros((1,), mx.int32), chain_plan(steps)
     drafter.set_dtype(dtype)
@@ -117,4 +117,4 @@ def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, ste
     mx.eval(drafter.parameters(), source.state)
     calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, in_level_order=False))}
     calls["draft"]()
-    return lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]) / steps
+    return find_lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]) / steps

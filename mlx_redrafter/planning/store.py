@@ -22,7 +22,7 @@ from ..engine.model_parts import find_module_name
 from ..errors import join_lines, warn
 from .acceptance import Count, Counts
 from .costs import CostTable, is_disturbed, parse_costs
-from .machine import cache_directory, describe_machine
+from .machine import describe_machine, find_cache_directory
 from .measure import measure_costs
 
 MIN_NEW = 32
@@ -42,7 +42,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         described["ranks"] = ranks.gather(describe_machine())
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
     file, tries = Path("costs", f"{name}.json"), 0
-    found = ranks.share({} if refresh else _read_object(lambda: cache_directory() / file))
+    found = ranks.share({} if refresh else _read_object(lambda: find_cache_directory() / file))
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         kept, tries = parse_costs(found["costs"]), int(found["tries"])
         if tries >= 3 or not is_disturbed(kept):
@@ -52,7 +52,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         return costs
     text = json.dumps({"of": described, "tries": tries + 1, "costs": costs._asdict()}, indent=1)
     try:
-        write_text(cache_directory() / file, text + "\n")
+        write_text(find_cache_directory() / file, text + "\n")
     except (OSError, RuntimeError) as error:
         warn(f"cannot save the measured costs: {join_lines(error)}")
     return costs
@@ -109,4 +109,4 @@ def _find_file(model: nn.Module, drafter: Drafter) -> Path:
     """The file of the counts, named by both models and a sample of the drafter's tensors."""
     described = [find_module_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + sample_tensors(drafter))
-    return cache_directory() / "acceptance" / f"{digest.hexdigest()[:24]}.json"
+    return find_cache_directory() / "acceptance" / f"{digest.hexdigest()[:24]}.json"

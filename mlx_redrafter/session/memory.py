@@ -10,7 +10,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from ..engine import kv_cache
 from ..options import Options
-from ..planning.machine import usable_bytes
+from ..planning.machine import find_usable_bytes
 
 MAX_LENGTH = 2**31
 """An upper limit on the tokens of a text."""
@@ -62,4 +62,4 @@ def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
 
 def free_memory() -> int:
     """Bytes that MLX can still allocate on its default device without slowing down."""
-    return max(0, usable_bytes() - mx.get_active_memory())
+    return max(0, find_usable_bytes() - mx.get_active_memory())

@@ -21,7 +21,7 @@ from ..drafters.trainable import TrainableDrafter
 from ..engine.model_parts import find_output_layer, find_parts
 from ..errors import RedrafterError
 from ..planning.measure import time_calls
-from ..planning.sizing import n_weights, plain_milliseconds
+from ..planning.sizing import count_weights, time_plain_step
 from .data import MAX_BATCH_SIZE, Text, collate
 from .hidden_states import TOKENS_AT_ONCE, row_dtype
 from .settings import TrainingArgs
@@ -102,11 +102,11 @@ def estimate_run(
     # A validation costs about an iteration per batch of its texts, and the loss of `val_prompts` of them again.
     validation = (n_validation + min(n_validation, args.val_prompts)) / args.batch_size * iteration
     # The final comparison has every depth, one tree and plain decoding. The gate counts all held-out texts twice.
-    plain = args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
+    plain = args.val_prompts * args.val_tokens * time_plain_step(model) / 1e3
     comparing = (args.draft_depth + 2) * plain + (2 * validation if args.drafter else 0)
     # Two checkpoints in float32 (weights and two moments each), the drafter, and the best drafter so far.
     of_token = row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize + 8  # hidden states, and the answer as text
-    disk = n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + of_token * count * length
+    disk = count_weights(sizes) * (2 * 3 * 4 + 2 * 4) + of_token * count * length
     return Estimate(
         answering, reading, comparing, iteration, validation, max(memory, training_memory), training_memory, disk
     )

@@ -40,7 +40,7 @@ from ..engine.model_parts import find_compute_dtype, find_model_sizes
 from ..engine.stats import Stats
 from ..errors import RedrafterError, join_lines
 from ..options import Options
-from ..planning.sizing import choose_size, n_weights
+from ..planning.sizing import choose_size, count_weights
 from .data import (
     AnswerFile,
     Prompt,
@@ -167,7 +167,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     record.texts, record.args = source, sizes.to_dict()
     done = record.ended or (load_checkpoint(files.checkpoint) if resume else 0)
     is_done = record.ended is not None or (record.iters is not None and done >= record.iters)
-    say(f"drafter: {describe(sizes)}, {n_weights(sizes) / 1e6:.2f} M parameters")
+    say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
     missing = 0 if answers is None else answers.count_missing()
     is_read = is_done or files.states.exists()
     estimate = estimate_run(model, sizes, args, training, len(validation), missing=missing, is_read=is_read)

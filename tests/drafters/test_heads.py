@@ -22,7 +22,7 @@ from mlx_redrafter.engine.model_parts import find_model_sizes, find_parts
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.options import find_default_depth
 from mlx_redrafter.planning.acceptance import find_acceptance
-from mlx_redrafter.planning.planner import candidate_plans
+from mlx_redrafter.planning.planner import list_candidate_plans
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -70,7 +70,7 @@ def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
     # As on a busy machine: six rows seem cheaper than five.
     costs = make_costs("gentle").chains_only()
     costs = costs._replace(verify=tuple((1.0, *[3.0] * 4, 1.01, *[3.0] * 10) for _ in costs.contexts))
-    assert {plan.depth for plan in candidate_plans(costs, rows)} == ({4} if most else {5})
+    assert {plan.depth for plan in list_candidate_plans(costs, rows)} == ({4} if most else {5})
     assert (rows[-1] == (0.0,), len(rows)) == ((True, 5) if most else (False, 1))
     assert find_default_depth(drafter) == 3
     if most is not None:
