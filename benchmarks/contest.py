@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from mlx_redrafter.cli.generate import first_difference
+from mlx_redrafter.cli.generate import find_first_difference
 from mlx_redrafter.engine.model_checks import check_draftable
 from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
@@ -79,7 +79,7 @@ def describe_runs(
     middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
     made, stats = len(middle.tokens) - 1, middle.stats
     is_compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not settings.temp
-    places = [first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
+    places = [find_first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
     differs = min((place for place in places if place is not None), default=None)
     forwards = stats.rounds if stats else made
     return {

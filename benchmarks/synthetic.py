@@ -139,7 +139,7 @@ class Oracle(Sampler):
         """The tokens at these positions, int32; they vary widely, so that different experts are selected."""
         return ((positions.astype(mx.int32) * 7919 + 104729) % vocab_size).astype(mx.int32)
 
-    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
+    def draw(self, position: mx.array, count: int, vocab_size: int) -> Draws:
         """Returns positions (P, 1), from `position` on, in place of noise."""
         places = (position.astype(mx.int32) + mx.arange(count))[:, None]
         return Draws(places, places)

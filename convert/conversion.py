@@ -256,8 +256,8 @@ def quantize_layers(
     def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(layer, "to_quantized"):
             return False
-        is_router = drafter.part_of(name) == "router"  # small, and the selection of experts is sensitive to rounding
-        own = {"group_size": group_size, "bits": parts.get(drafter.part_of(name), bits), "mode": mode}
+        is_router = drafter.find_part(name) == "router"  # small, and the selection of experts is sensitive to rounding
+        own = {"group_size": group_size, "bits": parts.get(drafter.find_part(name), bits), "mode": mode}
         inputs, rows = layer.weight.shape[-1], math.prod(layer.weight.shape[:-1])
         fits = inputs % group_size == rows * inputs % 32 == 0  # MLX packs 32 weights at a time, two groups of nvfp4
         if own["bits"] and not fits and not is_router:

@@ -23,7 +23,7 @@ from .engine.blas import warn_of_slow_blas
 from .engine.decode import Decoder, Planner, Rounds, on_stream
 from .engine.grammar import Grammar
 from .engine.model_checks import check_draftable, check_verifiable, explain_chains
-from .engine.model_parts import AFTER_NORM, StateName, find_module_name, find_taps
+from .engine.model_parts import AFTER_NORM, StateName, find_capture_points, find_module_name
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import TokenChooser
@@ -238,7 +238,7 @@ class Pair:
         source = None if drafter is None else source or drafter.open(model)
         if source is not None:
             source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
-            find_taps(model, source.capture)  # refuses a model without them before anything is built
+            find_capture_points(model, source.capture)  # refuses a model without them before anything is built
         plan = options.resolve_plan(drafter)
         if shape is None or options.max_tokens == 0:
             return Choice([], Planner(None), ["plan is off"])

@@ -182,7 +182,7 @@ def make_trial(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, 
     shares = stats.acceptance_per_depth
     if not shares or shares[0] < MIN_ACCEPTANCE:
         try:
-            for what, drafter.args in own.try_others(len(getattr(model, "layers", []))).items():
+            for what, drafter.args in own.list_variants(len(getattr(model, "layers", []))).items():
                 with suppress(UnsupportedModelError):
                     others[what] = try_drafter(model, tokenizer, drafter, options).tokens_per_round
         finally:

@@ -261,7 +261,7 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
         decode(start, max_tokens=WARM_UP_TOKENS)
     expected = decode(plain_stream, label="plain decoding")
     drafted = decode(stream, show=show, label=None if show else "drafting", expected=expected.tokens)
-    at, difference = first_difference(expected.tokens, drafted.tokens), None
+    at, difference = find_first_difference(expected.tokens, drafted.tokens), None
     if at is not None:
         difference = Difference(at, 0.0, 0.0, rounding=False)  # kept if one text is only longer than the other
         if drafted.row is not None and at < len(expected.tokens):
@@ -327,7 +327,7 @@ def find_cause() -> str:
     return "python -m mlx_redrafter.doctor measures what it costs here"
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """The index of the first token at which two texts differ; None if they are equal."""
     return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
@@ -370,7 +370,7 @@ def judge_difference(
     both = mx.array(chosen)
     distance: float = mx.abs(one - other)[both].max().item()  # type: ignore[assignment]
     margin = max(1e-3, 4 * 20 * mx.finfo(rows[0].dtype).eps)
-    draws = sampler.draws(mx.array(position), 1, one.size)
+    draws = sampler.draw(mx.array(position), 1, one.size)
     scores = [row[both] if draws is None else sampler.adjust(row[None], draws, 0)[0, both] for row in (one, other)]
     last_bits = 4 * mx.finfo(mx.float32).eps * mx.abs(mx.concatenate(scores)).min()
     is_best = scores[0][0] >= scores[0][1] - last_bits and scores[1][1] >= scores[1][0] - last_bits

@@ -214,7 +214,7 @@ class DrafterArgs:
             f"{self.describe_states()}: mlx_redrafter.doctor tries others"
         )
 
-    def try_others(self, n_layers: int) -> dict[str, Self]:
+    def list_variants(self, n_layers: int) -> dict[str, Self]:
         """Variants of these arguments that read other hidden states, by the config entry that differs.
 
         Args:
@@ -369,10 +369,10 @@ class LayerArgs(DrafterArgs):
             return super().describe_states()
         return f"the outputs of layers {', '.join(map(str, self.capture_layers))}"
 
-    def try_others(self, n_layers: int) -> dict[str, Self]:
+    def list_variants(self, n_layers: int) -> dict[str, Self]:
         """Variants whose layers are all one lower or one higher, as projects number layers differently."""
         if self.capture_layers is None:
-            return super().try_others(n_layers)
+            return super().list_variants(n_layers)
         shifted = ([layer + by for layer in self.capture_layers] for by in (-1, 1))
         return {
             f"capture_layers {layers}": replace(self, capture_layers=layers)

@@ -195,5 +195,5 @@ class Drafter(BlockDrafter):
 
         return guess
 
-    def part_of(self, name: str) -> str:
-        return "embedding" if name in ("selector.predecessor", "selector.successor") else super().part_of(name)
+    def find_part(self, name: str) -> str:
+        return "embedding" if name in ("selector.predecessor", "selector.successor") else super().find_part(name)

@@ -55,7 +55,7 @@ class DraftModelArgs(DrafterArgs):
     def describe_states(self) -> str:
         return "only the text, no hidden state"
 
-    def try_others(self, n_layers: int) -> dict[str, Self]:
+    def list_variants(self, n_layers: int) -> dict[str, Self]:
         """No variants, as it reads no hidden state."""
         return {}
 

@@ -175,5 +175,5 @@ class Drafter(BlockDrafter):
         own = super().output_layers
         return [*own, self.markov_w2] if own and "markov_w2" in self else own
 
-    def part_of(self, name: str) -> str:
-        return {"markov_w1": "embedding", "markov_w2": "head"}.get(name) or super().part_of(name)
+    def find_part(self, name: str) -> str:
+        return {"markov_w1": "embedding", "markov_w2": "head"}.get(name) or super().find_part(name)

@@ -256,9 +256,9 @@ class DrafterArgs(BaseArgs):
         experts = self.layer_config.get("num_experts") or self.layer_config.get("n_routed_experts")
         return f"a {self.layer_config['model_type']} layer" + (f" of {experts} experts" if experts else "")
 
-    def try_others(self, n_layers: int) -> dict[str, Self]:
+    def list_variants(self, n_layers: int) -> dict[str, Self]:
         """Variants that read other hidden states; for ERNIE also without the final norm, on which projects disagree."""
-        others = super().try_others(n_layers)
+        others = super().list_variants(n_layers)
         if self.layer_config["model_type"] == "ernie4_5":
             others[f"norm_output {str(not self.norm_output).lower()}"] = replace(self, norm_output=not self.norm_output)
         return others
@@ -374,7 +374,7 @@ class Drafter(PairDrafter):
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
 
-    def part_of(self, name: str) -> str:
+    def find_part(self, name: str) -> str:
         return "router" if name in ROUTERS else "blocks"
 
 

@@ -107,7 +107,7 @@ class Drafter(nn.Module):
         """Its output matrices, without a bias and with a row for each token it can guess; [] for the target's."""
         return [self.lm_head] if "lm_head" in self else []
 
-    def part_of(self, name: str) -> str:
+    def find_part(self, name: str) -> str:
         """The part that a layer belongs to: "head", "blocks", "rnn" or "embedding".
 
         Each part may be quantized to its own number of bits. A part "router" is not quantized.

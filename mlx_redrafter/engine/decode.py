@@ -250,7 +250,7 @@ class Decoder:
             with on_stream():
                 hidden = self.target.forward(piece, want_hidden=reads_all).hidden
                 if reads_all:
-                    self._tell_drafter("keep", Kept(piece, hidden, None, size, position))
+                    self._call_drafter("keep", Kept(piece, hidden, None, size, position))
                 self.target.evaluate()
                 mx.eval(self._drafter_state())
             done += size
@@ -262,21 +262,21 @@ class Decoder:
                 self._seen = extend(self._seen, prompt[:done])
             self._ahead = self._enqueue_step(prompt[done:])._replace(is_prompt=True)
             text = [*self._history, *cast(list[int], prompt.tolist())]
-            self._tell_drafter("read", text)  # while the step is being computed
+            self._call_drafter("read", text)  # while the step is being computed
             if self._context is not None:
                 self._context.read(text)
             outcome = self._ahead.outcome
-            mx.eval(outcome.packed, outcome.logprobs, self.target.pending(), self._drafter_state())
+            mx.eval(outcome.packed, outcome.logprobs, self.target.list_pending_arrays(), self._drafter_state())
             report(total, total)
 
     def finish(self, length: int, last_token: int) -> None:
         """Makes cache and drafter hold exactly `length` tokens of the text, see `Target.finish`."""
         drafter, held = self._drafter, self.target.length
         if length <= held:  # also by 0 tokens, as the next one will differ
-            self._tell_drafter("rewind", held - length)
+            self._call_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
             token = mx.array([last_token])
-            self._tell_drafter("keep", Kept(token, self.target.forward(token).hidden, None, 1, held))
+            self._call_drafter("keep", Kept(token, self.target.forward(token).hidden, None, 1, held))
         self.target.finish(length, last_token)
         mx.eval(self._drafter_state())
 
@@ -289,7 +289,7 @@ class Decoder:
         self._vocab_size = outcome.logprobs[0].shape[-1]
         self._seen = extend(self._seen, token.astype(mx.int32)) if self._chooser.processors else None
         if is_captured:
-            self._tell_drafter("keep", outcome.kept)
+            self._call_drafter("keep", outcome.kept)
         self._enqueue(outcome, self._seen)
         return Pending(outcome, length, replayed)
 
@@ -316,7 +316,7 @@ class Decoder:
         sampler, drafter = self._chooser.sampler, self._drafter
         assert drafter is not None
         processors = self._chooser.processors if drafter.proposes_after_read else ()
-        draws = sampler.draws(position, plan.depth + 1, self._vocab_size)
+        draws = sampler.draw(position, plan.depth + 1, self._vocab_size)
 
         def adjust(logits: mx.array, level: int, paths: mx.array) -> mx.array:
             if processors:
@@ -345,10 +345,10 @@ class Decoder:
                 plan = CONTEXT_ONLY._replace(context=plan.context)
         if not draft or not plan:
             return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
-        length, replayed, room = target.length, target.replayed, target.until_quantized()
+        length, replayed, room = target.length, target.replayed, target.count_until_quantized()
         limit = plan.max_depth if room is None else min(plan.max_depth, room - 1)
         outcome = verify(target, draft, self._chooser, self._seen, plan, limit)
-        self._tell_drafter("keep", outcome.kept)
+        self._call_drafter("keep", outcome.kept)
         self._enqueue(outcome, draft.tree)
         return Pending(outcome, length, replayed, plan, draft)
 
@@ -376,7 +376,7 @@ class Decoder:
         if self._chooser.grammar is not None:
             for token in tokens:
                 self._chooser.grammar.take(token)
-        self._tell_drafter("confirm", tokens)
+        self._call_drafter("confirm", tokens)
         if self._context is not None:
             self._context.confirm(tokens)
         logprobs = pending.outcome.logprobs[: len(tokens)]
@@ -399,7 +399,7 @@ class Decoder:
         return done
 
     def _enqueue(self, outcome: Outcome, more: Any) -> None:
-        mx.async_eval(outcome.packed, outcome.logprobs, more, self.target.pending(), self._drafter_state())
+        mx.async_eval(outcome.packed, outcome.logprobs, more, self.target.list_pending_arrays(), self._drafter_state())
 
     def _drafter_state(self) -> Any:
         try:
@@ -408,11 +408,11 @@ class Decoder:
             self._drop_drafter(error)
             return None
 
-    def _tell_drafter(self, what: Literal["read", "keep", "confirm", "rewind"], value: Any) -> None:
+    def _call_drafter(self, method: Literal["read", "keep", "confirm", "rewind"], value: Any) -> None:
         if self._drafter is None:
             return
         try:
-            getattr(self._drafter, what)(value)
+            getattr(self._drafter, method)(value)
         except Exception as error:
             self._drop_drafter(error)
 

@@ -18,7 +18,7 @@ ROPE_MARGIN = 256
 """Margin in tokens: some dynamic ropes take the number of heads plus the offset for the length of the text."""
 
 
-def exact_until(model: nn.Module) -> int | None:
+def find_exact_length(model: nn.Module) -> int | None:
     """The text length up to which several rows in one forward equal the same rows one by one; None for no limit.
 
     Beyond the limit, dynamic ropes rotate all tokens of a forward by the length at its end.
@@ -76,7 +76,7 @@ def explain_chains(model: nn.Module) -> str | None:
     name = find_module_name(model)
     if reason := CHAINS.get(name):
         return reason
-    if exact_until(model) is not None:
+    if find_exact_length(model) is not None:
         return LENGTH_BOUND
     cache = make_prompt_cache(model)
     if states := kv_cache.unknown_types(cache, kv_cache.TRIMMABLE):

@@ -15,8 +15,8 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from .. import ranks
 from ..errors import RedrafterError
 from . import kv_cache
-from .model_checks import exact_until
-from .model_parts import StateName, capture, find_taps
+from .model_checks import find_exact_length
+from .model_parts import StateName, capture, find_capture_points
 from .tree import chain
 from .tree_attention import Nodes, build_with_nodes
 from .types import Tree
@@ -73,11 +73,11 @@ class Target:
         capture: Sequence[StateName] = (),
     ) -> None:
         self._model = model
-        self._taps = find_taps(model, capture)
+        self._capture_points = find_capture_points(model, capture)
         self.cache: kv_cache.Cache = make_prompt_cache(model, max_kv_size) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv_cache.length(self.cache)
-        self._exact_until = exact_until(model)
+        self._exact_length = find_exact_length(model)
         self._trimmable = not kv_cache.unknown_types(self.cache, kv_cache.TRIMMABLE)
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = any(isinstance(c, RotatingKVCache) and c.keep for c in kv_cache.leaves(self.cache))
@@ -97,8 +97,8 @@ class Target:
         return 0 if len(self._path) == self._rows else len(self._replay) + len(self._path)
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` rows in one forward equal the same rows one by one, see `exact_until`."""
-        return self._exact_until is None or self.length + count <= self._exact_until
+        """Whether `count` rows in one forward equal the same rows one by one, see `find_exact_length`."""
+        return self._exact_length is None or self.length + count <= self._exact_length
 
     def forward(self, tokens: mx.array, *, want_hidden: bool = True) -> Forward:
         """Runs the model on `tokens` (T,) after the text, and keeps all rows.
@@ -144,10 +144,10 @@ class Target:
             logits: mx.array = self._model(tokens[None], cache=cache)
             return logits
 
-        if not (want_hidden and self._taps):
+        if not (want_hidden and self._capture_points):
             return Forward(call()[0, -count:], {})
-        logits, found = capture(list(self._taps.values()), call)
-        states = {name: calls[-1][0, -count:] for name, calls in zip(self._taps, found, strict=True)}
+        logits, found = capture(list(self._capture_points.values()), call)
+        states = {name: calls[-1][0, -count:] for name, calls in zip(self._capture_points, found, strict=True)}
         return Forward(logits[0, -count:], states)
 
     def _compare_ranks(self, tokens: mx.array) -> None:
@@ -206,13 +206,13 @@ class Target:
         for piece in [[token] for token in tokens] if self._keeps_first else [tokens] if tokens else []:
             self._model(mx.array(piece)[None], cache=self.cache)
 
-    def until_quantized(self) -> int | None:
+    def count_until_quantized(self) -> int | None:
         """How many more rows may be kept before the cache is quantized; None for no limit."""
         if self._quantization.bits is None or self.length >= self._quantization.start:
             return None
         return self._quantization.start - self.length
 
-    def pending(self) -> list[Any]:
+    def list_pending_arrays(self) -> list[Any]:
         """Cache states that a forward may leave unevaluated, as only the next forward reads them."""
         return [] if self._feeds_logits else [c.state for c in self.cache]
 

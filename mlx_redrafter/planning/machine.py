@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from platformdirs import user_cache_path
 
-from ..engine.blas import LIBRARY, thread_count
+from ..engine.blas import LIBRARY, count_threads
 
 PACKAGES = ("mlx", "mlx-lm")
 FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # faster for several rows at once than one by one
@@ -32,7 +32,7 @@ def describe_machine() -> dict[str, Any]:
         **{name: version(name) for name in PACKAGES},
     }
     if device.type == mx.cpu:
-        threads = thread_count()
+        threads = count_threads()
         found["blas"] = Path(LIBRARY).name if threads else ", ".join(find_blas_libraries()) or "unknown"
         if threads:
             found["blas_threads"] = threads

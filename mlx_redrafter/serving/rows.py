@@ -152,7 +152,7 @@ class RowSampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Called by mlx-lm once per step, with (1, V), or with (B, V) if greedy rows share it."""
         if self._row == 0:
-            self._draws = self._sampler.draws(mx.array(self._position), DRAWS_AT_ONCE, logprobs.shape[-1])
+            self._draws = self._sampler.draw(mx.array(self._position), DRAWS_AT_ONCE, logprobs.shape[-1])
         chosen = self._sampler.choose(logprobs, self._draws, mx.array([self._row])).astype(mx.uint32)
         self._position, self._row = self._position + 1, (self._row + 1) % DRAWS_AT_ONCE
         self.last = chosen, logprobs

@@ -31,7 +31,7 @@ from ..checkpoints import (
     save_drafter,
     strip_folders,
 )
-from ..demo.sources import training_prompts
+from ..demo.sources import make_training_prompts
 from ..drafters import TRAINABLE, is_converted
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableArgs, TrainableDrafter
@@ -249,7 +249,7 @@ def read_source(args: TrainingArgs) -> list[Prompt]:
     elif args.prompts:
         return read_prompts(args.prompts)
     else:
-        return list(training_prompts(DEMO_PROMPTS, args.seed))
+        return list(make_training_prompts(DEMO_PROMPTS, args.seed))
     return []
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_parts import Tap, capture, find_compute_dtype, find_head, find_module_name, find_parts
+from ..engine.model_parts import CapturePoint, capture, find_compute_dtype, find_head, find_module_name, find_parts
 from ..errors import UnsupportedModelError
 from .loss import TrainingTargets
 from .settings import TrainingArgs
@@ -57,7 +57,7 @@ class Teacher:
         self.dtype = find_compute_dtype(model)
         self._head = find_head(model)
         tokens = (mx.arange(CHECKED_TOKENS) * (self.embedding.weight.shape[0] // CHECKED_TOKENS))[None]
-        wanted, (hidden,) = capture([Tap(parts.final_norm)], lambda: model(tokens))
+        wanted, (hidden,) = capture([CapturePoint(parts.final_norm)], lambda: model(tokens))
         raw, self.vocab_size = self._head(hidden[-1]), wanted.shape[-1]
         self._scale, self._cap = find_scale_and_cap(raw[..., : self.vocab_size], wanted, find_module_name(model))
 
@@ -113,7 +113,7 @@ def find_scale_and_cap(raw: mx.array, logits: mx.array, name: str) -> tuple[floa
 
 def read_states(model: nn.Module, tokens: mx.array) -> mx.array:
     """(B, T, D) a model's hidden states after its final norm for tokens (B, T); logits are not computed."""
-    return capture([Tap(find_parts(model).final_norm)], lambda: model(tokens))[1][0][-1]
+    return capture([CapturePoint(find_parts(model).final_norm)], lambda: model(tokens))[1][0][-1]
 
 
 def compute_targets(
