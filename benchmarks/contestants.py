@@ -102,7 +102,7 @@ class Contestant:
         tokens, started = [last[0]], perf_counter()
         for last in steps:
             tokens.append(last[0])
-            if last[0] in prompt.ends:
+            if last[0] in prompt.eos_token_ids:
                 break
         return Run(tokens, perf_counter() - started, last[1], mx.get_peak_memory())
 

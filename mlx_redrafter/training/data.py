@@ -303,7 +303,7 @@ def generate_answers(
     return list(answers.values())
 
 
-def n_held_out(count: int) -> int:
+def count_held_out(count: int) -> int:
     """The number of texts to hold out if there are no validation texts."""
     return min(max(1, round(0.05 * count)), 256)
 
@@ -319,7 +319,7 @@ def select_prompts(args: TrainingArgs, prompts: list[list[int]], say: Callable[[
     if dropped := len(prompts) - len(found):
         say(f"skipped {dropped} of {len(prompts)} prompts: duplicates, or too long for --max-seq-length")
     found = found[: args.max_prompts]
-    held_out = n_held_out(len(found))
+    held_out = count_held_out(len(found))
     if len(found) < args.batch_size + held_out:
         raise RedrafterError(
             f"expected at least {args.batch_size + held_out} prompts for a batch size of {args.batch_size} and "
@@ -362,7 +362,7 @@ def split_texts(
         if len(training) < 2:
             raise TooFewTextsError(f"expected at least 2 texts that are long enough, got {len(training)}")
         order = np.random.default_rng(args.seed).permutation(len(training)).tolist()
-        held_out = set(order[: n_held_out(len(training))])
+        held_out = set(order[: count_held_out(len(training))])
         validation = [training[i] for i in sorted(held_out)]
         training = [text for i, text in enumerate(training) if i not in held_out]
     if len(training) < args.batch_size:
@@ -425,7 +425,7 @@ def collate(texts: Sequence[Text]) -> Batch:
     return Batch(mx.array(ids), mx.array(padded), hidden, likeliest)
 
 
-def most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:
+def find_most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:
     """(count,) int32, ascending: the most frequent tokens outside of prompts; of equals, the lower ids."""
     seen = np.zeros(vocab_size, np.int64)
     for text in texts:

@@ -23,7 +23,7 @@ from ..errors import RedrafterError
 from ..planning.measure import time_calls
 from ..planning.sizing import count_weights, time_plain_step
 from .data import MAX_BATCH_SIZE, Text, collate
-from .hidden_states import TOKENS_AT_ONCE, row_dtype
+from .hidden_states import TOKENS_AT_ONCE, make_row_dtype
 from .settings import TrainingArgs
 from .targets import Teacher, find_likeliest, read_states
 from .trainer import train_drafter
@@ -105,7 +105,9 @@ def estimate_run(
     plain = args.val_prompts * args.val_tokens * time_plain_step(model) / 1e3
     comparing = (args.draft_depth + 2) * plain + (2 * validation if args.drafter else 0)
     # Two checkpoints in float32 (weights and two moments each), the drafter, and the best drafter so far.
-    of_token = row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize + 8  # hidden states, and the answer as text
+    of_token = (
+        make_row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize + 8
+    )  # hidden states, and the answer as text
     disk = count_weights(sizes) * (2 * 3 * 4 + 2 * 4) + of_token * count * length
     return Estimate(
         answering, reading, comparing, iteration, validation, max(memory, training_memory), training_memory, disk
@@ -139,7 +141,7 @@ def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, tex
     Args:
         count: number of iterations, of which the last is timed.
     """
-    kept = np.zeros(len(text.ids) - 1, row_dtype(sizes.hidden_size, args.teacher_top_k))
+    kept = np.zeros(len(text.ids) - 1, make_row_dtype(sizes.hidden_size, args.teacher_top_k))
     likeliest = (kept["ids"], kept["probs"]) if args.teacher_top_k else None
     batch = collate([text._replace(hidden=kept["hidden"], likeliest=likeliest)] * args.batch_size)
     drafter, ends = cast(TrainableDrafter, make_drafter(sizes)), [time.perf_counter()]

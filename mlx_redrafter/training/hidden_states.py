@@ -45,14 +45,14 @@ def add_hidden_states(
         UnsupportedModelError: see `find_parts`.
     """
     width = find_parts(model).embedding(mx.zeros((1,), mx.int32)).shape[-1]
-    kind = row_dtype(width, top_k)
+    kind = make_row_dtype(width, top_k)
     teacher = Teacher(model) if top_k else None
     groups = group_texts(texts)
     # The first row of each group, and the number of rows.
     starts = [0, *accumulate(sum(len(texts[i].ids) - 1 for i in group) for group in groups)]
-    of = {"width": width, "top_k": top_k, "texts": digest(list_ids(texts)), **(settings or {})}
+    header = {"width": width, "top_k": top_k, "texts": digest(list_ids(texts)), **(settings or {})}
     try:
-        with open_states(path, of) as file:
+        with open_states(path, header) as file:
             rows = file.seek(0, 2) // kind.itemsize
             done = max(number for number, start in enumerate(starts) if start <= rows)
             file.truncate(file.seek(kind.itemsize * starts[done]))
@@ -86,23 +86,23 @@ def group_texts(texts: Sequence[Text]) -> list[list[int]]:
     return groups
 
 
-def open_states(path: Path | None, of: dict[str, Any]) -> IO[bytes]:
-    """Opens the file of states, empty unless it has states for `of`, which a JSON file beside it records."""
+def open_states(path: Path | None, header: dict[str, Any]) -> IO[bytes]:
+    """Opens the file of states, empty unless it has states for `header`, which a JSON file beside it records."""
     if path is None:
         return tempfile.TemporaryFile()
     about = path.with_suffix(".json")
     try:
-        same = path.exists() and json.loads(about.read_text(encoding="utf-8")) == of
+        same = path.exists() and json.loads(about.read_text(encoding="utf-8")) == header
     except (OSError, ValueError):
         same = False
     if not same:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
-        write_text(about, json.dumps(of) + "\n")
+        write_text(about, json.dumps(header) + "\n")
     return path.open("r+b")
 
 
-def row_dtype(width: int, top_k: int) -> np.dtype[Any]:
+def make_row_dtype(width: int, top_k: int) -> np.dtype[Any]:
     """The stored row of a token: hidden state and, with `top_k`, likeliest next tokens and their probabilities."""
     likeliest = [("ids", "<i4", (top_k,)), ("probs", "<f2", (top_k,))] if top_k else []
     return np.dtype([("hidden", "<f2", (width,)), *likeliest])

@@ -212,7 +212,7 @@ def find_likeliest(teacher: Teacher, hidden: mx.array, count: int) -> tuple[np.n
     return ids, probs
 
 
-def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> TrainableDrafter:
+def initialize_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> TrainableDrafter:
     """An untrained drafter, initialized from the principal components of the target's embedding.
 
     Output matrices are most of a drafter's weights, and the rows of rare tokens are seldom updated, so this speeds up
@@ -228,7 +228,7 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
     mean, axes = find_components(embedding, drafter)
 
     def project(tokens: mx.array, width: int | None) -> mx.array:
-        rows = (embedding(part).astype(mx.float32) - mean for part in split(tokens))
+        rows = (embedding(part).astype(mx.float32) - mean for part in split_tokens(tokens))
         return mx.concatenate([part if width is None else part @ axes[:, :width] for part in rows])
 
     drafter.share(model)
@@ -245,7 +245,7 @@ def find_components(embedding: Any, drafter: TrainableDrafter) -> tuple[mx.array
     args = drafter.args
     guessed = drafter.draft_ids if "draft_ids" in drafter else mx.arange(args.vocab_size)
     mean, square = mx.zeros((args.hidden_size,)), mx.zeros((args.hidden_size, args.hidden_size))
-    for part in split(guessed):
+    for part in split_tokens(guessed):
         rows = embedding(part).astype(mx.float32)
         mean, square = mean + rows.sum(axis=0), square + rows.T @ rows
         mx.eval(mean, square)
@@ -254,6 +254,6 @@ def find_components(embedding: Any, drafter: TrainableDrafter) -> tuple[mx.array
     return mean, axes[:, ::-1]
 
 
-def split(tokens: mx.array) -> list[mx.array]:
+def split_tokens(tokens: mx.array) -> list[mx.array]:
     """Chunks of at most 4096 tokens."""
     return [tokens[start : start + 4096] for start in range(0, tokens.size, 4096)]

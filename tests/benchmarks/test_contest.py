@@ -70,7 +70,7 @@ def test_every_contestant_stops_at_the_end_token() -> None:
     free = make_contestants(make_workload(), ["auto"], Settings(), context=True)
     (text, *_) = texts = [side.run(PROMPTS[0], 12).tokens for side in free]
     end = next(i for i in range(2, 12) if text[i] not in text[1:i])
-    prompt = PROMPTS[0]._replace(ends=frozenset({text[end]}))
+    prompt = PROMPTS[0]._replace(eos_token_ids=frozenset({text[end]}))
     assert len(texts) > 2 and all(side.run(prompt, 12).tokens == text[: end + 1] for side in free)
 
 

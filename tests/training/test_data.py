@@ -20,10 +20,10 @@ from mlx_redrafter.training.data import (
     Text,
     check_data,
     collate,
+    find_most_frequent,
     load_prompts,
     load_texts,
     make_batches,
-    most_frequent,
     select_prompts,
     split_texts,
 )
@@ -212,9 +212,9 @@ def test_prompts_are_limited() -> None:
 
 def test_the_most_frequent_learned_tokens_are_counted() -> None:
     texts = [Text(np.array([9, 9, 9, 1, 2, 2]), 3), Text(np.array([4, 2, 1, 5]), 0)]
-    assert most_frequent(texts, 2, 10).tolist() == [1, 2]
-    assert most_frequent(texts, 4, 10).tolist() == [1, 2, 4, 5]
-    assert most_frequent(texts, 10, 10).tolist() == list(range(10))
+    assert find_most_frequent(texts, 2, 10).tolist() == [1, 2]
+    assert find_most_frequent(texts, 4, 10).tolist() == [1, 2, 4, 5]
+    assert find_most_frequent(texts, 10, 10).tolist() == list(range(10))
 
 
 def test_the_demos_prompts_are_not_training_data() -> None:
