@@ -62,7 +62,7 @@ class OptionFlag(NamedTuple):
     choices: tuple[Any, ...] | None = None
 
     @property
-    def optional(self) -> bool:
+    def is_optional(self) -> bool:
         """Whether it may be None."""
         return self.default is None
 
@@ -302,7 +302,7 @@ def check_option(name: str, value: Any) -> Any:
         RedrafterError: it has the wrong type or is out of range.
     """
     flag = FLAGS[name]
-    if value is None and flag.optional:
+    if value is None and flag.is_optional:
         return None
     if flag.kind is bool:
         if not isinstance(value, bool):
@@ -329,7 +329,7 @@ def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()
         if flag.name in without:
             continue
         names = [f"--{flag.name.replace('_', '-')}"] + (["-m"] if flag.name == "max_tokens" else [])
-        shown = "" if flag.optional else " (default: %(default)s)"
+        shown = "" if flag.is_optional else " (default: %(default)s)"
         if flag.kind is bool:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=flag.default, help=flag.help)
             continue

@@ -31,13 +31,13 @@ def run() -> int:
     options |= {"answers": args.answers, "chat_template_config": args.chat_template_config}
     session = Session(model, tokenizer, drafter, **options)
     screen = Screen(args)
-    if screen.interactive:
+    if screen.is_interactive:
         screen.show_header(session)
     while True:
         try:
             query = screen.prompt()
         except (EOFError, KeyboardInterrupt) as ended:
-            if screen.interactive:
+            if screen.is_interactive:
                 print()  # the cursor is on the line under the prompt
             screen.say_bye()
             return 0 if isinstance(ended, EOFError) else 130
@@ -91,7 +91,7 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
         with show_prompt_progress() as callback:
             made = session.send(messages, on_token=screen.show_token, prompt_progress_callback=callback)
     except (RedrafterError, RuntimeError, MemoryError) as error:  # for instance out of memory
-        if not screen.interactive:
+        if not screen.is_interactive:
             raise RedrafterError(join_lines(error)) from error
         screen.say("error", str(error))
         return
@@ -108,7 +108,7 @@ class Screen(ChatUI):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's console writes colours into pipes, too
-        self.interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
+        self.is_interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
         has_colours = self._console.color_system is not None and not self._console.no_color
         self._uses_colours = args.show_accepted and has_colours
 
@@ -131,7 +131,7 @@ class Screen(ChatUI):
         line = None
         if ranks.get_rank() == 0:
             with suppress(EOFError):
-                line = str(super().prompt()) if self.interactive else input()
+                line = str(super().prompt()) if self.is_interactive else input()
         if (line := ranks.share(line)) is None:
             raise EOFError
         return str(line)

@@ -190,7 +190,7 @@ class DrafterArgs:
         return 0
 
     @property
-    def before_norm(self) -> bool:
+    def reads_before_norm(self) -> bool:
         """Whether it reads the target's hidden state before the final norm."""
         return self.hidden_state == BEFORE_NORM
 
@@ -205,7 +205,7 @@ class DrafterArgs:
 
     def describe_states(self) -> str:
         """The target's hidden states that it reads, in words."""
-        return f"the hidden state {'before' if self.before_norm else 'after'} the final norm"
+        return f"the hidden state {'before' if self.reads_before_norm else 'after'} the final norm"
 
     def explain_useless(self) -> str:
         """What to check if no guess is right."""
@@ -220,7 +220,7 @@ class DrafterArgs:
         Args:
             n_layers: how many layers the target has.
         """
-        other = AFTER_NORM if self.before_norm else BEFORE_NORM
+        other = AFTER_NORM if self.reads_before_norm else BEFORE_NORM
         return {f"hidden_state {other}": replace(self, hidden_state=other)}
 
     def to_dict(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def time_step(model: nn.Module) -> float:
 
 
 def time_parts(
-    model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float, *, slow: bool
+    model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float, *, is_slow: bool
 ) -> dict[tuple[str, int], float]:
     """Milliseconds of the parts of decoding at a context length.
 
@@ -95,9 +95,9 @@ def time_parts(
         ("verify", nodes): a forward; slow models are measured up to fewer nodes.
 
     Args:
-        slow: one run per part may be enough, as compiling kernels is a small part of its time.
+        is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
     """
-    steps_per_call = 1 if slow else STEPS_PER_CALL
+    steps_per_call = 1 if is_slow else STEPS_PER_CALL
     after_text, chooser = drafter.open(model), TokenChooser(make_sampler(seed=0))
     target = Target(model, capture=after_text.capture)
     logits, hidden = target.forward(mx.zeros((1,), mx.int32))
@@ -130,10 +130,10 @@ def time_parts(
         if name in ("plain", "round"):
             plan = None if name == "plain" else make_plan(number, 2)
             sources = [source] if plan else []
-            decoder = Decoder(target, chooser, Planner(plan), sources, history=text, may_run_ahead=lambda: not slow)
+            decoder = Decoder(target, chooser, Planner(plan), sources, history=text, may_run_ahead=lambda: not is_slow)
             rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
             next(rounds)
-            if not slow:  # the first of two overlapping rounds takes up to twice as long as later ones
+            if not is_slow:  # the first of two overlapping rounds takes up to twice as long as later ones
                 next(rounds)
         elif name != "verify":
             source.keep(step(target, tokens[:1], chooser, None).kept)
@@ -175,7 +175,9 @@ def time_parts(
             del calls[key]
         else:
             first |= time_calls({key: calls[key]}, 0.0, before=prepare)
-    times = time_calls(calls, find_seconds_left(end), min_turns=0 if slow else 1, max_turns=MAX_TURNS, before=prepare)
+    times = time_calls(
+        calls, find_seconds_left(end), min_turns=0 if is_slow else 1, max_turns=MAX_TURNS, before=prepare
+    )
     own = [find_lower_quartile(ms or first[key]) for key, ms in times.items()]
     found = dict(zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True))  # of the slowest rank
     for name, number in found:
@@ -199,17 +201,17 @@ def measure_costs(
     """
     with wired_limit(model), mx.stream(generation_stream):
         step_seconds = max(ranks.gather(time_step(model)))
-    slow = step_seconds >= SLOW_STEP
-    length = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds" if slow else "a few seconds"
+    is_slow = step_seconds >= SLOW_STEP
+    length = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds" if is_slow else "a few seconds"
     _log.info("measuring this machine for these models: %s", length)
-    contexts = contexts or (CONTEXTS[:1] if slow else CONTEXTS)
+    contexts = contexts or (CONTEXTS[:1] if is_slow else CONTEXTS)
     limit = getattr(getattr(model, "args", None), "n_positions", None)  # of a table of learned positions
     room = limit - MEASURED_NODES if isinstance(limit, int) else contexts[-1]
     contexts = tuple(context for context in contexts if context <= room) or (max(1, room),)
     widths = WIDTHS if trees else WIDTHS[:1]
     with wired_limit(model), mx.stream(generation_stream):
         times = [
-            time_parts(model, drafter, context, () if at else widths, SECONDS / len(contexts), slow=slow)
+            time_parts(model, drafter, context, () if at else widths, SECONDS / len(contexts), is_slow=is_slow)
             for at, context in enumerate(contexts)
         ]
     first, last = times[0], times[-1]

@@ -93,7 +93,7 @@ def test_a_terminal_tints_accepted_tokens() -> None:
 
 def make_screen(*, interactive: bool = False) -> Screen:
     screen = Screen(argparse.Namespace(show_accepted=False))
-    screen.interactive = interactive
+    screen.is_interactive = interactive
     return screen
 
 

@@ -96,7 +96,7 @@ def test_the_hidden_state_is_recorded(tmp_path: Path) -> None:
     status, out, _ = command("--hf-path", source, "--mlx-path", tmp_path / "out", "--hidden-state", "before_norm")
     assert status == 0 and "medusa, hidden size 48, vocabulary 97, heads 3, blocks 1; reads" in out
     assert "reads the hidden state before the final norm" in out
-    assert load_drafter(tmp_path / "out").args.before_norm
+    assert load_drafter(tmp_path / "out").args.reads_before_norm
 
 
 def vllm(arrays: Arrays) -> Arrays:
