@@ -33,7 +33,7 @@ from mlx_redrafter.errors import CheckpointError, RedrafterError, join_lines
 from mlx_redrafter.generate import try_drafter
 from mlx_redrafter.options import Options, check_option
 
-from .output import check_destination, make_card, new_directory, upload
+from .output import check_destination, make_card, replace_directory, upload
 from .sources import choose_files, read_checkpoint
 
 NEW_TOKENS = 64
@@ -165,7 +165,7 @@ def convert(
         config |= dict.fromkeys(("quantization", "quantization_config"), describe_quantization(drafter))
     bytes_after = count_bytes(drafter)
 
-    with new_directory(place) as stage:
+    with replace_directory(place) as stage:
         save_drafter(stage, drafter, extra=config)
         (stage / "README.md").write_text(make_card(origin, args, config), encoding="utf-8")
         after = measure(load_drafter(stage), models)

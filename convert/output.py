@@ -51,7 +51,7 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
 
 
 @contextmanager
-def new_directory(place: Path) -> Iterator[Path]:
+def replace_directory(place: Path) -> Iterator[Path]:
     """Yields a new directory that replaces `place` after the block, or is removed if the block raises.
 
     Raises:

@@ -106,7 +106,7 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
         raise CheckpointError(f"cannot load {name} over {group.size()} ranks: {join_lines(error)}") from error
     check_tokenizer(tokenizer, name)
     evaluate(model)
-    kinds = ranks.gather([kv_cache.unknown_types(make_prompt_cache(model), ()), explain_chains(model)])
+    kinds = ranks.gather([kv_cache.find_unknown_types(make_prompt_cache(model), ()), explain_chains(model)])
     if any(kind != kinds[0] for kind in kinds):  # they would draft and roll back differently
         raise UnsupportedModelError(f"{name}: the pipeline's ranks would have different kinds of layers: {kinds}")
     set_blas_threads(model)

@@ -280,7 +280,7 @@ class Pair:
             planned = Planner(self.fit_plan(plan, cache, source.capture), can_merge=can_merge)
             return Choice([source, *context], planned, notes)
         if context and (shape == AUTO or not options.context):
-            replays = bool(kv_cache.unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
+            replays = bool(kv_cache.find_unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
             return Choice(context, make_context_planner(Pair(model).history, replays=replays), notes)
         return Choice(context, Planner(None), notes)
 

@@ -41,7 +41,7 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
     name = find_module_name(model)
     if reason := REFUSED.get(name):
         raise UnsupportedModelError(f"cannot draft for {name}: {reason}")
-    unknown = kv_cache.unknown_types(make_prompt_cache(model), kv_cache.KNOWN)
+    unknown = kv_cache.find_unknown_types(make_prompt_cache(model), kv_cache.KNOWN)
     if unknown and name not in REPLAYED:
         raise UnsupportedModelError(f"cannot draft for {name}: its cache ({', '.join(unknown)}) is not known")
     if cache is not None and kv_cache.has_ring(cache):
@@ -79,7 +79,7 @@ def explain_chains(model: nn.Module) -> str | None:
     if find_exact_length(model) is not None:
         return LENGTH_BOUND
     cache = make_prompt_cache(model)
-    if states := kv_cache.unknown_types(cache, kv_cache.TRIMMABLE):
+    if states := kv_cache.find_unknown_types(cache, kv_cache.TRIMMABLE):
         return f"its cache ({', '.join(states)}) takes tokens one after the other"
     if name not in TREES:
         return "trees are not tested for it"

@@ -78,7 +78,7 @@ class Target:
         self._quantization = quantization or KVQuantization()
         self.length = kv_cache.length(self.cache)
         self._exact_length = find_exact_length(model)
-        self._trimmable = not kv_cache.unknown_types(self.cache, kv_cache.TRIMMABLE)
+        self._trimmable = not kv_cache.find_unknown_types(self.cache, kv_cache.TRIMMABLE)
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = any(isinstance(c, RotatingKVCache) and c.keep for c in kv_cache.leaves(self.cache))
         self._feeds_logits = self._trimmable and not any(hasattr(c, "caches") for c in self.cache)

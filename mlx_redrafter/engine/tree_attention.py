@@ -233,7 +233,7 @@ def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, 
             f"cannot draft with a cache of {ring.max_size} rows that keeps its first {ring.keep} for a model with a "
             f"window of {window}: give a larger max_kv_size, or none"
         )
-    count = min(kv_cache.rows_in_order(ring), ring.max_size - 1)
+    count = min(kv_cache.count_rows_in_order(ring), ring.max_size - 1)
     kept = min(ring.keep, count)
     columns = mx.concatenate([mx.arange(kept), mx.arange(ring.offset - (count - kept), ring.offset)])
     return columns, min(window or ring.max_size, ring.max_size) - ring.keep, ring.keep

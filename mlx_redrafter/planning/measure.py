@@ -225,7 +225,7 @@ def measure_costs(
         for width in widths[:2]
     ]
     per_row = max(0.0, first["verify", counts[-1]] - first["verify", 1]) / (counts[-1] - 1)
-    must_replay = kv_cache.unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
+    must_replay = kv_cache.find_unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
     return CostTable(
         contexts=contexts,
         counts=counts,

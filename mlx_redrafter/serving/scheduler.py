@@ -77,7 +77,7 @@ class Scheduler:
         max_bytes = min(ranks.gather(find_default_bytes() if cache_bytes is None else cache_bytes))
         self.prompt_cache = PromptCache(max_bytes, folder)
         fresh = make_prompt_cache(model, options.max_kv_size)
-        self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # can be cut after any token
+        self._can_fork = not kv_cache.find_unknown_types(fresh, kv_cache.UNBOUNDED)  # can be cut after any token
         self._keeps_first = kv_cache.keeps_first_rows(fresh)
         self._prefill_rows = count_prefill_rows(model, options)
         prefill = max(1, self._prefill_rows), options.prefill_step_size

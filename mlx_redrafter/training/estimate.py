@@ -105,10 +105,9 @@ def estimate_run(
     plain = args.val_prompts * args.val_tokens * time_plain_step(model) / 1e3
     comparing = (args.draft_depth + 2) * plain + (2 * validation if args.drafter else 0)
     # Two checkpoints in float32 (weights and two moments each), the drafter, and the best drafter so far.
-    of_token = (
-        make_row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize + 8
-    )  # hidden states, and the answer as text
-    disk = count_weights(sizes) * (2 * 3 * 4 + 2 * 4) + of_token * count * length
+    # Each token has a row of hidden states, and 8 bytes of the answer as text.
+    token_bytes = make_row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize + 8
+    disk = count_weights(sizes) * (2 * 3 * 4 + 2 * 4) + token_bytes * count * length
     return Estimate(
         answering, reading, comparing, iteration, validation, max(memory, training_memory), training_memory, disk
     )
