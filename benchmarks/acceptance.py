@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_redrafter.cli.generate import Difference, first_difference, judge_difference
+from mlx_redrafter.cli.generate import Difference, find_first_difference, judge_difference
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.generate import decode_prompts, generate_step
 from mlx_redrafter.options import Options
@@ -43,7 +43,7 @@ def find_differences(
     plain = decode_prompts(model, None, prompts, replace(options, plan="off"))
     found = []
     for prompt, one, other in zip(prompts, plain.texts, texts, strict=True):
-        if (at := first_difference(one, other)) is not None:
+        if (at := find_first_difference(one, other)) is not None:
             given: dict[str, Any] = {"max_tokens": at + 1, "temp": options.temp, "seed": options.seed}
             *_, (_, plain_row, _) = generate_step(prompt, model, plan="off", **given)
             *_, (_, row, _) = generate_step(prompt, model, drafter=drafter, plan=options.plan, **given)

@@ -42,7 +42,7 @@ from mlx_redrafter.drafters.trainable import TrainableDrafter
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.generate import decode_prompts
 from mlx_redrafter.options import Options
-from mlx_redrafter.training.data import AT_ONCE, generate_answers, join_text
+from mlx_redrafter.training.data import MAX_BATCH_SIZE, generate_answers, join_text
 from mlx_redrafter.training.evaluation import count_rounds, find_accepted
 from mlx_redrafter.training.run import REFUSED, train
 from mlx_redrafter.training.settings import TrainingArgs
@@ -136,8 +136,8 @@ def make_texts(
             return [(prompt, answer) for prompt, answer in found["texts"]]
     mx.random.seed(args.seed)
     texts = list[Text]()
-    for start in tqdm(range(0, len(prompts), AT_ONCE), f"answers, {kind}"):
-        group = prompts[start : start + AT_ONCE]
+    for start in tqdm(range(0, len(prompts), MAX_BATCH_SIZE), f"answers, {kind}"):
+        group = prompts[start : start + MAX_BATCH_SIZE]
         texts += zip(group, generate_answers(model, tokenizer, group, args.temp, args.max_tokens), strict=True)
     if args.texts is not None:
         write_text(args.texts, json.dumps(known | {kind: {"settings": settings, "texts": texts}}) + "\n")

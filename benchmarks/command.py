@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.atomic_files import expand_path, why_not_writable
+from mlx_redrafter.atomic_files import expand_path, explain_unwritable
 
 COMMANDS = {
     "run": "run",
@@ -105,7 +105,7 @@ def parse_output(text: str) -> Path:
         argparse.ArgumentTypeError: the file cannot be written.
     """
     path = expand_path(text)
-    if why := why_not_writable(path):
+    if why := explain_unwritable(path):
         raise argparse.ArgumentTypeError(f"expected a writable file, got {text}: {why}")
     return path
 

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from mlx_redrafter.cli.generate import first_difference
+from mlx_redrafter.cli.generate import find_first_difference
 from mlx_redrafter.engine.model_checks import check_draftable
 from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.acceptance import find_acceptance
 from mlx_redrafter.planning.costs import CostTable, is_disturbed
-from mlx_redrafter.planning.planner import candidate_plans
+from mlx_redrafter.planning.planner import list_candidate_plans
 
 from .command import parse_output, parse_positive
 from .contestants import DEFAULTS, NUM_DRAFT_TOKENS, Contestant, Run, Settings, make_contestants, warm_up
@@ -37,7 +37,7 @@ QUICK_PLANS: list[Any] = ["auto", (1, 2), (1, 3), (2, 3)]
 QUICK_TOKENS = 64
 
 
-def hold_contest(workload: Workload, sides: Sequence[Contestant], settings: Settings) -> Iterator[list[Record]]:
+def compare_contestants(workload: Workload, sides: Sequence[Contestant], settings: Settings) -> Iterator[list[Record]]:
     """Yields, for each prompt, a record per contestant. The first contestant must be plain decoding.
 
     Contestants must be warmed up.
@@ -79,7 +79,7 @@ def describe_runs(
     middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
     made, stats = len(middle.tokens) - 1, middle.stats
     is_compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not settings.temp
-    places = [first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
+    places = [find_first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
     differs = min((place for place in places if place is not None), default=None)
     forwards = stats.rounds if stats else made
     return {
@@ -164,7 +164,7 @@ def measure_costs(workload: Workload) -> Record:
         "kind": "costs",
         "costs": costs._asdict(),
         "acceptance": [list(row) for row in acceptance],
-        "plans": [list(plan.shape) for plan in candidate_plans(costs, acceptance)],
+        "plans": [list(plan.shape) for plan in list_candidate_plans(costs, acceptance)],
     }
 
 
@@ -187,7 +187,7 @@ def measure(
         found = [measure_costs(workload) | {"machine": machine}]
     for side in sides:
         warm_up(workload, side)
-    contest = hold_contest(workload, sides, settings)
+    contest = compare_contestants(workload, sides, settings)
     for records in tqdm(contest, workload.name, total=len(workload.prompts), unit="prompt"):
         found += [each | {"machine": machine} for each in records]
         if args.output:  # after each prompt, so that an interrupted run leaves its records

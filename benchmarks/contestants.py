@@ -102,7 +102,7 @@ class Contestant:
         tokens, started = [last[0]], perf_counter()
         for last in steps:
             tokens.append(last[0])
-            if last[0] in prompt.ends:
+            if last[0] in prompt.eos_token_ids:
                 break
         return Run(tokens, perf_counter() - started, last[1], mx.get_peak_memory())
 
@@ -227,7 +227,7 @@ def make_mlx_lm_sampler(workload: Workload, position: int, settings: Settings) -
         return make_sampler(settings.temp)
 
     def choose(logprobs: mx.array) -> mx.array:
-        draws = own.draws(mx.array(next(positions)), 1, logprobs.shape[-1])
+        draws = own.draw(mx.array(next(positions)), 1, logprobs.shape[-1])
         return own.choose(logprobs, draws, mx.zeros((1,), mx.int32))
 
     return choose

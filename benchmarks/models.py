@@ -40,13 +40,13 @@ class Prompt(NamedTuple):
         name: `category/file`, or the user's file and the prompt's number in it.
         category: the kind of text.
         ids: token ids, with the chat template if the tokenizer has one.
-        ends: end-of-text tokens.
+        eos_token_ids: end-of-text tokens.
     """
 
     name: str
     category: str
     ids: list[int]
-    ends: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -90,15 +90,15 @@ def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count
     mx.eval(hidden)
     tokens = mx.array([*prompt, *text])
 
-    def tell(start: int, stop: int) -> None:
+    def keep_states(start: int, stop: int) -> None:
         states = {name: rows[start:stop] for name, rows in hidden.items()}
         source.keep(Kept(tokens[start:stop], states, None, stop - start, start))
 
     if len(prompt) > 1:
-        tell(0, len(prompt) - 1)
+        keep_states(0, len(prompt) - 1)
     for at in range(count):
-        tell(len(prompt) + at - 1, len(prompt) + at)
-        tree = source.propose(mx.array(text[at]), chain_plan(DEPTH), None, ordered=False)
+        keep_states(len(prompt) + at - 1, len(prompt) + at)
+        tree = source.propose(mx.array(text[at]), chain_plan(DEPTH), None, in_level_order=False)
         chain = cast(list[int], tree.tokens.tolist())[1:]
         ahead = text[at + 1 : at + 1 + DEPTH]
         found.append(next((i for i, (one, other) in enumerate(zip(chain, ahead, strict=True)) if one != other), DEPTH))

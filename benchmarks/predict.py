@@ -27,7 +27,7 @@ import numpy as np
 
 from mlx_redrafter.engine.plan import DRAFT_DEPTH, Plan
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, expected_tokens
+from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, predict_tokens
 
 from .command import parse_above_zero
 from .tables import format_markdown
@@ -166,10 +166,10 @@ def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
     acceptance table.
     """
     width, depth, whole = plan.shape
-    full = expected_tokens(UNKNOWN_ACCEPTANCE, plan)
+    full = predict_tokens(UNKNOWN_ACCEPTANCE, plan)
     for size in [whole] if width == 1 else range(max(width, depth) + 1, min(whole, CLIFF - 1) + 1):
         pruned = Plan(width, depth, size)
-        yield pruned, tokens * expected_tokens(UNKNOWN_ACCEPTANCE, pruned) / full
+        yield pruned, tokens * predict_tokens(UNKNOWN_ACCEPTANCE, pruned) / full
 
 
 def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:

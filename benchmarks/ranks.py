@@ -37,7 +37,7 @@ from mlx_redrafter import ranks
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.costs import lower_quartile
+from mlx_redrafter.planning.costs import find_lower_quartile
 
 from .command import add_json, parse_plan, parse_positive
 from .contest import measure_costs
@@ -49,7 +49,7 @@ DELAYS = (0.0, 0.2, 1.0, 5.0)
 START = "from benchmarks.ranks import main; main()"
 
 
-class Wire:
+class DelayedLink:
     """A link between two ranks that adds latency without limiting throughput."""
 
     def __init__(self, target: int) -> None:
@@ -64,9 +64,9 @@ class Wire:
             other = self._connect()
             for source, sink in ((one, other), (other, one)):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                on_the_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-                threading.Thread(target=self._read, args=(source, on_the_way), daemon=True).start()
-                threading.Thread(target=self._write, args=(sink, on_the_way), daemon=True).start()
+                delayed: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+                threading.Thread(target=self._read, args=(source, delayed), daemon=True).start()
+                threading.Thread(target=self._write, args=(sink, delayed), daemon=True).start()
 
     def _connect(self) -> socket.socket:
         while True:
@@ -75,18 +75,18 @@ class Wire:
             except ConnectionRefusedError:  # the rank is not listening yet
                 time.sleep(0.05)
 
-    def _read(self, source: socket.socket, on_the_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    def _read(self, source: socket.socket, delayed: queue.SimpleQueue[tuple[float, bytes]]) -> None:
         data = b"-"
         while data:
             try:
                 data = source.recv(1 << 20)
             except OSError:
                 data = b""
-            on_the_way.put((perf_counter() + self.milliseconds / 1e3, data))
+            delayed.put((perf_counter() + self.milliseconds / 1e3, data))
 
-    def _write(self, sink: socket.socket, on_the_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    def _write(self, sink: socket.socket, delayed: queue.SimpleQueue[tuple[float, bytes]]) -> None:
         while True:
-            due, data = on_the_way.get()
+            due, data = delayed.get()
             if (left := due - perf_counter()) > 0:
                 time.sleep(left)
             try:
@@ -96,18 +96,18 @@ class Wire:
 
 
 @contextmanager
-def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Wire]]]:
-    """Runs this command on several ranks; yields rank 0's process and the wires between ranks."""
+def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[DelayedLink]]]:
+    """Runs this command on several ranks; yields rank 0's process and the links between ranks."""
     with tempfile.TemporaryDirectory() as folder:
         ports = []
         for _ in range(count):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 ports.append(free.getsockname()[1])
-        wires = [Wire(port) for port in ports]
+        links = [DelayedLink(port) for port in ports]
         processes = []
         for rank in range(count):
-            # A rank listens on its own port, and connects to other ranks through their wires.
-            seen = [port if at == rank else wires[at].port for at, port in enumerate(ports)]
+            # A rank listens on its own port, and connects to other ranks through their links.
+            seen = [port if at == rank else links[at].port for at, port in enumerate(ports)]
             file = Path(folder, f"{rank}.json")
             file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in seen]), encoding="utf-8")
             environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
@@ -116,7 +116,7 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Wire]]
             out = None if rank else subprocess.PIPE
             processes.append(subprocess.Popen(command, env=environment, stdin=out, stdout=out, text=True))
         try:
-            yield processes[0], wires
+            yield processes[0], links
         finally:
             for process in processes:
                 process.terminate()
@@ -157,7 +157,7 @@ def run_rank(args: argparse.Namespace) -> None:
     for side in sides:
         warm_up(workload, side)
     for delay in args.delays:
-        if ranks.index() == 0:
+        if ranks.get_rank() == 0:
             print(json.dumps({"delay": delay}), flush=True)
             if not sys.stdin.readline():
                 raise RedrafterError("the process that started the ranks has ended")
@@ -174,8 +174,8 @@ def run_rank(args: argparse.Namespace) -> None:
         if any(text != texts[sides[0].label] for text in texts.values()):
             raise RedrafterError("a plan's text differs from plain decoding")
         for plan, ms in times.items():
-            row = {"plan": plan, "ms/round": lower_quartile(ms), "tokens/round": made[plan]}
-            if ranks.index() == 0:
+            row = {"plan": plan, "ms/round": find_lower_quartile(ms), "tokens/round": made[plan]}
+            if ranks.get_rank() == 0:
                 print(json.dumps(row), flush=True)
     ranks.gather(None)
 
@@ -187,14 +187,14 @@ def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         RedrafterError: a rank failed.
     """
     rows, delay = list[dict[str, Any]](), 0.0
-    with start_ranks(args.count) as (first, wires):
+    with start_ranks(args.count) as (first, links):
         assert first.stdout is not None and first.stdin is not None
         for line in first.stdout:
             row = json.loads(line)
             if "delay" in row:
                 delay = row["delay"]
-                for wire in wires:
-                    wire.milliseconds = delay
+                for link in links:
+                    link.milliseconds = delay
                 first.stdin.write("\n")
                 first.stdin.flush()
             else:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mlx_redrafter import __version__
 from mlx_redrafter.atomic_files import write_text
-from mlx_redrafter.errors import RedrafterError, one_line
+from mlx_redrafter.errors import RedrafterError, join_lines
 from mlx_redrafter.planning.machine import describe_machine
 
 SCHEMA = 1
@@ -47,7 +47,7 @@ def find_problem(record: Any) -> str | None:
         return f"kind must be one of {', '.join(kinds)}, got {kind!r}"
     validator = jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{kind}"})
     worst = jsonschema.exceptions.best_match(validator.iter_errors(record))
-    return None if worst is None else f"{worst.json_path}: {one_line(worst.message)[:200]}"
+    return None if worst is None else f"{worst.json_path}: {join_lines(worst.message)[:200]}"
 
 
 @cache
@@ -66,7 +66,7 @@ def parse_record(text: str, where: str) -> Record:
     try:
         record = json.loads(text)
     except ValueError as error:
-        raise RedrafterError(f"{where}: expected a JSON object: {one_line(error)}") from error
+        raise RedrafterError(f"{where}: expected a JSON object: {join_lines(error)}") from error
     if problem := find_problem(record):
         raise RedrafterError(f"{where}: {problem}")
     if "machine" not in record:

@@ -52,7 +52,7 @@ SUMMARY = {"context": CONTEXT, "drafter + context": "auto + context"}
 DRAFTERS = "smollm2-"
 """Prefix of result files of the chat model; the kind of drafter follows."""
 
-PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
+RESULTS_BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
 
 
 def find_costs(records: Iterable[Record]) -> Record | None:
@@ -300,4 +300,4 @@ def place_tables(text: str, results: Results) -> str:
             raise RedrafterError(f"no table is called {name!r}: there are {', '.join(TABLES)}")
         return begin + (TABLES[name](results) or "None yet.\n") + end
 
-    return PLACE.sub(place, text)
+    return RESULTS_BLOCK.sub(place, text)

@@ -26,10 +26,19 @@ import mlx.core as mx
 
 from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.cli.doctor import make_acceptance
-from mlx_redrafter.errors import RedrafterError, one_line
+from mlx_redrafter.errors import RedrafterError, join_lines
 
 from .command import parse_above_zero, parse_plan
-from .contest import PLANS, QUICK_PLANS, QUICK_TOKENS, add_options, find_status, hold_contest, measure, measure_costs
+from .contest import (
+    PLANS,
+    QUICK_PLANS,
+    QUICK_TOKENS,
+    add_options,
+    compare_contestants,
+    find_status,
+    measure,
+    measure_costs,
+)
 from .contestants import Settings, make_contestants, warm_up
 from .models import Workload, add_workload, open_workload
 from .records import SCHEMA, Record, stamp
@@ -113,8 +122,8 @@ def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: f
                 raise RedrafterError("no time was left")
             measure_item(make(), records, is_demo=name == "demo")
         except (ValueError, RuntimeError, MemoryError) as error:  # also from MLX and mlx-lm; other items may still work
-            skipped.append({"name": name, "why": one_line(error)})
-            print(f"skipped: {one_line(error)}", file=sys.stderr)
+            skipped.append({"name": name, "why": join_lines(error)})
+            print(f"skipped: {join_lines(error)}", file=sys.stderr)
         mx.clear_cache()
         if records:
             write_text(output, json.dumps(suite, indent=1, allow_nan=False) + "\n")
@@ -131,5 +140,5 @@ def measure_item(workload: Workload, records: list[Record], *, is_demo: bool) ->
     sides = make_contestants(workload, plans, settings, context=is_demo, random=is_demo)
     for side in sides:
         warm_up(workload, side)
-    for found in hold_contest(workload, sides, settings):
+    for found in compare_contestants(workload, sides, settings):
         records += found

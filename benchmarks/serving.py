@@ -36,7 +36,7 @@ from mlx_lm.utils import save_config, save_model
 from mlx_redrafter import load_demo
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
-from mlx_redrafter.engine.model_parts import compute_dtype
+from mlx_redrafter.engine.model_parts import find_compute_dtype
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import generate, stream_generate
 
@@ -49,7 +49,7 @@ LIBRARY = "library"
 DTYPES = ("float32", "float16", "bfloat16")  # the first is fastest on CPUs
 # Like `python -m PACKAGE`, but importing this package first, so that mlx_lm.server uses the same BLAS.
 START = "import runpy, mlx_redrafter; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
-LONG_ANSWER, HEAD_START, GUESTS = 600, 0.15, 3  # tokens; seconds before other clients connect; their number
+LONG_ANSWER, HEAD_START, N_OTHER_CLIENTS = 600, 0.15, 3  # tokens; seconds before other clients connect; their number
 
 
 class Server(NamedTuple):
@@ -115,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
             for what in found[OURS][0]:
                 medians = {name: median(each[what] for each in own) if own else None for name, own in found.items()}
                 rows.append({"clients": clients, "": what} | medians)
-        pauses = {name: time_guests(port, library) for name, port in ports.items()}
-        rows.append({"clients": f"1, {1 + GUESTS}, 1", "": "longest pause, s"} | pauses | {LIBRARY: None})
+        pauses = {name: time_other_clients(port, library) for name, port in ports.items()}
+        rows.append({"clients": f"1, {1 + N_OTHER_CLIENTS}, 1", "": "longest pause, s"} | pauses | {LIBRARY: None})
     show_rows(args, rows)
     return 0
 
@@ -216,20 +216,20 @@ def time_library(demo: Any, prompts: Sequence[str], max_tokens: int) -> dict[str
     }
 
 
-def time_guests(port: int, demo: Any) -> float:
+def time_other_clients(port: int, demo: Any) -> float:
     """The longest pause in a long answer while other clients connect and finish.
 
     Raises:
         RedrafterError: its text differs from the text without other clients.
     """
     model, tokenizer, _ = demo
-    long, *guests = [f"# guests\n{prompt}" for prompt in demo_prompts()[: 1 + GUESTS]]
-    with ThreadPoolExecutor(1 + GUESTS) as pool:
+    long, *others = [f"# guests\n{prompt}" for prompt in demo_prompts()[: 1 + N_OTHER_CLIENTS]]
+    with ThreadPoolExecutor(1 + N_OTHER_CLIENTS) as pool:
         answer = pool.submit(ask, port, long, LONG_ANSWER)
         time.sleep(HEAD_START)
-        for other in [pool.submit(ask, port, guest, 32) for guest in guests]:
+        for other in [pool.submit(ask, port, prompt, 32) for prompt in others]:
             other.result()
-    is_exact = compute_dtype(model) == mx.float32
+    is_exact = find_compute_dtype(model) == mx.float32
     if is_exact and answer.result().text != generate(model, tokenizer, long, max_tokens=LONG_ANSWER):
         raise RedrafterError(f"port {port}: other clients changed the text of a long answer")
     return answer.result().longest_pause

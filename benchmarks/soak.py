@@ -49,7 +49,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 DRAFTING: tuple[dict[str, Any], ...] = ({}, {"draft_model": None}, {"logprobs": 2})
 """Request fields that do not change the text."""
 
-NONSENSE: tuple[dict[str, Any], ...] = (
+INVALID_FIELDS: tuple[dict[str, Any], ...] = (
     {"stop": 5},
     {"temperature": -1},
     {"draft_model": "nobody"},
@@ -58,7 +58,7 @@ NONSENSE: tuple[dict[str, Any], ...] = (
     {},  # the body is cut off in the middle
 )
 MAX_GROWTH = 1.05
-LOOK_SECONDS = 5.0  # between measurements of the server's memory
+MEASURE_SECONDS = 5.0  # between measurements of the server's memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             generator, answers = random.Random(f"{args.seed} {client}"), list[tuple[str, str]]()
             while time.monotonic() < end and len(answers) != args.requests:
                 try:
-                    answers.append(ask_anything(server.port, generator, prompts, expected, args.max_tokens))
+                    answers.append(send_random_request(server.port, generator, prompts, expected, args.max_tokens))
                 except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
                     answers.append(("failed", f"{type(error).__name__}: {error}"))
             return answers
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             clients = [pool.submit(ask_until_the_end, number) for number in range(args.clients)]
             while not all(client.done() for client in clients):
                 sizes.append((time.monotonic() - started, measure_memory(server.pid)))
-                time.sleep(min(LOOK_SECONDS, 6 * args.minutes))
+                time.sleep(min(MEASURE_SECONDS, 6 * args.minutes))
         answers = [answer for client in clients for answer in client.result()]
     counts, wrong = Counter(kind for kind, _ in answers), [fault for _, fault in answers if fault]
     warm, last = find_growth(sizes)
@@ -121,7 +121,7 @@ def decode_expected(prompts: list[str], max_tokens: int) -> list[list[str]]:
     return found
 
 
-def ask_anything(
+def send_random_request(
     port: int, generator: random.Random, prompts: list[str], expected: list[list[str]], max_tokens: int
 ) -> tuple[str, str]:
     """Sends a random request; returns (its outcome, the fault of the answer or "")."""
@@ -132,9 +132,9 @@ def ask_anything(
     kind = generator.randrange(10)
     sent = json.dumps(body)
     if kind == 0:
-        nonsense = generator.choice(NONSENSE)
-        body |= nonsense
-        sent = json.dumps(body) if nonsense else sent[: len(sent) // 2]
+        fields = generator.choice(INVALID_FIELDS)
+        body |= fields
+        sent = json.dumps(body) if fields else sent[: len(sent) // 2]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     try:
         connection.request("POST", "/v1/completions", sent)

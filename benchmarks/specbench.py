@@ -27,7 +27,7 @@ from mlx_redrafter.options import Options
 from mlx_redrafter.training.data import parse_object, read_lines
 
 from .command import parse_output, parse_plan, parse_positive
-from .contest import find_status, hold_contest, measure_costs
+from .contest import compare_contestants, find_status, measure_costs
 from .contestants import Settings, make_contestants, warm_up
 from .models import Prompt, add_workload, load_models
 from .plots import draw_bars
@@ -145,14 +145,14 @@ def run(args: argparse.Namespace) -> int:
         settings = Settings(args.max_tokens, temp, args.seed, args.repeats)
         how = {"context": True, "random": args.random_drafter, "mlx_lm": not temp}  # sampled texts of mlx-lm differ
         sides = make_contestants(workload, args.plans, settings, **how)
-        told = {"temp": temp, "seed": args.seed, "max_tokens": args.max_tokens, "repeats": args.repeats}
-        told |= {key: workload.describe()[key] for key in ("model", "drafter")}
-        own = [record for record in records if told.items() <= record.items()]
+        shared = {"temp": temp, "seed": args.seed, "max_tokens": args.max_tokens, "repeats": args.repeats}
+        shared |= {key: workload.describe()[key] for key in ("model", "drafter")}
+        own = [record for record in records if shared.items() <= record.items()]
         done = {record["prompt"] for record in own}
         missing = [prompt for prompt in prompts if prompt.name not in done]
         for side in sides if missing else ():
             warm_up(replace(workload, prompts=missing), side)
-        contest = hold_contest(replace(workload, prompts=missing), sides, settings)
+        contest = compare_contestants(replace(workload, prompts=missing), sides, settings)
         for found in tqdm(contest, f"temperature {temp:g}", initial=len(done), total=len(prompts), unit="prompt"):
             stamped = [each | {"machine": machine} for each in found]
             own, records = own + stamped, records + stamped

@@ -125,4 +125,4 @@ def time_schema(engine: Engine, tokenizer: Any, compiler: Any, name: str, args: 
 async def generate(engine: Engine, **asked: Any) -> tuple[list[int], Request]:
     """(the tokens of an answer, its request with statistics)."""
     request = engine.submit(**asked)
-    return [event.token async for event in request.events()], request
+    return [event.token async for event in request.read_events()], request

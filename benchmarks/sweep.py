@@ -96,7 +96,8 @@ def find_cells(records: Iterable[Record]) -> dict[str, dict[str, Cells]]:
         if is_fixed(own[0]):
             plan, row = Plan(*own[0]["plan"]), summarize(own)
             for what in ("x plain", "tokens/round"):
-                found["whole tree" if plan.whole else f"{plan.size} nodes"][what][plan.width, plan.depth] = row[what]
+                size = "whole tree" if plan.keeps_all_nodes else f"{plan.size} nodes"
+                found[size][what][plan.width, plan.depth] = row[what]
     return found
 
 

@@ -29,8 +29,8 @@ from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.acceptance import AcceptanceTable
-from mlx_redrafter.planning.machine import usable_bytes
-from mlx_redrafter.planning.sizing import CHEAP, candidates, n_weights
+from mlx_redrafter.planning.machine import find_usable_bytes
+from mlx_redrafter.planning.sizing import MAX_DRAFT_COST, count_weights, list_candidates
 
 from .command import parse_plan, parse_positive
 from .contest import PLANS, add_options, measure
@@ -139,7 +139,7 @@ class Oracle(Sampler):
         """The tokens at these positions, int32; they vary widely, so that different experts are selected."""
         return ((positions.astype(mx.int32) * 7919 + 104729) % vocab_size).astype(mx.int32)
 
-    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
+    def draw(self, position: mx.array, count: int, vocab_size: int) -> Draws:
         """Returns positions (P, 1), from `position` on, in place of noise."""
         places = (position.astype(mx.int32) + mx.arange(count))[:, None]
         return Draws(places, places)
@@ -198,7 +198,7 @@ def build_workload(
     dtype = mx.float32 if bits == 32 or (mx.default_device().type == mx.cpu and bits < 16) else mx.bfloat16
     mx.random.seed(seed)
     model = make_target(shape | {"num_hidden_layers": layers}, bits, dtype)
-    needed, memory = 1.25 * count_bytes(model), usable_bytes()  # nothing is computed yet
+    needed, memory = 1.25 * count_bytes(model), find_usable_bytes()  # nothing is computed yet
     if needed > memory:
         raise RedrafterError(
             f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, more than "
@@ -209,8 +209,9 @@ def build_workload(
     mx.clear_cache()
     set_blas_threads(model)
     if drafter_type is None:
-        sizes = candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the fallback
-        size = next((each for each in sizes if n_weights(each) * dtype.size < CHEAP * count_bytes(model)), sizes[-1])
+        sizes = list_candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the fallback
+        budget = MAX_DRAFT_COST * count_bytes(model)
+        size = next((each for each in sizes if count_weights(each) * dtype.size < budget), sizes[-1])
     else:
         kind, own = HEADS[drafter_type](shape | {"num_hidden_layers": layers})
         size = kind(shape["hidden_size"], shape["vocab_size"], **own)

@@ -18,8 +18,8 @@ from mlx_lm.utils import dequantize_model
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import (
     DTYPES,
-    dtype_name,
     find_not_finite,
+    format_dtype,
     list_weights,
     load,
     load_drafter,
@@ -29,11 +29,11 @@ from mlx_redrafter.drafters.checkpoint import MODES
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.loading import find_base, find_source, read_drafter
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.errors import CheckpointError, RedrafterError, one_line
+from mlx_redrafter.errors import CheckpointError, RedrafterError, join_lines
 from mlx_redrafter.generate import try_drafter
 from mlx_redrafter.options import Options, check_option
 
-from .output import check_destination, make_card, new_directory, upload
+from .output import check_destination, make_card, replace_directory, upload
 from .sources import choose_files, read_checkpoint
 
 NEW_TOKENS = 64
@@ -142,7 +142,7 @@ def convert(
     Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # checks the depth
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
     stored_dtype = source.config.get("dtype") if is_quantized else None  # mxfp4's scales do not tell the dtype
-    dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))
+    dtype = dtype or (stored_dtype if stored_dtype in DTYPES else format_dtype(drafter.dtype))
     stays = is_quantized and not dequantize  # only for a layer of a quantized model
     if not stays:
         drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
@@ -165,7 +165,7 @@ def convert(
         config |= dict.fromkeys(("quantization", "quantization_config"), describe_quantization(drafter))
     bytes_after = count_bytes(drafter)
 
-    with new_directory(place) as stage:
+    with replace_directory(place) as stage:
         save_drafter(stage, drafter, extra=config)
         (stage / "README.md").write_text(make_card(origin, args, config), encoding="utf-8")
         after = measure(load_drafter(stage), models)
@@ -193,7 +193,7 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
             found = sorted(found, key=lambda token: -found[token])
         ids = [int(token) for token in found]
     except (OSError, ValueError, TypeError) as error:
-        raise RedrafterError(f"cannot read token counts from {path}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot read token counts from {path}: {join_lines(error)}") from error
     if len(set(ids)) != len(ids) or not set(ids) <= set(range(vocab_size)):
         raise RedrafterError(f"{path}: expected token ids from 0 to {vocab_size - 1}, each once")
     if not 1 <= count <= len(ids):
@@ -256,8 +256,8 @@ def quantize_layers(
     def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(layer, "to_quantized"):
             return False
-        is_router = drafter.part_of(name) == "router"  # small, and the selection of experts is sensitive to rounding
-        own = {"group_size": group_size, "bits": parts.get(drafter.part_of(name), bits), "mode": mode}
+        is_router = drafter.find_part(name) == "router"  # small, and the selection of experts is sensitive to rounding
+        own = {"group_size": group_size, "bits": parts.get(drafter.find_part(name), bits), "mode": mode}
         inputs, rows = layer.weight.shape[-1], math.prod(layer.weight.shape[:-1])
         fits = inputs % group_size == rows * inputs % 32 == 0  # MLX packs 32 weights at a time, two groups of nvfp4
         if own["bits"] and not fits and not is_router:

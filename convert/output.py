@@ -13,11 +13,11 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from mlx_redrafter.atomic_files import expand_path
-from mlx_redrafter.checkpoints import card_header, strip_folders
+from mlx_redrafter.checkpoints import make_card_header, strip_folders
 from mlx_redrafter.drafters import KINDS
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.loading import read_object
-from mlx_redrafter.errors import RedrafterError, one_line
+from mlx_redrafter.errors import RedrafterError, join_lines
 
 DRAFTER_FILES = re.compile(
     r"config\.json|README\.md|training\.(json|png)|\.gitattributes"
@@ -51,7 +51,7 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
 
 
 @contextmanager
-def new_directory(place: Path) -> Iterator[Path]:
+def replace_directory(place: Path) -> Iterator[Path]:
     """Yields a new directory that replaces `place` after the block, or is removed if the block raises.
 
     Raises:
@@ -72,7 +72,7 @@ def new_directory(place: Path) -> Iterator[Path]:
                     old.rename(place)
                 raise
     except OSError as error:
-        raise RedrafterError(f"cannot write {place}: {error.strerror or one_line(error)}") from error
+        raise RedrafterError(f"cannot write {place}: {error.strerror or join_lines(error)}") from error
 
 
 def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> str:
@@ -80,7 +80,7 @@ def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> 
     base, how = args.base_model, config.get("quantization")
     target = strip_folders(base) if base else None
     packing = "in {bits} bits, group size {group_size}, mode {mode}".format(**how) if how else "not quantized"
-    return f"""{card_header(base)}
+    return f"""{make_card_header(base)}
 # A drafter for {target or "its target"}
 
 Converted from `{strip_folders(source)}` by mlx_redrafter, {packing}; {args.model_type}, hidden size
@@ -103,4 +103,4 @@ def upload(path: Path, repo: str) -> None:
         HfApi().create_repo(repo_id=repo, exist_ok=True)
         HfApi().upload_folder(folder_path=path, repo_id=repo, repo_type="model")
     except Exception as error:  # network and hub errors
-        raise RedrafterError(f"{path} is written, but not uploaded to {repo}: {one_line(error)}") from error
+        raise RedrafterError(f"{path} is written, but not uploaded to {repo}: {join_lines(error)}") from error

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_redrafter.drafters import loading
-from mlx_redrafter.drafters.checkpoint import FLOATS, Checkpoint, Tensor, name_dtype, unwrap
+from mlx_redrafter.drafters.checkpoint import FLOATS, Checkpoint, Tensor, find_dtype_name, unwrap
 from mlx_redrafter.drafters.loading import Source, check_shards, make_checkpoint, read_safetensors, refuse_pointer
-from mlx_redrafter.errors import CheckpointError, one_line
+from mlx_redrafter.errors import CheckpointError, join_lines
 
-RANK = r"rank\d+\.safetensors"
+RANK_FILE = r"rank\d+\.safetensors"
 """File names of TensorRT-LLM; each file has a slice of every tensor."""
 
 PICKLES = (
@@ -26,7 +26,7 @@ PICKLES = (
 """Name patterns of pickles, except the state of trainers. If there are no safetensors, the files that match the first
 matching pattern are read. The index is not needed: all shards are read, and their names contain their number."""
 
-NESTS = ("state_dict", "model_state_dict", "model", "module", "drafter")
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module", "drafter")
 """Keys under which a pickled checkpoint may store its tensors."""
 
 REFUSED = (
@@ -65,7 +65,7 @@ class TorchTensor(NamedTuple):
         Raises:
             RuntimeError, TypeError: the tensor is not dense.
         """
-        tensor, name = self.tensor, name_dtype(self.tensor)
+        tensor, name = self.tensor, find_dtype_name(self.tensor)
         if tensor.nbytes > tensor.untyped_storage().nbytes():
             raise TypeError("expected a dense tensor, got a broadcast view")  # a small file may declare any shape
         if name not in FLOATS:
@@ -80,7 +80,7 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
         CheckpointError: there are none, one is missing, or their format is not supported.
     """
     present = sorted(present)
-    if files := [file for file in present if re.fullmatch(RANK, file)]:
+    if files := [file for file in present if re.fullmatch(RANK_FILE, file)]:
         if missing := {f"rank{rank}.safetensors" for rank in range(len(files))} - set(files):
             raise CheckpointError(f"incomplete checkpoint: {len(files)} ranks in {name}, without {min(missing)}")
         return sorted(files, key=lambda file: (len(file), file))  # rank10 after rank9
@@ -101,7 +101,7 @@ def read_checkpoint(source: Source) -> Checkpoint:
     Raises:
         CheckpointError: a file is damaged, a rank is missing or does not fit, or two shards have the same tensor.
     """
-    if not re.fullmatch(RANK, source.files[0].name):
+    if not re.fullmatch(RANK_FILE, source.files[0].name):
         return loading.read_checkpoint(source, read_file)
     mapping, where = source.config.get("mapping"), source.path
     size, count = mapping.get("tp_size") if isinstance(mapping, dict) else None, len(source.files)
@@ -123,7 +123,9 @@ def read_checkpoint(source: Source) -> Checkpoint:
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
-    """Reads the tensors of a safetensors file, or of a state dict pickled by torch, possibly nested under `NESTS`.
+    """Reads the tensors of a safetensors file, or of a state dict pickled by torch.
+
+    A state dict may be nested under `STATE_DICT_KEYS`.
 
     Raises:
         CheckpointError: the file is damaged or has no tensors, or torch is missing or too old to read pickles safely.
@@ -148,11 +150,11 @@ def read_file(path: Path) -> dict[str, Tensor]:
             f"cannot read {path}: expected only tensors, as written by torch.save(module.state_dict(), ...)"
         ) from error
     except Exception as error:  # torch raises errors of many types for damaged files
-        raise CheckpointError(f"cannot read {path}: {one_line(error)[:200]}") from error
+        raise CheckpointError(f"cannot read {path}: {join_lines(error)[:200]}") from error
     values: dict[Any, Any] = loaded if isinstance(loaded, dict) else {}
-    for _ in NESTS:
-        values = next((values[key] for key in NESTS if isinstance(values.get(key), dict)), values)
+    for _ in STATE_DICT_KEYS:
+        values = next((values[key] for key in STATE_DICT_KEYS if isinstance(values.get(key), dict)), values)
     found = {name: TorchTensor(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
     if not found:
-        raise CheckpointError(f"expected a dictionary of tensors in {path}, or one under {', '.join(NESTS)}")
+        raise CheckpointError(f"expected a dictionary of tensors in {path}, or one under {', '.join(STATE_DICT_KEYS)}")
     return found

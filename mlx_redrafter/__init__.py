@@ -19,7 +19,7 @@ __version__ = "0.3.0"
 load_openblas()
 set_bar_lock()
 
-_HOMES = {
+_MODULES = {
     "Answer": "session",
     "CheckpointError": "errors",
     "GenerationResponse": "generate",
@@ -54,8 +54,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports a public name on first use, so that importing the package does not import MLX or mlx-lm."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -21,33 +21,33 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import ranks
-from .atomic_files import expand_path, final_name, lock_file, replace_file
+from .atomic_files import expand_path, find_final_name, lock_file, replace_file
 from .drafters.matches import BITS
 from .drafters.past import Array, PastIndex
-from .errors import RedrafterError, one_line, warn
+from .errors import RedrafterError, join_lines, warn
 
 MAX_TOKENS = 200_000
 """The most tokens kept per tokenizer; the oldest texts are dropped first."""
 
 ANSWERS_HELP = "keep token ids of prompts and answers in this folder, and draft from them"
 
-SLACK = 1.25
+REWRITE_FACTOR = 1.25
 """A file is rewritten without its oldest texts when it is longer than this times `MAX_TOKENS`."""
 
 MIN_TEXT, MAX_TEXT = 16, 1 << 16
 """Length limits in tokens: shorter texts are not kept, as they repeat little; of longer texts only the end is kept."""
 
-INDEX_AGAIN = 1 / 64
+REINDEX_SHARE = 1 / 64
 """The index is rebuilt when the new tokens exceed this share of the indexed ones."""
 
-PATIENCE = 1.0
+LOCK_TIMEOUT = 1.0
 """Seconds to wait for another process's lock; after that the text is not written."""
 
-MARK = b"\xf5past"
+RECORD_MARK = b"\xf5past"
 COUNTS = struct.Struct("<III")  # tokens, prompt tokens, hash of the request
 CHECKSUM = struct.Struct("<I")
 LOCK = ".lock"
-NAME = re.compile(r"answers-[0-9a-f]{16}\.tokens")
+FILE_NAME = re.compile(r"answers-[0-9a-f]{16}\.tokens")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 
@@ -97,15 +97,15 @@ def encode_text(text: Text) -> bytes:
     """The record of a text."""
     counts = COUNTS.pack(len(text.ids), text.offset, text.request or 0)
     data = text.ids.astype("<i4").tobytes()
-    return MARK + counts + CHECKSUM.pack(zlib.crc32(data, zlib.crc32(counts))) + data
+    return RECORD_MARK + counts + CHECKSUM.pack(zlib.crc32(data, zlib.crc32(counts))) + data
 
 
 def decode_texts(data: bytes) -> Contents:
     """The texts of all valid records."""
-    texts, damaged, at, head = list[Text](), 0, 0, len(MARK) + COUNTS.size + CHECKSUM.size
+    texts, damaged, at, head = list[Text](), 0, 0, len(RECORD_MARK) + COUNTS.size + CHECKSUM.size
     while at < len(data):
-        if data.startswith(MARK, at) and at + head <= len(data):
-            counts = data[at + len(MARK) : at + len(MARK) + COUNTS.size]
+        if data.startswith(RECORD_MARK, at) and at + head <= len(data):
+            counts = data[at + len(RECORD_MARK) : at + len(RECORD_MARK) + COUNTS.size]
             count, offset, request = COUNTS.unpack(counts)
             (checksum,) = CHECKSUM.unpack(data[at + head - 4 : at + head])
             end = at + head + 4 * count
@@ -113,7 +113,7 @@ def decode_texts(data: bytes) -> Contents:
                 texts.append(Text(np.frombuffer(data, "<i4", count, at + head).astype(np.int32), offset, request))
                 at = end
                 continue
-        following = data.find(MARK, at + 1)
+        following = data.find(RECORD_MARK, at + 1)
         following = len(data) if following < 0 else following
         damaged, at = damaged + following - at, following
     return Contents(texts, damaged)
@@ -131,19 +131,20 @@ def open_folder(name: str | Path) -> Path:
     Raises:
         RedrafterError: it cannot be created or read, or holds other files.
     """
-    path = name_folder(name)
+    path = expand_folder_name(name)
     try:
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-        other = next((each for each in os.listdir(path) if not (each.startswith(".") or NAME.fullmatch(each))), None)
+        names = (name for name in os.listdir(path) if not name.startswith("."))
+        other = next((name for name in names if not FILE_NAME.fullmatch(name)), None)
         if other is not None:
             raise RedrafterError(f"expected a folder that holds only answers, got {path}, which holds {other}")
         path.chmod(FOLDER_MODE)
     except OSError as error:
-        raise RedrafterError(f"expected a folder for answers, got {path}: {one_line(error)}") from error
+        raise RedrafterError(f"expected a folder for answers, got {path}: {join_lines(error)}") from error
     return path
 
 
-def name_folder(name: str | Path) -> Path:
+def expand_folder_name(name: str | Path) -> Path:
     """The path of a folder.
 
     Raises:
@@ -156,24 +157,24 @@ def name_folder(name: str | Path) -> Path:
 
 def list_files(folder: Path) -> list[Path]:
     """The files of a folder, one for each tokenizer."""
-    return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
+    return sorted(path for path in folder.iterdir() if FILE_NAME.fullmatch(path.name))
 
 
 def clear_folder(folder: Path) -> bool:
     """Removes all answers in a folder; returns whether there were any.
 
     Raises:
-        RedrafterError: another process holds the lock for longer than `PATIENCE`.
+        RedrafterError: another process holds the lock for longer than `LOCK_TIMEOUT`.
         OSError: a file cannot be removed.
     """
 
     def list_kept() -> list[Path]:
         """The files, including those of a killed process."""
-        return [path for path in folder.iterdir() if NAME.fullmatch(final_name(path.name))]
+        return [path for path in folder.iterdir() if FILE_NAME.fullmatch(find_final_name(path.name))]
 
     if not list_kept():  # the folder may belong to something else: create no lock in it
         return False
-    with lock_file(folder / LOCK, PATIENCE):
+    with lock_file(folder / LOCK, LOCK_TIMEOUT):
         for path in list_kept():
             path.unlink(missing_ok=True)
     return True
@@ -193,7 +194,7 @@ class AnswerFolder:
     """
 
     def __init__(self, name: str | Path, tokenizer: Any) -> None:
-        if (size := ranks.count()) > 1:
+        if (size := ranks.count_ranks()) > 1:
             raise RedrafterError(f"past answers need a single process, got {size} ranks")
         self._folder = open_folder(name)
         vocab = tokenizer.get_vocab()
@@ -213,7 +214,7 @@ class AnswerFolder:
         except FileNotFoundError:
             return []
         except OSError as error:
-            warn(f"past answers cannot be read: {one_line(error)}")
+            warn(f"past answers cannot be read: {join_lines(error)}")
             return []
         return [text for text in texts if self._fits(text.ids)]
 
@@ -229,7 +230,7 @@ class AnswerFolder:
     def index(self) -> PastIndex:
         """An index of the texts; the newest ones may be missing."""
         with self._lock:
-            if self._index is None or self._n_new > INDEX_AGAIN * len(self._index):
+            if self._index is None or self._n_new > REINDEX_SHARE * len(self._index):
                 self._texts, self._n_new = keep_latest(self._texts), 0
                 self._index = PastIndex([text.ids for text in self._texts])
             return self._index
@@ -254,11 +255,11 @@ class AnswerFolder:
             except (OSError, RedrafterError) as error:
                 if not self._has_warned:
                     self._has_warned = True
-                    warn(f"cannot write an answer to {self._folder}: {one_line(error)}")
+                    warn(f"cannot write an answer to {self._folder}: {join_lines(error)}")
 
     def _append(self, record: bytes) -> None:
         self._folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
-        with lock_file(self._folder / LOCK, PATIENCE):
+        with lock_file(self._folder / LOCK, LOCK_TIMEOUT):
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
             try:
                 size = os.fstat(file).st_size
@@ -270,7 +271,7 @@ class AnswerFolder:
                     raise
             finally:
                 os.close(file)
-            if size + len(record) > 4 * SLACK * MAX_TOKENS:
+            if size + len(record) > 4 * REWRITE_FACTOR * MAX_TOKENS:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -287,7 +288,7 @@ def find_folder(name: str | Path) -> Path:
     Raises:
         RedrafterError: it does not exist.
     """
-    path = name_folder(name)
+    path = expand_folder_name(name)
     if not path.is_dir():
         raise RedrafterError(f"expected a folder created by --answers, got {name}")
     return path

@@ -35,7 +35,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def final_name(name: str) -> str:
+def find_final_name(name: str) -> str:
     """The final name for a temporary name; other names are returned unchanged."""
     return re.sub(f"^{re.escape(PARTIAL)}-[0-9a-f]{{8}}-", "", name)
 
@@ -50,7 +50,7 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def why_not_writable(path: Path) -> str | None:
+def explain_unwritable(path: Path) -> str | None:
     """Why no file can be written to `path`, with folders created as needed; None if one can."""
     if os.path.isdir(path):
         return f"{path} is a directory"
@@ -63,11 +63,11 @@ def why_not_writable(path: Path) -> str | None:
     return None if os.access(above, os.W_OK | os.X_OK) else f"no permission to write to {above}"
 
 
-def lock_file(path: Path, patience: float = 0.0) -> AbstractContextManager[object]:
+def lock_file(path: Path, timeout: float = 0.0) -> AbstractContextManager[object]:
     """Locks `path` until the context ends. The file is not removed, as another process may be waiting for it.
 
     Args:
-        patience: seconds to wait for another process.
+        timeout: seconds to wait for another process.
 
     Raises:
         RedrafterError: another process holds the lock.
@@ -75,7 +75,7 @@ def lock_file(path: Path, patience: float = 0.0) -> AbstractContextManager[objec
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return FileLock(path, mode=0o600).acquire(timeout=patience)
+        return FileLock(path, mode=0o600).acquire(timeout=timeout)
     except Timeout:
         raise RedrafterError(f"another process is using {path.parent}") from None
 

@@ -32,7 +32,7 @@ from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.blas import choose_threads, warn_of_slow_blas
 from .engine.model_checks import explain_chains
-from .errors import CheckpointError, RedrafterError, UnsupportedModelError, one_line
+from .errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
 
 WEIGHTS = "model*.safetensors"
 
@@ -70,7 +70,7 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     try:
         model, tokenizer, *_ = mlx_lm_utils.load(str(path), **options)
     except Exception as error:  # mlx-lm and transformers raise many types for damaged directories
-        raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot load the model in {path}: {join_lines(error)}") from error
     check_tokenizer(tokenizer, path)
     if not options.get("lazy"):
         evaluate(model)
@@ -102,11 +102,11 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
         raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:  # see `load`
         if "connection to a peer was lost" in str(error):  # MLX's message
-            raise RuntimeError(f"another rank ended while {name} was loaded: {one_line(error)}") from error
-        raise CheckpointError(f"cannot load {name} over {group.size()} ranks: {one_line(error)}") from error
+            raise RuntimeError(f"another rank ended while {name} was loaded: {join_lines(error)}") from error
+        raise CheckpointError(f"cannot load {name} over {group.size()} ranks: {join_lines(error)}") from error
     check_tokenizer(tokenizer, name)
     evaluate(model)
-    kinds = ranks.gather([kv_cache.unknown_types(make_prompt_cache(model), ()), explain_chains(model)])
+    kinds = ranks.gather([kv_cache.find_unknown_types(make_prompt_cache(model), ()), explain_chains(model)])
     if any(kind != kinds[0] for kind in kinds):  # they would draft and roll back differently
         raise UnsupportedModelError(f"{name}: the pipeline's ranks would have different kinds of layers: {kinds}")
     set_blas_threads(model)
@@ -231,13 +231,13 @@ def save_drafter(
     if dtype is not None:
         weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
     stored = next(w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
-    config = {**drafter.args.to_dict(), "dtype": dtype_name(stored), **(extra or {})}
+    config = {**drafter.args.to_dict(), "dtype": format_dtype(stored), **(extra or {})}
     try:
         with replace_file(directory / "model.safetensors") as tensors, replace_file(directory / "config.json") as text:
             text.write_text(json.dumps(config, indent=2) + "\n")
             save_arrays(tensors, weights, {"format": "mlx"})
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot write the drafter to {directory}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot write the drafter to {directory}: {join_lines(error)}") from error
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
@@ -267,7 +267,7 @@ def find_model(path_or_hf_repo: str | Path) -> Path:
     except HFValidationError:
         raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:
-        why = f"is not a local directory, and cannot be downloaded from the hub: {one_line(error)}"
+        why = f"is not a local directory, and cannot be downloaded from the hub: {join_lines(error)}"
         raise CheckpointError(f"{name!r} {why}") from error
 
 
@@ -290,7 +290,7 @@ def check_directory(path: Path) -> None:
         raise CheckpointError(f"no {WEIGHTS} in {path}")
 
 
-def dtype_name(dtype: mx.Dtype) -> str:
+def format_dtype(dtype: mx.Dtype) -> str:
     """A dtype's name in `--dtype` and configs."""
     return str(dtype).removeprefix("mlx.core.")
 
@@ -323,11 +323,11 @@ def strip_folders(name: str | Path) -> str:
     """
     path = expand_path(name)
     if path.is_dir():
-        return one_line(path.resolve().name)
-    return one_line(path.name if path.exists() else name)  # not resolved: hub files link to hashes
+        return join_lines(path.resolve().name)
+    return join_lines(path.name if path.exists() else name)  # not resolved: hub files link to hashes
 
 
-def card_header(base: str | None) -> str:
+def make_card_header(base: str | None) -> str:
     """The YAML header of a drafter's model card.
 
     Args:
@@ -370,7 +370,7 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
     """
     check_demo_flags(name, args)
     config = {**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code}
-    if (size := ranks.count()) > 1:
+    if (size := ranks.count_ranks()) > 1:
         for flag in ("adapter_path", "quantize_activations"):
             if getattr(args, flag, None):
                 raise RedrafterError(f"--{flag.replace('_', '-')} needs a single process, got {size} ranks")
@@ -429,7 +429,7 @@ def load_pair(
     """
     without, draft_model = getattr(args, "no_drafter", False), getattr(args, "draft_model", None)
     refuse_builtin(None if without else drafter_name)
-    if name is None and not without and draft_model is None and ranks.count() == 1:
+    if name is None and not without and draft_model is None and ranks.count_ranks() == 1:
         check_demo_flags(name, args)
         model, tokenizer, drafter = load_demo(drafter_name)
         cast(model, args)
@@ -462,7 +462,7 @@ def load_pair(
 
 def find_dtype(module: nn.Module) -> str:
     """The name of the largest array's dtype, which most of the computation uses."""
-    return dtype_name(max(list_weights(module).values(), key=lambda array: array.size).dtype)
+    return format_dtype(max(list_weights(module).values(), key=lambda array: array.size).dtype)
 
 
 def load_fast_drafter(path_or_hf_repo: str, model: nn.Module) -> Drafter:

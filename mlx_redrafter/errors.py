@@ -9,7 +9,7 @@ from types import FrameType
 from typing import NoReturn, cast
 
 
-def one_line(error: object) -> str:
+def join_lines(error: object) -> str:
     """The text of an error on one line; its class name if the text is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 

@@ -240,7 +240,7 @@ def stream_text(
         detokenizer.finalize()
         tail, found = stops.feed(detokenizer.last_segment)
         reason = "stop" if found or step.token in tokenizer.eos_token_ids else "length"
-        yield make_response(step, count, text + tail + ("" if found else stops.rest()), reason)
+        yield make_response(step, count, text + tail + ("" if found else stops.flush()), reason)
 
 
 @takes_options
@@ -267,7 +267,7 @@ def generate(
             print(response.text, end="", flush=True)
         text += response.text
     if verbose:
-        print("\n" + "=" * 10 + "\n" + summary(response))
+        print("\n" + "=" * 10 + "\n" + format_summary(response))
     return text
 
 
@@ -379,7 +379,7 @@ class StopStrings:
         self._held = self._held[len(shown) :]
         return shown, False
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """The delayed text; called when the stream has ended."""
         rest, self._held = self._held, ""
         return rest
@@ -390,7 +390,7 @@ class StopStrings:
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
 
-def summary(last: GenerationResponse) -> str:
+def format_summary(last: GenerationResponse) -> str:
     """mlx-lm's closing summary, with a line about the rounds if any of them drafted."""
     lines = [
         f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",

@@ -62,7 +62,7 @@ class OptionFlag(NamedTuple):
     choices: tuple[Any, ...] | None = None
 
     @property
-    def optional(self) -> bool:
+    def is_optional(self) -> bool:
         """Whether it may be None."""
         return self.default is None
 
@@ -269,7 +269,7 @@ class Options:
         if self.shape == AUTO:
             return AUTO
         width, depth, size = self.shape
-        depth = default_depth(drafter) if depth is None else depth
+        depth = find_default_depth(drafter) if depth is None else depth
         most = drafter.args.max_depth
         if most is not None and depth > most:
             raise RedrafterError(f"draft_depth must be from 1 to {most} with this drafter, got {depth}")
@@ -277,7 +277,7 @@ class Options:
         return Plan(width, depth, 1 + width * depth) if self.logits_processors and width > 1 else plan
 
 
-def default_depth(drafter: Any) -> int:
+def find_default_depth(drafter: Any) -> int:
     """A drafter's default draft depth K."""
     args = drafter.args
     return min(args.draft_depth or DRAFT_DEPTH, args.max_depth or MAX_DRAFT_DEPTH)
@@ -302,7 +302,7 @@ def check_option(name: str, value: Any) -> Any:
         RedrafterError: it has the wrong type or is out of range.
     """
     flag = FLAGS[name]
-    if value is None and flag.optional:
+    if value is None and flag.is_optional:
         return None
     if flag.kind is bool:
         if not isinstance(value, bool):
@@ -329,7 +329,7 @@ def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()
         if flag.name in without:
             continue
         names = [f"--{flag.name.replace('_', '-')}"] + (["-m"] if flag.name == "max_tokens" else [])
-        shown = "" if flag.optional else " (default: %(default)s)"
+        shown = "" if flag.is_optional else " (default: %(default)s)"
         if flag.kind is bool:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=flag.default, help=flag.help)
             continue

@@ -23,13 +23,13 @@ from .engine.blas import warn_of_slow_blas
 from .engine.decode import Decoder, Planner, Rounds, on_stream
 from .engine.grammar import Grammar
 from .engine.model_checks import check_draftable, check_verifiable, explain_chains
-from .engine.model_parts import AFTER_NORM, StateName, find_taps, model_name
+from .engine.model_parts import AFTER_NORM, StateName, find_capture_points, find_module_name
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import TokenChooser
 from .engine.target import Target
 from .errors import RedrafterError, UnsupportedModelError, warn
-from .options import AUTO, Options, default_depth
+from .options import AUTO, Options, find_default_depth
 from .planning.acceptance import find_acceptance
 from .planning.costs import CostTable
 from .planning.history import History
@@ -154,7 +154,7 @@ class Pair:
             reason = self.drafter.explain_chains()
         if reason is None:
             return plan
-        warn(f"drafting chains, not trees, for {model_name(self.model)}: {reason}")
+        warn(f"drafting chains, not trees, for {find_module_name(self.model)}: {reason}")
         return chain_plan(plan.depth)
 
     def select_layers(self, cache: Cache) -> Cache:
@@ -199,7 +199,8 @@ class Pair:
         if history and length != len(history) and kv_cache.counts_tokens(cache):
             raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {len(history)}")
         warn_of_slow_blas()  # for models that mlx-lm loaded
-        if ranks.count() > 1:  # a rank that continued without its drafter would decide differently from the others
+        # A rank that continued without its drafter would decide differently from the others.
+        if ranks.count_ranks() > 1:
             options = replace(options, on_drafter_failure=None)
         sources, planner, _ = self.choose(options, None if is_own else cache, source=source, grammar=grammar)
         with on_stream():
@@ -237,7 +238,7 @@ class Pair:
         source = None if drafter is None else source or drafter.open(model)
         if source is not None:
             source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
-            find_taps(model, source.capture)  # refuses a model without them before anything is built
+            find_capture_points(model, source.capture)  # refuses a model without them before anything is built
         plan = options.resolve_plan(drafter)
         if shape is None or options.max_tokens == 0:
             return Choice([], Planner(None), ["plan is off"])
@@ -274,12 +275,12 @@ class Pair:
                     notes.append("the drafter does not draft: by its costs here no plan beats plain decoding")
                 return Choice([*([source] if planner.plans else []), *context], planner, notes)
         if source is not None:
-            plan = plan if isinstance(plan, Plan) else chain_plan(default_depth(drafter))
+            plan = plan if isinstance(plan, Plan) else chain_plan(find_default_depth(drafter))
             can_merge = bool(context) and not options.logits_processors and explain_chains(model) is None
             planned = Planner(self.fit_plan(plan, cache, source.capture), can_merge=can_merge)
             return Choice([source, *context], planned, notes)
         if context and (shape == AUTO or not options.context):
-            replays = bool(kv_cache.unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
+            replays = bool(kv_cache.find_unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
             return Choice(context, make_context_planner(Pair(model).history, replays=replays), notes)
         return Choice(context, Planner(None), notes)
 

@@ -23,26 +23,26 @@ from mlx_lm.generate import generation_stream
 
 from .errors import RedrafterError
 
-CHECK = "MLX_REDRAFTER_CHECK_RANKS"
+CHECK_VARIABLE = "MLX_REDRAFTER_CHECK_RANKS"
 """If this environment variable is set, ranks compare each forward's input, at the cost of two more messages, and raise
 if it differs."""
 
-PATHS = ("model", "drafter", "draft_model", "adapter_path")
+PATH_FLAGS = ("model", "drafter", "draft_model", "adapter_path")
 """Flags whose values may differ between ranks; they must be given on all ranks or on none."""
 
 RANK_0_FLAGS = ("prompt", "api_key", "host", "port")
 """Flags that only rank 0 uses."""
 
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 """Seconds that a rank has to end with its own error after another one has ended."""
 
 
-def count() -> int:
+def count_ranks() -> int:
     """Returns the number of ranks; 1 in a single process."""
     return mx.distributed.init().size()
 
 
-def index() -> int:
+def get_rank() -> int:
     """Returns the number of this rank. Rank 0 reads, prints and writes files."""
     return mx.distributed.init().rank()
 
@@ -58,7 +58,7 @@ def gather(value: Any) -> list[Any]:
     Raises:
         RuntimeError: another rank has ended.
     """
-    if count() == 1:
+    if count_ranks() == 1:
         return [value]
     data = b"" if value is None else pickle.dumps(value)
     with mx.stream(generation_stream):  # after the messages of an unfinished forward
@@ -84,17 +84,19 @@ def share(value: Any) -> Any:
     Raises:
         RuntimeError: another rank has ended.
     """
-    return gather(value if index() == 0 else None)[0]
+    return gather(value if get_rank() == 0 else None)[0]
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Checks that a command's parsed flags are the same on all ranks, except `RANK_0_FLAGS` and the values of `PATHS`.
+    """Checks that a command's parsed flags are the same on all ranks.
+
+    Exceptions are `RANK_0_FLAGS` and the values of `PATH_FLAGS`.
 
     Raises:
         RedrafterError: a flag differs; raised on every rank.
     """
     compared = {name: value for name, value in flags.items() if name not in RANK_0_FLAGS}
-    compared |= {name: "a path" for name in PATHS if compared.get(name) is not None}
+    compared |= {name: "a path" for name in PATH_FLAGS if compared.get(name) is not None}
     first, *others = gather(compared)
     for rank, other in enumerate(others, 1):
         for name in first | other:
@@ -104,7 +106,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def watch_connections() -> None:
-    """Ends this process `GRACE` seconds after a connected rank has ended. Call it before other connections are opened.
+    """Ends this process `GRACE_SECONDS` after a connected rank has ended. Call it before other connections are opened.
 
     Otherwise MLX's ring waits forever if a forward has messages to send after the one that was lost.
     """
@@ -119,7 +121,7 @@ def watch_connections() -> None:
     def watch() -> None:
         while not any(map(_is_closed, connections)):
             time.sleep(0.5)
-        time.sleep(GRACE)
+        time.sleep(GRACE_SECONDS)
         exit_with_error("another rank has ended")
 
     if connections:
@@ -137,5 +139,5 @@ def _is_closed(connection: socket.socket) -> bool:
 
 def exit_with_error(message: str) -> NoReturn:
     """Prints an error with this rank's number on stderr, and exits at once with 1, even while a message is sent."""
-    print(f"error on rank {index()}: {message}", file=sys.__stderr__, flush=True)
+    print(f"error on rank {get_rank()}: {message}", file=sys.__stderr__, flush=True)
     os._exit(1)

@@ -48,7 +48,7 @@ def ask(prompt: list[int], max_tokens: int = 24, **fields: Any) -> Asked:
 
 
 async def collect(request: Request) -> list[TokenEvent]:
-    return [event async for event in request.events()]
+    return [event async for event in request.read_events()]
 
 
 def generate(engine: Engine, *requests: Asked) -> list[list[TokenEvent]]:

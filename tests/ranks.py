@@ -97,7 +97,7 @@ def decide_otherwise() -> str:
     text = PROMPT * 3
     follower = Scripted(model, text, make_ranks("mixed", len(text), 2), 2)
     try:
-        run(model, PROMPT, follower, max_tokens=8, draft_depth=3 if ranks.index() < ranks.count() - 1 else 2)
+        run(model, PROMPT, follower, max_tokens=8, draft_depth=3 if ranks.get_rank() < ranks.count_ranks() - 1 else 2)
     except RedrafterError as error:
         return str(error)
     return "none"
@@ -105,16 +105,16 @@ def decide_otherwise() -> str:
 
 def main() -> None:
     """Decodes with every kind of model, sharded both ways."""
-    os.environ["XDG_CACHE_HOME"] = str(Path(sys.argv[1], str(ranks.index())))
+    os.environ["XDG_CACHE_HOME"] = str(Path(sys.argv[1], str(ranks.get_rank())))
     measure.SECONDS, store.MIN_NEW = 0.2, 1
-    found: dict[str, Any] = {"rank": ranks.index()}
-    if ranks.count() == 2:
+    found: dict[str, Any] = {"rank": ranks.get_rank()}
+    if ranks.count_ranks() == 2:
         found["measured"] = measure_together()
     costs: Any = lambda pair, **how: make_costs(replay=float(how["trees"] is False))  # noqa: E731
     Pair.costs = costs  # type: ignore[method-assign]
     ways = ("tensor", "pipeline")
-    cases = product(KINDS, ways) if ranks.count() == 2 else zip(KINDS, cycle(ways), strict=False)
-    found["texts"] = {f"{kind}, {how}": decode(kind, how, 48 // ranks.count()) for kind, how in cases}
+    cases = product(KINDS, ways) if ranks.count_ranks() == 2 else zip(KINDS, cycle(ways), strict=False)
+    found["texts"] = {f"{kind}, {how}": decode(kind, how, 48 // ranks.count_ranks()) for kind, how in cases}
     found["error"] = decide_otherwise()
     found["files"] = sorted({file.parent.name for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json")})
     print("RANK " + json.dumps(found), flush=True)

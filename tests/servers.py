@@ -25,7 +25,7 @@ from mlx_redrafter.serving.app import make_app
 from mlx_redrafter.serving.command import check_args, make_parser
 from mlx_redrafter.serving.completion import Service
 from mlx_redrafter.serving.metrics import Metrics
-from mlx_redrafter.serving.process import Server, bind, load_service, url_of
+from mlx_redrafter.serving.process import Server, bind, format_url, load_service
 from mlx_redrafter.serving.types import (
     EngineCounters,
     RequestError,
@@ -68,7 +68,7 @@ def start_server(service: Service, make: Callable[[Service], ASGIApp] = make_app
     with bind(service.args.host, service.args.port) as bound:
         server = Server(make(service), service)
         thread = threading.Thread(target=server.run, args=([bound],))
-        url = url_of(bound)
+        url = format_url(bound)
         thread.start()
         try:
             yield Running(url, service)
@@ -163,7 +163,7 @@ class ScriptedRequest:
     seconds: float = 0.0
     cancelled: bool = False
 
-    async def events(self) -> AsyncIterator[TokenEvent]:
+    async def read_events(self) -> AsyncIterator[TokenEvent]:
         """Yields the tokens once the gate is open."""
         for event in [self.gate, *self.events_to_come]:
             while isinstance(event, threading.Event) and not (event.is_set() or self.cancelled):
@@ -198,7 +198,7 @@ class ScriptedEngine:
     refusal: Exception | None = None
     requests: list[ScriptedRequest] = field(default_factory=list)
     counters: EngineCounters = field(default_factory=EngineCounters)
-    queued, alive, vocab_size, context_length = 0, True, 4098, 8192
+    n_queued, is_alive, vocab_size, context_length = 0, True, 4098, 8192
     scheduler = SimpleNamespace(rows=(), mode="idle", copies_prompts=False, prompt_cache=SimpleNamespace(nbytes=0))
 
     def __post_init__(self) -> None:

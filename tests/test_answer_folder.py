@@ -158,7 +158,7 @@ def test_a_full_disk_does_not_stop_decoding(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_held_lock_does_not_stop_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, texts = fill(tmp_path, 1)
-    monkeypatch.setattr(module, "PATIENCE", 0.01)
+    monkeypatch.setattr(module, "LOCK_TIMEOUT", 0.01)
     with lock_file(tmp_path / ".lock"), pytest.warns(UserWarning, match="another process is using"):
         answers.add(*make_text(5))
     assert texts_in(answers) == texts
@@ -178,7 +178,7 @@ def test_the_oldest_texts_are_dropped(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "count", lambda: 2)
+    monkeypatch.setattr(ranks, "count_ranks", lambda: 2)
     with pytest.raises(RedrafterError, match="past answers need a single process, got 2 ranks"):
         open_answers(tmp_path)
 

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.atomic_files import expand_path, final_name, lock_file, replace_file, why_not_writable, write_text
+from mlx_redrafter.atomic_files import (
+    expand_path,
+    explain_unwritable,
+    find_final_name,
+    lock_file,
+    replace_file,
+    write_text,
+)
 from mlx_redrafter.errors import RedrafterError
 
 
@@ -19,7 +26,7 @@ def test_last_of_two_writers_wins(tmp_path: Path) -> None:
         outer.write_text("outer")
         with replace_file(path) as inner:
             assert inner != outer and inner.suffix == ".json" and inner.parent == path.parent
-            assert final_name(inner.name) == final_name(outer.name) == path.name
+            assert find_final_name(inner.name) == find_final_name(outer.name) == path.name
             inner.write_text("inner")
         assert path.read_text() == "inner"
     assert path.read_text() == "outer" and list(path.parent.iterdir()) == [path]
@@ -65,10 +72,10 @@ def test_unknown_home_is_refused() -> None:
 def test_unwritable_paths_are_found_before_writing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
-    assert why_not_writable(tmp_path / "file") is why_not_writable(tmp_path / "new" / "deeper") is None
+    assert explain_unwritable(tmp_path / "file") is explain_unwritable(tmp_path / "new" / "deeper") is None
     for place, reason in (
         ("", f"{tmp_path} is a directory"),
         ("pipe", f"{tmp_path / 'pipe'} is not a regular file"),
         ("file/deeper/x", f"{tmp_path / 'file'} is not a directory"),
     ):
-        assert why_not_writable(tmp_path / place) == reason
+        assert explain_unwritable(tmp_path / place) == reason

@@ -88,7 +88,7 @@ def test_a_session_continues(plan: dict[str, Any], temp: float, cheap_rounds: No
 class WaitingSource(StepwiseSource):
     """The drafter's source, asked only after the previous round was read."""
 
-    waits = True
+    proposes_after_read = True
 
 
 @pytest.mark.parametrize("calls", [0, 4, 12, 28])

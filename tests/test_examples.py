@@ -153,7 +153,7 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     drafter.describe(model, tokens, [[1, 2, 3]], set(), tmp_path, depth=3)
     found: Any = load_drafter(tmp_path, model).args
     assert found.draft_depth in (1, 2, 3) and len(found.acceptance) == 3 and found.draft_vocab_size == 12
-    prompts = report.prompts(load_demo()[1], 5)
+    prompts = report.choose_prompts(load_demo()[1], 5)
     assert len(prompts) == 5 and all("def " in text.splitlines()[0] for text in prompts.values())
 
 
@@ -189,9 +189,9 @@ def test_a_torch_llama_matches_mlx_lm_and_resumes(tmp_path: Path, monkeypatch: p
     for name, value in {"BATCH_TOKENS": 32, "SHORT": 8, "LONG": 16, "WARM_UP": 2, "CHECKPOINT_SECONDS": 0}.items():
         monkeypatch.setattr(target, name, value)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
-    settings = target.config(VOCAB, 0) | sizes
+    settings = target.make_config(VOCAB, 0) | sizes
     tokens = np.random.default_rng(0).integers(4, size=600).astype(np.uint16)
-    batch = target.text_batches(tokens, tokens, 12)
+    batch = target.make_text_batches(tokens, tokens, 12)
     for name in ("whole", "resumed"):
         (tmp_path / name).mkdir()
     target.train(batch, settings, 12, tmp_path / "whole")
@@ -216,7 +216,7 @@ def test_a_torch_llama_matches_mlx_lm_and_resumes(tmp_path: Path, monkeypatch: p
     rows = {name: np.ones((6, size + 1), np.uint16) for name, size in (("exercises", 8), ("short", 8), ("edits", 16))}
     rows |= {f"{name}_weights": np.ones((6, ids.shape[1] - 1), np.float32) for name, ids in rows.items()}
     start = tmp_path / "whole" / "model.safetensors"
-    target.train(target.edit_batches(rows, tokens, 5), settings, 5, tmp_path / "further", start, rate=1e-4)
+    target.train(target.make_edit_batches(rows, tokens, 5), settings, 5, tmp_path / "further", start, rate=1e-4)
     near = mx.load(str(tmp_path / "further" / "model.safetensors"))
     moved = max(mx.abs(near[name] - first[name]).max().item() for name in first)
     assert 0 < moved < 0.01, "it starts from the given weights"

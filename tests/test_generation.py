@@ -28,7 +28,7 @@ from toys import (
 
 from mlx_redrafter import GenerationResponse, RedrafterError, generate, stream_generate
 from mlx_redrafter.engine.types import Tree
-from mlx_redrafter.generate import decode_prompts, summary
+from mlx_redrafter.generate import decode_prompts, format_summary
 from mlx_redrafter.options import Options
 
 PROMPT = make_prompt(7, seed=4)
@@ -67,7 +67,7 @@ def test_responses_extend_mlx_lms(drafted: bool) -> None:
     assert sum(last.acceptance_per_depth) * last.rounds == pytest.approx(last.accepted)
     assert last.drafted == 6 * last.rounds * drafted and last.rows_per_round == (7 if drafted else 1)
     assert last.plain_steps == (0 if drafted else 39)
-    assert ("Rounds: " in summary(last)) is drafted
+    assert ("Rounds: " in format_summary(last)) is drafted
 
 
 def test_prompts_may_be_text_ids_or_arrays() -> None:

@@ -25,7 +25,7 @@ def feed(stops: StopStrings, chunks: Sequence[str]) -> tuple[str, bool]:
         shown += more
         if found:
             return shown, True
-    return shown + stops.rest(), False
+    return shown + stops.flush(), False
 
 
 def all_chunks(text: str) -> Iterator[list[str]]:
@@ -56,7 +56,7 @@ def test_any_chunking_stops_at_the_same_place(text: str, stops: list[str]) -> No
 def test_a_partial_stop_string_is_buffered() -> None:
     stops = StopStrings(["cat"])
     fed = [stops.feed(piece)[0] for piece in ("the ", "c", "a", "r ", "ca")]
-    assert (fed, stops.rest(), stops.rest()) == (["the ", "", "", "car ", ""], "ca", "")
+    assert (fed, stops.flush(), stops.flush()) == (["the ", "", "", "car ", ""], "ca", "")
 
 
 def test_an_empty_stop_string_is_refused() -> None:

@@ -178,7 +178,7 @@ class ScriptedContext(Source):
         past: ignored; a `ContextSource` has it.
     """
 
-    waits = True
+    proposes_after_read = True
 
     def __init__(self, text: Sequence[int], right: float = 0.8, seed: int = 0, *, past: object = None) -> None:
         self._text, self._right, self._random, self._at = list(text), right, random.Random(seed), 0
@@ -201,7 +201,7 @@ class ScriptedContext(Source):
         ]
         return Forecast(1.0, [0.9] * count) if count else None
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
         """Proposes the tokens of the last forecast."""
         return chain(root, mx.array(self._tokens[: plan.context], mx.int32))
 
@@ -272,7 +272,7 @@ class CachingSource(Source):
         other._rows = mx.array(self._rows)
         return other
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
         """A beam of `width` that holds the right token at some depths."""
         script, places = self._script, mx.arange(self._rows.shape[0])
         text = mx.array([*script.text, *[0] * 64])
@@ -291,7 +291,7 @@ class CachingSource(Source):
         scores = -1.0 * mx.arange(tokens.size).reshape(tokens.shape)
         beams = Beams(tokens.astype(mx.int32), parents.astype(mx.int32), scores)
         tree = grow(root, beams)
-        return tree if ordered else prune(tree, beams, plan.size)
+        return tree if in_level_order else prune(tree, beams, plan.size)
 
     @property
     def state(self) -> Any:

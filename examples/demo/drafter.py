@@ -14,10 +14,10 @@ from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.options import Options
-from mlx_redrafter.training.data import Text, make_batches, most_frequent
+from mlx_redrafter.training.data import Text, find_most_frequent, make_batches
 from mlx_redrafter.training.evaluation import add_results, compare_shapes, measure_guesses
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.targets import new_drafter
+from mlx_redrafter.training.targets import initialize_drafter
 from mlx_redrafter.training.trainer import train_drafter
 
 PROMPT, LENGTH = 64, 257
@@ -25,7 +25,7 @@ BATCHES, ROWS = 6, 256
 TEMPERATURE = 0.8
 
 
-def continuations(model: nn.Module, prompts: mx.array, length: int, temp: float) -> mx.array:
+def generate_continuations(model: nn.Module, prompts: mx.array, length: int, temp: float) -> mx.array:
     """(B, length) ids: each prompt (B, P) and what the model writes behind it, past the end of text too.
 
     Args:
@@ -58,7 +58,7 @@ def write_texts(
         at = starts[i * ROWS : (i + 1) * ROWS]
         prompts = mx.array(tokens[at[:, None] + np.arange(PROMPT)].astype(np.int32))
         with replace_file(file) as partly:
-            np.save(partly, np.array(continuations(model, prompts, LENGTH, temp)).astype(np.uint16))
+            np.save(partly, np.array(generate_continuations(model, prompts, LENGTH, temp)).astype(np.uint16))
     return np.concatenate([np.load(file) for file in files])
 
 
@@ -79,8 +79,8 @@ def train(
     """
     mx.random.seed(settings.seed)
     count = args.draft_vocab_size
-    ids = None if count is None else most_frequent(texts, count, args.vocab_size)
-    drafter = new_drafter(model, args, ids)
+    ids = None if count is None else find_most_frequent(texts, count, args.vocab_size)
+    drafter = initialize_drafter(model, args, ids)
     batches = make_batches(texts, settings.batch_size, settings.seed)
     train_drafter(model, drafter, batches, settings, checkpoint=directory / "checkpoint.safetensors")
     save_drafter(directory, drafter, dtype=mx.float16)

@@ -27,7 +27,7 @@ from mlx_redrafter import load, load_drafter
 from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.engine.model_parts import model_sizes
+from mlx_redrafter.engine.model_parts import find_model_sizes
 from mlx_redrafter.generate import encode
 from mlx_redrafter.training.data import Text
 from mlx_redrafter.training.settings import TrainingArgs
@@ -66,7 +66,7 @@ def make_corpus(out: Path) -> None:
 
 def make_target(out: Path, steps: int) -> None:
     """The target before it learns edits."""
-    train_model(out, target.config(VOCAB_SIZE, 0), steps, out / "pretrained")
+    train_model(out, target.make_config(VOCAB_SIZE, 0), steps, out / "pretrained")
 
 
 def make_edits(out: Path, steps: int) -> None:
@@ -88,8 +88,8 @@ def make_edits(out: Path, steps: int) -> None:
             print(f"{name}: {len(packed[name])} rows of {length} tokens", flush=True)
         with replace_file(rows) as partly, partly.open("wb") as opened:
             np.savez(opened, **packed)
-    batch = target.edit_batches(dict(np.load(rows)), np.load(out / "library.npy"), steps)
-    settings = target.config(VOCAB_SIZE, 0)
+    batch = target.make_edit_batches(dict(np.load(rows)), np.load(out / "library.npy"), steps)
+    settings = target.make_config(VOCAB_SIZE, 0)
     place = out / "float32"
     place.mkdir(exist_ok=True)
     if not (place / "model.safetensors").exists():
@@ -104,7 +104,7 @@ def make_draft_model(out: Path, steps: int) -> None:
     """A smaller model of the same text, with the same tokenizer, for mlx-lm's own speculation."""
     if (out / "draft_model").exists():
         return
-    train_model(out, target.draft_config(VOCAB_SIZE, 0), steps, out / "draft_float32")
+    train_model(out, target.make_draft_config(VOCAB_SIZE, 0), steps, out / "draft_float32")
     convert_model(out / "draft_float32", out / "draft_model")
 
 
@@ -122,7 +122,7 @@ def train_model(out: Path, settings: dict[str, Any], steps: int, place: Path) ->
     library, packages = np.load(out / "library.npy"), np.load(out / "packages.npy")
     if not (place / "model.safetensors").exists():
         wide = np.concatenate([library, packages])
-        target.train(target.text_batches(wide, library, steps), settings, steps, place)
+        target.train(target.make_text_batches(wide, library, steps), settings, steps, place)
     copy_tokenizer(out, place)
 
 
@@ -136,31 +136,31 @@ def make_drafter(out: Path, steps: int) -> None:
     """The drafter, from texts that the target wrote and from edits."""
     if (out / "drafter" / "model.safetensors").exists():
         return
-    model, tokenizer = trained(out)
+    model, tokenizer = load_trained(out)
     written = drafter.write_texts(model, np.load(out / "library.npy"), out / "texts")
     texts = [Text(row.astype(np.int32), 0) for row in written]
     # The right answers, which are nearly always the target's own.
     rows = np.load(out / "edits.npz")
     answered = edits.split_rows(rows["edits"], rows["edits_weights"], tokenizer.eos_token_id)
     texts += [Text(*edit) for edit in answered[:EDIT_TEXTS]]
-    args = DrafterArgs(*model_sizes(model), exit_dim=EXIT_DIM, num_draft_layers=1)
+    args = DrafterArgs(*find_model_sizes(model), exit_dim=EXIT_DIM, num_draft_layers=1)
     settings = TrainingArgs(iters=steps, batch_size=ROWS_PER_STEP, learning_rate=4e-3)
     drafter.train(model, texts, args, settings, out / "drafter")
 
 
 def describe_drafter(out: Path) -> None:
     """Acceptance and depth into the drafter's config."""
-    model, tokenizer = trained(out)
-    prompts = [encode(tokenizer, text) for text in report.prompts(tokenizer).values()]
+    model, tokenizer = load_trained(out)
+    prompts = [encode(tokenizer, text) for text in report.choose_prompts(tokenizer).values()]
     drafter.describe(model, np.load(out / "held.npy"), prompts, set(tokenizer.eos_token_ids), out / "drafter")
 
 
 def print_report(out: Path) -> None:
     """Held-out bits per byte, edits that are right, how much greedy text repeats itself, and tokens per round."""
-    model, tokenizer = trained(out)
-    made = report.held_out_edits(tokenizer, HELD_OUT_EDITS, 1, range(EDIT_TOKENS))
+    model, tokenizer = load_trained(out)
+    made = report.make_held_out_edits(tokenizer, HELD_OUT_EDITS, 1, range(EDIT_TOKENS))
     print(format_text(report.measure_edits(model, tokenizer, made)))
-    print(f"target: {report.bits_per_byte(model, np.load(out / 'held.npy')):.3f} bits per held-out byte")
+    print(f"target: {report.measure_bits_per_byte(model, np.load(out / 'held.npy')):.3f} bits per held-out byte")
     network = load_drafter(out / "drafter", model)
     network.set_dtype(mx.float32)
     print(format_text(report.measure_texts(model, tokenizer, network)))
@@ -168,7 +168,7 @@ def print_report(out: Path) -> None:
 
 def package(out: Path) -> None:
     """Copies what is needed at run time into the package, and the draft model to the benchmarks."""
-    model, tokenizer = trained(out)
+    model, tokenizer = load_trained(out)
     for name, place, files in (
         ("target", PACKAGE / "target", (*WEIGHTS, *TOKENIZER)),
         ("drafter", PACKAGE / "drafter", WEIGHTS),
@@ -177,8 +177,8 @@ def package(out: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         for file in files:
             shutil.copyfile(out / name / file, place / file)
-    code = [{"name": name, "text": text} for name, text in report.prompts(tokenizer).items()]
-    made = report.held_out_edits(tokenizer, SHOWN_FROM, 2, SHOWN_EDIT_TOKENS)
+    code = [{"name": name, "text": text} for name, text in report.choose_prompts(tokenizer).items()]
+    made = report.make_held_out_edits(tokenizer, SHOWN_FROM, 2, SHOWN_EDIT_TOKENS)
     # The first is what is shown: of those that the target does right, the longest. The others are taken as they come.
     right = [edit for edit in made if report.is_right(model, tokenizer, edit)]
     shown = max(right, key=lambda edit: len(edit.after), default=made[0])
@@ -188,7 +188,7 @@ def package(out: Path) -> None:
         (PACKAGE / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def trained(out: Path) -> tuple[nn.Module, TokenizerWrapper]:
+def load_trained(out: Path) -> tuple[nn.Module, TokenizerWrapper]:
     """The target as it is stored, in float32: what the drafter has to know is the quantised model."""
     model, tokenizer = load(out / "target")
     dequantize_model(model)

@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from benchmarks.acceptance import measure
-from mlx_redrafter.demo.sources import library_name, split_files
+from mlx_redrafter.demo.sources import find_library_name, split_files
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.generate import encode, stream_generate
 
@@ -25,19 +25,19 @@ WINDOW = 1024
 DEFINITION = re.compile(r"^ *(?:async )?def ", re.MULTILINE)
 
 
-def prompts(tokenizer: TokenizerWrapper, count: int = PROMPTS) -> dict[str, str]:
+def choose_prompts(tokenizer: TokenizerWrapper, count: int = PROMPTS) -> dict[str, str]:
     """File name -> whole lines from a function's first on, PROMPT_TOKENS or a few more, of `count` held-out files."""
     found = {}
     for path in split_files()[1]:
         text = path.read_text(encoding="utf-8")
         starts = [match.start() for match in DEFINITION.finditer(text)]
-        if starts and (prompt := excerpt(text[starts[len(starts) // 2] :], tokenizer)):
-            found[library_name(path)] = prompt
+        if starts and (prompt := find_excerpt(text[starts[len(starts) // 2] :], tokenizer)):
+            found[find_library_name(path)] = prompt
     names = list(found)
     return {name: found[name] for name in names[:: max(1, len(names) // count)][:count]}
 
 
-def excerpt(text: str, tokenizer: TokenizerWrapper) -> str | None:
+def find_excerpt(text: str, tokenizer: TokenizerWrapper) -> str | None:
     """The first lines of `text` that make PROMPT_TOKENS tokens; None when they are too few, or far too long."""
     lines = text.splitlines()
     for count in range(1, len(lines) + 1):
@@ -48,7 +48,7 @@ def excerpt(text: str, tokenizer: TokenizerWrapper) -> str | None:
     return None
 
 
-def bits_per_byte(model: nn.Module, tokens: np.ndarray) -> float:
+def measure_bits_per_byte(model: nn.Module, tokens: np.ndarray) -> float:
     """Bits the model needs for each byte of the held-out files, in windows of WINDOW tokens without overlap.
 
     Args:
@@ -61,7 +61,7 @@ def bits_per_byte(model: nn.Module, tokens: np.ndarray) -> float:
     return nats / math.log(2) / sum(path.stat().st_size for path in split_files()[1])
 
 
-def held_out_edits(tokenizer: TokenizerWrapper, count: int, seed: int, answer_tokens: range) -> list[Edit]:
+def make_held_out_edits(tokenizer: TokenizerWrapper, count: int, seed: int, answer_tokens: range) -> list[Edit]:
     """Edits of held-out functions and of JSON documents with names from held-out files, as many of each kind.
 
     Args:
@@ -93,7 +93,7 @@ def measure_edits(model: nn.Module, tokenizer: TokenizerWrapper, made: list[Edit
 
 def measure_texts(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter) -> list[dict[str, Any]]:
     """Rows of `benchmarks.acceptance` on held-out prompts, greedy and at temperature 0.8, at two shapes."""
-    ids = [encode(tokenizer, text) for text in prompts(tokenizer).values()]
+    ids = [encode(tokenizer, text) for text in choose_prompts(tokenizer).values()]
     return [
         {"temp": temp} | measure(model, drafter, ids, plan, max_tokens=NEW_TOKENS, temp=temp)
         for temp in (0.0, 0.8)

@@ -40,7 +40,7 @@ CHECKPOINT_SECONDS = 240
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
-def config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
+def make_config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
     """The target's `config.json`: 25 million parameters."""
     return {
         "model_type": "llama",
@@ -58,9 +58,9 @@ def config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
     }
 
 
-def draft_config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
+def make_draft_config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
     """The `config.json` of a model of 1.2 million parameters, which mlx-lm's own speculation drafts with."""
-    return config(vocab_size, eos_token_id) | {
+    return make_config(vocab_size, eos_token_id) | {
         "hidden_size": 160,
         "num_hidden_layers": 2,
         "intermediate_size": 448,
@@ -152,14 +152,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def next_token_loss(model: Callable[[Tensor], Tensor], ids: Tensor, weights: Tensor) -> Tensor:
+def compute_loss(model: Callable[[Tensor], Tensor], ids: Tensor, weights: Tensor) -> Tensor:
     """Mean cross-entropy in nats of `ids` (B, T + 1) given what stands before each token, by `weights` (B, T)."""
     logits = model(ids[:, :-1])
     losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def windows(tokens: np.ndarray, lengths: tuple[int, ...], seed: int) -> Callable[[int, int, int], np.ndarray]:
+def make_windows(tokens: np.ndarray, lengths: tuple[int, ...], seed: int) -> Callable[[int, int, int], np.ndarray]:
     """(i, rows, length) -> (rows, length + 1) ids: the i-th of the batches of that shape, in a random order."""
     rng = np.random.default_rng(seed)
     orders = {length: rng.permutation(len(tokens) // length - 1) * length for length in lengths}
@@ -171,9 +171,9 @@ def windows(tokens: np.ndarray, lengths: tuple[int, ...], seed: int) -> Callable
     return window
 
 
-def text_batches(wide: np.ndarray, last: np.ndarray, steps: int, seed: int = 0) -> Batches:
+def make_text_batches(wide: np.ndarray, last: np.ndarray, steps: int, seed: int = 0) -> Batches:
     """Windows of `wide`, and of `last` once the learning rate falls; all tokens weigh the same."""
-    sources = [windows(tokens, (SHORT, LONG), seed) for tokens in (wide, last)]
+    sources = [make_windows(tokens, (SHORT, LONG), seed) for tokens in (wide, last)]
 
     def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
         length = LONG if step >= LONG_FROM * steps else SHORT
@@ -183,7 +183,7 @@ def text_batches(wide: np.ndarray, last: np.ndarray, steps: int, seed: int = 0) 
     return batch
 
 
-def edit_batches(rows: dict[str, np.ndarray], text: np.ndarray, steps: int, seed: int = 0) -> Batches:
+def make_edit_batches(rows: dict[str, np.ndarray], text: np.ndarray, steps: int, seed: int = 0) -> Batches:
     """Exercises at first, then short edits, in the last half edits of all lengths; always some of `text` beside them.
 
     Args:
@@ -192,7 +192,7 @@ def edit_batches(rows: dict[str, np.ndarray], text: np.ndarray, steps: int, seed
         text: a stream of ids.
     """
     lengths = {name: rows[name].shape[1] - 1 for name in ("short", "edits")}
-    window = windows(text, tuple(lengths.values()), seed)
+    window = make_windows(text, tuple(lengths.values()), seed)
 
     def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
         counts = next(counts for last, counts in EDIT_PHASES if step < last * steps)
@@ -208,7 +208,7 @@ def edit_batches(rows: dict[str, np.ndarray], text: np.ndarray, steps: int, seed
     return batch
 
 
-def relative_rate(step: int, steps: int, decay_from: float) -> float:
+def find_relative_rate(step: int, steps: int, decay_from: float) -> float:
     """The learning rate at a step over its peak: warm-up, constant, then linear to zero."""
     return min(1.0, (step + 1) / WARM_UP, (1 - step / steps) / (1 - decay_from))
 
@@ -257,11 +257,11 @@ def train(
     for step in range(first, steps):
         for optimizer, peak in zip(optimizers, (MUON_RATE, ADAM_RATE), strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = rate * peak * relative_rate(step, steps, decay_from)
+                group["lr"] = rate * peak * find_relative_rate(step, steps, decay_from)
         ids, weights = (torch.from_numpy(array).to(device) for array in batch(step))
         ids = ids.long()
         with torch.autocast(device, torch.bfloat16):
-            loss = next_token_loss(run, ids, weights)
+            loss = compute_loss(run, ids, weights)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()

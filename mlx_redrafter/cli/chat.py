@@ -13,13 +13,13 @@ from rich.markup import escape
 
 from .. import ranks
 from ..checkpoints import find_drafter_name
-from ..errors import Parser, RedrafterError, one_line
+from ..errors import Parser, RedrafterError, join_lines
 from ..generate import GenerationResponse
 from ..session.session import Session
 from .arguments import load_models, make_text_parser, read_options
 from .generate import show_prompt_progress
 
-TINTS, UNTINT = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
+COLOURS, DEFAULT_COLOUR = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
 """Escape sequences: colours of accepted tokens by draft source, and the reset to the default colour."""
 
 
@@ -31,13 +31,13 @@ def run() -> int:
     options |= {"answers": args.answers, "chat_template_config": args.chat_template_config}
     session = Session(model, tokenizer, drafter, **options)
     screen = Screen(args)
-    if screen.interactive:
+    if screen.is_interactive:
         screen.show_header(session)
     while True:
         try:
             query = screen.prompt()
         except (EOFError, KeyboardInterrupt) as ended:
-            if screen.interactive:
+            if screen.is_interactive:
                 print()  # the cursor is on the line under the prompt
             screen.say_bye()
             return 0 if isinstance(ended, EOFError) else 130
@@ -85,14 +85,14 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
         if session.cancel():  # False if no turn has started
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    alone = ranks.count() == 1  # otherwise Ctrl-C ends all ranks
+    alone = ranks.count_ranks() == 1  # otherwise Ctrl-C ends all ranks
     before = signal.signal(signal.SIGINT, cancel if alone else signal.SIG_DFL)
     try:
         with show_prompt_progress() as callback:
             made = session.send(messages, on_token=screen.show_token, prompt_progress_callback=callback)
     except (RedrafterError, RuntimeError, MemoryError) as error:  # for instance out of memory
-        if not screen.interactive:
-            raise RedrafterError(one_line(error)) from error
+        if not screen.is_interactive:
+            raise RedrafterError(join_lines(error)) from error
         screen.say("error", str(error))
         return
     finally:
@@ -103,13 +103,14 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
 
 
 class Screen(ChatUI):
-    """mlx-lm's terminal interface with round statistics and tinted tokens; plain text if not in a terminal."""
+    """mlx-lm's terminal interface with round statistics and coloured tokens; plain text if not in a terminal."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's console writes colours into pipes, too
-        self.interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
-        self._tints = args.show_accepted and self._console.color_system is not None and not self._console.no_color
+        self.is_interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
+        has_colours = self._console.color_system is not None and not self._console.no_color
+        self._uses_colours = args.show_accepted and has_colours
 
     def show_header(self, session: Session) -> None:
         """Prints the loaded models, settings and commands."""
@@ -128,17 +129,19 @@ class Screen(ChatUI):
             EOFError: the input has ended.
         """
         line = None
-        if ranks.index() == 0:
+        if ranks.get_rank() == 0:
             with suppress(EOFError):
-                line = str(super().prompt()) if self.interactive else input()
+                line = str(super().prompt()) if self.is_interactive else input()
         if (line := ranks.share(line)) is None:
             raise EOFError
         return str(line)
 
     def show_token(self, response: GenerationResponse) -> None:
-        """Prints a token's text at once, tinted if it was drafted and tints are on."""
-        tint = TINTS[response.draft_source] if response.draft_source and self._tints and response.text else None
-        self.stream_token(f"{tint}{response.text}{UNTINT}" if tint else response.text)
+        """Prints a token's text at once, in colour if it was drafted and colours are on."""
+        text, source = response.text, response.draft_source
+        self.stream_token(
+            f"{COLOURS[source]}{text}{DEFAULT_COLOUR}" if source and self._uses_colours and text else text
+        )
 
     def end_turn(self, response: GenerationResponse | None) -> None:
         """Prints mlx-lm's line of counts and speeds and, if anything was drafted, a line of round statistics."""

@@ -18,11 +18,11 @@ import numpy as np
 
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
-from ..checkpoints import dtype_name, find_drafter_name, find_not_finite, is_quantized, list_weights, load_pair
+from ..checkpoints import find_drafter_name, find_not_finite, format_dtype, is_quantized, list_weights, load_pair
 from ..drafters import make_drafter
 from ..drafters.protocol import Drafter
 from ..engine.model_checks import check_draftable
-from ..engine.model_parts import compute_dtype, model_name
+from ..engine.model_parts import find_compute_dtype, find_module_name
 from ..engine.plan import Plan, chain_plan
 from ..engine.target import Target
 from ..engine.types import Kept
@@ -30,10 +30,10 @@ from ..errors import RedrafterError, UnsupportedModelError
 from ..generate import TRIAL_PROMPTS, try_drafter
 from ..options import Options
 from ..pair import Pair
-from ..planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable, expected_tokens, find_acceptance, scale_row
+from ..planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable, find_acceptance, predict_tokens, scale_row
 from ..planning.costs import CostTable, is_disturbed
-from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
-from ..planning.planner import HYSTERESIS, predict_all, starting_plan
+from ..planning.machine import describe_machine, find_memory_bytes, has_fast_blas
+from ..planning.planner import HYSTERESIS, find_starting_plan, predict_all
 from ..planning.simulation import CHANGED_EVERY, predict_speeds
 from ..planning.sizing import choose_size
 from .arguments import make_parser
@@ -47,7 +47,7 @@ CHAIN_TOKENS = np.polyval([1] * 5, RATES)
 
 TRIAL_DEPTH, TRIAL_TOKENS = 4, 48
 """Chain length in a trial, and tokens decoded after each prompt."""
-HARDLY_ANY = 0.1
+MIN_ACCEPTANCE = 0.1
 """If the first guess is accepted less often, the trial also tries other hidden states."""
 LONG_CONTEXT = 32768
 """The context length at which the size of a drafter's cache is reported."""
@@ -87,9 +87,9 @@ def diagnose(
     can_merge = no_trees is None
     if drafter is None:
         print("no drafter given: measuring a random one of the size that training would choose", file=sys.stderr)
-        choice = choose_size(model, compute_dtype(model))
+        choice = choose_size(model, find_compute_dtype(model))
         drafter, stand_in = make_drafter(choice.args), choice.reason
-        drafter.set_dtype(compute_dtype(model))
+        drafter.set_dtype(find_compute_dtype(model))
         mx.eval(drafter.parameters())
     no_trees = no_trees or drafter.explain_chains()
     mx.reset_peak_memory()
@@ -103,7 +103,7 @@ def diagnose(
     rates = np.interp(QUALITIES, CHAIN_TOKENS, RATES).tolist()
     report: dict[str, Any] = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
-        "target": describe_model(model, model_name(model), compute_dtype(model)),
+        "target": describe_model(model, find_module_name(model), find_compute_dtype(model)),
         "drafter": {
             **describe_model(drafter, args.describe(), drafter.dtype),
             "stand_in": stand_in,
@@ -113,7 +113,7 @@ def diagnose(
             "acceptance_assumed": args.acceptance is None and trial is None,
             "acceptance_tried": args.acceptance is None and trial is not None,
             "trial": trial,
-            "tokens_per_round": expected_tokens(acceptance, chain_plan(4)),
+            "tokens_per_round": predict_tokens(acceptance, chain_plan(4)),
         },
         "speeds": {
             "drafter": None if stand_in else predict_speeds(costs, acceptance, trees=can_merge),
@@ -140,14 +140,14 @@ def diagnose(
     }
     report["memory"] = {f"{role}_bytes": report[role]["weight_bytes"] for role in ("target", "drafter")}
     report["memory"]["drafter_cache_bytes"] = LONG_CONTEXT * row_bytes
-    report["memory"] |= {"machine_bytes": memory_bytes(), "peak_bytes": mx.get_peak_memory()}
+    report["memory"] |= {"machine_bytes": find_memory_bytes(), "peak_bytes": mx.get_peak_memory()}
     return report | {"notes": list(find_notes(report, disturbed=is_disturbed(costs)))}
 
 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
     """Name, dtype, quantization and bytes of weights of a model."""
     weight_bytes = sum(array.nbytes for array in list_weights(module).values())
-    return {"name": name, "dtype": dtype_name(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
+    return {"name": name, "dtype": format_dtype(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
 
 
 def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
@@ -162,7 +162,7 @@ def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
     logits, hidden = target.forward(mx.array(text))
     source.keep(Kept(mx.array(text), hidden, None, len(text), 0))
     source.read([*text, 0])
-    source.propose(mx.array(0), chain_plan(min(2, drafter.args.max_depth or 2)), record, ordered=False)
+    source.propose(mx.array(0), chain_plan(min(2, drafter.args.max_depth or 2)), record, in_level_order=False)
     states = mx.concatenate([states.reshape(-1) for states in hidden.values()]) if hidden else logits
     return find_not_finite({"target": states, "drafter": mx.concatenate(guesses)}), source.row_bytes
 
@@ -180,9 +180,9 @@ def make_trial(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, 
     options = Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
     stats, own, others = try_drafter(model, tokenizer, drafter, options), drafter.args, dict[str, float]()
     shares = stats.acceptance_per_depth
-    if not shares or shares[0] < HARDLY_ANY:
+    if not shares or shares[0] < MIN_ACCEPTANCE:
         try:
-            for what, drafter.args in own.try_others(len(getattr(model, "layers", []))).items():
+            for what, drafter.args in own.list_variants(len(getattr(model, "layers", []))).items():
                 with suppress(UnsupportedModelError):
                     others[what] = try_drafter(model, tokenizer, drafter, options).tokens_per_round
         finally:
@@ -221,7 +221,7 @@ def describe_trial(report: dict[str, Any]) -> list[str]:
         if trial["others"]:
             tried = ", ".join(f"{tokens:.2f} with {what}" for what, tokens in trial["others"].items())
             best = max(trial["others"], key=trial["others"].__getitem__)
-            is_better = trial["others"][best] >= trial["tokens_per_round"] + HARDLY_ANY
+            is_better = trial["others"][best] >= trial["tokens_per_round"] + MIN_ACCEPTANCE
             lines.append(
                 f"Warning: its first guess is hardly ever right. Is it for this model? Tokens per round with other "
                 f"hidden states: {tried}" + f"; record {best} in its config.json" * is_better
@@ -252,7 +252,7 @@ def find_plan_speed(
 
 def find_start(costs: CostTable, acceptance: AcceptanceTable, context: int) -> dict[str, Any]:
     """The plan that `auto` starts with and its prediction; if that is plain decoding, None and the fastest plan's."""
-    plan = starting_plan(costs, acceptance, context)
+    plan = find_starting_plan(costs, acceptance, context)
     offer = find_plan_speed(costs, acceptance, context, plan)
     reason = f"{describe_plan(offer['plan'])} makes {offer['tokens_per_round']:.2f} tokens in a round of "
     reason += f"{offer['plain_steps']:.2f} plain steps, {offer['ratio']:.2f} times plain decoding"
@@ -279,7 +279,7 @@ def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
 
 def describe_plan(plan: Plan) -> str:
     """`W x K`, followed by N if not all nodes are verified."""
-    return f"{plan.width} x {plan.depth}" + ("" if plan.whole else f", {plan.size} nodes")
+    return f"{plan.width} x {plan.depth}" + ("" if plan.keeps_all_nodes else f", {plan.size} nodes")
 
 
 def describe_verdict(report: dict[str, Any], limit: str) -> list[str]:

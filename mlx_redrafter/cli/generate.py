@@ -27,7 +27,7 @@ from ..drafters.protocol import Drafter
 from ..engine.cached_tokens import find_tokens
 from ..engine.sampling import Sampler
 from ..errors import Parser, RedrafterError
-from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, is_text, stream_generate, summary
+from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, format_summary, is_text, stream_generate
 from ..options import OFF, Options
 from ..pair import Pair, draw_seed
 from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
@@ -69,9 +69,9 @@ def run() -> int:
             raise RedrafterError("--compare needs something that drafts: leave out --no-context, or give a drafter")
         if args.prompt_cache_file:
             raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
-    if ranks.count() > 1 and args.prompt_cache_file:
+    if ranks.count_ranks() > 1 and args.prompt_cache_file:
         raise RedrafterError("--prompt-cache-file needs a single process: each rank has a part of the cache")
-    if ranks.count() > 1 and args.prompt == "-" and "MLX_RANK" in os.environ:
+    if ranks.count_ranks() > 1 and args.prompt == "-" and "MLX_RANK" in os.environ:
         raise RedrafterError("--prompt - waits for the end of the input, which mlx.launch does not pass on")
     if args.prompt_cache_file is not None:
         options["prompt_cache"], tokenizer_config = read_prompt_cache(args)
@@ -82,7 +82,7 @@ def run() -> int:
         options["history"] = find_tokens(model, Pair(model, drafter).select_layers(options["prompt_cache"]) or []) or ()
     options["answers"] = open_answers(args.answers, tokenizer)
     options["seed"] = draw_seed() if args.seed is None else args.seed
-    prompt = ranks.share(make_prompt(args, tokenizer) if ranks.index() == 0 else None)
+    prompt = ranks.share(make_prompt(args, tokenizer) if ranks.get_rank() == 0 else None)
     stop = [unescape(text) for text in args.stop]
     stream = partial(stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options)
     show, verdict = args.verbose and not args.json, None
@@ -99,7 +99,7 @@ def run() -> int:
     else:
         print("" if show else decoded.text)
     if args.verbose or (verdict and not args.json):
-        print(summary(decoded.last), file=sys.stderr)
+        print(format_summary(decoded.last), file=sys.stderr)
         if args.plan != OFF and (verdict or not decoded.last.drafted):
             notes = Pair(model, drafter).choose(Options(**options)).notes
             print("\n".join([NOTHING_DRAFTED][: not decoded.last.drafted] + notes), file=sys.stderr)
@@ -261,7 +261,7 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
         decode(start, max_tokens=WARM_UP_TOKENS)
     expected = decode(plain_stream, label="plain decoding")
     drafted = decode(stream, show=show, label=None if show else "drafting", expected=expected.tokens)
-    at, difference = first_difference(expected.tokens, drafted.tokens), None
+    at, difference = find_first_difference(expected.tokens, drafted.tokens), None
     if at is not None:
         difference = Difference(at, 0.0, 0.0, rounding=False)  # kept if one text is only longer than the other
         if drafted.row is not None and at < len(expected.tokens):
@@ -327,7 +327,7 @@ def find_cause() -> str:
     return "python -m mlx_redrafter.doctor measures what it costs here"
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """The index of the first token at which two texts differ; None if they are equal."""
     return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
@@ -370,7 +370,7 @@ def judge_difference(
     both = mx.array(chosen)
     distance: float = mx.abs(one - other)[both].max().item()  # type: ignore[assignment]
     margin = max(1e-3, 4 * 20 * mx.finfo(rows[0].dtype).eps)
-    draws = sampler.draws(mx.array(position), 1, one.size)
+    draws = sampler.draw(mx.array(position), 1, one.size)
     scores = [row[both] if draws is None else sampler.adjust(row[None], draws, 0)[0, both] for row in (one, other)]
     last_bits = 4 * mx.finfo(mx.float32).eps * mx.abs(mx.concatenate(scores)).min()
     is_best = scores[0][0] >= scores[0][1] - last_bits and scores[1][1] >= scores[1][0] - last_bits

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from .. import __version__
-from ..errors import Parser, RedrafterError, one_line
+from ..errors import Parser, RedrafterError, join_lines
 
 COMMANDS = {
     "generate": ("mlx_redrafter.cli.generate", "generate text from a prompt"),
@@ -27,7 +27,7 @@ COMMANDS = {
 }
 """Name -> (the module whose `run()` is the command, its description)."""
 
-SEVERAL_RANKS = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat", "mlx_redrafter.serving.command")
+LAUNCHABLE_MODULES = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat", "mlx_redrafter.serving.command")
 """Modules of the commands that `mlx.launch` may start; each also has a `make_parser()`."""
 
 NO_BACKEND = (
@@ -65,30 +65,30 @@ def run_module(module: str) -> None:
     has_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if has_handler:  # it would print a traceback during imports, and is not called while waiting for ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    warnings.formatwarning = lambda message, *place, **more: f"warning: {one_line(message)}\n"
+    warnings.formatwarning = lambda message, *place, **more: f"warning: {join_lines(message)}\n"
     logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
     if logging.lastResort is not None:  # handles log messages if the command sets up no handler
         logging.lastResort.setLevel(logging.INFO)
     try:
         import_module("mlx.core")
     except ImportError as error:
-        exit_with_error(NO_BACKEND.format(error=one_line(error)))
+        exit_with_error(NO_BACKEND.format(error=join_lines(error)))
     from .. import ranks  # needs MLX
 
     try:
-        size = ranks.count()
+        size = ranks.count_ranks()
     except RuntimeError as error:
-        exit_with_error(f"cannot find the other ranks: {one_line(error)}")
+        exit_with_error(f"cannot find the other ranks: {join_lines(error)}")
     fail = exit_with_error if size == 1 else ranks.exit_with_error
     if size > 1:
         ranks.watch_connections()
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message cannot handle it
     elif has_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if ranks.index():
+    if ranks.get_rank():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        if size > 1 and module not in SEVERAL_RANKS:
+        if size > 1 and module not in LAUNCHABLE_MODULES:
             raise RedrafterError(
                 f"this command needs a single process, got {size}: only generate, chat and server support ranks"
             )
@@ -108,11 +108,11 @@ def run_module(module: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's final flush cannot fail
         status = 1
     except (ValueError, OSError) as error:
-        fail(one_line(error))
+        fail(join_lines(error))
     except Exception as error:
         if size == 1:
             raise
-        fail(f"{type(error).__name__}: {one_line(error)}")
+        fail(f"{type(error).__name__}: {join_lines(error)}")
     if size > 1:
         os._exit(status)  # immediately, even while sending
     sys.exit(status)

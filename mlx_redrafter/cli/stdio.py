@@ -21,7 +21,7 @@ from .. import __version__
 from ..answer_folder import open_answers
 from ..checkpoints import find_drafter_name
 from ..engine.stats import USAGE_FIELDS
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..generate import GenerationResponse
 from ..session.session import Session
 from .arguments import load_models, make_text_parser, read_options
@@ -156,7 +156,7 @@ class SessionServer:
             except BrokenPipeError:
                 raise
             except Exception as error:  # for instance out of memory; the conversation is unchanged
-                kind, fields = "error", {"message": one_line(error)}
+                kind, fields = "error", {"message": join_lines(error)}
             with self._lock:  # after the last event the client may reuse its id
                 del self._pending[request["id"]]
             self.write(kind, request["id"], **fields)
@@ -212,7 +212,7 @@ def parse_line(line: bytes) -> Request:
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise RedrafterError(f"not JSON: {one_line(error)}") from error
+        raise RedrafterError(f"not JSON: {join_lines(error)}") from error
     if not isinstance(request, dict) or not isinstance(request.get("id"), str):
         raise RedrafterError(f"expected an object with a string id, got {request!r:.100}")
     return request

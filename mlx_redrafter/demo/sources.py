@@ -18,7 +18,7 @@ HELD_OUT_PERCENT = 4
 PROMPT_CHARACTERS = 200
 
 
-def source_files() -> list[Path]:
+def list_source_files() -> list[Path]:
     """Returns the UTF-8 sources in the running interpreter's standard library, sorted by path.
 
     Folders in `SKIPPED`, files of fewer than 500 characters, and files with NUL characters are left out.
@@ -37,24 +37,24 @@ def source_files() -> list[Path]:
     return files
 
 
-def library_name(path: Path) -> str:
+def find_library_name(path: Path) -> str:
     """Returns a source's path within the standard library, with forward slashes."""
     return path.relative_to(sysconfig.get_path("stdlib")).as_posix()
 
 
 def is_held_out(path: Path) -> bool:
     """Whether a file is held out of training. A hash of its library path decides, the same on every machine."""
-    return int(hashlib.sha256(library_name(path).encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
+    return int(hashlib.sha256(find_library_name(path).encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
 
 
 @cache
 def split_files() -> tuple[list[Path], list[Path]]:
     """Returns (training files, held-out files)."""
-    files = source_files()
+    files = list_source_files()
     return [f for f in files if not is_held_out(f)], [f for f in files if is_held_out(f)]
 
 
-def training_prompts(count: int, seed: int = 0) -> list[str]:
+def make_training_prompts(count: int, seed: int = 0) -> list[str]:
     """Returns pieces of the training files, for the demo's target to continue."""
     return pick_pieces(split_files()[0], count, seed)
 

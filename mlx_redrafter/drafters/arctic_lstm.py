@@ -139,5 +139,5 @@ class Drafter(TrainableDrafter):
     def output_layers(self) -> list[nn.Module]:
         return [self.head]
 
-    def part_of(self, name: str) -> str:
+    def find_part(self, name: str) -> str:
         return find_part(name)

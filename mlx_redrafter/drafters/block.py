@@ -30,7 +30,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
 from ..engine.beam_search import Advance, State
-from ..engine.model_parts import AFTER_NORM, compute_dtype, find_head, model_name, model_sizes
+from ..engine.model_parts import AFTER_NORM, find_compute_dtype, find_head, find_model_sizes, find_module_name
 from ..errors import CheckpointError
 from .cached import CachedSource
 from .checkpoint import Checkpoint, Names, matches_any
@@ -42,12 +42,12 @@ from .config import (
     check_states,
     count,
     declare,
+    find_rope_type,
     flag,
     flatten,
     is_count,
     is_list_of,
     is_positive,
-    name_rope,
     number,
     size,
 )
@@ -102,7 +102,7 @@ class BlockArgs(LayerArgs):
 
     def check(self, where: str) -> None:
         rope = self.rope_scaling or {}
-        needed = ROPES.get(name_rope(rope))
+        needed = ROPES.get(find_rope_type(rope))
         if needed is None or not all(is_positive(rope.get(key)) for key in needed):
             expected = f"a RoPE of type {', '.join(ROPES)} with its numbers"
             raise CheckpointError(f"{where}/config.json: expected {expected}, got {rope!r:.80}")
@@ -141,7 +141,7 @@ class BlockArgs(LayerArgs):
         """
         tensors, config, where = checkpoint.tensors, checkpoint.config, checkpoint.where
         (width, n_inputs), n_states = checkpoint.matrix("fc.weight"), len(config["capture_layers"])
-        hidden_size, vocab_size = model_sizes(model) if model is not None else (None, None)
+        hidden_size, vocab_size = find_model_sizes(model) if model is not None else (None, None)
         needs_target = not {"embed_tokens.weight", "lm_head.weight"} <= tensors.keys()
         known = (config.get("target_hidden_size"), hidden_size, width if needs_target else None)
         check_states(n_inputs, n_states, known if n_inputs != n_states * width else (), where)
@@ -153,10 +153,10 @@ class BlockArgs(LayerArgs):
         if vocab_size is None:
             raise CheckpointError(f"expected vocab_size in {where}/config.json, got none: give --base-model")
         checkpoint.add_row_numbers(vocab_size)
-        said = config | cls.read_layer(checkpoint, "layers.0") | own
+        fields = config | cls.read_layer(checkpoint, "layers.0") | own
         args = cls.derive(
             checkpoint.shapes,
-            said | {"vocab_size": vocab_size, "hidden_state": AFTER_NORM},
+            fields | {"vocab_size": vocab_size, "hidden_state": AFTER_NORM},
             where,
             width=width,
             hidden_size=n_inputs // n_states,
@@ -164,7 +164,7 @@ class BlockArgs(LayerArgs):
             own_head="lm_head.weight" in tensors,
             attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
         )
-        checkpoint.compare(args.said())
+        checkpoint.compare(args.list_config_values())
         return args
 
     @property
@@ -178,8 +178,8 @@ class BlockArgs(LayerArgs):
         windows, causal = (given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal))
         return list(zip(windows, map(bool, causal), strict=True))
 
-    def said(self) -> dict[str, Any]:
-        return super().said() | {"num_hidden_layers": self.num_layers}
+    def list_config_values(self) -> dict[str, Any]:
+        return super().list_config_values() | {"num_hidden_layers": self.num_layers}
 
     def describe(self) -> str:
         return f"block {self.block_size}, layers {self.num_layers}, {super().describe()}"
@@ -389,11 +389,13 @@ class BlockSource(CachedSource):
             self._embed = drafter.embed_tokens
         scale = args.embedding_scale
         if scale is None:
-            scale = math.sqrt(args.hidden_size) if model_name(model).startswith("gemma") else 1.0
+            scale = math.sqrt(args.hidden_size) if find_module_name(model).startswith("gemma") else 1.0
         self._scale = scale
-        self._head = drafter.lm_head if "lm_head" in drafter else _cast_input(find_head(model), compute_dtype(model))
+        self._head = (
+            drafter.lm_head if "lm_head" in drafter else _cast_input(find_head(model), find_compute_dtype(model))
+        )
 
-    def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+    def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; the tokens are not used."""
         own = mx.arange(position, position + len(states))
         self._positions = mx.concatenate([self._positions[: self._caches[0].offset], own])
@@ -407,7 +409,7 @@ class BlockSource(CachedSource):
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
         """Runs a block. Beyond `depth`, which no plan reaches, the last row's guess is repeated."""
-        _, sees, position = self.take_in_pending(root)
+        _, sees, position = self.append_pending_rows(root)
         drafter, args = self.drafter, self.drafter.args
         first = 0 if args.from_anchor else 1
         tokens = mx.concatenate([root.reshape(1).astype(mx.int32), mx.full((first + depth - 1,), args.mask_token_id)])
@@ -472,7 +474,7 @@ DEEPSPEC = re.compile(r"(Qwen3|Gemma4)DSpark.*")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def name_architecture(config: Config) -> str:
+def find_architecture(config: Config) -> str:
     """The architecture in a config; empty if it names no architecture."""
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
@@ -485,7 +487,7 @@ def recognises_block(names: Collection[str], config: Config, marks: str) -> bool
         marks: a pattern of tensors that only the kind has.
     """
     pattern = rf"hidden_norm\.weight|encoder\.(?:fc|output_norm_enc)\.weight|{marks}"
-    return matches_any(pattern, names) or ARCHITECTURE.fullmatch(name_architecture(config)) is not None
+    return matches_any(pattern, names) or ARCHITECTURE.fullmatch(find_architecture(config)) is not None
 
 
 def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
@@ -499,16 +501,16 @@ def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
         CheckpointError: it is another kind of block drafter, or has parts that are not supported.
     """
     config, where = checkpoint.config, checkpoint.where
-    said, name = flatten(config, "dflash_config", where), name_architecture(config)
-    kinds = list_kinds(said)
+    flat, name = flatten(config, "dflash_config", where), find_architecture(config)
+    kinds = list_kinds(flat)
     unknown = [kind for kind in kinds if kind.lower() not in ("dflash", "dflash2", "dspark")]
     if name and not ARCHITECTURE.fullmatch(name):
         unknown.append(name)
-    head = said.get("markov_head_type", "vanilla")
+    head = flat.get("markov_head_type", "vanilla")
     for is_other, what in (
         (bool(unknown), f"is a {' '.join(unknown)!s:.60}"),
-        (head != "vanilla" and said.get("markov_rank") != 0, f"has a Markov head of type {head!r:.40}"),
-        (bool(said.get("attention_sink_bias")), "has attention sinks"),
+        (head != "vanilla" and flat.get("markov_rank") != 0, f"has a Markov head of type {head!r:.40}"),
+        (bool(flat.get("attention_sink_bias")), "has attention sinks"),
     ):
         if is_other:
             raise CheckpointError(f"{where} {what}: supported block drafters are DFlash, DFlash 2 and plain DSpark")
@@ -519,9 +521,9 @@ def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
     checkpoint.config = read_config(config, checkpoint.count(r"layers\.(\d+)\..*"), where)
 
 
-def list_kinds(said: Config) -> list[str]:
+def list_kinds(flat: Config) -> list[str]:
     """The names of the head's kind in a config."""
-    return [str(said[key]) for key in ("speculators_model_type", "projector_type") if key in said]
+    return [str(flat[key]) for key in ("speculators_model_type", "projector_type") if key in flat]
 
 
 def read_config(config: Config, n_layers: int, where: str) -> Config:
@@ -537,49 +539,49 @@ def read_config(config: Config, n_layers: int, where: str) -> Config:
     Raises:
         CheckpointError: the target's layers that it reads are missing, or a value is not supported.
     """
-    said = flatten(config, "dflash_config", where)
-    layers, entering = said.get("target_layer_ids"), said.get("aux_hidden_state_layer_ids")
+    flat = flatten(config, "dflash_config", where)
+    layers, entering = flat.get("target_layer_ids"), flat.get("aux_hidden_state_layer_ids")
     if layers is None and isinstance(entering, list) and all(type(layer) is int for layer in entering):
         layers = [layer - 1 for layer in entering]  # a layer's input is the output of the one before
     if not isinstance(layers, list) or not layers:
         what = "target_layer_ids, the target's layers to read"
         raise CheckpointError(f"expected {what}, in {where}/config.json, got none")
-    return said | {
+    return flat | {
         "capture_layers": layers,
         "num_layers": n_layers,
-        "embedding_scale": said.get("input_embedding_scale"),
+        "embedding_scale": flat.get("input_embedding_scale"),
         # Gemma's keys for full-attention layers, the only layers in its drafters
-        "head_dim": said.get("global_head_dim", said.get("head_dim")),
-        "num_key_value_heads": said.get("num_global_key_value_heads", said.get("num_key_value_heads")),
-        **_find_layer_masks(said, config, n_layers, where),
+        "head_dim": flat.get("global_head_dim", flat.get("head_dim")),
+        "num_key_value_heads": flat.get("num_global_key_value_heads", flat.get("num_key_value_heads")),
+        **_find_layer_masks(flat, config, n_layers, where),
     }
 
 
-def _find_layer_masks(said: Config, config: Config, n_layers: int, where: str) -> Config:
+def _find_layer_masks(flat: Config, config: Config, n_layers: int, where: str) -> Config:
     """`layer_windows` and `layer_causal`, each None if no layer has a window or is causal.
 
     Sliding layers are causal unless the config says otherwise. In Qwen3's configs they have a window only with
     `use_sliding_window`. If all layers have full attention, `use_swa` makes all of them sliding.
     """
-    types, name = said.get("layer_types"), name_architecture(config)
+    types, name = flat.get("layer_types"), find_architecture(config)
     if DEEPSPEC.fullmatch(name):
         types = None
-    elif types is None and said.get("use_sliding_window"):
+    elif types is None and flat.get("use_sliding_window"):
         raise CheckpointError(f"{where}/config.json: expected layer_types with use_sliding_window, got none")
     types = types or [FULL] * n_layers
     if not isinstance(types, list) or len(types) != n_layers or any(each not in (FULL, SLIDING) for each in types):
         known = f"{n_layers} layer_types, each {FULL} or {SLIDING}"
         raise CheckpointError(f"{where}/config.json: expected {known}, got {types!r:.80}")
-    has_window = said.get("model_type") != "qwen3" or said.get("use_sliding_window") is True
-    window, is_causal = said.get("sliding_window"), "Assistant" not in name
+    has_window = flat.get("model_type") != "qwen3" or flat.get("use_sliding_window") is True
+    window, is_causal = flat.get("sliding_window"), "Assistant" not in name
     if "speculators_model_type" in config:
-        is_causal = not said.get("sliding_window_non_causal", said.get("speculators_model_type") == "dflash2")
-    if said.get("use_swa") and SLIDING not in types:
-        types, window, is_causal = [SLIDING] * n_layers, said.get("swa_window_size", window), False
+        is_causal = not flat.get("sliding_window_non_causal", flat.get("speculators_model_type") == "dflash2")
+    if flat.get("use_swa") and SLIDING not in types:
+        types, window, is_causal = [SLIDING] * n_layers, flat.get("swa_window_size", window), False
         has_window = True
     if has_window and SLIDING in types and not is_count(window):
         raise CheckpointError(f"{where}/config.json: expected sliding_window to be at least 1, got {window!r:.40}")
-    explicit = said.get("is_causal", said.get("causal"))
+    explicit = flat.get("is_causal", flat.get("causal"))
     windows = [window if has_window and each == SLIDING else 0 for each in types]
     causal = [each == SLIDING and is_causal if explicit is None else explicit is True for each in types]
     return {"layer_windows": windows if any(windows) else None, "layer_causal": causal if any(causal) else None}

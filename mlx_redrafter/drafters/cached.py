@@ -93,9 +93,9 @@ class CachedSource(StepwiseSource):
         self._caches = [KVCache() for _ in range(n_layers)]
         self._n_rows = 0  # settled in the caches
         self._rows: list[Rows] = []  # not settled; some of the last may be dropped
-        self._is_taken_in = False  # whether the last ones are in the caches
+        self._is_appended = False  # whether the last ones are in the caches
 
-    def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+    def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends the rows of consecutive positions to the caches.
 
         Args:
@@ -114,16 +114,16 @@ class CachedSource(StepwiseSource):
         states = mx.concatenate([kept.rows(kept.hidden[name]) for name in self.capture], axis=-1)
         self._rows.append(Rows(kept.rows(kept.tokens).astype(mx.int32), states, kept.n_kept, kept.position))
         if sum(len(rows.tokens) for rows in self._rows) > MAX_WAITING:
-            self._take_in_known()
+            self._append_known_rows()
         self._drop_oldest()
 
-    def _take_in_known(self) -> None:
+    def _append_known_rows(self) -> None:
         """Reads the buffered rows that certainly stay and whose next token is known."""
         last, (tokens, states, position) = self._rows[-1], self._join()
         is_known = isinstance(last.n_kept, int)
         n_known = len(tokens) - (1 if is_known else len(last.tokens))
         if n_known:
-            self._append(states[:n_known], tokens[1 : n_known + 1], position)
+            self._append_after_settled(states[:n_known], tokens[1 : n_known + 1], position)
             self._n_rows += n_known
         if is_known:
             row = mx.array([n_known])  # a copy, so that the other rows can be freed
@@ -143,12 +143,12 @@ class CachedSource(StepwiseSource):
         if not self._rows:
             return
         last = self._rows[-1]
-        n_kept, is_taken_in, self._is_taken_in = position - last.position, self._is_taken_in, False
-        if n_kept == 0 and not is_taken_in:  # a plain step that did not stay
+        n_kept, is_appended, self._is_appended = position - last.position, self._is_appended, False
+        if n_kept == 0 and not is_appended:  # a plain step that did not stay
             self._rows.pop()
         elif not 0 < n_kept <= len(last.tokens):
             self._rows = []  # positions are missing, so the token after the last row is not known
-        elif is_taken_in:
+        elif is_appended:
             self._rows = []
             self._n_rows += n_kept
         else:
@@ -159,12 +159,12 @@ class CachedSource(StepwiseSource):
         tokens, states, _, positions = zip(*self._rows, strict=True)
         return mx.concatenate(list(tokens)), mx.concatenate(list(states)), positions[0]
 
-    def _append(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+    def _append_after_settled(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         for cache in self._caches:
             cache.offset = self._n_rows
-        return self.take_in(states, tokens, position)
+        return self.append_rows(states, tokens, position)
 
-    def take_in_pending(self, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def append_pending_rows(self, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Reads all buffered rows, including the pending round's. A draft's rows follow them.
 
         Args:
@@ -179,9 +179,9 @@ class CachedSource(StepwiseSource):
         tip = n_before + last.n_kept - 1
         following = mx.concatenate([tokens[1:], tokens[-1:]])
         following = mx.where(mx.arange(len(tokens)) < tip, following, root.astype(mx.int32))
-        made = self._append(states, following, position)
+        made = self._append_after_settled(states, following, position)
         self._n_rows += n_before
-        self._rows, self._is_taken_in = [last], True
+        self._rows, self._is_appended = [last], True
         n_slots = self._n_rows + len(last.tokens)
         return made[tip], mx.arange(n_slots) < self._n_rows + last.n_kept, mx.array(last.position + last.n_kept)
 
@@ -189,7 +189,7 @@ class CachedSource(StepwiseSource):
         """Drops rows. The last remaining one is read again, as the token after it will differ."""
         if self._rows:
             self._rows[-1] = self._rows[-1]._replace(n_kept=self._rows[-1].n_kept - count)
-            self._is_taken_in = False
+            self._is_appended = False
 
     def fork(self) -> Self:
         other = copy.copy(self)
@@ -225,7 +225,7 @@ class PairSource(CachedSource):
         super().__init__(drafter, model, capture, drafter.n_layers)
         self._head = find_head(model) if drafter.needs_head else None
 
-    def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+    def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; returns (R, H), the head's output."""
         features = self.drafter.project(states)
         return self.drafter.read_pairs(features, tokens, self._embed, self._at(position), "causal")
@@ -234,7 +234,7 @@ class PairSource(CachedSource):
         return [LayerCache(cache, position) for cache in self._caches]
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        feature, sees, position = self.take_in_pending(root)
+        feature, sees, position = self.append_pending_rows(root)
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
             if state is None:  # the root, which is the token of the last pair
@@ -265,5 +265,5 @@ class PairSource(CachedSource):
 
         if width == 1:
             return read([]), ancestors
-        siblings = Nodes(0, mx.zeros((width,), mx.int32), own, branched=True)
+        siblings = Nodes(0, mx.zeros((width,), mx.int32), own, is_tree=True)
         return build_with_nodes([], siblings, read).result, ancestors

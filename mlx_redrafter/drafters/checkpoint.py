@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..errors import CheckpointError, one_line
+from ..errors import CheckpointError, join_lines
 from .config import DRAFT_IDS, Config, check_draft_ids, is_count
 
 Tensor = Any
@@ -132,16 +132,16 @@ class Checkpoint:
         Raises:
             CheckpointError: the config does not describe the quantization, or contradicts the shapes.
         """
-        said = self.config.get("quantization") or self.config.get("quantization_config")
-        said = said if isinstance(said, dict) else {}
+        quantization = self.config.get("quantization") or self.config.get("quantization_config")
+        quantization = quantization if isinstance(quantization, dict) else {}
         for scales in [name for name in self.tensors if name.endswith(".scales")]:
             layer = scales.removesuffix(".scales")
-            if f"{layer}.weight" not in self.tensors or name_dtype(self.tensors[f"{layer}.weight"]) != "uint32":
+            if f"{layer}.weight" not in self.tensors or find_dtype_name(self.tensors[f"{layer}.weight"]) != "uint32":
                 continue
             names = (f"{layer}.{part}" for part in ("weight", "scales", "biases"))
             arrays = {name[len(layer) + 1 :]: self.tensors.pop(name) for name in names if name in self.tensors}
-            own = said.get(self.stored[scales].removesuffix(".scales"))
-            how = own if isinstance(own, dict) else said
+            own = quantization.get(self.stored[scales].removesuffix(".scales"))
+            how = own if isinstance(own, dict) else quantization
             mode = how.get("mode", "affine")
             if not isinstance(mode, str) or mode not in MODES:
                 got = f"{', '.join(MODES)}, got mode {mode!r:.40}"
@@ -201,14 +201,14 @@ class Checkpoint:
             CheckpointError: it cannot be read, has the wrong dtype, or holds NaN or infinity.
         """
         tensor, dtypes = self.tensors[name], INTEGERS if name == DRAFT_IDS else FLOATS
-        if name_dtype(tensor) not in dtypes:
-            got = f"{', '.join(dtypes)}, got {name_dtype(tensor)}"
+        if find_dtype_name(tensor) not in dtypes:
+            got = f"{', '.join(dtypes)}, got {find_dtype_name(tensor)}"
             raise CheckpointError(f"{self.where}: expected {name} in {got}")
         try:
             array: mx.array = tensor if isinstance(tensor, mx.array) else tensor.read()
             mx.eval(array)
         except (RuntimeError, TypeError) as error:
-            raise CheckpointError(f"{self.where}: cannot read {name}: {one_line(error)[:200]}") from error
+            raise CheckpointError(f"{self.where}: cannot read {name}: {join_lines(error)[:200]}") from error
         if name == DRAFT_IDS:
             return array.astype(mx.int32)
         if find_not_finite({name: array}) is not None:
@@ -239,7 +239,7 @@ class Checkpoint:
         for key, value in sizes.items():
             given = self.config.get(key, -1)
             if given not in (-1, None, value, str(value), [value], [str(value)]):  # Snowflake writes these forms
-                got = one_line(repr(given))[:40]
+                got = join_lines(repr(given))[:40]
                 raise CheckpointError(f"{self.where}/config.json says {key} {got}, its tensors say {value}")
 
     def fill(self, drafter: Any) -> None:
@@ -264,7 +264,9 @@ class Checkpoint:
         try:
             nn.quantize(drafter, class_predicate=lambda name, layer: packed[name].how if name in packed else False)
         except ValueError as error:
-            raise CheckpointError(f"{self.where}: MLX does not support its quantization: {one_line(error)}") from error
+            raise CheckpointError(
+                f"{self.where}: MLX does not support its quantization: {join_lines(error)}"
+            ) from error
         arrays = {f"{layer}.{part}": array for layer, tensor in packed.items() for part, array in tensor.arrays.items()}
         scales = {name: x for name, x in arrays.items() if mx.issubdtype(x.dtype, mx.floating)}
         if (odd := find_not_finite(scales)) is not None:
@@ -277,7 +279,7 @@ class Checkpoint:
         try:
             drafter.load_weights(list(arrays.items()))
         except ValueError as error:
-            raise CheckpointError(f"{self.where}: quantized layers do not fit: {one_line(error)}") from error
+            raise CheckpointError(f"{self.where}: quantized layers do not fit: {join_lines(error)}") from error
 
 
 def unwrap(names: Iterable[str]) -> dict[str, str]:
@@ -300,7 +302,7 @@ def matches_any(pattern: str, names: Collection[str]) -> bool:
     return any(re.fullmatch(pattern, name) for name in names)
 
 
-def name_dtype(tensor: Tensor) -> str:
+def find_dtype_name(tensor: Tensor) -> str:
     """The name of a tensor's dtype, the same for torch and MLX; "packed" for a `Packed`."""
     return "packed" if isinstance(tensor, Packed) else str(tensor.dtype).rpartition(".")[2]
 

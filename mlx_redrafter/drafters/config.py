@@ -14,7 +14,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ..engine.model_parts import AFTER_NORM, BEFORE_NORM
 from ..engine.plan import MAX_DRAFT_DEPTH
-from ..errors import CheckpointError, one_line
+from ..errors import CheckpointError, join_lines
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -79,7 +79,7 @@ def check_states(n_inputs: int, n_states: int, sizes: Iterable[Any], where: str)
             raise CheckpointError(f"{where}/config.json: expected {expected}, got {n_states}")
 
 
-def name_rope(rope: Config) -> str:
+def find_rope_type(rope: Config) -> str:
     """The type of a RoPE, read as mlx-lm reads it."""
     return str(rope.get("type") or rope.get("rope_type") or "default")
 
@@ -190,7 +190,7 @@ class DrafterArgs:
         return 0
 
     @property
-    def before_norm(self) -> bool:
+    def reads_before_norm(self) -> bool:
         """Whether it reads the target's hidden state before the final norm."""
         return self.hidden_state == BEFORE_NORM
 
@@ -205,7 +205,7 @@ class DrafterArgs:
 
     def describe_states(self) -> str:
         """The target's hidden states that it reads, in words."""
-        return f"the hidden state {'before' if self.before_norm else 'after'} the final norm"
+        return f"the hidden state {'before' if self.reads_before_norm else 'after'} the final norm"
 
     def explain_useless(self) -> str:
         """What to check if no guess is right."""
@@ -214,13 +214,13 @@ class DrafterArgs:
             f"{self.describe_states()}: mlx_redrafter.doctor tries others"
         )
 
-    def try_others(self, n_layers: int) -> dict[str, Self]:
+    def list_variants(self, n_layers: int) -> dict[str, Self]:
         """Variants of these arguments that read other hidden states, by the config entry that differs.
 
         Args:
             n_layers: how many layers the target has.
         """
-        other = AFTER_NORM if self.before_norm else BEFORE_NORM
+        other = AFTER_NORM if self.reads_before_norm else BEFORE_NORM
         return {f"hidden_state {other}": replace(self, hidden_state=other)}
 
     def to_dict(self) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class DrafterArgs:
         """
         raise NotImplementedError
 
-    def said(self) -> dict[str, Any]:
+    def list_config_values(self) -> dict[str, Any]:
         """The values that a published config must not contradict, by the config's keys."""
         return vars(self)
 
@@ -319,7 +319,7 @@ class LayerArgs(DrafterArgs):
             try:
                 initialize_rope(self.head_dim, self.rope_theta, self.rope_traditional, self.rope_scaling, MAX_SIZE)
             except (ArithmeticError, AssertionError, KeyError, TypeError, ValueError) as error:
-                expected = f"a RoPE that mlx-lm supports, got {self.rope_scaling!r:.80}: {one_line(error)}"
+                expected = f"a RoPE that mlx-lm supports, got {self.rope_scaling!r:.80}: {join_lines(error)}"
                 raise CheckpointError(f"{where}/config.json: expected {expected}") from error
 
     @classmethod
@@ -344,11 +344,11 @@ class LayerArgs(DrafterArgs):
             "num_key_value_heads": keys // head_dim if head_dim else None,
             "intermediate_size": checkpoint.matrix(f"{layer}.mlp.gate_proj.weight")[0],
             "rope_theta": next(theta for theta in thetas if theta is not None),
-            "rope_scaling": None if name_rope(rope) == "default" else rope,
+            "rope_scaling": None if find_rope_type(rope) == "default" else rope,
             "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True)) is False,
         }
 
-    def said(self) -> dict[str, Any]:
+    def list_config_values(self) -> dict[str, Any]:
         """The values that a published config must not contradict; its `hidden_size` is the head's own width."""
         return {
             "vocab_size": self.vocab_size,
@@ -369,10 +369,10 @@ class LayerArgs(DrafterArgs):
             return super().describe_states()
         return f"the outputs of layers {', '.join(map(str, self.capture_layers))}"
 
-    def try_others(self, n_layers: int) -> dict[str, Self]:
+    def list_variants(self, n_layers: int) -> dict[str, Self]:
         """Variants whose layers are all one lower or one higher, as projects number layers differently."""
         if self.capture_layers is None:
-            return super().try_others(n_layers)
+            return super().list_variants(n_layers)
         shifted = ([layer + by for layer in self.capture_layers] for by in (-1, 1))
         return {
             f"capture_layers {layers}": replace(self, capture_layers=layers)
@@ -392,7 +392,7 @@ class LayerArgs(DrafterArgs):
 
 
 def _shorten(value: object) -> str:
-    return one_line(repr(value))[:40]
+    return join_lines(repr(value))[:40]
 
 
 def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:

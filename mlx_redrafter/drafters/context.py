@@ -99,7 +99,7 @@ class ContextSource(Source):
         past: an index of past texts; None for none.
     """
 
-    waits = True
+    proposes_after_read = True
 
     def __init__(self, past: PastIndex | None = None) -> None:
         self._own = OwnMatches()
@@ -155,7 +155,7 @@ class ContextSource(Source):
             chance *= found.rate(match)
         return Forecast(chance, cumulative)
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
         """The chain of the first `plan.context` tokens after the match."""
         return chain(root, mx.array(self.find(plan.context), mx.int32))
 

@@ -94,8 +94,8 @@ class DrafterArgs(BlockArgs):
         }
         return cls.from_block(checkpoint, model, own)
 
-    def said(self) -> dict[str, Any]:
-        return super().said() | {
+    def list_config_values(self) -> dict[str, Any]:
+        return super().list_config_values() | {
             "conv_kernel_size": self.conv_kernel_size or 0,
             "selector_rank": self.selector_rank or 0,
         }
@@ -195,5 +195,5 @@ class Drafter(BlockDrafter):
 
         return guess
 
-    def part_of(self, name: str) -> str:
-        return "embedding" if name in ("selector.predecessor", "selector.successor") else super().part_of(name)
+    def find_part(self, name: str) -> str:
+        return "embedding" if name in ("selector.predecessor", "selector.successor") else super().find_part(name)

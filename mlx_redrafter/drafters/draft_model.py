@@ -21,7 +21,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from ..engine import kv_cache
 from ..engine.beam_search import State
 from ..engine.model_checks import explain_chains
-from ..engine.model_parts import compute_dtype, find_parts, model_name, model_sizes
+from ..engine.model_parts import find_compute_dtype, find_model_sizes, find_module_name, find_parts
 from ..engine.plan import Plan, chain_plan
 from ..engine.supported_models import REFUSED
 from ..engine.tree_attention import Nodes, build_with_nodes
@@ -55,7 +55,7 @@ class DraftModelArgs(DrafterArgs):
     def describe_states(self) -> str:
         return "only the text, no hidden state"
 
-    def try_others(self, n_layers: int) -> dict[str, Self]:
+    def list_variants(self, n_layers: int) -> dict[str, Self]:
         """No variants, as it reads no hidden state."""
         return {}
 
@@ -74,9 +74,9 @@ class DraftModel(Drafter):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if reason := REFUSED.get(model_name(model)):
-            raise UnsupportedModelError(f"{model_name(model)} cannot be a draft model: {reason}")
-        super().__init__(DraftModelArgs(*model_sizes(model), name=model_name(model)))
+        if reason := REFUSED.get(find_module_name(model)):
+            raise UnsupportedModelError(f"{find_module_name(model)} cannot be a draft model: {reason}")
+        super().__init__(DraftModelArgs(*find_model_sizes(model), name=find_module_name(model)))
         self.model, self._chains = model, explain_chains(model)
         self.n_cache_layers = len(make_prompt_cache(model))
 
@@ -86,10 +86,10 @@ class DraftModel(Drafter):
 
     @property
     def dtype(self) -> mx.Dtype:
-        return compute_dtype(self.model)
+        return find_compute_dtype(self.model)
 
     def open(self, model: nn.Module) -> DraftModelSource:
-        return DraftModelSource(self, model_sizes(model)[1])
+        return DraftModelSource(self, find_model_sizes(model)[1])
 
     def check_fit(self, model: nn.Module, name: str = "the draft model") -> None:
         """Compares the vocabulary sizes, except for padding.
@@ -97,7 +97,7 @@ class DraftModel(Drafter):
         Raises:
             CheckpointError: they differ by more than `MAX_PADDING`.
         """
-        own, other = self.args.vocab_size, model_sizes(model)[1]
+        own, other = self.args.vocab_size, find_model_sizes(model)[1]
         if abs(own - other) > MAX_PADDING:
             raise CheckpointError(f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}")
 
@@ -123,7 +123,7 @@ class DraftModelSource(Source):
         vocab_size: V, the target's.
     """
 
-    waits = True
+    proposes_after_read = True
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         self.drafter, self._model, self._vocab_size = drafter, drafter.model, vocab_size
@@ -143,7 +143,7 @@ class DraftModelSource(Source):
         """Appends tokens, which the next draft will read."""
         self._text += tokens
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
         """See `Source.propose`. The root must be the last token of the text."""
         self._trim(len(self._text) - 1)
         # After an error, no partly written cache must remain.
@@ -160,7 +160,7 @@ class DraftModelSource(Source):
             paths = mx.concatenate([paths, tokens[:, None]], axis=1)
             return self._fit(self._run(tokens, cache) if plan.width == 1 else self._read_paths(paths, cache)), paths
 
-        tree = draft(advance, root, plan, adjust, ordered=ordered)
+        tree = draft(advance, root, plan, adjust, in_level_order=in_level_order)
         kv_cache.restore(cache, states)
         self._cache, self._held = cache, len(self._text)
         return tree
@@ -202,7 +202,7 @@ class DraftModelSource(Source):
     def _read_paths(self, paths: mx.array, cache: kv_cache.Cache) -> mx.array:
         """(W, V') the model's own logits after each of `paths` (W, 1 + L), whose first token is in the cache."""
         width, length, states = paths.shape[0], paths.shape[1] - 1, kv_cache.snapshot(cache)
-        nodes = Nodes(len(self._text), *path_constants(width, length), branched=True)
+        nodes = Nodes(len(self._text), *path_constants(width, length), is_tree=True)
         tokens = paths[:, 1:].reshape(-1)
         logits = build_with_nodes(cache, nodes, lambda views: self._run(tokens, views)).result
         kv_cache.restore(cache, states)

@@ -35,8 +35,8 @@ from .block import (
     BlockDrafter,
     Guess,
     Layer,
+    find_architecture,
     list_kinds,
-    name_architecture,
     prepare,
     recognises_block,
 )
@@ -62,7 +62,7 @@ def recognises(names: Collection[str], config: Config) -> bool:
         return True
     own = config.get("dflash_config")
     kinds = list_kinds(config | (own if isinstance(own, dict) else {}))
-    says_so = "DSpark" in name_architecture(config) or "dspark" in map(str.lower, kinds)
+    says_so = "DSpark" in find_architecture(config) or "dspark" in map(str.lower, kinds)
     return says_so and recognises_block(names, config, MARKOV)
 
 
@@ -94,15 +94,15 @@ class DrafterArgs(BlockArgs):
         own = {
             "from_anchor": config["sample_from_anchor"] is True if "sample_from_anchor" in config else says_all,
             "markov_rank": shapes.get("markov_w1.weight", (0, None))[1],
-            "gemma": name_architecture(published).startswith("Gemma4DSpark"),
+            "gemma": find_architecture(published).startswith("Gemma4DSpark"),
         }
         if own["gemma"]:
             own["embedding_scale"] = math.sqrt(checkpoint.matrix("fc.weight")[0])
             own["own_values"] = "layers.0.self_attn.v_proj.weight" in checkpoint.tensors
         return cls.from_block(checkpoint, model, own)
 
-    def said(self) -> dict[str, Any]:
-        return super().said() | {"markov_rank": self.markov_rank or 0}
+    def list_config_values(self) -> dict[str, Any]:
+        return super().list_config_values() | {"markov_rank": self.markov_rank or 0}
 
 
 class GemmaAttention(Attention):
@@ -175,5 +175,5 @@ class Drafter(BlockDrafter):
         own = super().output_layers
         return [*own, self.markov_w2] if own and "markov_w2" in self else own
 
-    def part_of(self, name: str) -> str:
-        return {"markov_w1": "embedding", "markov_w2": "head"}.get(name) or super().part_of(name)
+    def find_part(self, name: str) -> str:
+        return {"markov_w1": "embedding", "markov_w2": "head"}.get(name) or super().find_part(name)

@@ -30,7 +30,7 @@ from mlx_lm.models import llama, qwen3
 
 from ..engine.beam_search import State
 from ..engine.model_parts import AFTER_NORM, find_output_matrix
-from ..errors import CheckpointError, RedrafterError, one_line
+from ..errors import CheckpointError, RedrafterError, join_lines
 from .cached import LayerCache, PairSource
 from .checkpoint import Checkpoint, matches_any
 from .config import DRAFT_IDS, Config, LayerArgs, check_states, declare, flag, flatten, get_object, is_list_of
@@ -40,7 +40,7 @@ from .trainable import Project, TrainableArgs, TrainableDrafter
 
 MODEL_TYPE = "eagle"
 
-N_TAPS = 3
+N_DEFAULT_STATES = 3
 """How many target layers EAGLE-3 reads if its config does not name them."""
 
 NAMES = (
@@ -106,17 +106,17 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         config = checkpoint.config = read_config(checkpoint.config, where)
         layers = config["capture_layers"] if version == 3 else None
         width, n_inputs = checkpoint.matrix("fc.weight")
-        n_states = 2 if version == 1 else len(layers or [0] * N_TAPS)
+        n_states = 2 if version == 1 else len(layers or [0] * N_DEFAULT_STATES)
         known = [config.get("target_hidden_size"), None if "embed_tokens.weight" in tensors else width]
         check_states(n_inputs, n_states, known if version == 3 else (), where)
         vocab_size = checkpoint.find_vocab_size(["embed_tokens.weight"])
         if version == 1:
             tensors.pop("embed_tokens.weight", None)
         checkpoint.add_row_numbers(vocab_size)
-        said = config | cls.read_layer(checkpoint, "layer") | {"vocab_size": vocab_size, "capture_layers": layers}
+        fields = config | cls.read_layer(checkpoint, "layer") | {"vocab_size": vocab_size, "capture_layers": layers}
         args = cls.derive(
             checkpoint.shapes,
-            said | {"hidden_state": AFTER_NORM},
+            fields | {"hidden_state": AFTER_NORM},
             where,
             width=width,
             hidden_size=n_inputs // n_states,
@@ -129,7 +129,7 @@ class DrafterArgs(LayerArgs, TrainableArgs):
             fc_norm="fc_norm.0.weight" in tensors,
             norm_before_fc="input_norm.weight" in tensors,
         )
-        checkpoint.compare(args.said())
+        checkpoint.compare(args.list_config_values())
         return args
 
     @classmethod
@@ -163,24 +163,24 @@ class DrafterArgs(LayerArgs, TrainableArgs):
             )
 
     @property
-    def n_taps(self) -> int:
+    def n_states(self) -> int:
         """How many target layers EAGLE-3 reads."""
-        return len(self.capture_layers or [0] * N_TAPS)
+        return len(self.capture_layers or [0] * N_DEFAULT_STATES)
 
     @property
     def min_layers(self) -> int:
-        """The fewest layers that a target must have; `default_layers` needs 4."""
+        """The fewest layers that a target must have; `find_default_layers` needs 4."""
         return 4 if self.version == 3 and self.capture_layers is None else super().min_layers
 
     def describe_states(self) -> str:
         if self.version == 3 and self.capture_layers is None:
-            return f"the outputs of {N_TAPS} layers, the default ones"
+            return f"the outputs of {N_DEFAULT_STATES} layers, the default ones"
         return super().describe_states()
 
-    def try_others(self, n_layers: int) -> dict[str, Self]:
+    def list_variants(self, n_layers: int) -> dict[str, Self]:
         if self.version == 3 and self.capture_layers is None:
-            return replace(self, capture_layers=default_layers(n_layers)).try_others(n_layers)
-        others = super().try_others(n_layers)
+            return replace(self, capture_layers=find_default_layers(n_layers)).list_variants(n_layers)
+        others = super().list_variants(n_layers)
         if self.version == 3:  # projects have different defaults for these
             for name in ("norm_before_residual", "norm_output"):
                 other: dict[str, Any] = {name: not getattr(self, name)}
@@ -205,23 +205,23 @@ def read_config(config: Config, where: str) -> Config:
     Raises:
         CheckpointError: the head is of a kind that is not supported.
     """
-    own, said = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
-    if (kind := said.get("speculators_model_type", "eagle3")) != "eagle3":
-        raise CheckpointError(f"{where} is a {one_line(kind)[:40]}: only EAGLE-3 heads of speculators are supported")
+    own, flat = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
+    if (kind := flat.get("speculators_model_type", "eagle3")) != "eagle3":
+        raise CheckpointError(f"{where} is a {join_lines(kind)[:40]}: only EAGLE-3 heads of speculators are supported")
     for key, expected in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False), ("parallel_draft_step", 1)):
-        if said.get(key, expected) != expected:
-            got = f"{expected}, got {said[key]!r:.40}"
+        if flat.get(key, expected) != expected:
+            got = f"{expected}, got {flat[key]!r:.40}"
             raise CheckpointError(f"{where}/config.json: expected {key} of an EAGLE head to be {got}")
-    layers = said.get("eagle_aux_hidden_state_layer_ids")
+    layers = flat.get("eagle_aux_hidden_state_layer_ids")
     if layers is not None and not (is_list_of(int, layers) and layers):
         raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
-    enters = "speculators_model_type" in said or "use_aux_hidden_state" in own or (layers and layers[0] != 1)
+    enters = "speculators_model_type" in flat or "use_aux_hidden_state" in own or (layers and layers[0] != 1)
     if layers is not None and enters:
         layers = [layer - 1 for layer in layers]
-    return said | {"capture_layers": layers}
+    return flat | {"capture_layers": layers}
 
 
-def default_layers(n_layers: int) -> list[int]:
+def find_default_layers(n_layers: int) -> list[int]:
     """The target's layers whose outputs EAGLE-3 reads by default: the inputs of layers 2, n / 2 and n - 3."""
     return [1, n_layers // 2 - 1, n_layers - 4]
 
@@ -265,7 +265,7 @@ class Drafter(PairDrafter, TrainableDrafter):
         if args.own_embedding:
             self.embed_tokens = nn.Embedding(args.vocab_size, args.width)
         if args.fc_norm:
-            self.fc_norm = [nn.RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(args.n_taps)]
+            self.fc_norm = [nn.RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(args.n_states)]
         if args.norm_before_fc:
             self.input_norm = nn.RMSNorm(n_inputs, args.rms_norm_eps)
         if args.version == 3:
@@ -275,19 +275,19 @@ class Drafter(PairDrafter, TrainableDrafter):
 
     @property
     def n_inputs(self) -> int:
-        return self.args.hidden_size * (1 if self.args.version == 1 else self.args.n_taps)
+        return self.args.hidden_size * (1 if self.args.version == 1 else self.args.n_states)
 
     def open(self, model: nn.Module) -> Source:
         if self.args.version == 1:
             return PairSource(self, model, [self.args.state_name])
-        return PairSource(self, model, self.args.capture_layers or default_layers(len(model.layers)))
+        return PairSource(self, model, self.args.capture_layers or find_default_layers(len(model.layers)))
 
     def project(self, states: mx.array) -> mx.array:
         states = states.astype(self.dtype)
         if self.args.version == 1:
             return states
         if "fc_norm" in self:
-            parts = mx.split(states, self.args.n_taps, axis=-1)
+            parts = mx.split(states, self.args.n_states, axis=-1)
             states = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
         elif "input_norm" in self:
             states = self.input_norm(states)

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from ..atomic_files import expand_path
-from ..errors import CheckpointError, RedrafterError, one_line
+from ..errors import CheckpointError, RedrafterError, join_lines
 from . import MODULES, is_converted, recurrent
 from .checkpoint import Checkpoint, Tensor, list_weights, matches_any, unwrap
 from .mtp import Layers, find_layers
@@ -227,7 +227,7 @@ def download(name: str, revision: str | None, choose: Choose, *, is_base: bool =
         raise
     except Exception as error:  # of the network or the hub
         raise CheckpointError(
-            f"{name!r} is not a file or directory, and cannot be downloaded from the hub: {one_line(error)}"
+            f"{name!r} is not a file or directory, and cannot be downloaded from the hub: {join_lines(error)}"
         ) from error
 
 
@@ -271,9 +271,9 @@ def read_object(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name} in {file.parent}") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or huge numbers
-        raise CheckpointError(f"{file} is not JSON: {one_line(error)}") from error
+        raise CheckpointError(f"{file} is not JSON: {join_lines(error)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold an object, got {type(value).__name__}")
     return value
@@ -292,7 +292,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         found: dict[str, Tensor] = mx.load(str(file))  # type: ignore[assignment]
         return found
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
 
 
 def refuse_pointer(file: Path) -> None:
@@ -305,7 +305,7 @@ def refuse_pointer(file: Path) -> None:
         with file.open("rb") as stream:
             begin = stream.read(20)
     except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
     if begin == b"version https://git-":
         raise CheckpointError(f"{file} is a git-lfs pointer, not the file: run 'git lfs pull'")
 
@@ -368,11 +368,11 @@ def find_kind(names: Collection[str], config: dict[str, Any], where: str, *, is_
         return next(module for module in MODULES if config["model_type"] == module.MODEL_TYPE)
     names = set(unwrap(names).values())
     kind = next(module for module in reversed(MODULES) if module.recognises(names, config))
-    said = config.get("model_type")
-    is_other = isinstance(said, str) and said.isidentifier() and said != recurrent.MODEL_TYPE
+    model_type = config.get("model_type")
+    is_other = isinstance(model_type, str) and model_type.isidentifier() and model_type != recurrent.MODEL_TYPE
     for pattern, verdict in OTHER_KINDS if kind is recurrent else ():
         if matches_any(pattern, names):
-            raise CheckpointError(f"{where} {verdict.format(model=f'a {said}' if is_other else 'a base model')}")
+            raise CheckpointError(f"{where} {verdict.format(model=f'a {model_type}' if is_other else 'a base model')}")
     return kind
 
 

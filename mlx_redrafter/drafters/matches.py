@@ -16,7 +16,7 @@ MAX_MATCH = 32
 MAX_PROPOSAL = 15
 """The most tokens of a proposal; with the root, 16 rows of a forward."""
 
-LONGER = 2
+MAX_PROPOSAL_RATIO = 2
 """A proposal is at most this many times as long as its match."""
 
 BUCKETS = (2, 3, 4, 6, 9, 16)
@@ -67,9 +67,9 @@ class Matches:
         return hits / (self._counts[bucket] + PRIOR_WEIGHT)
 
     def cumulative_acceptance(self, ahead: int = 0) -> list[float]:
-        """See `Forecast`; for a proposal `LONGER` times as long as the match, after `ahead` more matching tokens."""
+        """See `Forecast`; for the longest proposal of a match, after `ahead` more matching tokens."""
         match = self.match + ahead
-        count = min(LONGER * match, MAX_PROPOSAL)
+        count = min(MAX_PROPOSAL_RATIO * match, MAX_PROPOSAL)
         return list(accumulate((self.rate(match + depth) for depth in range(count)), mul))
 
     def _extend(self, token: int) -> None:

@@ -148,5 +148,5 @@ class Drafter(TrainableDrafter):
         layers: list[Any] = self.output
         return layers
 
-    def part_of(self, name: str) -> str:
+    def find_part(self, name: str) -> str:
         return "head" if name.startswith("output.") else "blocks"

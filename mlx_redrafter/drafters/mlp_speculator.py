@@ -164,12 +164,12 @@ class Drafter(TrainableDrafter):
         layers: list[Any] = self.head
         return layers
 
-    def part_of(self, name: str) -> str:
+    def find_part(self, name: str) -> str:
         return find_part(name)
 
 
 def find_part(name: str) -> str:
-    """`Drafter.part_of` for MLP speculators and Arctic LSTMs."""
+    """`Drafter.find_part` for MLP speculators and Arctic LSTMs."""
     return {"head": "head", "proj": "rnn", "emb": "embedding"}[name.partition(".")[0]]
 
 

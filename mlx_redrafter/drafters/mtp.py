@@ -28,9 +28,9 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
 from ..engine.model_parts import AFTER_NORM, StateName
-from ..errors import CheckpointError, RedrafterError, one_line
+from ..errors import CheckpointError, RedrafterError, join_lines
 from .cached import LayerCache, PairSource
-from .checkpoint import Checkpoint, Packed, Tensor, name_dtype
+from .checkpoint import Checkpoint, Packed, Tensor, find_dtype_name
 from .config import Config, flag, get_object, is_count, nested
 from .config import DrafterArgs as BaseArgs
 from .protocol import Embed, Head, PairDrafter
@@ -45,13 +45,13 @@ class Family(NamedTuple):
     Attributes:
         layer, args: the names of the layer's class and of its config's class.
         is_numbered: whether the layer's class takes the layer's number.
-        absent: config values that may be missing, with their defaults.
+        defaults: of config values that may be missing.
     """
 
     layer: str
     args: str = "ModelArgs"
     is_numbered: bool = True
-    absent: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    defaults: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
 
 LAYERS = {
@@ -60,10 +60,10 @@ LAYERS = {
     "deepseek_v3": Family("DeepseekV3DecoderLayer"),
     "glm4_moe_lite": Family("Glm4MoeLiteDecoderLayer"),
     "glm4_moe": Family(
-        "DecoderLayer", absent={"partial_rotary_factor": 0.5, "rope_scaling": None, "use_qk_norm": False}
+        "DecoderLayer", defaults={"partial_rotary_factor": 0.5, "rope_scaling": None, "use_qk_norm": False}
     ),
     "mimo": Family("TransformerBlock", is_numbered=False),
-    "ernie4_5": Family("DecoderLayer", is_numbered=False, absent={"head_dim": None, "use_bias": False}),
+    "ernie4_5": Family("DecoderLayer", is_numbered=False, defaults={"head_dim": None, "use_bias": False}),
     "nemotron_h": Family("NemotronHBlock"),
 }
 """Module of mlx-lm -> its layer classes."""
@@ -74,7 +74,7 @@ STATE_FIRST = ("mimo",)
 ATTENTION = "*"
 """The type of Nemotron-H's blocks with a KV cache."""
 
-PLACE = {
+LAYER_0_CONFIG = {
     "full_attention_interval": 1,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
@@ -97,10 +97,10 @@ NAMES = (
 )
 """Qwen's names, DeepSeek's, mlx-vlm's, MiMo's, ERNIE's and Nemotron-H's."""
 
-SPLIT = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight")
+SPLIT_LAYER_NAME = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight")
 """A name without a prefix, which shows that mlx-vlm split the layer off."""
 
-FOLLOWS = {
+REFERENCE_NORMS = {
     "norm_embedding.weight": "layer.input_layernorm.weight",
     "norm_hidden.weight": "layer.input_layernorm.weight",
 }
@@ -109,13 +109,13 @@ FOLLOWS = {
 OWN_QUANTIZATION = "mtplx_mtp_quantization"
 """MTPLX's config key for the layer's quantization, if it differs from the model's."""
 
-MIDDLE = 0.5
+MAX_ZERO_CENTERED_MEAN = 0.5
 """Norm weights with a mean below this were stored after subtracting 1: their mean is near 0, otherwise near 1."""
 
 EXPERTS = {"up_proj": "fc1", "down_proj": "fc2"}
 """mlx-lm's names of the matrices of Nemotron-H's experts."""
 
-SCALE = "_scale_inv"
+SCALE_SUFFIX = "_scale_inv"
 """The suffix of the name of an FP8 tensor's scales."""
 
 PACKED = r".*\.(scales|biases|qweight|qzeros|g_idx|weight_(packed|shape|scale|scale_2)|input_scale)"
@@ -159,7 +159,7 @@ def find_layers(names: Collection[str]) -> Layers | None:
         later = {name: int(found[1]) for name, tail in tails.items() if (found := re.match(r"layers\.(\d+)\.", tail))}
         first = {tail: name for name, tail in tails.items() if not later.get(name)}
         return Layers(first, 1 + max(later.values(), default=0), bool(numbered.keys() - tails.keys()))
-    if any(map(SPLIT.fullmatch, names)):
+    if any(map(SPLIT_LAYER_NAME.fullmatch, names)):
         return Layers({name.removeprefix("model."): name for name in names}, 1, False, is_split=True)
     numbers = {int(found[1]) for found in numbered.values() if found[2].startswith("eh_proj.")}
     if not numbers:
@@ -199,12 +199,12 @@ class DrafterArgs(BaseArgs):
         assert layers is not None  # see `recognises`
         config = checkpoint.config
         text = get_object(config, "text_config", where) or config
-        said = str(text.get("model_type") if layers.is_split else config.get("model_type"))
-        model_type = said.removesuffix("_mtp").removesuffix("_text")
+        given = str(text.get("model_type") if layers.is_split else config.get("model_type"))
+        model_type = given.removesuffix("_mtp").removesuffix("_text")
         if model_type not in LAYERS:
             model_type = model_type.removesuffix("_moe")
         if model_type not in LAYERS:
-            got = f"{', '.join(LAYERS)}, got {said!r:.40}"
+            got = f"{', '.join(LAYERS)}, got {given!r:.40}"
             raise CheckpointError(f"{where}: expected the multi-token-prediction layer of {got}")
         if text.get("mtp_use_dedicated_embeddings"):
             raise CheckpointError(f"{where}: a multi-token-prediction layer with its own embedding is not supported")
@@ -248,15 +248,17 @@ class DrafterArgs(BaseArgs):
         try:
             make_layer(own)
         except Exception as error:  # classes raise many types for impossible sizes
-            raise CheckpointError(f"{place}: mlx-lm cannot make a layer of layer_config: {one_line(error)}") from error
+            raise CheckpointError(
+                f"{place}: mlx-lm cannot make a layer of layer_config: {join_lines(error)}"
+            ) from error
 
     def describe(self) -> str:
         experts = self.layer_config.get("num_experts") or self.layer_config.get("n_routed_experts")
         return f"a {self.layer_config['model_type']} layer" + (f" of {experts} experts" if experts else "")
 
-    def try_others(self, n_layers: int) -> dict[str, Self]:
+    def list_variants(self, n_layers: int) -> dict[str, Self]:
         """Variants that read other hidden states; for ERNIE also without the final norm, on which projects disagree."""
-        others = super().try_others(n_layers)
+        others = super().list_variants(n_layers)
         if self.layer_config["model_type"] == "ernie4_5":
             others[f"norm_output {str(not self.norm_output).lower()}"] = replace(self, norm_output=not self.norm_output)
         return others
@@ -270,7 +272,7 @@ def is_cpu() -> bool:
 def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """The part of a target's config that its layer class needs; `model_type` is in `LAYERS`."""
     names, family = {each.name for each in fields(_find_class(model_type, "args"))}, LAYERS[model_type]
-    found = family.absent | {key: value for key, value in config.items() if key in names}
+    found = family.defaults | {key: value for key, value in config.items() if key in names}
     if model_type == "nemotron_h":
         types = {"attention": ATTENTION, "full_attention": ATTENTION, "moe": "E", "mlp": "-"}
         listed = config.get("mtp_layers_block_type")
@@ -283,7 +285,7 @@ def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str,
 def make_layer(layer_config: Mapping[str, Any]) -> nn.Module:
     """A layer of mlx-lm with full attention. Its weights are not evaluated."""
     model_type = layer_config["model_type"]
-    given = copy.deepcopy({**layer_config, **PLACE})  # `from_dict` may change it
+    given = copy.deepcopy({**layer_config, **LAYER_0_CONFIG})  # `from_dict` may change it
     args = _find_class(model_type, "args").from_dict(given)
     if model_type == "nemotron_h":
         return Blocks(args)
@@ -372,7 +374,7 @@ class Drafter(PairDrafter):
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
 
-    def part_of(self, name: str) -> str:
+    def find_part(self, name: str) -> str:
         return "router" if name in ROUTERS else "blocks"
 
 
@@ -385,21 +387,22 @@ def dequantize_blocks(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
     tensors, where = checkpoint.tensors, checkpoint.where
     block = get_object(checkpoint.config, "quantization_config", where).get("weight_block_size") or [128, 128]
     for name, tensor in tensors.items():
-        if name.endswith(SCALE):
-            if name.removesuffix(SCALE) not in tensors:
-                raise CheckpointError(f"{where}: expected {name.removesuffix(SCALE)} beside {name}, got none")
+        if name.endswith(SCALE_SUFFIX):
+            if name.removesuffix(SCALE_SUFFIX) not in tensors:
+                raise CheckpointError(f"{where}: expected {name.removesuffix(SCALE_SUFFIX)} beside {name}, got none")
             continue
         array = tensor if isinstance(tensor, mx.array | Packed) else checkpoint.read_tensor(name)
-        if name + SCALE in tensors:
-            array = multiply_blocks(_unpack(array), tensors[name + SCALE], block, f"{where}: {name}")
+        if name + SCALE_SUFFIX in tensors:
+            array = multiply_blocks(_unpack(array), tensors[name + SCALE_SUFFIX], block, f"{where}: {name}")
         yield name, array
 
 
 def add_ones(arrays: Mapping[str, Any]) -> dict[str, mx.array]:
     """Adds 1 to the norms of Qwen's layer from which 1 was subtracted. In MLX folders these may be some, or none."""
-    norms = {name: array for name, array in arrays.items() if name.endswith("norm.weight") or name in FOLLOWS}
+    norms = {name: array for name, array in arrays.items() if name.endswith("norm.weight") or name in REFERENCE_NORMS}
     means = {name: array.astype(mx.float32).mean().item() for name, array in norms.items()}
-    return {name: array + 1 for name, array in norms.items() if means.get(FOLLOWS.get(name, name), 0) < MIDDLE}
+    reference_means = {name: means.get(REFERENCE_NORMS.get(name, name), 0) for name in norms}
+    return {name: array + 1 for name, array in norms.items() if reference_means[name] < MAX_ZERO_CENTERED_MEAN}
 
 
 def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], where: str) -> mx.array:
@@ -415,7 +418,7 @@ def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], wher
     rows, columns = block
     expected = (*weight.shape[:-2], -(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns))
     if weight.dtype != mx.uint8 or not isinstance(scales, mx.array) or scales.shape != expected:
-        got = f"{name_dtype(weight)} and scales of shape {tuple(scales.shape)}"
+        got = f"{find_dtype_name(weight)} and scales of shape {tuple(scales.shape)}"
         raise CheckpointError(f"{where}: expected FP8 with scales of shape {expected}, got {got}")
     factors = mx.repeat(mx.repeat(scales.astype(mx.float32), rows, axis=-2), columns, axis=-1)
     numbers = mx.from_fp8(weight, dtype=mx.float32) * factors[..., : weight.shape[-2], : weight.shape[-1]]
@@ -459,8 +462,8 @@ def split_latent(arrays: Mapping[str, Tensor], config: Mapping[str, Any], where:
     sizes: list[Any] = [config.get(key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")]
     heads, n_keys, n_values = sizes
     if not all(map(is_count, sizes)) or matrix.ndim != 2 or matrix.shape[0] != heads * (n_keys + n_values):
-        said = f"{heads} heads of {n_keys} and {n_values}"
-        raise CheckpointError(f"incomplete drafter: {where}: expected kv_b_proj for {said}, got shape {matrix.shape}")
+        layout = f"{heads} heads of {n_keys} and {n_values}"
+        raise CheckpointError(f"incomplete drafter: {where}: expected kv_b_proj for {layout}, got shape {matrix.shape}")
     keys, values = mx.split(matrix.reshape(heads, -1, matrix.shape[-1]), [n_keys], axis=1)
     return made | {f"{at}embed_q.weight": keys.swapaxes(-1, -2), f"{at}unembed_out.weight": values}
 

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from ..engine.beam_search import Advance
-from ..engine.model_parts import model_sizes
+from ..engine.model_parts import find_model_sizes
 from ..errors import CheckpointError
 from .cached import LayerCache
 from .config import DrafterArgs
@@ -68,7 +68,7 @@ class Drafter(nn.Module):
             CheckpointError: they differ.
         """
         own = self.args.hidden_size, self.args.vocab_size
-        for what, expected, got in zip(("hidden size", "vocabulary size"), own, model_sizes(model), strict=True):
+        for what, expected, got in zip(("hidden size", "vocabulary size"), own, find_model_sizes(model), strict=True):
             if expected != got:
                 raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
         least, count = self.args.min_layers, len(getattr(model, "layers", []))
@@ -107,7 +107,7 @@ class Drafter(nn.Module):
         """Its output matrices, without a bias and with a row for each token it can guess; [] for the target's."""
         return [self.lm_head] if "lm_head" in self else []
 
-    def part_of(self, name: str) -> str:
+    def find_part(self, name: str) -> str:
         """The part that a layer belongs to: "head", "blocks", "rnn" or "embedding".
 
         Each part may be quantized to its own number of bits. A part "router" is not quantized.

@@ -126,7 +126,7 @@ class DrafterArgs(TrainableArgs):
             args = replace(args, vocab_size=vocab_size)
         if is_own:
             checkpoint.config = config
-            checkpoint.compare(args.said())
+            checkpoint.compare(args.list_config_values())
         return args
 
     @classmethod
@@ -234,7 +234,7 @@ class Drafter(TrainableDrafter):
     def output_layers(self) -> list[nn.Module]:
         return self.lm_head[-1:]
 
-    def part_of(self, name: str) -> str:
+    def find_part(self, name: str) -> str:
         if name.startswith("rnn_"):
             return "rnn"
         return "head" if name == f"lm_head.{self.args.num_draft_layers}" else "blocks"

@@ -3,8 +3,8 @@
 It belongs to one text, like a KV cache; weights are shared. Calls come in this order: `keep` for each piece of the
 prompt, `read`, `keep` for the prompt's last token, and then in each round::
 
-    propose     the tree below the next round's root, while the round before is being computed; if the source `waits`,
-                after `confirm`
+    propose     the tree below the next round's root, while the round before is being computed; with
+                `proposes_after_read`, after `confirm`
     confirm     the tokens of the round before, after its read
     keep        the positions of the round's forward that stay, as arrays: enqueued, not read
 
@@ -38,7 +38,7 @@ distribution is sharper than the target's."""
 
 
 class Forecast(NamedTuple):
-    """The expected proposal of a source that waits, after the tokens that are being computed.
+    """The expected proposal of a source that proposes after the read, following the tokens that are being computed.
 
     Attributes:
         chance: the probability that those tokens are the ones it expects; otherwise it has no proposal.
@@ -53,7 +53,7 @@ class Source:
     """Drafts for one text; a base class.
 
     Attributes:
-        waits: whether it proposes only after the host read of the round before.
+        proposes_after_read: whether it proposes only after the host read of the round before.
         capture: the target's hidden states that it reads.
         reads_all: whether it reads the states of all positions, including the prompt's, or only the last one's.
         drafter: its weights; None for none.
@@ -61,7 +61,7 @@ class Source:
         prefill_step_size: the most tokens that it reads at once.
     """
 
-    waits: ClassVar[bool] = False
+    proposes_after_read: ClassVar[bool] = False
     reads_all: ClassVar[bool] = False
     capture: tuple[StateName, ...] = ()
     drafter: Drafter | None = None
@@ -82,10 +82,10 @@ class Source:
         """Called after a host read, with a round's tokens or the first token after the prompt."""
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """The expected proposal after `ahead` more tokens; None without one, or if the source does not wait."""
+        """The expected proposal after `ahead` more tokens; None for none, or if it is made before the read."""
         return None
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
         """The drafted tree, root included.
 
         Args:
@@ -93,11 +93,11 @@ class Source:
             plan: the number of nodes and their shape.
             adjust: applies the target's logits processors, filters and noise. Hypotheses are ranked by its result, so
                 they guess the sampled token instead of the likeliest one. None if the target has none of these.
-            ordered: keep all nodes, in level order, so that each node's depth is known in advance.
+            in_level_order: keep all nodes, in level order, so that each node's depth is known in advance.
 
         Returns:
             A tree from `engine.tree`, with ids of the target's vocabulary: node 0 is the root, and parents, depths and
-            ancestors agree. It has the plan's N nodes, or with `ordered` 1 + W * K.
+            ancestors agree. It has the plan's N nodes, or with `in_level_order` 1 + W * K.
         """
         raise NotImplementedError
 
@@ -123,14 +123,16 @@ class Source:
         return None
 
 
-def draft(advance: beam_search.Advance, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+def draft(
+    advance: beam_search.Advance, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
+) -> Tree:
     """The tree of a beam search over `advance`; arguments as for `Source.propose`."""
     if plan.width == 1:
         return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
     adjust = adjust or (lambda logits, level, paths: SHARPNESS * logits)
     beams = beam_search.search(advance, root, plan.width, plan.depth, adjust=adjust)
     tree = grow(root, beams)
-    return tree if ordered else prune(tree, beams, plan.size)
+    return tree if in_level_order else prune(tree, beams, plan.size)
 
 
 class StepwiseSource(Source):
@@ -159,8 +161,8 @@ class StepwiseSource(Source):
         assert self.drafter is not None and self._hidden is not None
         return self.drafter.begin(self._hidden, self._embed)
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
-        return draft(self.begin(root, plan.depth), root, plan, adjust, ordered=ordered)
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
+        return draft(self.begin(root, plan.depth), root, plan, adjust, in_level_order=in_level_order)
 
     @property
     def state(self) -> Any:

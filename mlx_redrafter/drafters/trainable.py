@@ -43,7 +43,9 @@ class TrainableArgs(DrafterArgs):
 
     def explain_fixed(self) -> str | None:
         """Why training cannot continue from a drafter of these sizes; None if it can."""
-        return f"it reads {self.describe_states()}, expected that after the final norm" if self.before_norm else None
+        return (
+            f"it reads {self.describe_states()}, expected that after the final norm" if self.reads_before_norm else None
+        )
 
     @classmethod
     def sizes_to_try(cls, hidden_size: int) -> list[dict[str, int]]:

@@ -145,6 +145,6 @@ def _set_threads(library: ctypes.CDLL, count: int) -> None:
         library[f"{PREFIX}openblas_set_num_threads"](count)
 
 
-def thread_count() -> int | None:
+def count_threads() -> int | None:
     """The number of OpenBLAS's threads; None if it is not used."""
     return None if _loaded is None else int(_loaded[f"{PREFIX}openblas_get_num_threads"]())

@@ -16,10 +16,10 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make
 
 from . import kv_cache
 
-AT_ONCE = 2048
+TOKENS_AT_ONCE = 2048
 """Tokens of the vocabulary, or of the text, that are processed at a time."""
 
-WIDTH = 64
+N_PROJECTIONS = 64
 """The number of random projections by which values are compared."""
 
 MAX_DISTANCE = 0.25
@@ -40,15 +40,15 @@ def find_tokens(model: nn.Module, cache: kv_cache.Cache) -> list[int] | None:
         packed, scales, biases = values
         values = mx.dequantize(packed, scales, biases, group_size=first.group_size, bits=first.bits)
     rows = values[0, :, : first.offset].swapaxes(0, 1).flatten(1).astype(mx.float32)
-    projection, parts = mx.random.normal((rows.shape[1], WIDTH), key=mx.random.key(0)), list[mx.array]()
+    projection, parts = mx.random.normal((rows.shape[1], N_PROJECTIONS), key=mx.random.key(0)), list[mx.array]()
     for part in _tabulate(model):
         if part.shape[1] != rows.shape[1]:  # a cache of another model
             return None
         parts.append(part @ projection)
     table = mx.concatenate(parts)
     lengths, tokens = mx.square(table).sum(axis=1), list[int]()
-    for start in range(0, len(rows), AT_ONCE):
-        own = rows[start : start + AT_ONCE] @ projection
+    for start in range(0, len(rows), TOKENS_AT_ONCE):
+        own = rows[start : start + TOKENS_AT_ONCE] @ projection
         distances = lengths - 2 * own @ table.T
         nearest = mx.argmin(distances, axis=1)
         off = mx.square(own - table[nearest]).sum(axis=1) > MAX_DISTANCE**2 * mx.square(own).sum(axis=1)
@@ -59,11 +59,14 @@ def find_tokens(model: nn.Module, cache: kv_cache.Cache) -> list[int] | None:
 
 
 def _tabulate(model: nn.Module) -> Iterator[mx.array]:
-    """Yields (AT_ONCE, heads * head_dim) float32, the first layer's values of all tokens; evaluates nothing else."""
+    """Yields (`TOKENS_AT_ONCE`, heads * head_dim) float32, the first layer's values of all tokens.
+
+    Nothing else is evaluated.
+    """
     size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
-    for start in range(0, size, AT_ONCE):
+    for start in range(0, size, TOKENS_AT_ONCE):
         cache = make_prompt_cache(model)
-        model(mx.arange(start, min(start + AT_ONCE, size))[:, None], cache=cache)
+        model(mx.arange(start, min(start + TOKENS_AT_ONCE, size))[:, None], cache=cache)
         part = cache[0].values[:, :, :1].flatten(1)
         mx.eval(part)
         yield part.astype(mx.float32)

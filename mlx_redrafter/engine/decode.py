@@ -202,7 +202,7 @@ class Decoder:
         self._context = next((source for source in sources if source.drafter is None), None)
         self._on_drafter_failure = on_drafter_failure
         self._may_run_ahead = may_run_ahead or (lambda: True)
-        self._is_timed = ranks.count() == 1  # each rank would measure different times
+        self._is_timed = ranks.count_ranks() == 1  # each rank would measure different times
         self._seen: mx.array | None = None  # the text before the next root, for the processors
         self._root = self._vocab_size = 0
         self._plan: Plan | None = None  # of the next round
@@ -250,7 +250,7 @@ class Decoder:
             with on_stream():
                 hidden = self.target.forward(piece, want_hidden=reads_all).hidden
                 if reads_all:
-                    self._tell_drafter("keep", Kept(piece, hidden, None, size, position))
+                    self._call_drafter("keep", Kept(piece, hidden, None, size, position))
                 self.target.evaluate()
                 mx.eval(self._drafter_state())
             done += size
@@ -262,21 +262,21 @@ class Decoder:
                 self._seen = extend(self._seen, prompt[:done])
             self._ahead = self._enqueue_step(prompt[done:])._replace(is_prompt=True)
             text = [*self._history, *cast(list[int], prompt.tolist())]
-            self._tell_drafter("read", text)  # while the step is being computed
+            self._call_drafter("read", text)  # while the step is being computed
             if self._context is not None:
                 self._context.read(text)
             outcome = self._ahead.outcome
-            mx.eval(outcome.packed, outcome.logprobs, self.target.pending(), self._drafter_state())
+            mx.eval(outcome.packed, outcome.logprobs, self.target.list_pending_arrays(), self._drafter_state())
             report(total, total)
 
     def finish(self, length: int, last_token: int) -> None:
         """Makes cache and drafter hold exactly `length` tokens of the text, see `Target.finish`."""
         drafter, held = self._drafter, self.target.length
         if length <= held:  # also by 0 tokens, as the next one will differ
-            self._tell_drafter("rewind", held - length)
+            self._call_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
             token = mx.array([last_token])
-            self._tell_drafter("keep", Kept(token, self.target.forward(token).hidden, None, 1, held))
+            self._call_drafter("keep", Kept(token, self.target.forward(token).hidden, None, 1, held))
         self.target.finish(length, last_token)
         mx.eval(self._drafter_state())
 
@@ -289,7 +289,7 @@ class Decoder:
         self._vocab_size = outcome.logprobs[0].shape[-1]
         self._seen = extend(self._seen, token.astype(mx.int32)) if self._chooser.processors else None
         if is_captured:
-            self._tell_drafter("keep", outcome.kept)
+            self._call_drafter("keep", outcome.kept)
         self._enqueue(outcome, self._seen)
         return Pending(outcome, length, replayed)
 
@@ -300,7 +300,7 @@ class Decoder:
             n_ahead = pending.plan.context if pending.draft and pending.plan else 0
             forecast = self._context.forecast(1 + n_ahead) if self._context is not None else None
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
-            if self._plan and self._plan.depth and self._drafter and not self._drafter.waits:
+            if self._plan and self._plan.depth and self._drafter and not self._drafter.proposes_after_read:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
         # The first token is already computed: return it without delay. A grammar's mask depends on the token.
         may_run_ahead = not pending.is_prompt and self._chooser.grammar is None and self._may_run_ahead()
@@ -310,13 +310,13 @@ class Decoder:
     def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
         """Enqueues the drafter's tree below `root`; the token after `root` is at `position`.
 
-        A drafter that waits is a language model that has read the text, so logits processors apply to it as to the
-        target. A head's logits have a different offset and scale: penalties would make its guesses worse.
+        A drafter that proposes after the read is a language model that has read the text, so logits processors apply to
+        it as to the target. A head's logits have a different offset and scale: penalties would make its guesses worse.
         """
         sampler, drafter = self._chooser.sampler, self._drafter
         assert drafter is not None
-        processors = self._chooser.processors if drafter.waits else ()
-        draws = sampler.draws(position, plan.depth + 1, self._vocab_size)
+        processors = self._chooser.processors if drafter.proposes_after_read else ()
+        draws = sampler.draw(position, plan.depth + 1, self._vocab_size)
 
         def adjust(logits: mx.array, level: int, paths: mx.array) -> mx.array:
             if processors:
@@ -324,8 +324,10 @@ class Decoder:
             return logits if draws is None else sampler.adjust(logits, draws, level)
 
         try:
-            ordered, adjusts = bool(self._chooser.processors), processors or draws is not None
-            self._draft = Draft(drafter.propose(root, plan, adjust if adjusts else None, ordered=ordered), draws)
+            in_level_order, adjusts = bool(self._chooser.processors), processors or draws is not None
+            self._draft = Draft(
+                drafter.propose(root, plan, adjust if adjusts else None, in_level_order=in_level_order), draws
+            )
             mx.async_eval(self._draft, drafter.state)
         except Exception as error:
             self._drop_drafter(error)
@@ -343,21 +345,21 @@ class Decoder:
                 plan = CONTEXT_ONLY._replace(context=plan.context)
         if not draft or not plan:
             return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
-        length, replayed, room = target.length, target.replayed, target.until_quantized()
+        length, replayed, room = target.length, target.replayed, target.count_until_quantized()
         limit = plan.max_depth if room is None else min(plan.max_depth, room - 1)
         outcome = verify(target, draft, self._chooser, self._seen, plan, limit)
-        self._tell_drafter("keep", outcome.kept)
+        self._call_drafter("keep", outcome.kept)
         self._enqueue(outcome, draft.tree)
         return Pending(outcome, length, replayed, plan, draft)
 
     def _make_draft(self, plan: Plan) -> Draft | None:
         """The draft of the plan's sources, after the read of the round before."""
         root = mx.array(self._root)
-        if plan.depth and self._drafter and self._drafter.waits:
+        if plan.depth and self._drafter and self._drafter.proposes_after_read:
             self._enqueue_draft(plan, root, mx.array(self.target.length + 1))
         draft = self._draft if plan.depth else None
         if plan.context and self._context:
-            tree = self._context.propose(root, plan, None, ordered=True)
+            tree = self._context.propose(root, plan, None, in_level_order=True)
             draft = Draft(merge([draft.tree, tree]), draft.draws) if draft else Draft(tree, None)
         return draft
 
@@ -374,7 +376,7 @@ class Decoder:
         if self._chooser.grammar is not None:
             for token in tokens:
                 self._chooser.grammar.take(token)
-        self._tell_drafter("confirm", tokens)
+        self._call_drafter("confirm", tokens)
         if self._context is not None:
             self._context.confirm(tokens)
         logprobs = pending.outcome.logprobs[: len(tokens)]
@@ -397,7 +399,7 @@ class Decoder:
         return done
 
     def _enqueue(self, outcome: Outcome, more: Any) -> None:
-        mx.async_eval(outcome.packed, outcome.logprobs, more, self.target.pending(), self._drafter_state())
+        mx.async_eval(outcome.packed, outcome.logprobs, more, self.target.list_pending_arrays(), self._drafter_state())
 
     def _drafter_state(self) -> Any:
         try:
@@ -406,11 +408,11 @@ class Decoder:
             self._drop_drafter(error)
             return None
 
-    def _tell_drafter(self, what: Literal["read", "keep", "confirm", "rewind"], value: Any) -> None:
+    def _call_drafter(self, method: Literal["read", "keep", "confirm", "rewind"], value: Any) -> None:
         if self._drafter is None:
             return
         try:
-            getattr(self._drafter, what)(value)
+            getattr(self._drafter, method)(value)
         except Exception as error:
             self._drop_drafter(error)
 

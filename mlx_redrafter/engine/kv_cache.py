@@ -47,7 +47,7 @@ def counts_tokens(cache: Cache) -> bool:
     return any(isinstance(getattr(c, "offset", None), int) for c in leaves(cache))
 
 
-def unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
+def find_unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
     """The sorted class names of a cache's leaves that are not in `known`."""
     return sorted({type(c).__name__ for c in leaves(cache) if type(c) not in known})
 
@@ -131,7 +131,7 @@ def _arrays(x: Any) -> tuple[mx.array, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
-def rows_in_order(ring: RotatingKVCache) -> int:
+def count_rows_in_order(ring: RotatingKVCache) -> int:
     """How many rows a rotating cache holds when mlx-lm puts them into the order of positions."""
     if ring.keys is None:
         return 0

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from ..errors import UnsupportedModelError, one_line
+from ..errors import UnsupportedModelError, join_lines
 from . import kv_cache
-from .model_parts import AFTER_NORM, StateName, check_states, model_name
+from .model_parts import AFTER_NORM, StateName, check_states, find_module_name
 from .supported_models import CHAINS, LENGTH_BOUND, REFUSED, REPLAYED, TREES
 from .tree_attention import Nodes, build_with_nodes
 
@@ -18,7 +18,7 @@ ROPE_MARGIN = 256
 """Margin in tokens: some dynamic ropes take the number of heads plus the offset for the length of the text."""
 
 
-def exact_until(model: nn.Module) -> int | None:
+def find_exact_length(model: nn.Module) -> int | None:
     """The text length up to which several rows in one forward equal the same rows one by one; None for no limit.
 
     Beyond the limit, dynamic ropes rotate all tokens of a forward by the length at its end.
@@ -38,10 +38,10 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
     Raises:
         UnsupportedModelError: rounds would not be exact; the message says why.
     """
-    name = model_name(model)
+    name = find_module_name(model)
     if reason := REFUSED.get(name):
         raise UnsupportedModelError(f"cannot draft for {name}: {reason}")
-    unknown = kv_cache.unknown_types(make_prompt_cache(model), kv_cache.KNOWN)
+    unknown = kv_cache.find_unknown_types(make_prompt_cache(model), kv_cache.KNOWN)
     if unknown and name not in REPLAYED:
         raise UnsupportedModelError(f"cannot draft for {name}: its cache ({', '.join(unknown)}) is not known")
     if cache is not None and kv_cache.has_ring(cache):
@@ -49,7 +49,7 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
             RotatingKVCache(c.max_size, c.keep) if isinstance(c, RotatingKVCache) else own
             for c, own in zip(cache, make_prompt_cache(model), strict=True)
         ]
-        chain = Nodes(0, mx.arange(2), mx.tri(2, dtype=mx.bool_), branched=False)
+        chain = Nodes(0, mx.arange(2), mx.tri(2, dtype=mx.bool_), is_tree=False)
         build_with_nodes(like, chain, lambda views: model(mx.zeros((1, 2), mx.int32), cache=views))
 
 
@@ -73,21 +73,21 @@ def check_draftable(
 
 def explain_chains(model: nn.Module) -> str | None:
     """Why a model verifies chains only; None if it verifies trees. It must have passed `check_verifiable`."""
-    name = model_name(model)
+    name = find_module_name(model)
     if reason := CHAINS.get(name):
         return reason
-    if exact_until(model) is not None:
+    if find_exact_length(model) is not None:
         return LENGTH_BOUND
     cache = make_prompt_cache(model)
-    if states := kv_cache.unknown_types(cache, kv_cache.TRIMMABLE):
+    if states := kv_cache.find_unknown_types(cache, kv_cache.TRIMMABLE):
         return f"its cache ({', '.join(states)}) takes tokens one after the other"
     if name not in TREES:
         return "trees are not tested for it"
-    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
+    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, is_tree=True)
     try:
         built = build_with_nodes(cache, nodes, lambda views: model(mx.zeros((1, 3), mx.int32), cache=views))
     except Exception as error:
-        return f"it does not take one position for each node: {one_line(error)}"
+        return f"it does not take one position for each node: {join_lines(error)}"
     if not built.masks and "mask" not in built.calls:
         return "its mask does not come from its cache"
     if any(view.offsets_read for view in kv_cache.leaves(built.views)) and not {"rope", "arange"} & set(built.calls):

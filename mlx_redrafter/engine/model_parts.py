@@ -174,13 +174,13 @@ def find_context_length(model: nn.Module) -> int | None:
     return None
 
 
-def compute_dtype(model: nn.Module) -> mx.Dtype:
+def find_compute_dtype(model: nn.Module) -> mx.Dtype:
     """The dtype of a model's computation, which is the dtype of its embedding's rows."""
     dtype: mx.Dtype = find_parts(model).embedding(mx.zeros((1,), mx.int32)).dtype
     return dtype
 
 
-def model_sizes(model: nn.Module) -> tuple[int, int]:
+def find_model_sizes(model: nn.Module) -> tuple[int, int]:
     """(hidden size D, vocabulary size V) of a model; nothing is computed.
 
     Raises:
@@ -190,27 +190,27 @@ def model_sizes(model: nn.Module) -> tuple[int, int]:
     return find_parts(model).embedding(token).shape[-1], model(token).shape[-1]
 
 
-def model_name(model: nn.Module) -> str:
+def find_module_name(model: nn.Module) -> str:
     """The name of a model's module in `mlx_lm.models`."""
     return type(model).__module__.rpartition(".")[2]
 
 
-class Tap(NamedTuple):
+class CapturePoint(NamedTuple):
     """A place where a hidden state is read: a module's output or input."""
 
     slot: Slot
     is_input: bool = False
 
 
-def find_taps(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, Tap]:
+def find_capture_points(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, CapturePoint]:
     """The places where a model's hidden states are read.
 
     Raises:
         UnsupportedModelError: no module has such an input or output.
     """
-    taps: dict[StateName, Tap] = {}
+    points: dict[StateName, CapturePoint] = {}
     if not names:
-        return taps
+        return points
     parts = find_parts(model)
     layers = list(getattr(model, "layers", [])) if any(isinstance(name, int) for name in names) else []
     is_pipeline = getattr(getattr(model, "model", None), "pipeline_size", 1) > 1
@@ -223,14 +223,14 @@ def find_taps(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, T
             elif slot is None:
                 reason = f"the drafter reads the output of layer {name}, but the model has {len(layers)} layers"
             else:
-                taps[name] = Tap(slot)
+                points[name] = CapturePoint(slot)
         elif name == BEFORE_NORM and parts.final_norm.name not in NORMS:
             reason = "the drafter reads the hidden state before the final norm, which is not a module in this model"
         else:
-            taps[name] = Tap(parts.final_norm, is_input=name == BEFORE_NORM)
+            points[name] = CapturePoint(parts.final_norm, is_input=name == BEFORE_NORM)
         if reason:
-            raise UnsupportedModelError(f"cannot draft for {model_name(model)}: {reason}")
-    return taps
+            raise UnsupportedModelError(f"cannot draft for {find_module_name(model)}: {reason}")
+    return points
 
 
 def _find_slot(parent: Any, child: nn.Module) -> Slot | None:
@@ -273,13 +273,13 @@ class Recorder(nn.Module):
         return getattr(self["module"], name) if "module" in self else super().__getattr__(name)
 
 
-def capture(taps: Sequence[Tap], call: Callable[[], T]) -> tuple[T, list[list[mx.array]]]:
-    """(the result of `call`, the arrays that each tap recorded during `call`).
+def capture(points: Sequence[CapturePoint], call: Callable[[], T]) -> tuple[T, list[list[mx.array]]]:
+    """(the result of `call`, the arrays that each point recorded during `call`).
 
     Modules are replaced as entries of dictionaries and lists, as setting attributes would reorder parameters.
     """
     with MODEL_LOCK:
-        slots = {(id(tap.slot.parent), tap.slot.name): tap.slot for tap in taps}
+        slots = {(id(point.slot.parent), point.slot.name): point.slot for point in points}
         recorders = {key: Recorder(slot.parent[slot.name]) for key, slot in slots.items()}
         try:
             for key, slot in slots.items():
@@ -288,7 +288,7 @@ def capture(taps: Sequence[Tap], call: Callable[[], T]) -> tuple[T, list[list[mx
         finally:
             for key, slot in slots.items():
                 slot.parent[slot.name] = recorders[key].module
-    found = [(recorders[id(tap.slot.parent), tap.slot.name], tap.is_input) for tap in taps]
+    found = [(recorders[id(point.slot.parent), point.slot.name], point.is_input) for point in points]
     return result, [recorder.inputs if is_input else recorder.outputs for recorder, is_input in found]
 
 
@@ -298,14 +298,15 @@ def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
     Raises:
         UnsupportedModelError: a state is missing or has the wrong shape; the message says which.
     """
-    taps, token, cache = find_taps(model, names), mx.zeros((1, 1), mx.int32), make_prompt_cache(model)
-    _, captured = capture(list(taps.values()), lambda: model(token, cache=cache))  # built, never computed
+    points, token, cache = find_capture_points(model, names), mx.zeros((1, 1), mx.int32), make_prompt_cache(model)
+    _, captured = capture(list(points.values()), lambda: model(token, cache=cache))  # built, never computed
     width = find_parts(model).embedding(token).shape[-1]
-    for name, found in zip(taps, captured, strict=True):
+    for name, found in zip(points, captured, strict=True):
         shape = found[-1].shape if found and isinstance(found[-1], mx.array) else None
         if shape != (1, 1, width):
             which = f"the output of layer {name}" if isinstance(name, int) else "its last hidden state"
             got = shape[-1] if shape and shape[:-1] == (1, 1) else shape
             raise UnsupportedModelError(
-                f"cannot draft for {model_name(model)}: expected {which} as wide as its embedding, {width}, got {got}"
+                f"cannot draft for {find_module_name(model)}: expected {which} as wide as its embedding, {width}, "
+                f"got {got}"
             )

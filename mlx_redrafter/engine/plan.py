@@ -39,7 +39,7 @@ class Plan(NamedTuple):
         return self[:3]
 
     @property
-    def whole(self) -> bool:
+    def keeps_all_nodes(self) -> bool:
         """Whether every node of the drafter's tree is verified."""
         return self.size == 1 + self.width * self.depth
 
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
         return max(self.depth, self.context)
 
     @property
-    def branched(self) -> bool:
+    def is_tree(self) -> bool:
         """Whether its tree is more than a chain."""
         return self.width > 1 or bool(self.depth and self.context)
 

@@ -83,7 +83,7 @@ def _check_cache(cache: kv_cache.Cache, probe: kv_cache.Cache, quantization: KVQ
     if odd := [c for c in cache if not hasattr(c, "update_and_fetch") and not hasattr(c, "state")]:
         raise RedrafterError(f"the prompt cache must hold an mlx-lm cache for each layer, got {type(odd[0]).__name__}")
     own = tuple({type(c) for c in kv_cache.leaves(probe)})
-    if unknown := kv_cache.unknown_types(cache, (*kv_cache.KNOWN, *own)):
+    if unknown := kv_cache.find_unknown_types(cache, (*kv_cache.KNOWN, *own)):
         raise RedrafterError(f"the prompt cache must consist of mlx-lm's caches, got {', '.join(unknown)}")
     asked = (quantization.bits, quantization.group_size)
     for c in kv_cache.leaves(cache):

@@ -89,21 +89,21 @@ def verify(
         limit: the most drafted tokens that may be accepted.
     """
     tree, depth, position = draft.tree, plan.max_depth, target.length
-    judged = tree
+    allowed = tree
     if chooser.grammar is not None:
         mx.async_eval(tree.tokens, tree.parents)  # reading these waits only for the draft, not for the forward
-    logits, hidden = target.verify(tree, branched=plan.branched)
+    logits, hidden = target.verify(tree, is_tree=plan.is_tree)
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)
     if chooser.grammar is not None:
-        logits, judged = mask_tree(chooser.grammar, logits, tree)
+        logits, allowed = mask_tree(chooser.grammar, logits, tree)
     draws = draft.draws
     if (missing := depth + 1 - (0 if draws is None else plan.depth + 1)) > 0:
-        more = chooser.sampler.draws(mx.array(position + 2 + depth - missing), missing, logits.shape[-1])
+        more = chooser.sampler.draw(mx.array(position + 2 + depth - missing), missing, logits.shape[-1])
         draws = more if draws is None or more is None else Draws(*map(_append, draws, more))
     logprobs = log_softmax(logits)
     chosen = chooser.sampler.choose(logprobs, draws, tree.depths).astype(mx.int32)
-    n_accepted, path = accept(judged, chosen, depth, limit) if plan.branched else accept_chain(judged, chosen, limit)
+    n_accepted, path = accept(allowed, chosen, depth, limit) if plan.is_tree else accept_chain(allowed, chosen, limit)
     on_path = chosen[path]
     packed = mx.concatenate([n_accepted.reshape(1), path, on_path])
     rows = list(mx.split(logprobs[path].reshape(-1), depth + 1))
@@ -126,7 +126,7 @@ def step(
     if chooser.grammar is not None:
         logits = mask_root(chooser.grammar, logits)
     logprobs = log_softmax(logits)
-    draws = chooser.sampler.draws(mx.array(position + 1), 1, logprobs.shape[-1])
+    draws = chooser.sampler.draw(mx.array(position + 1), 1, logprobs.shape[-1])
     chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
     return Outcome(chosen, [logprobs[0]], chosen[0], Kept(token, hidden, None, 1, position))
 

@@ -41,7 +41,7 @@ class Sampler:
             RedrafterError: an option does not fit; the message names it.
         """
 
-    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
+    def draw(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
         """The noise of positions `position` .. `position + count - 1`; None without shared noise."""
         return None
 
@@ -107,7 +107,7 @@ class PositionSampler(Sampler):
         if odd := [token for token in self._special if not 0 <= token < vocab_size]:
             raise RedrafterError(f"xtc_special_tokens must be token ids from 0 to {vocab_size - 1}, got {odd[0]}")
 
-    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
+    def draw(self, position: mx.array, count: int, vocab_size: int) -> Draws:
         """The noise of positions. A position's key is (one word of the seed, the other word + the position)."""
         low, high = self._words
         positions = position.astype(mx.uint32) + mx.arange(count, dtype=mx.uint32)

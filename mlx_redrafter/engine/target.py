@@ -16,8 +16,8 @@ from .. import ranks
 from ..errors import RedrafterError
 from . import kv_cache
 from .cuda_attention import avoid_cudnn
-from .model_checks import exact_until
-from .model_parts import StateName, capture, find_taps
+from .model_checks import find_exact_length
+from .model_parts import StateName, capture, find_capture_points
 from .tree import chain
 from .tree_attention import Nodes, build_with_nodes
 from .types import Tree
@@ -76,12 +76,12 @@ class Target:
         capture: Sequence[StateName] = (),
     ) -> None:
         self._model = model
-        self._taps = find_taps(model, capture)
+        self._capture_points = find_capture_points(model, capture)
         self.cache: kv_cache.Cache = make_prompt_cache(model, max_kv_size) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv_cache.length(self.cache)
-        self._exact_until = exact_until(model)
-        self._trimmable = not kv_cache.unknown_types(self.cache, kv_cache.TRIMMABLE)
+        self._exact_length = find_exact_length(model)
+        self._trimmable = not kv_cache.find_unknown_types(self.cache, kv_cache.TRIMMABLE)
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = any(isinstance(c, RotatingKVCache) and c.keep for c in kv_cache.leaves(self.cache))
         self._feeds_logits = self._trimmable and not any(hasattr(c, "caches") for c in self.cache)
@@ -100,8 +100,8 @@ class Target:
         return 0 if len(self._path) == self._rows else len(self._replay) + len(self._path)
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` rows in one forward equal the same rows one by one, see `exact_until`."""
-        return self._exact_until is None or self.length + count <= self._exact_until
+        """Whether `count` rows in one forward equal the same rows one by one, see `find_exact_length`."""
+        return self._exact_length is None or self.length + count <= self._exact_length
 
     def forward(self, tokens: mx.array, *, want_hidden: bool = True) -> Forward:
         """Runs the model on `tokens` (T,) after the text, and keeps all rows.
@@ -119,12 +119,12 @@ class Target:
         self.length += count
         return self._run(tokens, self.cache, count, want_hidden)
 
-    def verify(self, tree: Tree, *, branched: bool) -> Forward:
+    def verify(self, tree: Tree, *, is_tree: bool) -> Forward:
         """Runs the model on all nodes of `tree`, each seeing the text and its ancestors. Call `keep_path` next.
 
         Args:
             tree: N >= 2 nodes.
-            branched: whether it is more than a chain.
+            is_tree: whether it is more than a chain.
         """
         self._settle()
         if not self._trimmable and self._snapshot is None:
@@ -133,24 +133,24 @@ class Target:
         self._path, self._path_tokens, self._has_run = [], [], True
         if self._replay:  # on caches that cannot be trimmed every tree is a chain
             tree = chain(mx.array(self._replay[0]), mx.concatenate([mx.array(self._replay[1:], mx.int32), tree.tokens]))
-        if not branched and not self._has_ring:
+        if not is_tree and not self._has_ring:
             return self._run(tree.tokens, self.cache, count)
-        nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, branched)
+        nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, is_tree)
         call = partial(self._run, tree.tokens, count=count)
         return build_with_nodes(self.cache, nodes, call).result
 
     def _run(self, tokens: mx.array, cache: list[Any], count: int, want_hidden: bool = True) -> Forward:
-        if ranks.CHECK in os.environ:
+        if ranks.CHECK_VARIABLE in os.environ:
             self._compare_ranks(tokens)
 
         def call() -> mx.array:
             logits: mx.array = self._model(tokens[None], cache=cache)
             return logits
 
-        if not (want_hidden and self._taps):
+        if not (want_hidden and self._capture_points):
             return Forward(call()[0, -count:], {})
-        logits, found = capture(list(self._taps.values()), call)
-        states = {name: calls[-1][0, -count:] for name, calls in zip(self._taps, found, strict=True)}
+        logits, found = capture(list(self._capture_points.values()), call)
+        states = {name: calls[-1][0, -count:] for name, calls in zip(self._capture_points, found, strict=True)}
         return Forward(logits[0, -count:], states)
 
     def _compare_ranks(self, tokens: mx.array) -> None:
@@ -209,13 +209,13 @@ class Target:
         for piece in [[token] for token in tokens] if self._keeps_first else [tokens] if tokens else []:
             self._model(mx.array(piece)[None], cache=self.cache)
 
-    def until_quantized(self) -> int | None:
+    def count_until_quantized(self) -> int | None:
         """How many more rows may be kept before the cache is quantized; None for no limit."""
         if self._quantization.bits is None or self.length >= self._quantization.start:
             return None
         return self._quantization.start - self.length
 
-    def pending(self) -> list[Any]:
+    def list_pending_arrays(self) -> list[Any]:
         """Cache states that a forward may leave unevaluated, as only the next forward reads them."""
         return [] if self._feeds_logits else [c.state for c in self.cache]
 

@@ -40,13 +40,13 @@ class Nodes(NamedTuple):
         prefix: S, how many tokens come before them.
         depths: (N,) int32, the position of each, counted from the end of the prefix.
         ancestors: (N, N) bool, which nodes each one attends to, itself included.
-        branched: whether they are more than a chain.
+        is_tree: whether they are more than a chain.
     """
 
     prefix: int
     depths: mx.array
     ancestors: mx.array
-    branched: bool
+    is_tree: bool
 
     def mask(self, columns: mx.array, window: int | None = None, kept: int = 0) -> mx.array:
         """(N, C + N) bool: every node sees the prefix rows, its ancestors and itself, within the window::
@@ -118,7 +118,7 @@ class View:
     Args:
         cache: the real cache.
         nodes: of the forward.
-        offsets: their positions, used if they are branched.
+        offsets: their positions, used if they are a tree.
         masks: a list to which the masks are appended.
     """
 
@@ -129,7 +129,7 @@ class View:
     def offset(self) -> Any:
         """The first position; for a tree `Offsets`."""
         self.offsets_read += 1
-        return self._offsets if self._nodes.branched else self._cache.offset
+        return self._offsets if self._nodes.is_tree else self._cache.offset
 
     def make_mask(self, N: int = 0, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """The nodes' mask, as an array."""
@@ -201,7 +201,7 @@ def build_with_nodes(cache: kv_cache.Cache, nodes: Nodes, call: Callable[[list[A
     offsets = Offsets(nodes)
     views = [_view_layer(c, nodes, offsets, masks) for c in cache]
     with MODEL_LOCK:
-        if not nodes.branched:
+        if not nodes.is_tree:
             return Built(call(views), views, masks, calls)
         originals = [getattr(owner, name) for owner, name in REPLACED]
         try:
@@ -233,7 +233,7 @@ def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, 
             f"cannot draft with a cache of {ring.max_size} rows that keeps its first {ring.keep} for a model with a "
             f"window of {window}: give a larger max_kv_size, or none"
         )
-    count = min(kv_cache.rows_in_order(ring), ring.max_size - 1)
+    count = min(kv_cache.count_rows_in_order(ring), ring.max_size - 1)
     kept = min(ring.keep, count)
     columns = mx.concatenate([mx.arange(kept), mx.arange(ring.offset - (count - kept), ring.offset)])
     return columns, min(window or ring.max_size, ring.max_size) - ring.keep, ring.keep

@@ -19,7 +19,7 @@ AcceptanceTable = Sequence[Sequence[float]]
 Cumulative = tuple[float, ...]
 """(1 + K,): the probability that a round accepts at least 0, 1, ..., K drafted tokens."""
 
-NOTHING: Cumulative = (1.0,)  # no draft
+NO_DRAFT: Cumulative = (1.0,)  # no draft
 
 Count = tuple[float, float]
 """(hits, expected hits)."""
@@ -63,7 +63,7 @@ def cumulative_acceptances(
     table: AcceptanceTable, largest: Plan, acceptance_scale: float = 1.0
 ) -> list[list[Cumulative]]:
     """`cumulative_acceptance` of all plans as wide as `largest`: indexed by depth, then by tree size - 1."""
-    found, nodes, above = [[NOTHING]], list[tuple[float, int]](), [1.0]
+    found, nodes, above = [[NO_DRAFT]], list[tuple[float, int]](), [1.0]
     rows = [scale_row(row, acceptance_scale) for row in table[: largest.depth]]
     for depth in range(1, largest.depth + 1):
         row = rows[min(depth, len(rows)) - 1]
@@ -77,7 +77,7 @@ def cumulative_acceptances(
     return found
 
 
-def expected_tokens(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> float:
+def predict_tokens(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> float:
     """Mean tokens per round: 1 for the root, plus the acceptance probability of each node in the plan's tree."""
     return sum(cumulative_acceptance(table, plan, acceptance_scale))
 

@@ -82,7 +82,7 @@ class CostTable(NamedTuple):
 
     def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
         """Milliseconds of a round that also replays tokens, at least a plain step; the plan must be measured."""
-        overhead = self.overhead_ms[plan.branched]
+        overhead = self.overhead_ms[plan.is_tree]
         if not plan.depth:  # without a draft nothing overlaps
             overhead = max(0.0, self.overhead_ms[0])
         parts = self._verify_ms(plan.rows, length) + self.draft_ms(plan) + overhead
@@ -152,7 +152,7 @@ def is_disturbed(costs: CostTable) -> bool:
     return any(more < 0.9 * less for less, more in (*single, *contexts, *pairwise(drafts)))
 
 
-def lower_quartile(values: Iterable[float]) -> float:
+def find_lower_quartile(values: Iterable[float]) -> float:
     """The lower quartile, used for times: other load on the machine only makes them longer."""
     ordered = sorted(values)
     return ordered[len(ordered) // 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from .acceptance import Counts
-from .costs import lower_quartile
+from .costs import find_lower_quartile
 
 MAX_SLOWDOWN, WINDOW = 4.0, 16  # upper limit; number of recent rounds and of recent plain steps used
 
@@ -28,7 +28,7 @@ class Slowdown:
         """Adds the measured over predicted time of a round or plain step."""
         (self._rounds if is_round else self._steps).append(ratio)
         if min(len(self._rounds), len(self._steps)) >= 3:  # ignore a single stalled round
-            ratio = lower_quartile(self._rounds) / lower_quartile(self._steps)
+            ratio = find_lower_quartile(self._rounds) / find_lower_quartile(self._steps)
             self.value = min(max(ratio, self._least), MAX_SLOWDOWN)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from platformdirs import user_cache_path
 
-from ..engine.blas import LIBRARY, thread_count
+from ..engine.blas import LIBRARY, count_threads
 
 PACKAGES = ("mlx", "mlx-lm")
 FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # faster for several rows at once than one by one
@@ -27,33 +27,33 @@ def describe_machine() -> dict[str, Any]:
         "chip": str(info.get("device_name") or info.get("architecture") or platform.processor()),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "memory_gb": round(memory_bytes() / 1e9, 1),
+        "memory_gb": round(find_memory_bytes() / 1e9, 1),
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
     }
     if device.type == mx.cpu:
-        threads = thread_count()
-        found["blas"] = Path(LIBRARY).name if threads else ", ".join(blas_libraries()) or "unknown"
+        threads = count_threads()
+        found["blas"] = Path(LIBRARY).name if threads else ", ".join(find_blas_libraries()) or "unknown"
         if threads:
             found["blas_threads"] = threads
         found |= {key: value for key, value in os.environ.items() if key.startswith(("OPENBLAS_", "OMP_"))}
     return found
 
 
-def memory_bytes() -> int:
+def find_memory_bytes() -> int:
     """Bytes of device memory, or of system memory if MLX does not report it."""
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
     size = info.get("memory_size") or info.get("total_memory")
     return int(size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def usable_bytes() -> int:
-    """Bytes that MLX can use without slowing down: Metal's recommended working set, or else `memory_bytes`."""
+def find_usable_bytes() -> int:
+    """Bytes that MLX can use without slowing down: Metal's recommended working set, or else `find_memory_bytes`."""
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
-    return int(info.get("max_recommended_working_set_size") or memory_bytes())
+    return int(info.get("max_recommended_working_set_size") or find_memory_bytes())
 
 
-def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
+def find_blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
     """File names of the loaded BLAS libraries that MLX may call if OpenBLAS was not loaded for it.
 
     [] if the system does not report them.
@@ -71,7 +71,7 @@ def has_fast_blas(libraries: str) -> bool:
     return re.search(FAST_BLAS, libraries) is not None
 
 
-def cache_directory() -> Path:
+def find_cache_directory() -> Path:
     """The cache directory of this package.
 
     Raises:

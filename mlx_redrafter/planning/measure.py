@@ -29,7 +29,7 @@ from ..engine.target import Target
 from ..engine.tree import chain
 from ..engine.types import Kept
 from ..engine.wired_limit import wired_limit
-from .costs import MEASURED_NODES, CostTable, lower_quartile
+from .costs import MEASURED_NODES, CostTable, find_lower_quartile
 
 K = TypeVar("K", bound=Hashable)
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 CONTEXTS = (64, 1024)  # measured context lengths
 WIDTHS = (1, 2, 4)  # measured beam widths
 SECONDS, MAX_TURNS = 4.0, 20  # measuring stops after SECONDS or MAX_TURNS, but finishes one pass
-IN_A_ROW = 4  # plain steps, rounds or draft levels in one timed call
+STEPS_PER_CALL = 4  # plain steps, rounds or draft levels in one timed call
 SLOW_STEP = 0.1  # if a plain step takes this many seconds, parts are run once, at the first context length
 SLOW_STEPS = 36  # the most plain steps this takes, even if a forward of N nodes costs N of them
 
@@ -60,7 +60,7 @@ def time_calls(
     """
     times: dict[K, list[float]] = {key: [] for key in calls}
     end, turn = time.perf_counter() + seconds, 0
-    while turn < min_turns or ((max_turns is None or turn < max_turns) and seconds_until(end) > 0):
+    while turn < min_turns or ((max_turns is None or turn < max_turns) and find_seconds_left(end) > 0):
         for key, call in calls.items():
             before(key)
             started = time.perf_counter()
@@ -70,7 +70,7 @@ def time_calls(
     return times
 
 
-def seconds_until(end: float) -> float:
+def find_seconds_left(end: float) -> float:
     """Seconds until `time.perf_counter()` reaches `end`; the same on all ranks."""
     return float(max(ranks.gather(end - time.perf_counter())))
 
@@ -83,7 +83,7 @@ def time_step(model: nn.Module) -> float:
 
 
 def time_parts(
-    model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float, *, slow: bool
+    model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float, *, is_slow: bool
 ) -> dict[tuple[str, int], float]:
     """Milliseconds of the parts of decoding at a context length.
 
@@ -95,9 +95,9 @@ def time_parts(
         ("verify", nodes): a forward; slow models are measured up to fewer nodes.
 
     Args:
-        slow: one run per part may be enough, as compiling kernels is a small part of its time.
+        is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
     """
-    in_a_row = 1 if slow else IN_A_ROW
+    steps_per_call = 1 if is_slow else STEPS_PER_CALL
     after_text, chooser = drafter.open(model), TokenChooser(make_sampler(seed=0))
     target = Target(model, capture=after_text.capture)
     logits, hidden = target.forward(mx.zeros((1,), mx.int32))
@@ -106,8 +106,8 @@ def time_parts(
         after_text.keep(Kept(mx.zeros((context - 1,), mx.int32), states, None, context - 1, 0))
     text = [0] * context
     after_text.read([*text, 0])
-    if after_text.waits:  # it reads the text in its first draft
-        mx.eval(after_text.propose(mx.array(0), chain_plan(1), None, ordered=False))
+    if after_text.proposes_after_read:  # it reads the text in its first draft
+        mx.eval(after_text.propose(mx.array(0), chain_plan(1), None, in_level_order=False))
     mx.eval(after_text.state)
     for c in kv_cache.leaves(target.cache):
         if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
@@ -116,7 +116,7 @@ def time_parts(
     target.evaluate()
     target.length, snapshot = context, kv_cache.snapshot(target.cache)
     tokens = (mx.arange(MEASURED_NODES) * 7919) % logits.shape[-1]  # tokens select different experts; the first is 0
-    most = min(IN_A_ROW, drafter.args.max_depth or IN_A_ROW)
+    most = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
     rounds: Rounds
     source = after_text
 
@@ -130,21 +130,21 @@ def time_parts(
         if name in ("plain", "round"):
             plan = None if name == "plain" else make_plan(number, 2)
             sources = [source] if plan else []
-            decoder = Decoder(target, chooser, Planner(plan), sources, history=text, may_run_ahead=lambda: not slow)
+            decoder = Decoder(target, chooser, Planner(plan), sources, history=text, may_run_ahead=lambda: not is_slow)
             rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
             next(rounds)
-            if not slow:  # the first of two overlapping rounds takes up to twice as long as later ones
+            if not is_slow:  # the first of two overlapping rounds takes up to twice as long as later ones
                 next(rounds)
         elif name != "verify":
             source.keep(step(target, tokens[:1], chooser, None).kept)
-            if source.waits:  # a fork's first draft copies the shared arrays
+            if source.proposes_after_read:  # a fork's first draft copies the shared arrays
                 source.confirm([0])
-                mx.eval(source.propose(tokens[0], chain_plan(1), None, ordered=False))
+                mx.eval(source.propose(tokens[0], chain_plan(1), None, in_level_order=False))
             source.confirm([0])
             mx.eval(source.state)
 
     def take_rounds() -> None:
-        for _ in range(in_a_row):
+        for _ in range(steps_per_call):
             next(rounds)
 
     def make_plan(width: int, depth: int) -> Plan:
@@ -152,7 +152,7 @@ def time_parts(
         return Plan(width, depth, 1 + depth * width)
 
     def draft(width: int, depth: int) -> None:
-        mx.eval(source.propose(tokens[0], make_plan(width, depth), None, ordered=False))
+        mx.eval(source.propose(tokens[0], make_plan(width, depth), None, in_level_order=False))
 
     def run_forward(nodes: int) -> None:
         if nodes == 1:
@@ -171,16 +171,18 @@ def time_parts(
     end, first = time.perf_counter() + seconds, dict[tuple[str, int], list[float]]()
     parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
     for key in parts:  # the first run compiles kernels
-        if key[0] == "verify" and key[1] > 5 and seconds_until(end) < seconds / 2:
+        if key[0] == "verify" and key[1] > 5 and find_seconds_left(end) < seconds / 2:
             del calls[key]
         else:
             first |= time_calls({key: calls[key]}, 0.0, before=prepare)
-    times = time_calls(calls, seconds_until(end), min_turns=0 if slow else 1, max_turns=MAX_TURNS, before=prepare)
-    own = [lower_quartile(ms or first[key]) for key, ms in times.items()]
+    times = time_calls(
+        calls, find_seconds_left(end), min_turns=0 if is_slow else 1, max_turns=MAX_TURNS, before=prepare
+    )
+    own = [find_lower_quartile(ms or first[key]) for key, ms in times.items()]
     found = dict(zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True))  # of the slowest rank
     for name, number in found:
         if name in ("plain", "round"):
-            found[name, number] /= in_a_row
+            found[name, number] /= steps_per_call
     for width in widths:
         once = found["first", width]
         found["level", width] = max((found["level", width] - once) / (most - 1), 0.01 * once) if most > 1 else once
@@ -199,17 +201,17 @@ def measure_costs(
     """
     with wired_limit(model), mx.stream(generation_stream):
         step_seconds = max(ranks.gather(time_step(model)))
-    slow = step_seconds >= SLOW_STEP
-    length = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds" if slow else "a few seconds"
+    is_slow = step_seconds >= SLOW_STEP
+    length = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds" if is_slow else "a few seconds"
     _log.info("measuring this machine for these models: %s", length)
-    contexts = contexts or (CONTEXTS[:1] if slow else CONTEXTS)
+    contexts = contexts or (CONTEXTS[:1] if is_slow else CONTEXTS)
     limit = getattr(getattr(model, "args", None), "n_positions", None)  # of a table of learned positions
     room = limit - MEASURED_NODES if isinstance(limit, int) else contexts[-1]
     contexts = tuple(context for context in contexts if context <= room) or (max(1, room),)
     widths = WIDTHS if trees else WIDTHS[:1]
     with wired_limit(model), mx.stream(generation_stream):
         times = [
-            time_parts(model, drafter, context, () if at else widths, SECONDS / len(contexts), slow=slow)
+            time_parts(model, drafter, context, () if at else widths, SECONDS / len(contexts), is_slow=is_slow)
             for at, context in enumerate(contexts)
         ]
     first, last = times[0], times[-1]
@@ -223,7 +225,7 @@ def measure_costs(
         for width in widths[:2]
     ]
     per_row = max(0.0, first["verify", counts[-1]] - first["verify", 1]) / (counts[-1] - 1)
-    must_replay = kv_cache.unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
+    must_replay = kv_cache.find_unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
     return CostTable(
         contexts=contexts,
         counts=counts,

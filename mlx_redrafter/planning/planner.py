@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..engine.decode import Planner
 from ..engine.plan import CONTEXT_ONLY, MAX_REPLAY, Plan, chain_plan
 from .acceptance import (
-    NOTHING,
+    NO_DRAFT,
     UNKNOWN_ACCEPTANCE,
     Acceptance,
     AcceptanceTable,
@@ -57,7 +57,7 @@ class Prediction(NamedTuple):
         return self.tokens / self.steps
 
 
-def unite(own: Cumulative, copied: Sequence[float]) -> Cumulative:
+def combine_acceptance(own: Cumulative, copied: Sequence[float]) -> Cumulative:
     """The cumulative acceptance of rounds that keep the longer of two independent drafts.
 
     Args:
@@ -70,12 +70,12 @@ def unite(own: Cumulative, copied: Sequence[float]) -> Cumulative:
 
 def predict(costs: CostTable, plan: Plan, length: int, cumulative: Cumulative, slowdown: float = 1.0) -> Prediction:
     """Predicts the tokens and the cost of a plan's rounds at context length `length`."""
-    ms = costs.round_ms(plan, length, expected_replay(cumulative) if costs.replay_row_ms else 0.0)
+    ms = costs.round_ms(plan, length, predict_replay(cumulative) if costs.replay_row_ms else 0.0)
     return Prediction(plan, sum(cumulative), max(1.0, slowdown * ms / costs.plain_ms(length)))
 
 
 @lru_cache(maxsize=4096)
-def expected_replay(cumulative: Cumulative) -> float:
+def predict_replay(cumulative: Cumulative) -> float:
     """The mean number of replayed tokens per round, for a cache that cannot be trimmed.
 
     After a rejection the next round replays this round's tokens and those that this round itself replayed. More than
@@ -89,7 +89,7 @@ def expected_replay(cumulative: Cumulative) -> float:
     return sum(replayed * visit for replayed, visit in enumerate(visits)) / sum(visits[: MAX_REPLAY + 1])
 
 
-def measured_plans(costs: CostTable) -> list[Plan]:
+def list_measured_plans(costs: CostTable) -> list[Plan]:
     """Every plan whose parts were measured."""
     trees = (Plan(*shape) for shape in product(costs.widths[1:], range(1, costs.counts[-1]), costs.counts))
     chains = [chain_plan(size - 1) for size in costs.counts[1:]]
@@ -99,7 +99,7 @@ def measured_plans(costs: CostTable) -> list[Plan]:
 def find_cumulative(costs: CostTable, table: AcceptanceTable, acceptance_scale: float = 1.0) -> dict[Plan, Cumulative]:
     """The expected cumulative acceptance of every measured plan."""
     found: dict[Plan, Cumulative] = {}
-    for width, group in groupby(sorted(measured_plans(costs)), itemgetter(0)):
+    for width, group in groupby(sorted(list_measured_plans(costs)), itemgetter(0)):
         plans = list(group)
         largest = Plan(width, plans[-1].depth, costs.counts[-1])
         by_depth = cumulative_acceptances(table, largest, acceptance_scale)
@@ -115,16 +115,16 @@ def predict_all(
         yield predict(costs, plan, length, cumulative)
 
 
-def candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
+def list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
     """The plans that are fastest, plain decoding included, at some acceptance scale and context length.
 
     There are few, so graphs and kernels are reused.
     """
-    return _candidate_plans(costs, tuple(map(tuple, table)))
+    return _list_candidate_plans(costs, tuple(map(tuple, table)))
 
 
 @lru_cache(maxsize=16)
-def _candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
+def _list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
     best = set[Plan]()
     for scale in SCALES:
         found = [(plan, each) for plan, each in find_cumulative(costs, table, scale).items() if each[-1] > 0]
@@ -142,7 +142,7 @@ class AutoPlanner(Planner):
     Args:
         costs: of the model and drafter on this machine.
         table: the drafter's acceptance.
-        plans: the drafter's plans to choose from; None for `candidate_plans`.
+        plans: the drafter's plans to choose from; None for `list_candidate_plans`.
         can_merge: whether one forward can verify both the drafter's tokens and the context's, see `Planner`.
         least_slowdown: lower limit of the slowdown, see `Slowdown`.
         history: of earlier texts; updated with this text.
@@ -163,7 +163,7 @@ class AutoPlanner(Planner):
         super().__init__(None, can_merge=can_merge)
         self._history = history = history or History()
         self._keep = keep
-        self.plans = candidate_plans(costs, history.counts.correct(table)) if plans is None else tuple(plans)
+        self.plans = list_candidate_plans(costs, history.counts.correct(table)) if plans is None else tuple(plans)
         self._costs, self._acceptance = costs, Acceptance(table, self.plans, history.counts)
         self._slowdown = Slowdown(least_slowdown, history.slowdown)
         self._steps: dict[tuple[Plan, int], float] = {}  # cost of a round in plain steps, by plan and context length
@@ -276,7 +276,7 @@ class AutoPlanner(Planner):
         """Whether waiting for a context proposal is faster than the drafter's plan, which a proposal may extend."""
         chance, cumulative = forecast
         hit = self._add_context(CONTEXT_ONLY, cumulative, length)
-        waiting = _mix(chance, hit, predict(self._costs, CONTEXT_ONLY, length, NOTHING))
+        waiting = _mix(chance, hit, predict(self._costs, CONTEXT_ONLY, length, NO_DRAFT))
         otherwise = 1.0
         if plan is not None:
             miss = self._predict(plan, length)
@@ -291,12 +291,12 @@ class AutoPlanner(Planner):
         return max(extended, key=attrgetter("speedup"))
 
     def _predict(self, plan: Plan, length: int, copied: Sequence[float] = ()) -> Prediction:
-        cumulative = self._acceptance.cumulative(plan._replace(context=0)) if plan.depth else NOTHING
+        cumulative = self._acceptance.cumulative(plan._replace(context=0)) if plan.depth else NO_DRAFT
         if not plan.context:
             return predict(self._costs, plan, length, cumulative, self.slowdown)
-        cumulative, key = unite(cumulative, copied[: plan.context]), (plan, length // 128)
+        cumulative, key = combine_acceptance(cumulative, copied[: plan.context]), (plan, length // 128)
         if key not in self._steps:
-            self._steps[key] = predict(self._costs, plan, length, NOTHING).steps
+            self._steps[key] = predict(self._costs, plan, length, NO_DRAFT).steps
         tokens, replayed = sum(cumulative), 0.0
         if row_ms := self._costs.replay_row_ms:  # of the next round only, as matches do not follow each other
             replayed = (tokens - len(cumulative) * cumulative[-1]) * row_ms / self._costs.plain_ms(length)
@@ -326,7 +326,7 @@ def _mix(chance: float, hit: Prediction, miss: Prediction) -> float:
     return tokens / (chance * hit.steps + (1 - chance) * miss.steps)
 
 
-def starting_plan(costs: CostTable, table: AcceptanceTable, length: int) -> Plan | None:
+def find_starting_plan(costs: CostTable, table: AcceptanceTable, length: int) -> Plan | None:
     """The first plan after `WARM_UP` for a prompt of `length` tokens; None for plain decoding."""
     planner = AutoPlanner(costs, table)
     return [planner.next_plan(length) for _ in range(WARM_UP + 1)][-1]

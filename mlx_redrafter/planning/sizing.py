@@ -13,28 +13,28 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..drafters import DEFAULT, TRAINABLE, make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableArgs
-from ..engine.model_parts import model_sizes
+from ..engine.model_parts import find_model_sizes
 from ..engine.plan import DRAFT_DEPTH, chain_plan
 from ..engine.types import Kept
-from .costs import lower_quartile
+from .costs import find_lower_quartile
 from .measure import time_calls
 
-CHEAP = 0.05
+MAX_DRAFT_COST = 0.05
 """The maximum cost of a draft step, as a share of a plain step."""
 
 VOCABULARIES = (65536, 32768, 16384, 8192)
 """Draft vocabulary sizes to try, besides the target's full vocabulary."""
 
-WHOLE = 32768
+MAX_FULL_VOCABULARY = 32768
 """The largest vocabulary that a drafter may cover in full; of a larger one it covers at most a third."""
 
-SMALL = 16384
+MAX_SMALL_VOCABULARY = 16384
 """Draft vocabularies up to this size lose acceptance; larger ones omit only tokens that are rare in any text."""
 
 REPEATS, SECONDS = 7, 1.0  # maximum runs of a draft or plain step, and their time limit
 
 
-class Choice(NamedTuple):
+class SizeChoice(NamedTuple):
     """A drafter's size, and why it was chosen.
 
     Attributes:
@@ -46,32 +46,37 @@ class Choice(NamedTuple):
     reason: str
 
 
-def candidates(
+def list_candidates(
     hidden_size: int, vocab_size: int, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
 ) -> list[DrafterArgs]:
     """Sizes to try, best first: by number of weights, with small draft vocabularies last."""
-    most = vocab_size - 1 if vocab_size <= WHOLE else max(VOCABULARIES[-1], vocab_size // 3)
+    most = vocab_size - 1 if vocab_size <= MAX_FULL_VOCABULARY else max(VOCABULARIES[-1], vocab_size // 3)
     smaller: list[int | None] = [count for count in VOCABULARIES if count <= most]
     if not smaller and vocab_size >= 1024:
         smaller = [vocab_size // 2]
-    if vocab_size <= WHOLE:
+    if vocab_size <= MAX_FULL_VOCABULARY:
         smaller = [None, *smaller]
     sizes = [
         kind.for_training(hidden_size, vocab_size, depth=depth, draft_vocab_size=count, **own)
         for own, count in product(kind.sizes_to_try(hidden_size), smaller)
     ]
-    return sorted(sizes, key=lambda args: ((args.draft_vocab_size or SMALL + 1) > SMALL, n_weights(args)), reverse=True)
+
+    def rate(args: DrafterArgs) -> tuple[bool, int]:
+        is_small = args.draft_vocab_size is not None and args.draft_vocab_size <= MAX_SMALL_VOCABULARY
+        return not is_small, count_weights(args)
+
+    return sorted(sizes, key=rate, reverse=True)
 
 
-def n_weights(args: DrafterArgs) -> int:
+def count_weights(args: DrafterArgs) -> int:
     """The number of weights of a drafter with this config."""
     return sum(array.size for _, array in cast(Any, tree_flatten(make_drafter(args).parameters())))  # never evaluated
 
 
 def choose_size(
     model: nn.Module, dtype: mx.Dtype, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
-) -> Choice:
-    """The best of `candidates` whose draft step costs less than `CHEAP` of the model's plain step; both are timed.
+) -> SizeChoice:
+    """The best of `list_candidates` whose draft step costs less than `MAX_DRAFT_COST` of a plain step; both are timed.
 
     Sizes with too many bytes are not timed: decoding is memory-bound.
 
@@ -80,29 +85,29 @@ def choose_size(
         kind: of the drafter to train.
         depth: how many tokens it drafts.
     """
-    plain = plain_milliseconds(model)
-    sizes = candidates(*model_sizes(model), kind, depth)
-    budget = CHEAP * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
-    light = [args for args in sizes if n_weights(args) * dtype.size <= 1.5 * budget]
+    plain = time_plain_step(model)
+    sizes = list_candidates(*find_model_sizes(model), kind, depth)
+    budget = MAX_DRAFT_COST * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
+    light = [args for args in sizes if count_weights(args) * dtype.size <= 1.5 * budget]
     cost = 0.0
     for args in [*light[:: 1 + len(light) // 8], sizes[-1]]:  # evenly spread, then the fallback
-        cost = draft_milliseconds(model, args, dtype) / plain
-        if cost < CHEAP:
-            reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {CHEAP:.0%}"
-            return Choice(args, reason)
+        cost = time_draft_step(model, args, dtype) / plain
+        if cost < MAX_DRAFT_COST:
+            reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {MAX_DRAFT_COST:.0%}"
+            return SizeChoice(args, reason)
     reason = f"no size is cheap enough; the smallest costs {cost:.1%} of a plain step ({plain:.2f} ms) per draft step"
-    return Choice(sizes[-1], reason)
+    return SizeChoice(sizes[-1], reason)
 
 
-def plain_milliseconds(model: nn.Module) -> float:
+def time_plain_step(model: nn.Module) -> float:
     """Milliseconds of one step of plain decoding after a few tokens."""
     cache, token = make_prompt_cache(model), mx.zeros((1, 1), mx.int32)
     calls = {"step": lambda: mx.eval(mx.argmax(model(token, cache=cache)[:, -1], axis=-1))}
     calls["step"]()
-    return lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["step"])
+    return find_lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["step"])
 
 
-def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
+def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
     """Milliseconds per step of a chain, drafted by a random drafter of this config and dtype."""
     drafter, token, plan = make_drafter(args), mx.zeros((1,), mx.int32), chain_plan(steps)
     drafter.set_dtype(dtype)
@@ -110,6 +115,6 @@ def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, ste
     hidden = dict.fromkeys(source.capture, mx.zeros((1, args.hidden_size), dtype))
     source.keep(Kept(token, hidden, None, 1, 0))
     mx.eval(drafter.parameters(), source.state)
-    calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, ordered=False))}
+    calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, in_level_order=False))}
     calls["draft"]()
-    return lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]) / steps
+    return find_lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]) / steps

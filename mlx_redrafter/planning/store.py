@@ -18,11 +18,11 @@ from mlx.utils import tree_flatten
 from .. import ranks
 from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
-from ..engine.model_parts import model_name
-from ..errors import one_line, warn
+from ..engine.model_parts import find_module_name
+from ..errors import join_lines, warn
 from .acceptance import Count, Counts
 from .costs import CostTable, is_disturbed, parse_costs
-from .machine import cache_directory, describe_machine
+from .machine import describe_machine, find_cache_directory
 from .measure import measure_costs
 
 MIN_NEW = 32
@@ -36,25 +36,25 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         trees: whether both take trees.
         refresh: measure even if a table is saved.
     """
-    described = {"format": 7, "machine": describe_machine(), "model": model_name(model), "trees": trees}
+    described = {"format": 7, "machine": describe_machine(), "model": find_module_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
-    if ranks.count() > 1:
+    if ranks.count_ranks() > 1:
         described["ranks"] = ranks.gather(describe_machine())
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
     file, tries = Path("costs", f"{name}.json"), 0
-    found = ranks.share({} if refresh else _read_object(lambda: cache_directory() / file))
+    found = ranks.share({} if refresh else _read_object(lambda: find_cache_directory() / file))
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         kept, tries = parse_costs(found["costs"]), int(found["tries"])
         if tries >= 3 or not is_disturbed(kept):
             return kept
     costs = measure_costs(model, drafter, trees=trees)
-    if ranks.index():
+    if ranks.get_rank():
         return costs
     text = json.dumps({"of": described, "tries": tries + 1, "costs": costs._asdict()}, indent=1)
     try:
-        write_text(cache_directory() / file, text + "\n")
+        write_text(find_cache_directory() / file, text + "\n")
     except (OSError, RuntimeError) as error:
-        warn(f"cannot save the measured costs: {one_line(error)}")
+        warn(f"cannot save the measured costs: {join_lines(error)}")
     return costs
 
 
@@ -97,7 +97,7 @@ def _parse(pair: list[float]) -> Count:
 
 def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
     """Saves the counts for the next process if enough are new; write errors are ignored."""
-    if counts.n_new >= MIN_NEW and ranks.index() == 0:
+    if counts.n_new >= MIN_NEW and ranks.get_rank() == 0:
         counts.n_new = 0
         with suppress(OSError, RuntimeError):
             write_text(
@@ -107,6 +107,6 @@ def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
 
 def _find_file(model: nn.Module, drafter: Drafter) -> Path:
     """The file of the counts, named by both models and a sample of the drafter's tensors."""
-    described = [model_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
+    described = [find_module_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + sample_tensors(drafter))
-    return cache_directory() / "acceptance" / f"{digest.hexdigest()[:24]}.json"
+    return find_cache_directory() / "acceptance" / f"{digest.hexdigest()[:24]}.json"

@@ -14,7 +14,7 @@ from .text_stream import Segment
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
-BILLING = "x-anthropic-billing-header:"
+BILLING_PREFIX = "x-anthropic-billing-header:"
 """Prefix of a text in Claude Code's system prompt that differs in every request."""
 
 STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -28,9 +28,9 @@ class Messages(Completion[CountTokensBody]):
     def __init__(self, service: Service, body: CountTokensBody) -> None:
         super().__init__(service, body)
         self.messages = read_messages(body)
-        self.prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
-        self.tools, self.forced = choose_tools(read_tools(body.tools), body.tool_choice)
-        self.form, thinking = body.output_config.format or body.output_format, body.thinking.get("type")
+        self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
+        self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.answer_format, thinking = body.output_config.format or body.output_format, body.thinking.get("type")
         self.template_args = {
             "enable_thinking": None if thinking is None else thinking != "disabled",
             "reasoning_effort": body.output_config.effort,
@@ -41,16 +41,16 @@ class Messages(Completion[CountTokensBody]):
             "model": service.names[0], "stop_reason": None, "stop_sequence": None,
         }  # fmt: skip
 
-    async def events(self, answer: Answer) -> AsyncIterator[Event]:
+    async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
         yield {"type": "message_start", "message": self.reply | {"usage": describe_usage(answer)}}
-        async for step, segment in answer.blocks():
+        async for step, segment in answer.read_blocks():
             if step == "begin":
                 self._content.append(make_block(segment))
-                yield self._block_event("start", content_block=self._content[-1])
+                yield self._make_block_event("start", content_block=self._content[-1])
             elif step == "add":
-                yield self._block_event("delta", delta=self._add_segment(segment))
+                yield self._make_block_event("delta", delta=self._add_segment(segment))
             else:
-                yield self._block_event("stop")
+                yield self._make_block_event("stop")
         stopped_by = answer.texts[0].stopped_by
         reason = "stop_sequence" if stopped_by is not None else STOP_REASONS.get(answer.finish_reason)
         ended = {"stop_reason": reason, "stop_sequence": stopped_by}
@@ -62,7 +62,7 @@ class Messages(Completion[CountTokensBody]):
         ended = {"stop_reason": None, "stop_sequence": None}
         return {"type": "message_delta", "delta": ended, "usage": {"output_tokens": 0}}
 
-    def _block_event(self, what: str, **fields: Any) -> Event:
+    def _make_block_event(self, what: str, **fields: Any) -> Event:
         return {"type": f"content_block_{what}", "index": len(self._content) - 1, **fields}
 
     def _add_segment(self, segment: Segment) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def read_messages(body: CountTokensBody) -> list[Message]:
     """
     blocks = body.system if isinstance(body.system, list) else [{"type": "text", "text": body.system or ""}]
     texts = [join_parts([block], "system") for block in blocks]
-    system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
+    system = "\n\n".join(text for text in texts if not text.startswith(BILLING_PREFIX))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     return messages + [each for at, message in enumerate(body.messages) for each in read_message(message, at)]
 

@@ -63,14 +63,14 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
 
     async def show_health(request: Request) -> Response:
         engine = service.engine
-        status = "ok" if engine.alive else "unavailable"
+        status = "ok" if engine.is_alive else "unavailable"
         scheduler = engine.scheduler
-        counts = {"running": len(scheduler.rows), "queue": engine.queued, "mode": scheduler.mode}
+        counts = {"running": len(scheduler.rows), "queue": engine.n_queued, "mode": scheduler.mode}
         names = {"model": service.model_name, "drafter": service.drafter_name}
-        return JSONResponse({"status": status} | names | counts, 200 if engine.alive else 503)
+        return JSONResponse({"status": status} | names | counts, 200 if engine.is_alive else 503)
 
     async def show_metrics(request: Request) -> Response:
-        return Response(service.metrics.text(), media_type=service.metrics.content_type)
+        return Response(service.metrics.format_text(), media_type=service.metrics.content_type)
 
     async def list_models(request: Request) -> Response:
         """Lists the names under which the model is served, with the fields of both OpenAI and Anthropic."""
@@ -132,14 +132,14 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
     answer = Answer(completion, prompt, "" if request.client is None else request.client.host)
     if body.stream:
         return EventStream(completion, answer)
-    with running(cancel_on_disconnect(request, answer), log_progress(answer)), closing(answer):
-        async for _ in completion.events(answer):
+    with run_tasks(cancel_on_disconnect(request, answer), log_progress(answer)), closing(answer):
+        async for _ in completion.render_events(answer):
             pass
         return JSONResponse(completion.reply)
 
 
 @contextmanager
-def running(*coroutines: Coroutine[Any, Any, None]) -> Iterator[None]:
+def run_tasks(*coroutines: Coroutine[Any, Any, None]) -> Iterator[None]:
     """Runs coroutines as tasks, and cancels them when the context exits."""
     tasks = [asyncio.create_task(each) for each in coroutines]
     try:
@@ -197,7 +197,7 @@ async def log_progress(answer: Answer) -> None:
 async def stream_events(completion: Completion[Any], answer: Answer) -> AsyncIterator[str]:
     """Yields the reply as server-sent events; if generation fails, the last event is an error."""
     try:
-        async for event in completion.events(answer):
+        async for event in completion.render_events(answer):
             yield format_event(event)
     except GenerationFailed as error:
         yield format_event(completion.describe_failure(make_api_error(error)))
@@ -226,7 +226,7 @@ class EventStream(StreamingResponse):
             self._is_silent = False
             await send(message)
 
-        with running(self._keep_alive(send), log_progress(self._answer)), closing(self._answer):
+        with run_tasks(self._keep_alive(send), log_progress(self._answer)), closing(self._answer):
             await super().__call__(scope, receive, send_event)
 
     async def _keep_alive(self, send: Send) -> None:

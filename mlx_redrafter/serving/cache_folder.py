@@ -22,14 +22,14 @@ from filelock import FileLock, Timeout
 from mlx_lm.models import cache as prompt_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from ..atomic_files import expand_path, final_name, replace_file
+from ..atomic_files import expand_path, find_final_name, replace_file
 from ..engine import kv_cache
-from ..engine.model_parts import model_name
-from ..errors import RedrafterError, one_line
+from ..engine.model_parts import find_module_name
+from ..errors import RedrafterError, join_lines
 from ..options import CACHE_OPTIONS, Options
 from ..planning.store import digest_tensors, sample_tensors
 
-NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}\.safetensors")
+FILE_NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}\.safetensors")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 MAX_FILES = 500
@@ -57,19 +57,19 @@ class CacheFolder:
         self._lock = FileLock(path / ".lock", timeout=0, mode=FILE_MODE, thread_local=False)
         try:
             path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            other = next((each for each in os.listdir(path) if not (each[0] == "." or NAME.fullmatch(each))), None)
+            other = next((each for each in os.listdir(path) if not (each[0] == "." or FILE_NAME.fullmatch(each))), None)
             if other is not None:
                 raise RedrafterError(f"expected a folder of prompt caches only, got {path}, which holds {other}")
             self._lock.acquire()
             path.chmod(FOLDER_MODE)
             for each in path.iterdir():
-                if each.name != final_name(each.name) and NAME.fullmatch(final_name(each.name)):
+                if each.name != find_final_name(each.name) and FILE_NAME.fullmatch(find_final_name(each.name)):
                     each.unlink()  # left by a process that was killed while writing
         except Timeout:
             raise RedrafterError(f"another process keeps its prompt caches in {path}") from None
         except OSError as error:
-            raise RedrafterError(f"expected a folder for prompt caches, got {path}: {one_line(error)}") from error
-        own = [model_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
+            raise RedrafterError(f"expected a folder for prompt caches, got {path}: {join_lines(error)}") from error
+        own = [find_module_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
         own += [repr(getattr(options, each)) for each in CACHE_OPTIONS]
         own += [version(each) for each in ("mlx-redrafter", "mlx-lm", "mlx")]
         self._key = hashlib.sha256(json.dumps(own).encode() + sample_tensors(model)).hexdigest()[:16]
@@ -146,7 +146,7 @@ class CacheFolder:
 
     def remove_damaged(self, file: Path, error: Exception) -> None:
         """Removes a file that cannot be read, and logs why."""
-        logging.warning("Removing the damaged prompt cache %s: %s", file, one_line(error))
+        logging.warning("Removing the damaged prompt cache %s: %s", file, join_lines(error))
         file.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -157,4 +157,4 @@ class CacheFolder:
         """Returns the files of all models, least recently used first; none if the folder is gone."""
         if not self._path.is_dir():
             return []
-        return sorted((each for each in self._path.iterdir() if NAME.fullmatch(each.name)), key=os.path.getmtime)
+        return sorted((each for each in self._path.iterdir() if FILE_NAME.fullmatch(each.name)), key=os.path.getmtime)

@@ -17,7 +17,7 @@ from ..options import FLAGS, Options, add_options
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-OF_REQUESTS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
+REQUEST_OPTIONS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
 """Options without a flag here: requests set them, or they keep their defaults."""
 
 
@@ -53,7 +53,7 @@ def make_parser() -> Parser:
     add("--use-default-chat-template", action="store_true", help="the tokenizer's default template if it has no other")
     add("--chat-template-args", type=json_object, default={}, help="JSON object of additional template arguments")
     group = parser.add_argument_group("decoding defaults, unless a request sets its own")
-    add_options(group, without=(*OF_REQUESTS, "max_tokens"))
+    add_options(group, without=(*REQUEST_OPTIONS, "max_tokens"))
     group.add_argument("--max-tokens", "-m", type=int, default=-1,
         help="maximum tokens of an answer (default: -1, the rest of the context)")  # fmt: skip
     group.add_argument("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name for --draft-depth")
@@ -125,7 +125,7 @@ def read_key(name: str) -> str:
     Raises:
         OSError, ValueError: the file cannot be read, or is not UTF-8.
     """
-    if ranks.index():
+    if ranks.get_rank():
         return "none"
     return Path(name).expanduser().read_text(encoding="utf-8")
 
@@ -147,13 +147,13 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
             raise RedrafterError("the key must be printable ASCII, and not empty")
     elif args.host not in LOOPBACK:
         raise RedrafterError(f"--host {args.host} needs a key: expected --api-key-file or --api-key, got neither")
-    if args.prompt_cache_dir is not None and ranks.count() > 1:
-        raise RedrafterError(f"--prompt-cache-dir needs a single process, got {ranks.count()} ranks")
+    if args.prompt_cache_dir is not None and ranks.count_ranks() > 1:
+        raise RedrafterError(f"--prompt-cache-dir needs a single process, got {ranks.count_ranks()} ranks")
     if args.answers is not None and args.host not in LOOPBACK:
         raise RedrafterError(
             f"--answers is for one user, as timing would reveal past answers to others: expected a --host among "
             f"{', '.join(LOOPBACK)}, got {args.host}"
         )
-    names = [name for name in FLAGS if name not in OF_REQUESTS]
+    names = [name for name in FLAGS if name not in REQUEST_OPTIONS]
     args.options = Options(**{name: getattr(args, name) for name in names})
     return args

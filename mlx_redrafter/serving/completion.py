@@ -1,7 +1,7 @@
 """The path of a request, the same for all APIs.
 
 `Completion(service, body)` reads a parsed body, `make_prompt(completion)` encodes its prompt, `Answer(completion,
-prompt, client)` submits it to the engine, and `completion.events(answer)` renders the tokens.
+prompt, client)` submits it to the engine, and `completion.render_events(answer)` renders the tokens.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ..engine.grammar import Grammar
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..session.chat_template import render
-from .conversation import Message, Tool, Tools, arrange, relax
+from .conversation import Message, Tool, Tools, arrange, list_variants
 from .engine import Engine
 from .json_schemas import find_violation
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import Request
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
-from .structured_output import Asked, GrammarCompiler
+from .structured_output import Constraint, GrammarCompiler
 from .text_stream import Segment, TextStream
 from .types import TokenEvent
 
 Event = dict[str, Any]
 
-PLAIN = "none"
+NO_DRAFT_MODEL = "none"
 """A `draft_model` that requests plain decoding, for clients that cannot send null."""
 
 ANY_NAME = "*"
@@ -105,15 +105,15 @@ class Completion(ABC, Generic[AnyBody]):
     Attributes:
         last_line: sent at the end of a stream.
         messages: the conversation, for `conversation.arrange`.
-        prefilled: whether the last message is the beginning of the answer.
-        tools, forced: the tools that may be called, and those of which one must be called.
-        form: the format that the answer must follow; None for free text.
+        is_prefilled: whether the last message is the beginning of the answer.
+        tools, forced_tools: the tools that may be called, and those of which one must be called.
+        answer_format: the format that the answer must follow; None for free text.
         template_args: variables of the chat template, which `chat_template_kwargs` overrides; None values are dropped.
         role_mapping: what precedes each role's text if there is no template.
         choices: how many answers to make; with a seed, choice i uses seed + i.
         top_logprobs: likeliest tokens to return with each token; None for no log-probabilities.
         include_drafts: whether chunks contain the rounds' draft trees.
-        reply: the non-streamed reply, complete once `events` has ended.
+        reply: the non-streamed reply, complete once `render_events` has ended.
 
     Raises:
         ApiError: messages or tools are malformed.
@@ -121,8 +121,8 @@ class Completion(ABC, Generic[AnyBody]):
 
     body_type: ClassVar[type[Any]]
     last_line: ClassVar[str] = ""
-    prefilled = False
-    form: AnswerFormat | None = None
+    is_prefilled = False
+    answer_format: AnswerFormat | None = None
     role_mapping: dict[str, str] | None = None
     choices = 1
     top_logprobs: int | None = None
@@ -132,7 +132,7 @@ class Completion(ABC, Generic[AnyBody]):
         self.service, self.body = service, body
         self.messages: list[Message] = []
         self.tools: Tools = {}
-        self.forced: Tools = {}
+        self.forced_tools: Tools = {}
         self.template_args: dict[str, Any] = {}
         self.reply: Event = {}
 
@@ -143,10 +143,10 @@ class Completion(ABC, Generic[AnyBody]):
             RedrafterError: the template rejects the messages or is given by the client, or tools are not supported.
         """
         service, own, tools = self.service, self.body.chat_template_kwargs, self.tools
-        tokenizer, prefilled = service.tokenizer, self.prefilled
+        tokenizer, prefilled = service.tokenizer, self.is_prefilled
         if "chat_template" in own:  # it might loop forever
             raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
-        if tools and not (tokenizer.has_tool_calling or self.forced):
+        if tools and not (tokenizer.has_tool_calling or self.forced_tools):
             raise ApiError("tools are not supported by this model: mlx-lm has no tool parser for its tokenizer")
         messages = arrange(self.messages)
         if not tokenizer.has_chat_template:
@@ -154,7 +154,7 @@ class Completion(ABC, Generic[AnyBody]):
         given = {name: value for name, value in self.template_args.items() if value is not None}
         args = service.args.chat_template_args | given | own | {"tools": describe_tools(tools) or None}
         errors: list[RedrafterError] = []
-        for variant in (messages, *relax(messages)):
+        for variant in (messages, *list_variants(messages)):
             try:
                 text = render(tokenizer, variant, args, prefilled=prefilled)
                 break
@@ -171,11 +171,11 @@ class Completion(ABC, Generic[AnyBody]):
         return Prompt(prompt, state, prefix_lengths=lengths)
 
     @abstractmethod
-    def events(self, answer: Answer) -> AsyncIterator[Event]:
+    def render_events(self, answer: Answer) -> AsyncIterator[Event]:
         """Yields the data of server-sent events in the API's order, and fills `reply`.
 
         Raises:
-            GenerationFailed: see `Answer.pieces`.
+            GenerationFailed: see `Answer.read_pieces`.
         """
 
     @abstractmethod
@@ -204,19 +204,19 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
         RedrafterError: the messages, tools or format cannot be used, or not together.
     """
     service, prompt = completion.service, completion.encode_prompt()
-    asked: Asked | None = completion.form.schema_to_follow if completion.form else None
+    constraint: Constraint | None = completion.answer_format.schema_to_follow if completion.answer_format else None
     unless: tuple[int, ...] = ()
-    if completion.forced:
-        asked = [tool.function for tool in completion.forced.values()]
-    elif asked is not None and completion.tools:
+    if completion.forced_tools:
+        constraint = [tool.function for tool in completion.forced_tools.values()]
+    elif constraint is not None and completion.tools:
         if not service.tokenizer.tool_call_start:
             raise ApiError("expected tools or a format, got both: this model's tool calls have no start token")
         unless = tuple(service.tokenizer.tool_call_start_tokens)
-    if asked is None:
+    if constraint is None:
         return prompt
-    if completion.prefilled:
+    if completion.is_prefilled:
         raise ApiError("an answer begun by the last message cannot follow a format or be a forced tool call")
-    grammar = service.grammars.compile(asked, prompt.state, unless)
+    grammar = service.grammars.compile(constraint, prompt.state, unless)
     return Prompt(prompt.tokens, prompt.state, grammar, prompt.prefix_lengths)
 
 
@@ -242,7 +242,7 @@ class Answer:
 
     Attributes:
         n_tokens, n_reasoning: how many tokens were received so far, and how many of them are reasoning.
-        choice: index of the choice that `pieces` is reading.
+        choice: index of the choice that `read_pieces` is reading.
         finish_reason: "stop", "length" or "tool_calls" after the last token of a choice, None before.
 
     Raises:
@@ -256,11 +256,11 @@ class Answer:
         asked = {
             "grammar": prompt.grammar,
             "top_logprobs": completion.top_logprobs or 0,
-            "draft": body.draft_model not in (None, PLAIN),
+            "draft": body.draft_model not in (None, NO_DRAFT_MODEL),
             "include_drafts": completion.include_drafts,
             "client": client,
             "prefix_lengths": prompt.prefix_lengths,
-            **body.sampling(),
+            **body.get_sampling_options(),
         }
         if limit is not None and not 0 < asked.get("max_tokens", service.args.options.max_tokens) <= limit:
             asked["max_tokens"] = limit
@@ -269,7 +269,7 @@ class Answer:
         self.texts: list[TextStream] = []
         self.choice = self.n_tokens = self.n_reasoning = 0
         self.finish_reason: str | None = None
-        functions, is_call = describe_tools(completion.tools), bool(completion.forced)
+        functions, is_call = describe_tools(completion.tools), bool(completion.forced_tools)
         try:
             for at in range(completion.choices):
                 seed = {} if body.seed is None else {"seed": body.seed + at}
@@ -277,17 +277,17 @@ class Answer:
                 self.texts.append(TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call))
         except RedrafterError as error:
             self.close()
-            raise make_api_error(error, engine.queued) from error
+            raise make_api_error(error, engine.n_queued) from error
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def read_pieces(self) -> AsyncIterator[Piece]:
         """Yields the tokens of one choice after the other. A stop string ends a choice.
 
         Raises:
             GenerationFailed: the engine failed or is shutting down, or the answer's schema is too complex.
         """
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
-            self.choice, said = choice, list[Segment]()
-            async for event in request.events():
+            self.choice, segments_so_far = choice, list[Segment]()
+            async for event in request.read_events():
                 self.n_tokens += 1
                 self.n_reasoning += text.is_reasoning
                 reason: str | None = event.finish_reason
@@ -295,24 +295,24 @@ class Answer:
                 if text.stopped_by is not None:
                     reason = "stop"
                     request.cancel()
-                said += segments
+                segments_so_far += segments
                 if event.finish_reason == "stop" and text.stopped_by is None:
-                    self._completion.service.prompt_thread.submit(log_violations, self._completion, said)
+                    self._completion.service.prompt_thread.submit(log_violations, self._completion, segments_so_far)
                 self.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
                 yield Piece(choice, event, shown, segments, self.finish_reason)
                 if reason is not None:
                     break
 
-    async def blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
+    async def read_blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
         """Yields the segments of a single choice in blocks, each from "begin" to "end".
 
         Every tool call is a block of its own; otherwise a segment of another kind begins a new block.
 
         Raises:
-            GenerationFailed: see `pieces`.
+            GenerationFailed: see `read_pieces`.
         """
         last: Segment | None = None
-        async for piece in self.pieces():
+        async for piece in self.read_pieces():
             for segment in piece.segments:
                 if last is None or segment.kind != last.kind or segment.kind == "tool_call":
                     if last is not None:
@@ -369,7 +369,7 @@ def check_limits(completion: Completion[Any]) -> None:
         ApiError: it names another drafter or adapter, or exceeds a limit.
     """
     service, body, choices = completion.service, completion.body, completion.choices
-    args, drafters = service.args, [name for name in (service.drafter_name, PLAIN) if name]
+    args, drafters = service.args, [name for name in (service.drafter_name, NO_DRAFT_MODEL) if name]
     limit = args.max_completion_tokens
     if body.draft_model not in (None, DEFAULT_MODEL, find_drafter_name(args), *drafters):
         raise ApiError(f"expected draft_model {' or '.join(drafters)}, got {body.draft_model!r:.100}")
@@ -384,7 +384,7 @@ def check_limits(completion: Completion[Any]) -> None:
 
 def log_violations(completion: Completion[Any], segments: list[Segment]) -> None:
     """Logs where a finished answer breaks a strict schema, as grammars do not enforce all keywords."""
-    form, texts = completion.form, [segment.text for segment in segments if segment.kind == "text"]
+    form, texts = completion.answer_format, [segment.text for segment in segments if segment.kind == "text"]
     calls = [(segment, completion.find_tool(segment)) for segment in segments if segment.kind == "tool_call"]
     checked = [(tool.name, tool.function.get("parameters"), call.text) for call, tool in calls if tool.is_strict]
     if form is not None and form.is_strict and not calls:

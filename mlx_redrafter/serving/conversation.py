@@ -121,7 +121,7 @@ def flatten(message: Message, where: str) -> Message:
     return flat
 
 
-def relax(messages: Sequence[Message]) -> list[list[Message]]:
+def list_variants(messages: Sequence[Message]) -> list[list[Message]]:
     """Returns variants to try if a template rejects the messages. Each keeps the changes of the previous ones.
 
     Text arguments of calls become objects; consecutive turns of one role are joined; the system message moves into the

@@ -30,7 +30,7 @@ from ..engine.decode import on_stream
 from ..engine.model_parts import find_context_length
 from ..engine.request_checks import check_request
 from ..engine.wired_limit import wired_limit
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..options import Options
 from .request import Request
 from .scheduler import Scheduler
@@ -48,12 +48,12 @@ from .types import (
 if TYPE_CHECKING:
     from .structured_output import GrammarCompiler
 
-CLOSING = "the server is shutting down"
+CLOSING_MESSAGE = "the server is shutting down"
 
 IDLE_SECONDS = 0.05
 """Interval at which idle ranks exchange a message with rank 0."""
 
-SAVE_AFTER = 5.0
+SAVE_DELAY_SECONDS = 5.0
 """Idle seconds before prompt caches are written to their folder."""
 
 
@@ -85,7 +85,7 @@ class Engine:
         max_prompt_tokens: maximum length of a prompt; None for no limit.
         context_length: maximum length of prompt and answer together; None reads the model's config.
         decode_concurrency: maximum number of running requests.
-        prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes `default_bytes`.
+        prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes `find_default_bytes`.
         prompt_cache_dir: a folder that saves as many bytes of them for the next start; None for none.
 
     Attributes:
@@ -137,12 +137,12 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the engine can serve requests."""
         return self._thread.is_alive()
 
     @property
-    def queued(self) -> int:
+    def n_queued(self) -> int:
         """How many requests wait."""
         return len(self._queue)
 
@@ -166,7 +166,7 @@ class Engine:
         """
         with self._condition:
             self._closing = True
-            self._drop_waiting(EngineClosed(CLOSING))
+            self._drop_waiting(EngineClosed(CLOSING_MESSAGE))
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -196,7 +196,7 @@ class Engine:
         request = self._make_request(asyncio.get_running_loop(), prompt, **asked)
         with self._condition:
             if self._closing or not self._thread.is_alive():
-                raise EngineClosed(CLOSING)
+                raise EngineClosed(CLOSING_MESSAGE)
             self._drop_waiting()
             if len(self._queue) >= self._max_queue:
                 raise QueueFull(f"{self._max_queue} requests are waiting already")
@@ -228,7 +228,7 @@ class Engine:
             request = Request(loop, self._defaults, prompt, **asked)
             request.options.make_sampler(0).check(self.vocab_size)  # `asked` has a seed, so 0 is not used
         except ValueError as error:
-            raise RequestError(one_line(error)) from error
+            raise RequestError(join_lines(error)) from error
         if length is not None and not 0 < request.options.max_tokens <= length - len(prompt):
             request.options = replace(request.options, max_tokens=length - len(prompt))
         return request
@@ -249,7 +249,7 @@ class Engine:
             self._clients -= Counter([request.client])  # keeps no zeros
         error = None if isinstance(reason, str) else reason
         if error is not None and not isinstance(error, GenerationFailed):
-            error = GenerationFailed(one_line(error))
+            error = GenerationFailed(join_lines(error))
         request.send(error)
 
     # The methods below run in the engine's thread.
@@ -269,15 +269,15 @@ class Engine:
                         break
                     self.scheduler.step(*decisions[:-1])
                 except Exception as error:
-                    if ranks.count() > 1:  # the others may have continued
-                        ranks.exit_with_error(f"{type(error).__name__}: {one_line(error)}")
+                    if ranks.count_ranks() > 1:  # the others may have continued
+                        ranks.exit_with_error(f"{type(error).__name__}: {join_lines(error)}")
                     logging.exception("The engine failed; all running requests are aborted")
                     self.scheduler.abort(error)
             self.scheduler.close()
 
     def _save_while_idle(self) -> None:
         """Writes prompt caches to their folder, one file at a time, while there is nothing to decode."""
-        seconds = SAVE_AFTER
+        seconds = SAVE_DELAY_SECONDS
         while self.scheduler.prompt_cache.has_unsaved:
             with self._condition:
                 if self._condition.wait_for(lambda: self._queue or self.scheduler.rows or self._closing, seconds):
@@ -290,17 +290,17 @@ class Engine:
 
         Idle ranks exchange a message every `IDLE_SECONDS`, as waiting for one would keep a core busy.
         """
-        is_alone = ranks.count() == 1
+        is_alone = ranks.count_ranks() == 1
         with self._condition:
             if not (self._queue or self.scheduler.rows):
                 mx.clear_cache()
                 self._condition.wait_for(lambda: self._queue or self._closing, None if is_alone else IDLE_SECONDS)
-            if ranks.index():
+            if ranks.get_rank():
                 return None
             self._drop_waiting()
             ended: dict[Request, str | Exception] = {row: "cancelled" for row in self.scheduler.rows if row.cancelled}
             if self._aborting:
-                ended = dict.fromkeys(self.scheduler.rows, EngineClosed(CLOSING))
+                ended = dict.fromkeys(self.scheduler.rows, EngineClosed(CLOSING_MESSAGE))
             started = self.scheduler.choose(self._queue, ended)
             for row in started:
                 self._queue.remove(row)
@@ -317,11 +317,11 @@ class Engine:
 
     def _share(self, own: Decisions | None) -> Decisions:
         """Returns rank 0's decisions on every rank. All ranks have the same rows in the same order."""
-        if ranks.count() == 1:
+        if ranks.count_ranks() == 1:
             assert own is not None
             return own
         rows = list(self.scheduler.rows)
-        if ranks.CHECK in os.environ:
+        if ranks.CHECK_VARIABLE in os.environ:
             texts = ranks.gather([(len(row.text), row.text[-1], row.read) for row in rows])
             if any(each != texts[0] for each in texts):
                 raise RedrafterError(f"the ranks decode different texts: {texts}")

@@ -13,13 +13,13 @@ from referencing import Registry
 
 Schema = dict[str, Any]
 
-MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 """Keywords whose value maps names to schemas."""
 
-VALUES = ("const", "enum", "default", "examples", "example")
+DATA_KEYWORDS = ("const", "enum", "default", "examples", "example")
 """Keywords whose value is data, not a schema."""
 
-GROUPS = [
+KEYWORD_GROUPS = [
     ("$schema",),
     ("pattern",),
     ("patternProperties",),
@@ -41,18 +41,18 @@ def drop_refused(schema: Schema, refuses: Callable[[Schema], bool]) -> tuple[Sch
     """
     schema, dropped = deepcopy(schema), list[str]()
     for part in list(find_parts(schema)):
-        for group in GROUPS:
+        for group in KEYWORD_GROUPS:
             names = [name for name in group if name in part]
             own = {name: part[name] for name in ("type", *names) if name in part}
             if isinstance(own.get("patternProperties"), dict):
                 own = {"patternProperties": dict.fromkeys(own["patternProperties"], True)}
             if names and refuses(own) and is_schema(own):
                 dropped.append(", ".join(f"{name} {part[name]!r:.80}" for name in names))
-                drop(part, names)
+                drop_keywords(part, names)
     return schema, dropped
 
 
-def drop(part: Schema, names: Sequence[str]) -> None:
+def drop_keywords(part: Schema, names: Sequence[str]) -> None:
     """Removes keywords in place.
 
     `additionalProperties` goes with `patternProperties`, as it would forbid what the patterns allow.
@@ -71,8 +71,8 @@ def find_parts(schema: Any) -> Iterator[Schema]:
     elif isinstance(schema, dict):
         yield schema
         for name, value in schema.items():
-            if name not in VALUES:
-                is_map = name in MAPS and isinstance(value, dict)
+            if name not in DATA_KEYWORDS:
+                is_map = name in MAP_KEYWORDS and isinstance(value, dict)
                 yield from find_parts(list(value.values()) if is_map else value)
 
 
@@ -96,7 +96,7 @@ def find_violation(schema: Schema, text: str) -> str | None:
         return "it is not JSON"
     schema = deepcopy(schema)
     for part in list(find_parts(schema)):
-        drop(part, ("pattern", "patternProperties"))
+        drop_keywords(part, ("pattern", "patternProperties"))
     validator: Any = validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
     error = best_match(validator.iter_errors(value))
     return None if error is None else f"{error.json_path} breaks {error.validator}"

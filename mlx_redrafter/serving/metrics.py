@@ -46,7 +46,7 @@ class Metrics(Collector):
             self._first.observe(request.time_to_first_token)
             self._answered.observe(time.perf_counter() - request.submitted)
 
-    def text(self) -> bytes:
+    def format_text(self) -> bytes:
         """Returns all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
@@ -74,7 +74,7 @@ class Metrics(Collector):
                 family.add_metric([key] if key else [], number)
             yield family
         for name, text, gauge in (
-            ("queue_length", "Waiting requests", engine.queued),
+            ("queue_length", "Waiting requests", engine.n_queued),
             ("running", "Running requests", len(engine.scheduler.rows)),
             ("prompt_cache_bytes", "Size of the prompt cache", engine.scheduler.prompt_cache.nbytes),
             ("active_memory_bytes", "Memory of MLX arrays in use", mx.get_active_memory()),

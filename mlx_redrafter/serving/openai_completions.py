@@ -18,7 +18,7 @@ from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment, find_bytes
 from .types import TokenEvent
 
-IMPOSSIBLE = -9999.0
+IMPOSSIBLE_LOGPROB = -9999.0
 """Log-probability of an impossible token, as in OpenAI's API: JSON has no infinity."""
 
 AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
@@ -32,7 +32,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
 
     def __init__(self, service: Service, body: AnyOpenAIBody) -> None:
         super().__init__(service, body)
-        self.form, self.choices = body.response_format, body.n
+        self.answer_format, self.choices = body.response_format, body.n
         self.include_drafts = body.stream and bool(body.stream_options.get("include_drafts"))
         self.reply = {
             "id": f"chatcmpl-{uuid.uuid4()}",
@@ -49,10 +49,10 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         """Returns the field `logprobs` of a choice."""
         return {"content": tokens}
 
-    async def events(self, answer: Answer) -> AsyncIterator[Event]:
+    async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
         """Yields the chunks of a stream; without a stream, puts whole choices into the reply."""
         choices, segments, logprobs, drafts = list[Event](), list[Segment](), list[Event](), Event()
-        async for piece in answer.pieces():
+        async for piece in answer.read_pieces():
             segments += piece.segments
             if self.top_logprobs is not None:
                 logprobs.append(self._describe_token(piece.event))
@@ -81,7 +81,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         tokenizer = self.service.tokenizer
 
         def describe(token: int, logprob: float) -> dict[str, Any]:
-            text, found = tokenizer.decode([token]), logprob if math.isfinite(logprob) else IMPOSSIBLE
+            text, found = tokenizer.decode([token]), logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB
             return {"id": token, "token": text, "bytes": find_bytes(tokenizer, token, text), "logprob": found}
 
         top = [describe(*each) for each in event.top_logprobs]
@@ -107,7 +107,7 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
     def __init__(self, service: Service, body: ChatBody) -> None:
         super().__init__(service, body)
         self.messages, self.role_mapping = body.messages, body.role_mapping
-        self.tools, self.forced = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
         self.template_args = {"reasoning_effort": body.reasoning_effort}
         if body.logprobs or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs)

@@ -37,8 +37,8 @@ class Responses(Completion[ResponsesBody]):
         self.messages = read_items(body.input, service)
         if body.instructions:
             self.messages.insert(0, {"role": "system", "content": body.instructions})
-        self.tools, self.forced = choose_tools(read_tools(body.tools), body.tool_choice)
-        self.form, self.template_args = body.text.format, {"reasoning_effort": body.reasoning.effort}
+        self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.answer_format, self.template_args = body.text.format, {"reasoning_effort": body.reasoning.effort}
         self._output: list[dict[str, Any]] = []
         self._event_count = 0
         self.reply = {
@@ -49,11 +49,11 @@ class Responses(Completion[ResponsesBody]):
             "tool_choice": body.tool_choice, "tools": body.tools, "usage": None,
         }  # fmt: skip
 
-    async def events(self, answer: Answer) -> AsyncIterator[Event]:
-        yield self._event("created", response=self.reply)
-        yield self._event("in_progress", response=self.reply)
+    async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
+        yield self._make_event("created", response=self.reply)
+        yield self._make_event("in_progress", response=self.reply)
         steps = {"begin": self._begin_item, "add": self._add_segment}
-        async for step, segment in answer.blocks():
+        async for step, segment in answer.read_blocks():
             is_cut = answer.finish_reason == "length"
             for event in self._end_item(is_cut=is_cut) if step == "end" else steps[step](segment):
                 yield event
@@ -62,23 +62,23 @@ class Responses(Completion[ResponsesBody]):
         details = {"reason": "max_output_tokens"} if is_cut else None
         usage = answer.describe_usage("input", "output")
         self.reply |= {"status": status, "incomplete_details": details, "usage": usage}
-        yield self._event(status, response=self.reply)
+        yield self._make_event(status, response=self.reply)
 
     def make_empty_event(self, answer: Answer) -> Event:
-        return self._event("in_progress", response=self.reply)
+        return self._make_event("in_progress", response=self.reply)
 
     def describe_failure(self, error: ApiError) -> Event:
         """Returns the last event of a stream that failed, with the response so far."""
         self.reply |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
-        return self._event("failed", response=self.reply)
+        return self._make_event("failed", response=self.reply)
 
     def _begin_item(self, segment: Segment) -> Iterator[Event]:
         item, part = ITEMS[segment.kind] if segment.kind != "tool_call" else (self._begin_call(segment), {})
         self._output.append(item | {"id": f"item_{uuid.uuid4().hex}", "status": "in_progress"})
-        yield self._item_event("output_item.added", item=self._output[-1])
+        yield self._make_item_event("output_item.added", item=self._output[-1])
         if part:
             self._output[-1]["content"] = [dict(part)]
-            yield self._item_event("content_part.added", part=part)
+            yield self._make_item_event("content_part.added", part=part)
 
     def _begin_call(self, segment: Segment) -> dict[str, Any]:
         tool = self.find_tool(segment)
@@ -94,34 +94,34 @@ class Responses(Completion[ResponsesBody]):
         if segment.kind != "tool_call":
             (part,) = item["content"]
             part["text"] += segment.text
-            yield self._item_event(f"{part['type']}.delta", delta=segment.text, logprobs=[])
+            yield self._make_item_event(f"{part['type']}.delta", delta=segment.text, logprobs=[])
         elif item["type"] == "custom_tool_call":
             item["input"] = read_input(segment)
-            yield self._item_event("custom_tool_call_input.delta", delta=item["input"])
-            yield self._item_event("custom_tool_call_input.done", input=item["input"])
+            yield self._make_item_event("custom_tool_call_input.delta", delta=item["input"])
+            yield self._make_item_event("custom_tool_call_input.done", input=item["input"])
         elif item["type"] == "function_call":
             item["arguments"] = segment.text
-            yield self._item_event("function_call_arguments.delta", delta=segment.text)
-            yield self._item_event("function_call_arguments.done", name=item["name"], arguments=segment.text)
+            yield self._make_item_event("function_call_arguments.delta", delta=segment.text)
+            yield self._make_item_event("function_call_arguments.done", name=item["name"], arguments=segment.text)
 
     def _end_item(self, *, is_cut: bool) -> Iterator[Event]:
         item = self._output[-1]
         for part in item.get("content", ()):
-            yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
-            yield self._item_event("content_part.done", part=part)
+            yield self._make_item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
+            yield self._make_item_event("content_part.done", part=part)
         # Calls are always complete, even as the last item of an answer that was cut off.
         item["status"] = "incomplete" if is_cut and "content" in item else "completed"
         items = self.service.items
         items[item["id"]] = item
         if len(items) > MAX_ITEMS:
             del items[next(iter(items))]
-        yield self._item_event("output_item.done", item=item)
+        yield self._make_item_event("output_item.done", item=item)
 
-    def _item_event(self, kind: str, **fields: Any) -> Event:
+    def _make_item_event(self, kind: str, **fields: Any) -> Event:
         place = {"output_index": len(self._output) - 1, "item_id": self._output[-1]["id"], "content_index": 0}
-        return self._event(kind, **place, **fields)
+        return self._make_event(kind, **place, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _make_event(self, kind: str, **fields: Any) -> Event:
         self._event_count += 1
         return {"type": f"response.{kind}", "sequence_number": self._event_count - 1, **fields}
 

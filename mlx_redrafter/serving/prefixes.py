@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import RedrafterError
 from ..session.chat_template import render
 from .conversation import Message, make_call
-from .prompt_cache import MIN_SHARED, common_prefix
+from .prompt_cache import MIN_SHARED, count_common_prefix
 
 WINDOW = 1024
 """Characters before the first difference of two texts that are encoded to find its token."""
@@ -37,7 +37,7 @@ def find_prefix_lengths(
         prefilled: whether the last message is the beginning of the answer.
     """
     found = set[int]()
-    for conversations in _continue(messages[:-1] if prefilled else messages, args.get("tools")):
+    for conversations in _continue_conversation(messages[:-1] if prefilled else messages, args.get("tools")):
         counts = []
         for each in conversations:
             with suppress(RedrafterError):  # the template rejects this conversation
@@ -48,7 +48,7 @@ def find_prefix_lengths(
     return lengths if lengths and whole - lengths[-1] < MIN_SHARED else [*lengths, whole]
 
 
-def _continue(messages: Sequence[Message], tools: Any) -> Iterator[list[list[Message]]]:
+def _continue_conversation(messages: Sequence[Message], tools: Any) -> Iterator[list[list[Message]]]:
     """Yields groups of likely next conversations; the prefix of a group is what all its members share.
 
     The groups: a new conversation; an answer and the user's next message; another call and its result.
@@ -79,11 +79,11 @@ def count_shared(tokenizer: Any, prompt: list[int], text: str, other: str) -> in
     start = max(0, size - WINDOW)
     if len(text) + len(other) - 2 * start < len(other):
         part = _encode(tokenizer, text[start:])
-        held = common_prefix(part, _encode(tokenizer, other[start:]))
+        held = count_common_prefix(part, _encode(tokenizer, other[start:]))
         end = part[held // 2 :]  # its first tokens may differ from those in the whole text
         if np.array_equal(end, prompt[-len(end) :]):
             return len(prompt) - len(part) + held
-    return common_prefix(np.array(prompt, np.int32), _encode(tokenizer, other))
+    return count_common_prefix(np.array(prompt, np.int32), _encode(tokenizer, other))
 
 
 @lru_cache(maxsize=32)  # requests repeat their system prompt

@@ -21,13 +21,13 @@ from starlette.types import ASGIApp
 from .. import ranks
 from ..answer_folder import open_answers
 from ..checkpoints import find_drafter_name, load_pair
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from .app import make_app
 from .completion import Service
 from .engine import Engine
 from .metrics import Metrics
 
-GRACE = 5
+GRACE_SECONDS = 5
 """Seconds after the drain timeout in which errors can reach clients, before uvicorn cancels the rest."""
 
 
@@ -40,7 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        raise RedrafterError(f"cannot listen on {host}, port {port}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot listen on {host}, port {port}: {join_lines(error)}") from error
 
 
 def load_service(args: argparse.Namespace) -> Service:
@@ -57,11 +57,11 @@ def load_service(args: argparse.Namespace) -> Service:
     engine.start()
     if engine.context_length is None and options.max_tokens == -1:
         logging.info("The model's context length is unknown: answers have no limit. See --max-tokens, --context-length")
-    drafter_name = None if drafter is None else show_name(find_drafter_name(args))
-    return Service(engine, tokenizer, args, show_name(args.model), drafter_name, Metrics(engine))
+    drafter_name = None if drafter is None else find_served_name(find_drafter_name(args))
+    return Service(engine, tokenizer, args, find_served_name(args.model), drafter_name, Metrics(engine))
 
 
-def show_name(name: str | None) -> str:
+def find_served_name(name: str | None) -> str:
     """Returns a model's name for replies; of a directory, only the last part."""
     if name is None:
         return "demo"
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
         self._engine, self._drain_timeout = service.engine, service.args.drain_timeout
         self._saves_prompts = service.args.prompt_cache_dir is not None
         options: dict[str, Any] = {"log_config": None, "ws": "none", "lifespan": "off", "server_header": False}
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE, **options))
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finishes answers. After the drain timeout the engine closes, and clients get an error."""
@@ -84,12 +84,12 @@ class Server(uvicorn.Server):
         loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._engine.close, 0.0)
         await super().shutdown(sockets)
         if self._saves_prompts:  # after this the signal ends the process
-            await loop.run_in_executor(None, self._engine.close, GRACE)
+            await loop.run_in_executor(None, self._engine.close, GRACE_SECONDS)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stops accepting requests."""
         logging.info("Shutting down after open requests are finished; a second signal exits at once")
-        if ranks.count() == 1:
+        if ranks.count_ranks() == 1:
             super().handle_exit(sig, frame)
         self.should_exit = True  # several ranks end together, without the signal
         for each in (signal.SIGINT, signal.SIGTERM):
@@ -111,7 +111,7 @@ def serve(
     Raises:
         RedrafterError: the address cannot be used; see also `load_service`.
     """
-    if ranks.index():
+    if ranks.get_rank():
         engine = load_service(args).engine
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks of a machine; rank 0 stops the others
         engine.join()
@@ -126,16 +126,16 @@ def serve(
     with bind(args.host, args.port) as bound:
         service = load_service(args)
         server = Server(make(service), service)
-        print(f"serving on {url_of(bound)}", file=sys.stderr, flush=True)
+        print(f"serving on {format_url(bound)}", file=sys.stderr, flush=True)
         if on_listening is not None:
-            on_listening(url_of(bound))
+            on_listening(format_url(bound))
         server.run([bound])
-        if ranks.count() > 1:
+        if ranks.count_ranks() > 1:
             service.engine.close(0.0)
     return 0
 
 
-def url_of(bound: socket.socket) -> str:
+def format_url(bound: socket.socket) -> str:
     """Returns the URL of a listening socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from .. import ranks
 from ..engine import kv_cache
-from ..errors import RedrafterError, one_line
-from ..planning.machine import usable_bytes
+from ..errors import RedrafterError, join_lines
+from ..planning.machine import find_usable_bytes
 from .cache_folder import CacheFolder
 
 MIN_SHARED = 32
@@ -45,9 +45,9 @@ class _Entry:
     replaced: list[Path] = field(default_factory=list)
 
 
-def default_bytes() -> int:
+def find_default_bytes() -> int:
     """Returns half of the memory that the weights leave, but at least 1 GiB."""
-    return max(1 << 30, (usable_bytes() - mx.get_active_memory()) // 2)
+    return max(1 << 30, (find_usable_bytes() - mx.get_active_memory()) // 2)
 
 
 class PromptCache:
@@ -91,7 +91,7 @@ class PromptCache:
             trim_prompt_cache(cache, len(best.tokens) - most)
         return cache, most
 
-    def count(self, wanted: Tokens) -> int:
+    def find_prefix_length(self, wanted: Tokens) -> int:
         """Returns the length of the prefix that `fetch` would find.
 
         Args:
@@ -135,7 +135,7 @@ class PromptCache:
         for entry in reversed(self._entries):
             if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:
                 continue  # it cannot match more tokens
-            held = common_prefix(entry.tokens, wanted)
+            held = count_common_prefix(entry.tokens, wanted)
             if held > most and (held == len(entry.tokens) or _can_trim(entry.cache)):
                 best, most = entry, held
         return best, most
@@ -189,7 +189,7 @@ class PromptCache:
         try:
             entry.file = self._folder.write(entry.tokens, entry.cache, entry.used, entry.replaced, self.max_bytes)
         except (OSError, RuntimeError, ValueError, RedrafterError) as error:
-            logging.warning("Could not save a prompt cache of %d tokens: %s", len(entry.tokens), one_line(error))
+            logging.warning("Could not save a prompt cache of %d tokens: %s", len(entry.tokens), join_lines(error))
 
     def clear(self) -> None:
         """Drops all caches in memory."""
@@ -204,7 +204,7 @@ class PromptCache:
             self._folder.close()
 
 
-def common_prefix(first: Tokens, second: Tokens) -> int:
+def count_common_prefix(first: Tokens, second: Tokens) -> int:
     """Returns the length of the common prefix of two token arrays (T,)."""
     size = min(len(first), len(second))
     different = np.flatnonzero(first[:size] != second[:size])

@@ -107,7 +107,7 @@ class Request:
         own = {name: getattr(self, name) for name in names}
         return {"prompt": self.text, "prefix_lengths": self.copy_lengths, **own, **self.sampling}
 
-    async def events(self) -> AsyncIterator[TokenEvent]:
+    async def read_events(self) -> AsyncIterator[TokenEvent]:
         """Yields each token, up to the one with a `finish_reason` or until the request is cancelled. Call it once.
 
         Raises:

@@ -37,7 +37,7 @@ MIN_PIECE, FIRST_PIECE = 128, 256
 """Prompt tokens in one forward while other rows wait: the minimum for each row, and the initial total of a batch, which
 is also the limit for a row that takes turns."""
 
-DRAWS = 8
+DRAWS_AT_ONCE = 8
 """Positions whose sampling noise is computed at once, which takes fewer operations than one by one."""
 
 NO_LIMIT = 2**31 - 1
@@ -152,9 +152,9 @@ class RowSampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Called by mlx-lm once per step, with (1, V), or with (B, V) if greedy rows share it."""
         if self._row == 0:
-            self._draws = self._sampler.draws(mx.array(self._position), DRAWS, logprobs.shape[-1])
+            self._draws = self._sampler.draw(mx.array(self._position), DRAWS_AT_ONCE, logprobs.shape[-1])
         chosen = self._sampler.choose(logprobs, self._draws, mx.array([self._row])).astype(mx.uint32)
-        self._position, self._row = self._position + 1, (self._row + 1) % DRAWS
+        self._position, self._row = self._position + 1, (self._row + 1) % DRAWS_AT_ONCE
         self.last = chosen, logprobs
         return chosen
 
@@ -211,7 +211,7 @@ class Batch:
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
         # Several ranks would measure different times, so their piece size stays fixed.
-        if others_wait and ranks.count() == 1 and any(not each.end_of_prompt for each in prompts):
+        if others_wait and ranks.count_ranks() == 1 and any(not each.end_of_prompt for each in prompts):
             seconds = time.perf_counter() - started
             if seconds > MAX_PAUSE:
                 self._piece = max(MIN_PIECE, self._piece // 2)
@@ -287,7 +287,7 @@ def make_masks(row: Request) -> list[Processor]:
                     grammar.take(token)
                 return mask_root(grammar, logits)
             except Exception as error:
-                if ranks.count() > 1 and not isinstance(error, SchemaNotFollowed):  # others may not have failed
+                if ranks.count_ranks() > 1 and not isinstance(error, SchemaNotFollowed):  # others may not have failed
                     raise
                 row.error = error
         return logits

@@ -30,13 +30,13 @@ from ..options import Options
 from .batchable import count_prefill_rows
 from .cache_folder import CacheFolder
 from .pace import Pace
-from .prompt_cache import MIN_SHARED, PromptCache, common_prefix, default_bytes
+from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix, find_default_bytes
 from .request import Request, read_logprobs
 from .rows import Batch, Loops
 from .types import EngineCounters, FinishReason, SchemaNotFollowed
 
-ALONE_STEPS = 16
-"""Tokens that the only row of a batch makes before it leaves the batch, as the next request may come soon."""
+STEPS_BEFORE_LEAVING = 16
+"""Tokens that the only row of a batch makes before it should_leave the batch, as the next request may come soon."""
 
 
 class Scheduler:
@@ -74,10 +74,10 @@ class Scheduler:
         self._counters, self._on_end, self.rows = counters, on_end, dict[Request, None]()
         self._end_tokens = frozenset(tokenizer.eos_token_ids)
         folder = None if cache_dir is None else CacheFolder(cache_dir, model, options)
-        max_bytes = min(ranks.gather(default_bytes() if cache_bytes is None else cache_bytes))
+        max_bytes = min(ranks.gather(find_default_bytes() if cache_bytes is None else cache_bytes))
         self.prompt_cache = PromptCache(max_bytes, folder)
         fresh = make_prompt_cache(model, options.max_kv_size)
-        self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # can be cut after any token
+        self._can_fork = not kv_cache.find_unknown_types(fresh, kv_cache.UNBOUNDED)  # can be cut after any token
         self._keeps_first = kv_cache.keeps_first_rows(fresh)
         self._prefill_rows = count_prefill_rows(model, options)
         prefill = max(1, self._prefill_rows), options.prefill_step_size
@@ -136,12 +136,12 @@ class Scheduler:
         for each in rows:
             if each.read >= each.copy_lengths[-1]:
                 continue  # all its copies are kept already
-            count = common_prefix(row.prefix, each.prefix)
+            count = count_common_prefix(row.prefix, each.prefix)
             if not self._can_fork:
                 count = max((n for n in each.copy_lengths if each.read < n <= count), default=0)
             if count > shared:
                 shared, other = count, each
-        is_kept = shared - self.prompt_cache.count(row.prefix) < MIN_SHARED if shared >= MIN_SHARED else True
+        is_kept = shared < MIN_SHARED or shared - self.prompt_cache.find_prefix_length(row.prefix) < MIN_SHARED
         return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
 
     def step(self, ended: Mapping[Request, str | Exception], started: Sequence[Request], others_wait: bool) -> None:
@@ -160,7 +160,7 @@ class Scheduler:
 
     def abort(self, error: Exception) -> None:
         """Ends all rows with an error that left their state undefined, and drops all caches."""
-        self._tell(dict.fromkeys(self.rows, error))
+        self._report_ended(dict.fromkeys(self.rows, error))
         self._loops.remove(self._loops.rows, keep_caches=False)
         self._batch.close()
         self._batch = self._make_batch()
@@ -179,24 +179,24 @@ class Scheduler:
             other, shared = self._find_prefix(row, [each for each in self.rows if each.read])
             if other is not None and other.read >= shared:
                 self._store_prompt(other)
-        if started and self._batches:
+        if started and self._should_batch:
             self._hand_to_batch(self._loops.rows)
         for row in started:
             row.queue_seconds = time.perf_counter() - row.submitted
-            with self._failing(row):
+            with self._catch_errors(row):
                 row.grammar = None if row.make_grammar is None else row.make_grammar()
                 start = self.prompt_cache.fetch(row.text)
                 row.read = row.cached_tokens = start[1]
-                (self._batch if self._batches else self._loops).add(row, start)
+                (self._batch if self._should_batch else self._loops).add(row, start)
 
     def _store_prompt(self, row: Request) -> None:
         """Keeps a copy of a row's cache at its current length."""
-        with self._failing(row):
+        with self._catch_errors(row):
             cache, held = (self._loops if row in self._loops.rows else self._batch).copy_cache(row)
             self.prompt_cache.store(row.text[:held], cache or [])
 
     @property
-    def _batches(self) -> bool:
+    def _should_batch(self) -> bool:
         """Whether the current rows should be decoded in a batch."""
         return self._prefill_rows > 0 and len(self.rows) > 1 and not self._pace.prefers_turns(len(self.rows))
 
@@ -206,7 +206,7 @@ class Scheduler:
             while row in self._loops.rows and not self._loops.stop_running_ahead(row):
                 self._step_alone(row)
             if row in self._loops.rows:
-                with self._failing(row):
+                with self._catch_errors(row):
                     self._batch.add(row, self._loops.remove([row])[row])
                     self._counters.mode_switches["batch"] += 1
 
@@ -223,11 +223,11 @@ class Scheduler:
             self._hand_to_batch(self._loops.rows)
 
     def _step_alone(self, row: Request) -> None:
-        with self._failing(row):
+        with self._catch_errors(row):
             made = self._loops.step(row)
             if made.tokens:
                 self._counters.rounds += 1
-                self._end(self._report([(row, made)]))
+                self._end(self._send_tokens([(row, made)]))
             elif row.read in row.copy_lengths:
                 self._store_prompt(row)
 
@@ -238,26 +238,27 @@ class Scheduler:
         for row in read:
             self._store_prompt(row)
         self._counters.batch_steps += len(made) > 0
-        self._end(self._report(made))
+        self._end(self._send_tokens(made))
         if not stepped or set(stepped) != set(self._batch.rows):
             self._alone_steps = 0
             return
         self._alone_steps = self._alone_steps + 1 if len(stepped) == 1 else 0
-        leaves = self._alone_steps >= ALONE_STEPS
-        if len(stepped) > 1 and ranks.count() == 1 and self._options.shape is not None:  # ranks measure different times
-            leaves = self._pace.observe_step(len(stepped), seconds)
-        if leaves and not others_wait and all(row.draft for row in stepped):
+        should_leave = self._alone_steps >= STEPS_BEFORE_LEAVING
+        is_timed = ranks.count_ranks() == 1 and self._options.shape is not None  # ranks measure different times
+        if len(stepped) > 1 and is_timed:
+            should_leave = self._pace.observe_step(len(stepped), seconds)
+        if should_leave and not others_wait and all(row.draft for row in stepped):
             # Each row continues in a loop, after the token that the batch is already computing.
             for row, following, start in self._batch.remove_all(stepped):
-                with self._failing(row):
+                with self._catch_errors(row):
                     if row.error is not None:
                         raise row.error
-                    ended = self._report([(row, following)])
+                    ended = self._send_tokens([(row, following)])
                     self._loops.add(row, start)
                     self._counters.mode_switches["single" if len(stepped) == 1 else "turns"] += 1
                     self._end(ended)
 
-    def _report(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
+    def _send_tokens(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
         """Counts and sends the tokens that one forward made for each row. Returns the rows that end with them."""
         now = time.perf_counter()
         taken = [(row, each, *row.take(each.tokens, self._end_tokens)) for row, each in made]
@@ -292,21 +293,21 @@ class Scheduler:
                     size = row.prompt_tokens
                     self._options.answers.add(row.text[:size], row.text[size:], row.cached_tokens)
         finally:
-            self._tell(ended)
+            self._report_ended(ended)
 
-    def _tell(self, ended: Mapping[Request, str | Exception]) -> None:
+    def _report_ended(self, ended: Mapping[Request, str | Exception]) -> None:
         for row in ended.keys() & self.rows.keys():
             del self.rows[row]
             self._on_end(row, ended[row])
 
     @contextmanager
-    def _failing(self, row: Request) -> Iterator[None]:
+    def _catch_errors(self, row: Request) -> Iterator[None]:
         """Lets an exception end only this row."""
         try:
             yield
         except Exception as error:
             if not isinstance(error, SchemaNotFollowed):
-                if ranks.count() > 1:  # others may not have failed
+                if ranks.count_ranks() > 1:  # others may not have failed
                     raise
                 logging.exception("Request failed")
             self._end({row: error})

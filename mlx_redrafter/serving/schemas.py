@@ -173,7 +173,7 @@ class Body(Part):
     seed: Integer | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
-    def sampling(self) -> dict[str, Any]:
+    def get_sampling_options(self) -> dict[str, Any]:
         """Returns the given options and penalties, as keywords of `Engine.submit`."""
         names = Body.model_fields.keys() & (OPTION_NAMES | PENALTIES)
         return {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -13,15 +13,15 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from ..errors import one_line
+from ..errors import join_lines
 from .json_schemas import drop_refused
 from .schemas import ApiError, log_once
 from .types import SchemaNotFollowed
 
-BLANKS = r"[ \n]{1,24}"
+WHITESPACE = r"[ \n]{1,24}"
 """Whitespace between the parts of an object. Without the limit some models never stop."""
 
-CANNOT = "the JSON schema cannot be followed"
+CANNOT_FOLLOW = "the JSON schema cannot be followed"
 MAX_ERROR = 300
 """Maximum length of llguidance's message in an error."""
 
@@ -29,7 +29,7 @@ MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
 """Maximum `$ref`s in a schema, and the stack for them: llguidance recurses into each, up to 128 levels deep, and a
 stack overflow would end the process."""
 
-Asked = dict[str, Any] | list[dict[str, Any]]
+Constraint = dict[str, Any] | list[dict[str, Any]]
 """What an answer must follow: a JSON schema, or functions of which it calls one."""
 
 
@@ -44,7 +44,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
-    def compile(self, asked: Asked, state: str | None = None, unless: tuple[int, ...] = ()) -> SchemaGrammar:
+    def compile(self, constraint: Constraint, state: str | None = None, unless: tuple[int, ...] = ()) -> SchemaGrammar:
         """Returns a grammar; calling it returns a copy for one answer.
 
         Keywords that llguidance cannot enforce are ignored and logged.
@@ -56,17 +56,19 @@ class GrammarCompiler:
         Raises:
             ApiError: a schema is invalid or too large, or no answer can follow it.
         """
-        matcher, ignored = self._match(asked, unless), list[str]()
+        matcher, ignored = self._match(constraint, unless), list[str]()
         if matcher.is_error():
-            followed, ignored = self._drop_refused(asked)
+            followed, ignored = self._drop_refused(constraint)
             matcher = self._match(followed, unless) if ignored else matcher
         if matcher.is_error():
             raise ApiError(describe_error(matcher))
         ignored += matcher.get_grammar_warnings()
         if ignored:
-            log_once(f"JSON schema keywords that a grammar cannot enforce are ignored: {one_line('; '.join(ignored))}")
+            log_once(
+                f"JSON schema keywords that a grammar cannot enforce are ignored: {join_lines('; '.join(ignored))}"
+            )
         end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
-        return SchemaGrammar(matcher, self._compiled, (asked, state, unless), end)
+        return SchemaGrammar(matcher, self._compiled, (constraint, state, unless), end)
 
     @cached_property
     def _compiled(self) -> LLTokenizer:
@@ -76,10 +78,10 @@ class GrammarCompiler:
         backend.no_truncation()
         return LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=list(self._tokenizer.eos_token_ids))
 
-    def _match(self, asked: Asked, unless: tuple[int, ...]) -> LLMatcher:
-        grammar = describe_grammar(asked, unless)
+    def _match(self, constraint: Constraint, unless: tuple[int, ...]) -> LLMatcher:
+        grammar = describe_grammar(constraint, unless)
         if grammar.count('"$ref"') > MAX_REFERENCES:
-            raise ApiError(f"{CANNOT}: it must have at most {MAX_REFERENCES} references")
+            raise ApiError(f"{CANNOT_FOLLOW}: it must have at most {MAX_REFERENCES} references")
         previous = threading.stack_size(STACK_BYTES)
         try:
             with ThreadPoolExecutor(1) as thread:
@@ -89,30 +91,32 @@ class GrammarCompiler:
         matcher.compute_bitmask()
         return matcher
 
-    def _drop_refused(self, asked: Asked) -> tuple[Asked, list[str]]:
+    def _drop_refused(self, constraint: Constraint) -> tuple[Constraint, list[str]]:
         def refuses(schema: dict[str, Any]) -> bool:
             error = LLMatcher.validate_grammar(describe_grammar(schema, ()), self._compiled)
             return bool(error) and not error.startswith("Unsatisfiable")
 
-        if isinstance(asked, dict):
-            return drop_refused(asked, refuses)
+        if isinstance(constraint, dict):
+            return drop_refused(constraint, refuses)
         functions, ignored = list[dict[str, Any]](), list[str]()
-        for function in asked:
+        for function in constraint:
             parameters, dropped = drop_refused(function.get("parameters") or {}, refuses)
             functions.append(function | {"parameters": parameters})
             ignored += dropped
         return functions, ignored
 
 
-def describe_grammar(asked: Asked, unless: tuple[int, ...]) -> str:
+def describe_grammar(constraint: Constraint, unless: tuple[int, ...]) -> str:
     """Returns the grammar in llguidance's format, in which each schema is a document of its own."""
-    options = {"whitespace_pattern": BLANKS, "lenient": True}
-    if isinstance(asked, dict):
+    options = {"whitespace_pattern": WHITESPACE, "lenient": True}
+    if isinstance(constraint, dict):
         mark = " ".join(f"<[{token}]>" for token in unless)
         choice = [{"lark_grammar": f"start: @answer | {mark}"}] if mark else []
-        return json.dumps({"grammars": [*choice, {"name": "answer", "json_schema": asked | {"x-guidance": options}}]})
+        return json.dumps(
+            {"grammars": [*choice, {"name": "answer", "json_schema": constraint | {"x-guidance": options}}]}
+        )
     calls, schemas = [], []
-    for at, function in enumerate(asked):
+    for at, function in enumerate(constraint):
         begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
         calls.append(f'{json.dumps(begin, ensure_ascii=False)} @arguments{at} "}}"')
         schema = function.get("parameters") or {"type": "object"}
@@ -122,8 +126,8 @@ def describe_grammar(asked: Asked, unless: tuple[int, ...]) -> str:
 
 def describe_error(matcher: LLMatcher) -> str:
     """Returns llguidance's error on one line."""
-    wrong = one_line(matcher.get_error())
-    return f"{CANNOT}: {'no text satisfies it' if wrong.startswith('NoExtensionBias') else wrong[:MAX_ERROR]}"
+    wrong = join_lines(matcher.get_error())
+    return f"{CANNOT_FOLLOW}: {'no text satisfies it' if wrong.startswith('NoExtensionBias') else wrong[:MAX_ERROR]}"
 
 
 class SchemaGrammar:

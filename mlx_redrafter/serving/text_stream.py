@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ..errors import one_line
+from ..errors import join_lines
 from ..generate import StopStrings
 
 KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reasoning": "reasoning"}
@@ -70,7 +70,7 @@ class TextStream:
         self.has_tool_calls = False
         self._tokenizer, self._tools, self._stops = tokenizer, list(tools), StopStrings(stops)
         self._detokenizer = tokenizer.detokenizer
-        machine = TextStateMachine() if state is None else make_machine(tokenizer, calls=bool(tools))
+        machine = TextStateMachine() if state is None else make_state_machine(tokenizer, calls=bool(tools))
         self._state: Any = machine.make_state(state or "normal")
         self._is_call = is_call
         self._call: str | None = None  # the text of an incomplete tool call
@@ -99,7 +99,7 @@ class TextStream:
             self._detokenizer.finalize()
         text, stopped = self._stops.feed(self._detokenizer.last_segment)
         if is_last and not stopped:
-            text += self._stops.rest()
+            text += self._stops.flush()
         segments: list[Segment] = []
         if text and self._state[0] is not None:  # None: the answer's format has ended
             self._state, pieces = TextStateMachine.split(self._state, text)
@@ -139,7 +139,7 @@ class TextStream:
                 else:
                     self.has_tool_calls |= bool(calls)
                     return calls
-            logging.warning(f"Could not parse a tool call, which is returned as text: {one_line(error)}")
+            logging.warning(f"Could not parse a tool call, which is returned as text: {join_lines(error)}")
         if self._is_call:
             return [Segment("text", text)] if text else []
         end = self._tokenizer.tool_call_end if is_complete else ""
@@ -171,7 +171,7 @@ def repair_json(text: str) -> str:
     return JSON_PIECE.sub(mend, text) if JSON_START.match(text) else text
 
 
-def make_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
+def make_state_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
     """Returns mlx-lm's text state machine for a tokenizer; without `calls`, the marks of tool calls are text."""
     names = ("has_thinking", "think_start", "think_end", "structural_markers", "response_transitions")
     plain = SimpleNamespace(has_tool_calling=False, **{name: getattr(tokenizer, name) for name in names})

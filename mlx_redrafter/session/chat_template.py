@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..generate import encode, is_text
 
 Message = dict[str, Any]
@@ -149,7 +149,7 @@ def render(
             **(template or {}),
         )
     except Exception as error:  # a template may raise anything
-        raise RedrafterError(f"the chat template rejects these messages: {one_line(error)}") from error
+        raise RedrafterError(f"the chat template rejects these messages: {join_lines(error)}") from error
     if not isinstance(text, str):
         raise RedrafterError(f"expected a string from the chat template, got {type(text).__name__}")
     return text

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from ..engine import kv_cache
 from ..options import Options
-from ..planning.machine import usable_bytes
+from ..planning.machine import find_usable_bytes
 
 MAX_LENGTH = 2**31
 """An upper limit on the tokens of a text."""
@@ -31,7 +31,7 @@ class CacheBytes(NamedTuple):
     quantized_per_token: float
     quantized_from: int
 
-    def tokens_in(self, size: float) -> int:
+    def count_tokens(self, size: float) -> int:
         """The maximum number of tokens whose cache takes at most `size` bytes."""
         room = size - self.fixed
         each = self.quantized_per_token if room > self.per_token * self.quantized_from else self.per_token
@@ -60,6 +60,6 @@ def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
     return CacheBytes(fixed, per_token, quantized, options.quantized_kv_start)
 
 
-def free_memory() -> int:
+def find_free_bytes() -> int:
     """Bytes that MLX can still allocate on its default device without slowing down."""
-    return max(0, usable_bytes() - mx.get_active_memory())
+    return max(0, find_usable_bytes() - mx.get_active_memory())

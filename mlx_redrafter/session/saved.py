@@ -14,10 +14,10 @@ from transformers.utils import get_json_schema
 
 from ..atomic_files import expand_path, replace_file
 from ..engine import kv_cache
-from ..engine.model_parts import model_name
+from ..engine.model_parts import find_module_name
 from ..engine.request_checks import check_prompt, check_request
 from ..engine.target import KVQuantization
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..planning.store import digest_tensors
 from .chat_template import Message, parse_messages
 
@@ -49,7 +49,7 @@ def write_conversation(
     if not file.parent.is_dir():
         raise RedrafterError(f"cannot save the session as {file}: there is no folder {file.parent}")
     if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
-        raise RedrafterError(f"mlx-lm cannot load a {odd[0]}: the cache of {model_name(model)} cannot be saved")
+        raise RedrafterError(f"mlx-lm cannot load a {odd[0]}: the cache of {find_module_name(model)} cannot be saved")
     conversation = {"tokens": tokens, "messages": messages, "template": template}
     content = {"format": FORMAT, "model": digest_tensors(model), **conversation}
     try:
@@ -57,7 +57,7 @@ def write_conversation(
         with replace_file(file) as partial:
             save_prompt_cache(str(partial), cache, {"session": text})
     except Exception as error:  # JSON and file errors of many types
-        raise RedrafterError(f"cannot save the session as {file}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot save the session as {file}: {join_lines(error)}") from error
 
 
 def read_conversation(
@@ -84,5 +84,5 @@ def read_conversation(
             raise RedrafterError(f"expected a cache of {len(tokens)} tokens, got {length}")
         mx.eval([c.state for c in cache])
     except Exception as error:  # damaged files raise errors of many types
-        raise RedrafterError(f"cannot read the session {file}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot read the session {file}: {join_lines(error)}") from error
     return cache, tokens, messages, template

@@ -25,7 +25,7 @@ from ..errors import RedrafterError
 from ..generate import GenerationResponse, StopStrings, stream_text
 from ..options import CACHE_OPTIONS, OPTION_NAMES, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_names, takes_options
 from .chat_template import Message, encode_conversation, encode_turn, make_template_args, parse_messages
-from .memory import free_memory, measure_cache
+from .memory import find_free_bytes, measure_cache
 from .saved import read_conversation, write_conversation
 
 SPARE_TOKENS = 320
@@ -264,7 +264,7 @@ class Session:
 
         `asked` is the requested maximum; -1 for no limit.
         """
-        longest = self._longest_text()
+        longest = self._find_longest_text()
         half = max(1, longest // 2)
         wanted = half if asked == -1 else min(asked, half)
 
@@ -292,12 +292,12 @@ class Session:
             )
         return turn, room(turn)
 
-    def _longest_text(self) -> int:
+    def _find_longest_text(self) -> int:
         """The maximum number of tokens within the budget; the minimum over all ranks."""
         budget = self._memory_budget
         if budget is None:
-            budget = free_memory() + sum(c.nbytes for c in self._cache or ())
-        longest = self._cache_bytes.tokens_in(budget) - SPARE_TOKENS
+            budget = find_free_bytes() + sum(c.nbytes for c in self._cache or ())
+        longest = self._cache_bytes.count_tokens(budget) - SPARE_TOKENS
         return int(min(ranks.gather(longest)))
 
     def _generate(
@@ -371,7 +371,7 @@ def _refuse(names: Sequence[str], options: dict[str, Any]) -> None:
 
 
 def _refuse_ranks(what: str) -> None:
-    if (size := ranks.count()) > 1:
+    if (size := ranks.count_ranks()) > 1:
         raise RedrafterError(f"{what} needs a single process, got {size} ranks")
 
 

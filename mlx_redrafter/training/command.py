@@ -13,7 +13,7 @@ from mlx_lm.lora import yaml_loader
 
 from ..atomic_files import expand_path
 from ..drafters import TRAINABLE
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from .settings import TrainingArgs
 
 
@@ -86,7 +86,7 @@ def read_yaml(name: str) -> list[str]:
     try:
         found = yaml.load(expand_path(name).read_text(encoding="utf-8"), yaml_loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RedrafterError(f"cannot read the settings in {name}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot read the settings in {name}: {join_lines(error)}") from error
     if not isinstance(found, dict):
         raise RedrafterError(f"expected a YAML mapping of settings in {name}, got {type(found).__name__}")
     flags: list[str] = []

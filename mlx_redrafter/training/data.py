@@ -21,15 +21,15 @@ from tqdm import tqdm
 from ..answer_folder import Text as Text
 from ..answer_folder import number_request, read_texts
 from ..atomic_files import expand_path, write_text
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..generate import encode_chat
 from .settings import TrainingArgs
 from .targets import Batch
 
-AT_ONCE = 32
+MAX_BATCH_SIZE = 32
 """Maximum batch size for generating answers; each batch is saved."""
 
-HELD_OUT = 10
+HELD_OUT_EVERY = 10
 """Every tenth past request is held out."""
 
 PAD_TO, PAD_POSITIONS_TO = 32, 128
@@ -56,7 +56,7 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise RedrafterError(f"cannot read the {what} in {path}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot read the {what} in {path}: {join_lines(error)}") from error
     found = [(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not found:
         raise RedrafterError(f"expected {what} in {path}, one per line, got an empty file")
@@ -113,7 +113,7 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]
         try:
             found.append(encode_chat(tokenizer, prompt))
         except Exception as error:  # chat templates raise errors of any type
-            raise RedrafterError(f"prompt {number}: the tokenizer rejects it: {one_line(error)[:200]}") from error
+            raise RedrafterError(f"prompt {number}: the tokenizer rejects it: {join_lines(error)[:200]}") from error
         if not found[-1]:
             raise RedrafterError(f"prompt {number}: expected at least one token, got none")
     return found
@@ -169,7 +169,7 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
             for part in (training, validation)
         )
     except Exception as error:  # mlx-lm, the hub and tokenizers raise errors of many types
-        reason = f"{type(error).__name__}: {one_line(error)[:300]}"
+        reason = f"{type(error).__name__}: {join_lines(error)[:300]}"
         raise RedrafterError(f"cannot read the data {data}: {reason}") from error
 
 
@@ -198,7 +198,7 @@ def load_answers(folder: str, kept: Path | None, tokenizer: Any, max_seq_length:
 def is_held_out(text: Text) -> bool:
     """Whether the request of a past text is held out, by its number."""
     request = number_request(text.ids[: text.offset]) if text.request is None else text.request
-    return request % HELD_OUT == 0
+    return request % HELD_OUT_EVERY == 0
 
 
 def save_texts(path: Path, *parts: Sequence[Text]) -> None:
@@ -233,7 +233,7 @@ class AnswerFile:
         self._order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         self.header |= {"prompts": digest(prompts), "order": "longest prompt first"}
         # Small enough that every temperature gets a group.
-        self.group_size = max(1, min(AT_ONCE, -(-len(prompts) // len(args.temp))))
+        self.group_size = max(1, min(MAX_BATCH_SIZE, -(-len(prompts) // len(args.temp))))
 
     def read(self) -> list[list[int]]:
         """The answers in the file, longest prompt first; empty if there is no file.
@@ -247,7 +247,7 @@ class AnswerFile:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError) as error:
-            raise RedrafterError(f"cannot read the answers in {self.path}: {one_line(error)}") from error
+            raise RedrafterError(f"cannot read the answers in {self.path}: {join_lines(error)}") from error
         for key, value in self.header.items():
             if not isinstance(header, dict) or header.get(key) != value:
                 raise RedrafterError(f"{self.path} has the answers of another run, with a different {key}")
@@ -303,7 +303,7 @@ def generate_answers(
     return list(answers.values())
 
 
-def n_held_out(count: int) -> int:
+def count_held_out(count: int) -> int:
     """The number of texts to hold out if there are no validation texts."""
     return min(max(1, round(0.05 * count)), 256)
 
@@ -319,7 +319,7 @@ def select_prompts(args: TrainingArgs, prompts: list[list[int]], say: Callable[[
     if dropped := len(prompts) - len(found):
         say(f"skipped {dropped} of {len(prompts)} prompts: duplicates, or too long for --max-seq-length")
     found = found[: args.max_prompts]
-    held_out = n_held_out(len(found))
+    held_out = count_held_out(len(found))
     if len(found) < args.batch_size + held_out:
         raise RedrafterError(
             f"expected at least {args.batch_size + held_out} prompts for a batch size of {args.batch_size} and "
@@ -356,13 +356,13 @@ def split_texts(
     if args.answers and len(validation) < 2:
         raise TooFewTextsError(
             f"expected at least 2 held-out answers, got {len(validation)}, and {len(training)} to learn: every "
-            f"{HELD_OUT}th request is held out"
+            f"{HELD_OUT_EVERY}th request is held out"
         )
     if not validation:
         if len(training) < 2:
             raise TooFewTextsError(f"expected at least 2 texts that are long enough, got {len(training)}")
         order = np.random.default_rng(args.seed).permutation(len(training)).tolist()
-        held_out = set(order[: n_held_out(len(training))])
+        held_out = set(order[: count_held_out(len(training))])
         validation = [training[i] for i in sorted(held_out)]
         training = [text for i, text in enumerate(training) if i not in held_out]
     if len(training) < args.batch_size:
@@ -425,7 +425,7 @@ def collate(texts: Sequence[Text]) -> Batch:
     return Batch(mx.array(ids), mx.array(padded), hidden, likeliest)
 
 
-def most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:
+def find_most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:
     """(count,) int32, ascending: the most frequent tokens outside of prompts; of equals, the lower ids."""
     seen = np.zeros(vocab_size, np.int64)
     for text in texts:

@@ -21,9 +21,9 @@ from ..drafters.trainable import TrainableDrafter
 from ..engine.model_parts import find_output_layer, find_parts
 from ..errors import RedrafterError
 from ..planning.measure import time_calls
-from ..planning.sizing import n_weights, plain_milliseconds
-from .data import AT_ONCE, Text, collate
-from .hidden_states import TOKENS_AT_ONCE, row_dtype
+from ..planning.sizing import count_weights, time_plain_step
+from .data import MAX_BATCH_SIZE, Text, collate
+from .hidden_states import TOKENS_AT_ONCE, make_row_dtype
 from .settings import TrainingArgs
 from .targets import Teacher, find_likeliest, read_states
 from .trainer import train_drafter
@@ -91,9 +91,9 @@ def estimate_run(
     reading = 0.0 if is_read else count * time_reading(model, args, mean)
     memory, answering = mx.get_peak_memory(), 0.0
     if missing:
-        tokens = mx.zeros((min(missing, AT_ONCE), 1), mx.int32)
+        tokens = mx.zeros((min(missing, MAX_BATCH_SIZE), 1), mx.int32)
         milliseconds = time_calls({"step": lambda: mx.eval(model(tokens))}, 1.0, min_turns=2, max_turns=5)["step"]
-        answering = min(milliseconds) / 1e3 * args.max_tokens * -(-missing // AT_ONCE)
+        answering = min(milliseconds) / 1e3 * args.max_tokens * -(-missing // MAX_BATCH_SIZE)
     iteration = time_iteration(model, sizes, args, mean)
     mx.reset_peak_memory()
     time_iteration(model, sizes, args, max(texts, key=lambda text: len(text.ids)), count=1)
@@ -102,11 +102,12 @@ def estimate_run(
     # A validation costs about an iteration per batch of its texts, and the loss of `val_prompts` of them again.
     validation = (n_validation + min(n_validation, args.val_prompts)) / args.batch_size * iteration
     # The final comparison has every depth, one tree and plain decoding. The gate counts all held-out texts twice.
-    plain = args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
+    plain = args.val_prompts * args.val_tokens * time_plain_step(model) / 1e3
     comparing = (args.draft_depth + 2) * plain + (2 * validation if args.drafter else 0)
     # Two checkpoints in float32 (weights and two moments each), the drafter, and the best drafter so far.
-    of_token = row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize + 8  # hidden states, and the answer as text
-    disk = n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + of_token * count * length
+    # Each token has a row of hidden states, and 8 bytes of the answer as text.
+    token_bytes = make_row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize + 8
+    disk = count_weights(sizes) * (2 * 3 * 4 + 2 * 4) + token_bytes * count * length
     return Estimate(
         answering, reading, comparing, iteration, validation, max(memory, training_memory), training_memory, disk
     )
@@ -139,7 +140,7 @@ def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, tex
     Args:
         count: number of iterations, of which the last is timed.
     """
-    kept = np.zeros(len(text.ids) - 1, row_dtype(sizes.hidden_size, args.teacher_top_k))
+    kept = np.zeros(len(text.ids) - 1, make_row_dtype(sizes.hidden_size, args.teacher_top_k))
     likeliest = (kept["ids"], kept["probs"]) if args.teacher_top_k else None
     batch = collate([text._replace(hidden=kept["hidden"], likeliest=likeliest)] * args.batch_size)
     drafter, ends = cast(TrainableDrafter, make_drafter(sizes)), [time.perf_counter()]

@@ -150,7 +150,7 @@ class ShapeResult(NamedTuple):
     against_plain_error: float | None = None
 
 
-def standard_error(values: Iterable[float]) -> float | None:
+def find_standard_error(values: Iterable[float]) -> float | None:
     """The standard error of the mean; None for fewer than two values."""
     found = list(values)
     return stdev(found) / len(found) ** 0.5 if len(found) > 1 else None
@@ -196,8 +196,8 @@ def compare_shapes(
             median(ratios or [0.0]),
             [run.texts for run in own] == [run.texts for run in plain],
             len(prompts),
-            standard_error(run.stats.tokens_per_round for run in own),
-            standard_error(ratios),
+            find_standard_error(run.stats.tokens_per_round for run in own),
+            find_standard_error(ratios),
         )
         results.append(result)
     return results

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ..answer_folder import Text
 from ..atomic_files import write_text
 from ..engine.model_parts import find_parts
-from ..errors import CheckpointError, RedrafterError, one_line
+from ..errors import CheckpointError, RedrafterError, join_lines
 from .data import digest, list_ids
 from .targets import Teacher, find_likeliest, read_states
 
@@ -45,14 +45,14 @@ def add_hidden_states(
         UnsupportedModelError: see `find_parts`.
     """
     width = find_parts(model).embedding(mx.zeros((1,), mx.int32)).shape[-1]
-    kind = row_dtype(width, top_k)
+    kind = make_row_dtype(width, top_k)
     teacher = Teacher(model) if top_k else None
     groups = group_texts(texts)
     # The first row of each group, and the number of rows.
     starts = [0, *accumulate(sum(len(texts[i].ids) - 1 for i in group) for group in groups)]
-    of = {"width": width, "top_k": top_k, "texts": digest(list_ids(texts)), **(settings or {})}
+    header = {"width": width, "top_k": top_k, "texts": digest(list_ids(texts)), **(settings or {})}
     try:
-        with open_states(path, of) as file:
+        with open_states(path, header) as file:
             rows = file.seek(0, 2) // kind.itemsize
             done = max(number for number, start in enumerate(starts) if start <= rows)
             file.truncate(file.seek(kind.itemsize * starts[done]))
@@ -65,7 +65,7 @@ def add_hidden_states(
             kept = np.memmap(file, kind, "r", shape=(starts[-1],))
     except OSError as error:
         place = path or "a temporary file"
-        raise RedrafterError(f"cannot store the hidden states in {place}: {one_line(error)}") from error
+        raise RedrafterError(f"cannot store the hidden states in {place}: {join_lines(error)}") from error
     found, row = list(texts), 0
     for i in (i for group in groups for i in group):
         own = kept[row : row + len(texts[i].ids) - 1]
@@ -86,23 +86,23 @@ def group_texts(texts: Sequence[Text]) -> list[list[int]]:
     return groups
 
 
-def open_states(path: Path | None, of: dict[str, Any]) -> IO[bytes]:
-    """Opens the file of states, empty unless it has states for `of`, which a JSON file beside it records."""
+def open_states(path: Path | None, header: dict[str, Any]) -> IO[bytes]:
+    """Opens the file of states, empty unless it has states for `header`, which a JSON file beside it records."""
     if path is None:
         return tempfile.TemporaryFile()
     about = path.with_suffix(".json")
     try:
-        same = path.exists() and json.loads(about.read_text(encoding="utf-8")) == of
+        same = path.exists() and json.loads(about.read_text(encoding="utf-8")) == header
     except (OSError, ValueError):
         same = False
     if not same:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
-        write_text(about, json.dumps(of) + "\n")
+        write_text(about, json.dumps(header) + "\n")
     return path.open("r+b")
 
 
-def row_dtype(width: int, top_k: int) -> np.dtype[Any]:
+def make_row_dtype(width: int, top_k: int) -> np.dtype[Any]:
     """The stored row of a token: hidden state and, with `top_k`, likeliest next tokens and their probabilities."""
     likeliest = [("ids", "<i4", (top_k,)), ("probs", "<f2", (top_k,))] if top_k else []
     return np.dtype([("hidden", "<f2", (width,)), *likeliest])

@@ -49,8 +49,8 @@ class Files:
     """The files of a run."""
 
     def __init__(self, output: str) -> None:
-        self.place = expand_path(output)
-        self.work = self.place / "training"
+        self.directory = expand_path(output)
+        self.work = self.directory / "training"
         self.record, self.answers, self.lock = self.work / "run.json", self.work / "answers.jsonl", self.work / "lock"
         self.checkpoint, self.best = self.work / "checkpoint.safetensors", self.work / "best"
         self.states, self.texts = self.work / "hidden_states.f16", self.work / "texts.json"

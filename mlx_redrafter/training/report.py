@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_files import replace_file, write_text
-from ..checkpoints import card_header, strip_folders
+from ..checkpoints import make_card_header, strip_folders
 from ..drafters.config import DrafterArgs
 from .evaluation import ShapeResult, format_table
 from .record import Record
@@ -26,7 +26,7 @@ def write_report(
     settings = replace(args, output=place.name, **paths)
     summary = {**vars(record), "settings": settings.to_json(), "measured": [result._asdict() for result in results]}
     write_text(place / "training.json", json.dumps(summary, indent=1) + "\n")
-    card = f"""{card_header(args.model)}
+    card = f"""{make_card_header(args.model)}
 # A drafter for {settings.model or "the demo of mlx_redrafter"}
 
 Sizes: {describe(sizes)}. Trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on \

@@ -18,11 +18,11 @@ import mlx.nn as nn
 import numpy as np
 
 from ..answer_folder import find_folder
-from ..atomic_files import lock_file, why_not_writable
+from ..atomic_files import explain_unwritable, lock_file
 from ..checkpoints import (
     WEIGHTS,
-    dtype_name,
     find_not_finite,
+    format_dtype,
     is_quantized,
     list_weights,
     load_drafter,
@@ -31,16 +31,16 @@ from ..checkpoints import (
     save_drafter,
     strip_folders,
 )
-from ..demo.sources import training_prompts
+from ..demo.sources import make_training_prompts
 from ..drafters import TRAINABLE, is_converted
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableArgs, TrainableDrafter
 from ..engine.model_checks import check_draftable
-from ..engine.model_parts import compute_dtype, model_sizes
+from ..engine.model_parts import find_compute_dtype, find_model_sizes
 from ..engine.stats import Stats
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError, join_lines
 from ..options import Options
-from ..planning.sizing import choose_size, n_weights
+from ..planning.sizing import choose_size, count_weights
 from .data import (
     AnswerFile,
     Prompt,
@@ -49,12 +49,12 @@ from .data import (
     check_data,
     digest,
     encode_prompts,
+    find_most_frequent,
     join_text,
     list_ids,
     load_answers,
     load_texts,
     make_batches,
-    most_frequent,
     read_prompts,
     save_texts,
     select_prompts,
@@ -65,32 +65,32 @@ from .evaluation import (
     add_results,
     compare_shapes,
     count_texts,
+    find_standard_error,
     format_error,
     format_table,
     make_prompts,
     measure_guesses,
-    standard_error,
 )
 from .hidden_states import add_hidden_states
 from .record import Files, Record
 from .report import describe, make_command, write_report
 from .settings import TrainingArgs
-from .targets import Teacher, new_drafter
+from .targets import Teacher, initialize_drafter
 from .trainer import load_checkpoint, train_drafter
 
 INTERRUPTED, REFUSED = 130, 3
 """Exit statuses: after Ctrl-C, and if no drafter was written because it is not better or there are too few texts."""
 
-BETTER = 1.01
+MIN_IMPROVEMENT = 1.01
 """A retrained drafter is written if its tokens per round are at least this many times the initial drafter's."""
 
-WARM_RATE = 0.05
+RETRAINING_RATE_FACTOR = 0.05
 """The learning rate for a trained drafter, relative to that for a new one."""
 
 DEMO_PROMPTS = 1024
 """Pieces of the standard library that the demo's target continues."""
 
-MAY_CHANGE = {"dtype", "steps_per_report", "save_every", "output", "trust_remote_code"}
+CHANGEABLE_SETTINGS = {"dtype", "steps_per_report", "save_every", "output", "trust_remote_code"}
 """Settings that may change on resume, as they do not affect what is learned."""
 
 Say = Callable[[str], None]
@@ -102,7 +102,7 @@ class Run:
 
     Attributes:
         say: prints a message for the user.
-        ends: end-of-text tokens.
+        eos_token_ids: end-of-text tokens.
         training, validation: texts with hidden states.
         deadline: the `time.perf_counter()` at which training stops.
     """
@@ -112,7 +112,7 @@ class Run:
     record: Record
     say: Say
     teacher: Teacher
-    ends: set[int]
+    eos_token_ids: set[int]
     drafter: TrainableDrafter
     training: list[Text]
     validation: list[Text]
@@ -145,7 +145,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     start = None if args.drafter is None else load_start(args.drafter, model)
     if start is not None:
         depth = min(args.draft_depth, start.args.max_depth or args.draft_depth)
-        dtype, rate = args.dtype or dtype_name(start.dtype), WARM_RATE * args.learning_rate
+        dtype, rate = args.dtype or format_dtype(start.dtype), RETRAINING_RATE_FACTOR * args.learning_rate
         args = replace(args, draft_depth=depth, dtype=dtype, learning_rate=rate)
         start.set_dtype(mx.float32)
         start.share(model)
@@ -159,7 +159,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     source = digest(list_ids([*training, *validation]))
     if record.texts not in (None, source):
         where = args.data or args.prompts or args.answers or "the demo"
-        raise RedrafterError(f"cannot resume the run in {files.place}: the texts of {where} have changed")
+        raise RedrafterError(f"cannot resume the run in {files.directory}: the texts of {where} have changed")
     if start is not None:
         sizes: DrafterArgs = start.args
     else:
@@ -167,7 +167,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     record.texts, record.args = source, sizes.to_dict()
     done = record.ended or (load_checkpoint(files.checkpoint) if resume else 0)
     is_done = record.ended is not None or (record.iters is not None and done >= record.iters)
-    say(f"drafter: {describe(sizes)}, {n_weights(sizes) / 1e6:.2f} M parameters")
+    say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
     missing = 0 if answers is None else answers.count_missing()
     is_read = is_done or files.states.exists()
     estimate = estimate_run(model, sizes, args, training, len(validation), missing=missing, is_read=is_read)
@@ -175,7 +175,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         record.iters = plan_iters(args, estimate, end - time.perf_counter(), say)
     args = replace(args, iters=record.iters)
     say(estimate.describe(0 if is_done else args.iters - done, args.steps_per_eval))
-    check_disk(files.place, estimate.disk)
+    check_disk(files.directory, estimate.disk)
     if dry_run:
         return 0
     with lock_file(files.lock):
@@ -195,13 +195,13 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
             teacher = Teacher(model, reads=False)
             del model  # not needed until the end
             mx.clear_cache()
-            ends, deadline = set(tokenizer.eos_token_ids), end - estimate.comparing - estimate.validation
-            run = Run(args, files, record, say, teacher, ends, drafter, training, validation, deadline)
+            eos_token_ids, deadline = set(tokenizer.eos_token_ids), end - estimate.comparing - estimate.validation
+            run = Run(args, files, record, say, teacher, eos_token_ids, drafter, training, validation, deadline)
             if start is not None and record.before is None:
                 record.before = count_all(run)
                 record.save(files.record)
             if record.ended is None:
-                with interruptible() as interrupted:
+                with catch_interrupt() as interrupted:
                     done = fit_drafter(run, interrupted)
                 if record.ended is None and done < record.iters:
                     say(f"stopped at iteration {done} of {args.iters}; the same command with --resume continues")
@@ -212,8 +212,8 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
             return INTERRUPTED
     if args.answers:  # private answers must not stay beside a drafter that may be shared
         files.clear()
-        if status == REFUSED and not any(files.place.iterdir()):
-            files.place.rmdir()
+        if status == REFUSED and not any(files.directory.iterdir()):
+            files.directory.rmdir()
     return status
 
 
@@ -249,7 +249,7 @@ def read_source(args: TrainingArgs) -> list[Prompt]:
     elif args.prompts:
         return read_prompts(args.prompts)
     else:
-        return list(training_prompts(DEMO_PROMPTS, args.seed))
+        return list(make_training_prompts(DEMO_PROMPTS, args.seed))
     return []
 
 
@@ -305,29 +305,29 @@ def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
         RedrafterError: the output exists or cannot be written, there is no run to resume, settings have changed, or
             `--output` is the initial drafter and not in the format of `train` and `convert`.
     """
-    if why := why_not_writable(files.place / "config.json"):  # one of the files to write
-        raise RedrafterError(f"--output cannot be {files.place}: {why}")
+    if why := explain_unwritable(files.directory / "config.json"):  # one of the files to write
+        raise RedrafterError(f"--output cannot be {files.directory}: {why}")
     settings = args.to_json()
-    in_place = args.drafter and os.path.exists(args.drafter) and files.place.exists()
-    if in_place := bool(in_place and files.place.samefile(cast(str, args.drafter))):
-        weights = [path.name for path in files.place.glob(WEIGHTS)]
-        if weights != ["model.safetensors"] or not is_converted(read_object(files.place / "config.json")):
+    in_place = args.drafter and os.path.exists(args.drafter) and files.directory.exists()
+    if in_place := bool(in_place and files.directory.samefile(cast(str, args.drafter))):
+        weights = [path.name for path in files.directory.glob(WEIGHTS)]
+        if weights != ["model.safetensors"] or not is_converted(read_object(files.directory / "config.json")):
             raise RedrafterError(f"expected --output to be a drafter written by train or convert, got {args.drafter}")
     if not resume:
-        found = {path.name for path in files.place.iterdir()} if files.place.is_dir() else set()
+        found = {path.name for path in files.directory.iterdir()} if files.directory.is_dir() else set()
         if not in_place and (found - {files.work.name} or files.checkpoint.exists()):  # answers alone are not a run
-            is_finished = (files.place / "config.json").exists()
+            is_finished = (files.directory / "config.json").exists()
             hint = f"--drafter {args.output} to train it further" if is_finished else "--resume to continue its run"
-            raise RedrafterError(f"{files.place} exists already: give another --output, or {hint}")
+            raise RedrafterError(f"{files.directory} exists already: give another --output, or {hint}")
         return Record(settings)
     if not files.record.exists():
-        raise RedrafterError(f"there is no run to resume in {files.place}: leave out --resume")
+        raise RedrafterError(f"there is no run to resume in {files.directory}: leave out --resume")
     try:
         record = Record(**read_object(files.record))
     except TypeError as error:
-        raise RedrafterError(f"{files.record} is not the record of a run: {one_line(error)}") from error
+        raise RedrafterError(f"{files.record} is not the record of a run: {join_lines(error)}") from error
     for name, value in settings.items():
-        if name not in MAY_CHANGE and (before := record.settings.get(name)) != value:
+        if name not in CHANGEABLE_SETTINGS and (before := record.settings.get(name)) != value:
             raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")
     return record
 
@@ -338,9 +338,9 @@ def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
     Raises:
         RedrafterError: the draft vocabulary is larger than the target's vocabulary.
     """
-    hidden_size, vocab_size = model_sizes(model)
+    hidden_size, vocab_size = find_model_sizes(model)
     if args.is_measured:
-        choice = choose_size(model, final_dtype(args, compute_dtype(model)), args.kind, args.draft_depth)
+        choice = choose_size(model, find_final_dtype(args, find_compute_dtype(model)), args.kind, args.draft_depth)
         say(f"size: {choice.reason}")
         return choice.args
     count = args.draft_vocab_size
@@ -358,15 +358,15 @@ def make_new_drafter(
     mx.random.seed(args.seed)
     count, ids = sizes.draft_vocab_size, None
     if count is not None:
-        ids = most_frequent(texts, count, sizes.vocab_size)
+        ids = find_most_frequent(texts, count, sizes.vocab_size)
         learned = np.concatenate([text.ids[text.offset :] for text in texts])
         say(f"draft vocabulary: {count} tokens, which are {np.isin(learned, ids).mean():.2%} of those to learn")
-    drafter = new_drafter(model, sizes, ids)
+    drafter = initialize_drafter(model, sizes, ids)
     mx.eval(drafter.parameters())
     return drafter
 
 
-def final_dtype(args: TrainingArgs, target: mx.Dtype) -> mx.Dtype:
+def find_final_dtype(args: TrainingArgs, target: mx.Dtype) -> mx.Dtype:
     """The dtype of the finished drafter; the target's by default."""
     return target if args.dtype is None else cast(mx.Dtype, getattr(mx, args.dtype))
 
@@ -412,7 +412,7 @@ def validate(run: Run, done: int) -> dict[str, Any]:
     loss, acceptance = measure_guesses(run.teacher, run.drafter, run.validation, args)
     each = count_texts(run.teacher, run.drafter, run.validation[: args.val_prompts], args)
     tokens = sum(each, Stats()).tokens_per_round
-    per_round = format_error(tokens, standard_error(one.tokens_per_round for one in each))
+    per_round = format_error(tokens, find_standard_error(one.tokens_per_round for one in each))
     first = " ".join(f"{shares[0]:.2f}" for shares in acceptance)
     run.say(
         f"iteration {done}: validation loss {loss:.3f}, right at depth 1, 2, ...: {first}; "
@@ -431,19 +431,19 @@ def count_all(run: Run) -> float:
 def finish(run: Run) -> int:
     """Writes and measures the finished drafter; returns the exit status.
 
-    With `patience` the best validated drafter is written. A retrained one is written only if it is `BETTER`.
+    With `patience` the best validated drafter is written. A retrained one is written only with `MIN_IMPROVEMENT`.
 
     Raises:
         RedrafterError: a weight does not fit into the dtype.
     """
-    args, record, drafter, place = run.args, run.record, run.drafter, run.files.place
+    args, record, drafter, place = run.args, run.record, run.drafter, run.files.directory
     if args.patience:
         best = max(record.validations, key=lambda entry: entry["tokens_per_round"])
         drafter.update(load_drafter(run.files.best).parameters())
         record.drop_after(best["iteration"])
         run.say(f"using the drafter of iteration {best['iteration']}")
     if record.before is not None:
-        after, least = count_all(run), BETTER * record.before
+        after, least = count_all(run), MIN_IMPROVEMENT * record.before
         written = "" if after >= least else "not written: "
         run.say(
             f"{written}the new drafter makes {after:.3f} tokens per round on {len(run.validation)} held-out texts, "
@@ -452,7 +452,7 @@ def finish(run: Run) -> int:
         if written:
             return REFUSED
     model, _ = load_target(args, args.model)
-    dtype = final_dtype(args, run.teacher.dtype)
+    dtype = find_final_dtype(args, run.teacher.dtype)
     drafter.set_dtype(dtype)
     if (name := find_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} does not fit into {dtype}: give another --dtype")
@@ -462,7 +462,7 @@ def finish(run: Run) -> int:
     options = Options(max_tokens=args.val_tokens, temp=args.temp[-1], seed=args.seed)
     shapes = [(1, k) for k in range(1, args.draft_depth + 1)] + [(4, args.draft_depth)]
     try:
-        results = compare_shapes(model, drafter, prompts, shapes, options, run.ends)
+        results = compare_shapes(model, drafter, prompts, shapes, options, run.eos_token_ids)
     except KeyboardInterrupt:
         run.say(f"stopped: the drafter is in {place}, but its shapes were not compared")
         raise
@@ -484,7 +484,7 @@ def finish(run: Run) -> int:
 
 
 @contextmanager
-def interruptible() -> Iterator[threading.Event]:
+def catch_interrupt() -> Iterator[threading.Event]:
     """Turns the first Ctrl-C into an event for the training loop; the second one raises KeyboardInterrupt."""
     event = threading.Event()
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_parts import Tap, capture, compute_dtype, find_head, find_parts, model_name
+from ..engine.model_parts import CapturePoint, capture, find_compute_dtype, find_head, find_module_name, find_parts
 from ..errors import UnsupportedModelError
 from .loss import TrainingTargets
 from .settings import TrainingArgs
@@ -54,12 +54,12 @@ class Teacher:
         self._model = model if reads else None
         parts = find_parts(model)
         self.embedding: Any = parts.embedding
-        self.dtype = compute_dtype(model)
+        self.dtype = find_compute_dtype(model)
         self._head = find_head(model)
         tokens = (mx.arange(CHECKED_TOKENS) * (self.embedding.weight.shape[0] // CHECKED_TOKENS))[None]
-        wanted, (hidden,) = capture([Tap(parts.final_norm)], lambda: model(tokens))
+        wanted, (hidden,) = capture([CapturePoint(parts.final_norm)], lambda: model(tokens))
         raw, self.vocab_size = self._head(hidden[-1]), wanted.shape[-1]
-        self._scale, self._cap = find_scale_and_cap(raw[..., : self.vocab_size], wanted, model_name(model))
+        self._scale, self._cap = find_scale_and_cap(raw[..., : self.vocab_size], wanted, find_module_name(model))
 
     @classmethod
     def of(cls, target: nn.Module | Teacher) -> Teacher:
@@ -113,7 +113,7 @@ def find_scale_and_cap(raw: mx.array, logits: mx.array, name: str) -> tuple[floa
 
 def read_states(model: nn.Module, tokens: mx.array) -> mx.array:
     """(B, T, D) a model's hidden states after its final norm for tokens (B, T); logits are not computed."""
-    return capture([Tap(find_parts(model).final_norm)], lambda: model(tokens))[1][0][-1]
+    return capture([CapturePoint(find_parts(model).final_norm)], lambda: model(tokens))[1][0][-1]
 
 
 def compute_targets(
@@ -212,7 +212,7 @@ def find_likeliest(teacher: Teacher, hidden: mx.array, count: int) -> tuple[np.n
     return ids, probs
 
 
-def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> TrainableDrafter:
+def initialize_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> TrainableDrafter:
     """An untrained drafter, initialized from the principal components of the target's embedding.
 
     Output matrices are most of a drafter's weights, and the rows of rare tokens are seldom updated, so this speeds up
@@ -228,7 +228,7 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
     mean, axes = find_components(embedding, drafter)
 
     def project(tokens: mx.array, width: int | None) -> mx.array:
-        rows = (embedding(part).astype(mx.float32) - mean for part in split(tokens))
+        rows = (embedding(part).astype(mx.float32) - mean for part in split_tokens(tokens))
         return mx.concatenate([part if width is None else part @ axes[:, :width] for part in rows])
 
     drafter.share(model)
@@ -245,7 +245,7 @@ def find_components(embedding: Any, drafter: TrainableDrafter) -> tuple[mx.array
     args = drafter.args
     guessed = drafter.draft_ids if "draft_ids" in drafter else mx.arange(args.vocab_size)
     mean, square = mx.zeros((args.hidden_size,)), mx.zeros((args.hidden_size, args.hidden_size))
-    for part in split(guessed):
+    for part in split_tokens(guessed):
         rows = embedding(part).astype(mx.float32)
         mean, square = mean + rows.sum(axis=0), square + rows.T @ rows
         mx.eval(mean, square)
@@ -254,6 +254,6 @@ def find_components(embedding: Any, drafter: TrainableDrafter) -> tuple[mx.array
     return mean, axes[:, ::-1]
 
 
-def split(tokens: mx.array) -> list[mx.array]:
+def split_tokens(tokens: mx.array) -> list[mx.array]:
     """Chunks of at most 4096 tokens."""
     return [tokens[start : start + 4096] for start in range(0, tokens.size, 4096)]

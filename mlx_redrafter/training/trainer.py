@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ..atomic_files import replace_file
 from ..checkpoints import evaluate, save_arrays
 from ..drafters.trainable import TrainableDrafter
-from ..errors import CheckpointError, RedrafterError, one_line
+from ..errors import CheckpointError, RedrafterError, join_lines
 from .loss import TrainingTargets, draft_loss
 from .settings import TrainingArgs
 from .targets import Batch, Teacher, compute_targets
@@ -67,7 +67,7 @@ def train_drafter(
         drafter,
         make_optimizer(args),
         make_loss(drafter, args),
-        lambda iteration: target_arrays(teacher, draft_ids, batches(iteration), args, iteration),
+        lambda iteration: make_target_arrays(teacher, draft_ids, batches(iteration), args, iteration),
         args,
         checkpoint=checkpoint,
         on_iteration=on_iteration,
@@ -85,7 +85,7 @@ def make_optimizer(args: TrainingArgs) -> optim.Optimizer:
     return optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=args.weight_decay)
 
 
-def target_arrays(
+def make_target_arrays(
     teacher: Teacher, draft_ids: mx.array | None, batch: Batch, args: TrainingArgs, iteration: int
 ) -> list[mx.array]:
     """The input arrays of `make_loss` for an iteration; they depend only on the iteration."""
@@ -177,7 +177,7 @@ def fit(
         return arrays
 
     bar = tqdm(range(first + 1, iters + 1), initial=first, total=iters, desc=name, mininterval=10, disable=not show)
-    with helper_thread() as helper:
+    with start_helper_thread() as helper:
         following = helper.submit(prepare, first)
         for done in bar:
             arrays, following = following.result(), helper.submit(prepare, done)
@@ -206,7 +206,7 @@ def fit(
 
 
 @contextmanager
-def helper_thread() -> Iterator[ThreadPoolExecutor]:
+def start_helper_thread() -> Iterator[ThreadPoolExecutor]:
     """Yields a second thread. Its MLX streams are destroyed before it ends, or the process could abort at exit."""
     with ThreadPoolExecutor(max_workers=1) as helper:
         try:
@@ -227,7 +227,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
         with replace_file(path) as partial_file:
             save_arrays(partial_file, arrays, {"step": str(step)})
     except (OSError, RuntimeError) as error:
-        raise RedrafterError(f"cannot save {path}: {one_line(error)}; {kept}") from error
+        raise RedrafterError(f"cannot save {path}: {join_lines(error)}; {kept}") from error
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:
@@ -247,4 +247,4 @@ def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim
             optimizer.state = state["optimizer"]
         return int(loaded[1]["step"])
     except (RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"cannot continue from {path}: {one_line(error)}") from error
+        raise CheckpointError(f"cannot continue from {path}: {join_lines(error)}") from error

@@ -55,7 +55,7 @@ def test_equal_texts_have_no_differences(pair: Workload, capsys: pytest.CaptureF
 def test_differences_beyond_rounding_are_errors(
     rounding: bool, pair: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(acceptance, "first_difference", lambda one, other: 2)
+    monkeypatch.setattr(acceptance, "find_first_difference", lambda one, other: 2)
     found = Difference(2, 1.0, 0.001, rounding=rounding)
     monkeypatch.setattr(acceptance, "judge_difference", lambda *args: found)
     words = ("--plans", "1,2", "--max-tokens", "4", "--compare")

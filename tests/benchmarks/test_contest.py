@@ -14,7 +14,7 @@ from bench_records import MACHINE, make_costs, parse_flags
 from small import small_drafter, small_llama
 
 from benchmarks import contest, contestants, run
-from benchmarks.contest import describe_runs, hold_contest
+from benchmarks.contest import compare_contestants, describe_runs
 from benchmarks.contestants import Contestant, Run, Settings, make_contestants, make_random_drafter
 from benchmarks.models import Prompt, Workload, count_bytes
 from benchmarks.records import find_problem, read_records
@@ -41,7 +41,7 @@ def make_workload(*, drafter: bool = True, draft_model: nn.Module | None = None,
 
 def hold(workload: Workload, settings: Settings) -> list[dict[str, Any]]:
     sides = make_contestants(workload, [(1, 2), (2, 2)], settings)
-    return [record for records in hold_contest(workload, sides, settings) for record in records]
+    return [record for records in compare_contestants(workload, sides, settings) for record in records]
 
 
 class Clock:
@@ -70,7 +70,7 @@ def test_every_contestant_stops_at_the_end_token() -> None:
     free = make_contestants(make_workload(), ["auto"], Settings(), context=True)
     (text, *_) = texts = [side.run(PROMPTS[0], 12).tokens for side in free]
     end = next(i for i in range(2, 12) if text[i] not in text[1:i])
-    prompt = PROMPTS[0]._replace(ends=frozenset({text[end]}))
+    prompt = PROMPTS[0]._replace(eos_token_ids=frozenset({text[end]}))
     assert len(texts) > 2 and all(side.run(prompt, 12).tokens == text[: end + 1] for side in free)
 
 
@@ -78,7 +78,7 @@ def test_every_contestant_stops_at_the_end_token() -> None:
 def test_each_turn_begins_with_another_contestant(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, kinds = Clock(monkeypatch), [PLAIN, MLX_LM, MLX_LM_DRAFT]
     sides = [clock.make_side(kind, [1.0] * 9) for kind in kinds]
-    list(hold_contest(make_workload(), sides, Settings(max_tokens=3, repeats=repeats)))
+    list(compare_contestants(make_workload(), sides, Settings(max_tokens=3, repeats=repeats)))
     turns = [clock.turns[i : i + 3] for i in range(0, len(clock.turns), 3)]
     assert turns == [[*kinds[i % 3 :], *kinds[: i % 3]] for i in range(2 * repeats)]
 
@@ -88,7 +88,7 @@ def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -
     clock = Clock(monkeypatch)
     sides = [clock.make_side(PLAIN, [1.0, 10.0, 100.0]), clock.make_side(DRAFTED, [0.5, 5.0, 50.0])]
     workload = replace(make_workload(), prompts=PROMPTS[:1])
-    ((first, second),) = hold_contest(workload, sides, Settings(max_tokens=3, repeats=3))
+    ((first, second),) = compare_contestants(workload, sides, Settings(max_tokens=3, repeats=3))
     assert first["seconds"] == [3.0, 30.0, 300.0] and second["seconds"] == [1.5, 15.0, 150.0]
     assert second["ratio"] == 2.0 and second["ratio_quartiles"] == [2.0, 2.0] and first["ratio"] == 1.0
     assert second["tokens_per_second"] == 2 / 15.0
@@ -113,7 +113,7 @@ def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.Mo
     texts[turn] = (1, 2, 9)
     sides = [clock.make_side(PLAIN, [1.0] * 3), clock.make_side(DRAFTED, [1.0] * 3, texts)]
     workload = replace(make_workload(), prompts=PROMPTS[:1])
-    ((first, second),) = hold_contest(workload, sides, Settings(max_tokens=3, repeats=3))
+    ((first, second),) = compare_contestants(workload, sides, Settings(max_tokens=3, repeats=3))
     assert second["same_tokens"] is False and second["first_difference"] == 2
     assert first["same_tokens"] is None and first["first_difference"] is None
 
@@ -218,21 +218,21 @@ def test_differing_tokens_show_in_the_status(
     monkeypatch.setattr(run, "open_workload", lambda args: found)
 
     def lie(*rest: Any) -> Any:
-        for records in hold_contest(*rest):
+        for records in compare_contestants(*rest):
             wrong = {"same_tokens": False, "first_difference": 2}
             yield [each | wrong if each["contestant"] == liar else each for each in records]
 
-    monkeypatch.setattr(contest, "hold_contest", lie)
+    monkeypatch.setattr(contest, "compare_contestants", lie)
     assert run.run(parse_flags(run, *QUICKLY)) == status
     assert "0 of 2" in capsys.readouterr().out
 
 
 def test_ctrl_c_leaves_the_finished_prompts(two: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupt(*rest: Any) -> Any:
-        yield next(hold_contest(*rest))
+        yield next(compare_contestants(*rest))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(contest, "hold_contest", interrupt)
+    monkeypatch.setattr(contest, "compare_contestants", interrupt)
     path = tmp_path / "records.jsonl"
     with pytest.raises(KeyboardInterrupt):
         run.run(parse_flags(run, *QUICKLY, "--output", str(path)))

@@ -32,7 +32,7 @@ def test_prompts_are_found_by_name_and_category(tokenizer: Any) -> None:
     assert [each.name for each in find_prompts(["code", code[0]], tokenizer)] == code, "no duplicates"
     own = find_prompts(["demo"], tokenizer)
     assert {each.category for each in own} == {"demo-edits", "demo-code"} and own[0].name == "demo-edits/01"
-    assert own[0].ends == {tokenizer.eos_token_id} and len(own) > 16
+    assert own[0].eos_token_ids == {tokenizer.eos_token_id} and len(own) > 16
 
 
 def test_user_prompts_are_named_after_their_file(tmp_path: Path, tokenizer: Any) -> None:

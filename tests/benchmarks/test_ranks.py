@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from benchmarks.ranks import Wire, compare_rows
+from benchmarks.ranks import DelayedLink, compare_rows
 
 
 def test_a_wire_forwards_all_bytes_in_order() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        wire = Wire(server.getsockname()[1])
-        wire.milliseconds = 1.0
+        link = DelayedLink(server.getsockname()[1])
+        link.milliseconds = 1.0
 
         def echo() -> None:
             connection, _ = server.accept()
@@ -22,7 +22,7 @@ def test_a_wire_forwards_all_bytes_in_order() -> None:
                     connection.sendall(data)
 
         threading.Thread(target=echo, daemon=True).start()
-        with socket.create_connection(("127.0.0.1", wire.port)) as client:
+        with socket.create_connection(("127.0.0.1", link.port)) as client:
             client.settimeout(120)
             sent, got = bytes(range(256)) * 50, b""
             for start in range(0, len(sent), 100):

@@ -10,7 +10,7 @@ from toys import make_tokenizer
 
 from benchmarks.serving import OURS, THEIRS, start_server
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.machine import blas_libraries
+from mlx_redrafter.planning.machine import find_blas_libraries
 
 
 def test_both_servers_have_the_same_blas(tmp_path: Path) -> None:
@@ -18,8 +18,8 @@ def test_both_servers_have_the_same_blas(tmp_path: Path) -> None:
     found = []
     for module in (OURS, THEIRS):
         with start_server(module, ["--model", str(tmp_path), "--log-level", "ERROR"]) as server:
-            found.append(blas_libraries(Path(f"/proc/{server.pid}/maps")))
-    assert found == [blas_libraries()] * 2
+            found.append(find_blas_libraries(Path(f"/proc/{server.pid}/maps")))
+    assert found == [find_blas_libraries()] * 2
 
 
 def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import decode_tokens
 from mlx_redrafter.options import Options
-from mlx_redrafter.planning.acceptance import AcceptanceTable, expected_tokens
+from mlx_redrafter.planning.acceptance import AcceptanceTable, predict_tokens
 
 V = 512
 SIZES = (64, 2, 128, 4, 2, 16, V)
@@ -73,7 +73,7 @@ def count_rounds(oracle: Oracle, plan: tuple[int, ...], count: int) -> Stats:
 )
 def test_tokens_per_round_match_the_expectation(acceptance: AcceptanceTable, plan: tuple[int, ...]) -> None:
     width, depth, *size = plan
-    expected = expected_tokens(acceptance, Plan(width, depth, size[0] if size else 1 + width * depth))
+    expected = predict_tokens(acceptance, Plan(width, depth, size[0] if size else 1 + width * depth))
     stats = count_rounds(Oracle(acceptance), plan, 400)
     # A round accepts 0 to K drafted tokens, so its standard deviation is at most K / 2. Allow three standard errors.
     allowed = 3 * depth / 2 / math.sqrt(stats.rounds)
@@ -125,7 +125,7 @@ def test_published_shapes_have_their_published_size(name: str) -> None:
 
 
 def test_a_shape_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthetic, "usable_bytes", lambda: 5_000_000_000)
+    monkeypatch.setattr(synthetic, "find_usable_bytes", lambda: 5_000_000_000)
     message = "llama-3.1-8b of 32 layers at 16 bits takes about 20.1 GB, more than the 5.0 GB that MLX should use"
     with pytest.raises(RedrafterError, match=message):
         build_workload("llama-3.1-8b", 16, layers=32, acceptance=[[0.7]])

@@ -18,7 +18,7 @@ from sessions import make_session
 
 from mlx_redrafter import Session, load_demo
 from mlx_redrafter.cli import chat
-from mlx_redrafter.cli.chat import TINTS, UNTINT, Screen
+from mlx_redrafter.cli.chat import COLOURS, DEFAULT_COLOUR, Screen
 from mlx_redrafter.engine.decode import Decoder
 from mlx_redrafter.generate import GenerationResponse
 
@@ -69,7 +69,7 @@ def demo_session(**options: Any) -> Session:
 
 
 def tint(each: GenerationResponse) -> str:
-    return f"{TINTS[each.draft_source]}{each.text}{UNTINT}" if each.draft_source and each.text else each.text
+    return f"{COLOURS[each.draft_source]}{each.text}{DEFAULT_COLOUR}" if each.draft_source and each.text else each.text
 
 
 def test_a_terminal_tints_accepted_tokens() -> None:
@@ -93,7 +93,7 @@ def test_a_terminal_tints_accepted_tokens() -> None:
 
 def make_screen(*, interactive: bool = False) -> Screen:
     screen = Screen(argparse.Namespace(show_accepted=False))
-    screen.interactive = interactive
+    screen.is_interactive = interactive
     return screen
 
 

@@ -169,7 +169,7 @@ def test_greedy_ties_are_rounding(dtype: mx.Dtype, step: float, rounding: bool) 
 
 def test_ties_of_noisy_scores_are_rounding() -> None:
     sampler, position = Options(temp=1.5, top_p=0.99).make_sampler(seed=3), 7
-    gumbel = sampler.draws(mx.array(position), 1, 4).gumbel[0]
+    gumbel = sampler.draw(mx.array(position), 1, 4).gumbel[0]
     tie = mx.array([0.0, (1.5 * (gumbel[0] - gumbel[1])).item(), -9.0, -9.0])  # tokens 0 and 1 tie
     row = tie - mx.logsumexp(tie)
     assert judge_difference(4, (row, row + mx.array([0.0, 1e-5, 0.0, 0.0])), (0, 1), sampler, position).rounding

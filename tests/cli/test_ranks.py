@@ -26,7 +26,7 @@ from mlx_redrafter.drafters.source import StepwiseSource
 def fail(*arguments, **options):
     raise RuntimeError("no memory left")
 
-if ranks.index() == 1:
+if ranks.get_rank() == 1:
     StepwiseSource.propose = fail
 main("generate")
 """
@@ -41,7 +41,7 @@ def load(*arguments, **options):
     print("loading", file=sys.__stdout__, flush=True)
     time.sleep(600)
 
-if str(ranks.index()) in sys.argv.pop(1):
+if str(ranks.get_rank()) in sys.argv.pop(1):
     utils.sharded_load = load
 main(sys.argv.pop(1))
 """

@@ -182,7 +182,7 @@ def test_the_schema_has_the_requests_and_options() -> None:
     for flag in OPTION_FLAGS:
         if flag.kind in names and flag.name not in CACHE_OPTIONS:
             kind = names[flag.kind]
-            assert options[flag.name]["type"] == ([kind, "null"] if flag.optional else kind), flag.name
+            assert options[flag.name]["type"] == ([kind, "null"] if flag.is_optional else kind), flag.name
 
 
 def test_it_ends_when_its_parent_is_killed() -> None:

@@ -79,7 +79,7 @@ def test_text_matches_plain_decoding(name: str, tmp_path: Path) -> None:
 def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path: Path) -> None:
     """Baidu's own server applies the target's norm to the feature; others do not."""
     drafter, golden = load_golden("ernie4_5_mtp", tmp_path), read_golden("ernie4_5_mtp")[1]
-    others = drafter.args.try_others(12)
+    others = drafter.args.list_variants(12)
     drafter.args = others["norm_output false"]
     source: Any = drafter.open(make_target("ernie4_5_mtp", drafter))
     tell(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
@@ -163,7 +163,7 @@ def test_layer_ids_follow_each_projects_numbering(config: dict[str, Any], captur
 @pytest.mark.parametrize("name", ["eagle3_speculators", "eagle3_speculators_31"])
 def test_unspecified_settings_have_alternatives(name: str, tmp_path: Path) -> None:
     drafter = load_drafter(publish(name, tmp_path / "in"))
-    for what, args in drafter.args.try_others(12).items():
+    for what, args in drafter.args.list_variants(12).items():
         drafter.args = args
         source: Any = drafter.open(make_target(name, drafter))
         golden = read_golden(name)[1]

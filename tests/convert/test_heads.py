@@ -96,7 +96,7 @@ def test_the_hidden_state_is_recorded(tmp_path: Path) -> None:
     status, out, _ = command("--hf-path", source, "--mlx-path", tmp_path / "out", "--hidden-state", "before_norm")
     assert status == 0 and "medusa, hidden size 48, vocabulary 97, heads 3, blocks 1; reads" in out
     assert "reads the hidden state before the final norm" in out
-    assert load_drafter(tmp_path / "out").args.before_norm
+    assert load_drafter(tmp_path / "out").args.reads_before_norm
 
 
 def vllm(arrays: Arrays) -> Arrays:
@@ -294,7 +294,7 @@ def test_heads_are_quantized_and_dequantized(kind: str, tmp_path: Path) -> None:
     done = convert(source, tmp_path / "out", True, 32, 8, head_bits=4)
     bits = {name: layer.bits for name, layer in load_drafter(done.path).named_modules() if hasattr(layer, "bits")}
     assert set(bits.values()) == {4, 8} and all(
-        (each == 4) == drafter.part_of(name).startswith("head") for name, each in bits.items()
+        (each == 4) == drafter.find_part(name).startswith("head") for name, each in bits.items()
     )
     assert bool([name for name in bits if name.startswith("emb")]) is (kind != "medusa")
     assert 0 < done.difference[0] < done.difference[1]

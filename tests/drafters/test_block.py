@@ -16,11 +16,11 @@ from toys import ids, make_model, make_prompt, run
 
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.model_parts import AFTER_NORM, model_sizes
+from mlx_redrafter.engine.model_parts import AFTER_NORM, find_model_sizes
 from mlx_redrafter.engine.types import Kept
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.acceptance import find_acceptance, scale_row
-from mlx_redrafter.planning.planner import candidate_plans
+from mlx_redrafter.planning.planner import list_candidate_plans
 
 FEW = 8
 """Small enough that random drafters are often right."""
@@ -119,14 +119,14 @@ def test_auto_plans_no_deeper_than_a_block(kind: str) -> None:
     assert max(depths) <= drafter.args.max_depth
     costs = make_costs("flat")._replace(level=(1e-3,) * 3, first=(0.1,) * 3)
     table = [scale_row(row, 1.5) for row in find_acceptance(drafter)]
-    assert max(plan.depth for plan in candidate_plans(costs, table)) == drafter.args.max_depth
+    assert max(plan.depth for plan in list_candidate_plans(costs, table)) == drafter.args.max_depth
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3"])
 def test_embeddings_are_scaled_as_the_target_does(name: str) -> None:
     """Gemma multiplies them by the square root of the width; a config may override the factor."""
     model = make_family(name)
-    hidden, vocab = model_sizes(model)
+    hidden, vocab = find_model_sizes(model)
     drafter: Any = make_cached("dflash", hidden, vocab, layers=len(model.layers))
     found = []
     for scale in (None, 1.0, hidden**0.5):

@@ -16,7 +16,7 @@ from toys import assert_same_cache, assert_same_steps, ids, make_model, make_pro
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.drafters.source import Source
-from mlx_redrafter.engine.model_parts import model_sizes
+from mlx_redrafter.engine.model_parts import find_model_sizes
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.types import Kept
 
@@ -28,7 +28,7 @@ FEW = 8
 
 def fit(kind: str, model: Any) -> Drafter:
     """A random head for a model."""
-    return make_cached(kind, *model_sizes(model), layers=len(model.layers))
+    return make_cached(kind, *find_model_sizes(model), layers=len(model.layers))
 
 
 FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss")
@@ -41,7 +41,7 @@ FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss")
 )
 def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
     model, accepted = make_model(vocab=FEW) if name == "few tokens" else make_family(name), 0
-    drafter, vocab = fit(kind, model), min(50, model_sizes(model)[1])
+    drafter, vocab = fit(kind, model), min(50, find_model_sizes(model)[1])
     for size, plan, temp in ((5, (3, 3), 0.0), (19, (1, 4), 0.9), (7, (3, 4, 9), 0.9)):
         prompt = make_prompt(size, vocab=vocab)
         options = {"max_tokens": 24, "temp": temp, "top_p": 0.95, "seed": 3, "prefill_step_size": 8}
@@ -77,8 +77,8 @@ class Watched:
             type(source).keep(source, kept)
             end = kept.position + mx.array(kept.n_kept)
 
-        def note(root: mx.array, plan: Plan, adjust: Any, *, ordered: bool) -> Any:
-            tree = propose(root, plan, adjust, ordered=ordered)
+        def note(root: mx.array, plan: Plan, adjust: Any, *, in_level_order: bool) -> Any:
+            tree = propose(root, plan, adjust, in_level_order=in_level_order)
             self.drafts.append((end, plan, tree.tokens))
             return tree
 
@@ -88,7 +88,7 @@ class Watched:
 
 def draft(source: Source, root: int, plan: Plan) -> list[int]:
     """The tokens of a draft."""
-    return source.propose(mx.array(root), plan, None, ordered=False).tokens.tolist()  # type: ignore[return-value]
+    return source.propose(mx.array(root), plan, None, in_level_order=False).tokens.tolist()  # type: ignore[return-value]
 
 
 def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> list[int]:

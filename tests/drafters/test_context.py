@@ -49,7 +49,7 @@ def propose(made: ContextSource) -> tuple[list[int], list[float]] | None:
         return None
     assert forecast.chance == 1
     plan = CONTEXT_ONLY._replace(context=len(forecast.cumulative_acceptance))
-    tree = made.propose(mx.array(7), plan, None, ordered=False)
+    tree = made.propose(mx.array(7), plan, None, in_level_order=False)
     tokens: Any = tree.tokens.tolist()
     assert tokens[0] == 7
     return tokens[1:], forecast.cumulative_acceptance

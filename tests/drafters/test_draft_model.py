@@ -135,7 +135,7 @@ def test_a_draft_model_without_tree_support_drafts_chains() -> None:
     assert ids(steps) == ids(run(target, make_prompt(5), max_tokens=12))
     source = drafter.open(target)
     source.read([1, 2])
-    assert source.propose(mx.array(2), Plan(2, 3, 7), None, ordered=True).tokens.shape == (4,)
+    assert source.propose(mx.array(2), Plan(2, 3, 7), None, in_level_order=True).tokens.shape == (4,)
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3, 4, 10])
@@ -200,10 +200,10 @@ def test_chains_read_one_row_per_level_and_trees_whole_paths() -> None:
     source.read(prompt)
     source.confirm([3])
     counting.sizes.clear()
-    source.propose(mx.array(3), Plan(3, 4, 13), None, ordered=True)
+    source.propose(mx.array(3), Plan(3, 4, 13), None, in_level_order=True)
     assert counting.sizes == [6, 3, 6, 9]
     source.confirm([4, 5])
-    source.propose(mx.array(5), Plan(1, 4, 5), None, ordered=True)
+    source.propose(mx.array(5), Plan(1, 4, 5), None, in_level_order=True)
     assert counting.sizes[4:] == [2, 1, 1, 1]
 
 
@@ -232,7 +232,7 @@ def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int) -> None:
     source = DraftModel(draft).open(model)
     source.read(prompt)
     found: list[mx.array] = []
-    source.propose(mx.array(prompt[-1]), Plan(2, 2, 5), lambda x, *_: found.append(x) or x, ordered=True)
+    source.propose(mx.array(prompt[-1]), Plan(2, 2, 5), lambda x, *_: found.append(x) or x, in_level_order=True)
     own = draft(mx.minimum(mx.array(prompt), vocab - 1)[None])[0, -1:]
     assert [row.shape[-1] for row in found] == [40, 40]
     assert mx.allclose(found[0][:, : min(vocab, 40)], own[:, :40], rtol=1e-3, atol=1e-3)

@@ -18,11 +18,11 @@ from toys import assert_same_cache, assert_same_steps, make_model, make_prompt, 
 
 from mlx_redrafter.drafters.protocol import Drafter, Embed
 from mlx_redrafter.engine.beam_search import Advance
-from mlx_redrafter.engine.model_parts import find_parts, model_sizes
+from mlx_redrafter.engine.model_parts import find_model_sizes, find_parts
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
-from mlx_redrafter.options import default_depth
+from mlx_redrafter.options import find_default_depth
 from mlx_redrafter.planning.acceptance import find_acceptance
-from mlx_redrafter.planning.planner import candidate_plans
+from mlx_redrafter.planning.planner import list_candidate_plans
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -39,7 +39,7 @@ EVERY_KIND = (*KINDS, "draft vocabulary")
 )
 def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
     model, accepted = make_model(vocab=FEW) if name == "few tokens" else make_family(name), 0
-    hidden, vocab = model_sizes(model)
+    hidden, vocab = find_model_sizes(model)
     if kind == "draft vocabulary":
         whole = small_drafter(hidden=hidden, vocab=vocab, exit_dim=2 * hidden)
         drafter = partial_drafter(whole, np.random.default_rng(1).permutation(vocab)[:5])
@@ -70,9 +70,9 @@ def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
     # As on a busy machine: six rows seem cheaper than five.
     costs = make_costs("gentle").chains_only()
     costs = costs._replace(verify=tuple((1.0, *[3.0] * 4, 1.01, *[3.0] * 10) for _ in costs.contexts))
-    assert {plan.depth for plan in candidate_plans(costs, rows)} == ({4} if most else {5})
+    assert {plan.depth for plan in list_candidate_plans(costs, rows)} == ({4} if most else {5})
     assert (rows[-1] == (0.0,), len(rows)) == ((True, 5) if most else (False, 1))
-    assert default_depth(drafter) == 3
+    assert find_default_depth(drafter) == 3
     if most is not None:
         with pytest.raises(RedrafterError, match=f"draft_depth must be from 1 to {most} with this drafter, got 5"):
             run(model, prompt, drafter, plan=(1, 5))
@@ -80,7 +80,7 @@ def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
 
 def medusa(model: nn.Module, hidden_state: str) -> Drafter:
     """Medusa heads that read this hidden state."""
-    drafter = make_head("medusa", *model_sizes(model))
+    drafter = make_head("medusa", *find_model_sizes(model))
     drafter.args = type(drafter.args).from_dict(drafter.args.to_dict() | {"hidden_state": hidden_state})
     return drafter
 

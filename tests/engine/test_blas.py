@@ -24,10 +24,10 @@ print(has_fast_blas(machine["blas"]), machine.get("blas_threads"))
 """
 WARN_TWICE = """
 import mlx_redrafter
-from mlx_redrafter.engine.blas import thread_count, warn_of_slow_blas
+from mlx_redrafter.engine.blas import count_threads, warn_of_slow_blas
 warn_of_slow_blas()
 warn_of_slow_blas()
-print(thread_count())
+print(count_threads())
 """
 NOT_INSTALLED = """
 from importlib import metadata

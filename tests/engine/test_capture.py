@@ -76,7 +76,7 @@ def test_captured_layers_match_layers_run_by_hand(name: str) -> None:
     layers = sorted({0, count // 2, count - 1})
     check_states(model, layers)
     target = Target(model, capture=[*layers, AFTER_NORM])
-    read, verified = target.forward(mx.array(prompt)).hidden, target.verify(tree, branched=name in TREES).hidden
+    read, verified = target.forward(mx.array(prompt)).hidden, target.verify(tree, is_tree=name in TREES).hidden
     assert list(read) == list(verified) == [*layers, AFTER_NORM]
     expected = run_by_hand(model, prompt, [], layers)
     for layer in layers:

@@ -22,7 +22,7 @@ from mlx_redrafter import pair
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.model_checks import check_draftable
-from mlx_redrafter.engine.model_parts import model_sizes
+from mlx_redrafter.engine.model_parts import find_model_sizes
 from mlx_redrafter.engine.plan import MAX_REPLAY
 from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 from mlx_redrafter.engine.target import Target
@@ -91,7 +91,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
                 model, text, width if name in TREES else 1, layers=() if name in WIDE_STREAMS else (0,)
             )
         elif script == "random":
-            drafter = Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1))
+            drafter = Drafter(DrafterArgs(*find_model_sizes(model), exit_dim=16, num_draft_layers=1))
         else:
             drafter = make_follower(model, text, recorded, script, width)
         cache = make_prompt_cache(model)
@@ -185,6 +185,6 @@ def test_every_node_sees_only_its_path(name: str) -> None:
         for node, token in enumerate(tree.tokens.tolist()):
             caches.append(copy.deepcopy(caches[parents[node] + 1 if node else 0]))
             expected.append(model(mx.array([[token]]), cache=caches[-1])[0, -1])
-        together = target.verify(tree, branched=True).logits
+        together = target.verify(tree, is_tree=True).logits
         far = mx.abs(together - mx.stack(expected)).max(axis=1)
         assert far.max().item() < CLOSE, (name, size, far)  # type: ignore[operator]

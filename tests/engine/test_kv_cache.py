@@ -25,7 +25,7 @@ from toys import (
 
 from mlx_redrafter import RedrafterError, generate_step
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.model_parts import Tap, capture, find_parts
+from mlx_redrafter.engine.model_parts import CapturePoint, capture, find_parts
 
 PROMPT = make_prompt(9)
 BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
@@ -117,7 +117,9 @@ def test_checks_detect_other_caches_and_wrapped_modules() -> None:
         with pytest.raises(AssertionError):
             assert_same_cache(cache, decode_with_mlx_lm(model, tokens, make_prompt_cache(model), **options))
     before = snapshot(model)
-    assert capture([Tap(find_parts(model).final_norm)], lambda: snapshot(model))[0] != before == snapshot(model)
+    assert (
+        capture([CapturePoint(find_parts(model).final_norm)], lambda: snapshot(model))[0] != before == snapshot(model)
+    )
 
 
 @pytest.mark.parametrize(("count", "size", "plan"), pairs((1, 5), (8, 12), ((1, 6), (3, 4), (1, 10))), ids=str)

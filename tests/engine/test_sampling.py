@@ -31,7 +31,7 @@ FILTERS: dict[str, tuple[dict[str, Any], Any]] = {
 
 def choose(sampler: Sampler, positions: int) -> np.ndarray:
     """(positions,) tokens chosen at each position from the same log-probabilities."""
-    draws = sampler.draws(mx.array(100), positions, VOCAB)
+    draws = sampler.draw(mx.array(100), positions, VOCAB)
     return np.array(sampler.choose(mx.repeat(LOGPROBS, positions, axis=0), draws, mx.arange(positions)))
 
 
@@ -76,9 +76,9 @@ def test_xtc_is_applied_as_often_as_asked() -> None:
 @pytest.mark.parametrize("seed", [0, 7, -1])
 def test_each_position_is_drawn_with_its_own_noise(seed: int) -> None:
     model, prompt, sampler = make_model(), make_prompt(5), make_sampler(seed=seed, temp=1.3)
-    together = sampler.draws(mx.array(len(prompt)), 20, model.args.vocab_size)
+    together = sampler.draw(mx.array(len(prompt)), 20, model.args.vocab_size)
     for row, step in enumerate(run(model, prompt, max_tokens=20, temp=1.3, seed=seed)):
-        alone = sampler.draws(mx.array(len(prompt) + row), 1, model.args.vocab_size)
+        alone = sampler.draw(mx.array(len(prompt) + row), 1, model.args.vocab_size)
         assert mx.array_equal(alone.gumbel[0], together.gumbel[row])
         assert sampler.choose(step.logprobs[None], alone, mx.array([0])).tolist() == [step.token]
     assert len({tuple(row) for row in together.gumbel.tolist()}) == 20

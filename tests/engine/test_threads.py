@@ -17,7 +17,7 @@ from threads import workers
 from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, run, scripted, snapshot
 
 from mlx_redrafter import generate_step
-from mlx_redrafter.engine.model_parts import Tap, capture, find_parts
+from mlx_redrafter.engine.model_parts import CapturePoint, capture, find_parts
 from mlx_redrafter.engine.tree_attention import Nodes, build_with_nodes
 
 COUNT = 16
@@ -112,10 +112,10 @@ def test_another_thread_may_run_a_batch_meanwhile() -> None:
         return model(mx.array([[4], [5]]), cache=cache).tolist()
 
     expected = run_batch()
-    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
+    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, is_tree=True)
     with workers(1) as (other,):
         built, (recorded,) = capture(
-            [Tap(find_parts(model).final_norm)],
+            [CapturePoint(find_parts(model).final_norm)],
             lambda: build_with_nodes([], nodes, lambda _: other.submit(run_batch).result()),
         )
     assert (built.result, built.calls, recorded) == (expected, [], [])

@@ -56,7 +56,7 @@ def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -
     cache = copy.deepcopy(target.cache)
     logits = [model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
     states = [model.model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
-    together = target.verify(tree, branched=True)
+    together = target.verify(tree, is_tree=True)
     assert together.logits.shape == (tree.tokens.shape[0], VOCAB)
     far = mx.abs(together.logits - mx.stack(logits)).max(axis=1)
     return mx.maximum(far, mx.abs(together.hidden["after_norm"] - mx.stack(states)).max(axis=1))

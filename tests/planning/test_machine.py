@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from mlx_redrafter.planning.machine import (
-    blas_libraries,
-    cache_directory,
     describe_machine,
+    find_blas_libraries,
+    find_cache_directory,
+    find_memory_bytes,
     has_fast_blas,
-    memory_bytes,
 )
 
 
 def test_the_machine_is_described() -> None:
     found = describe_machine()
     assert {"device", "chip", "platform", "cores", "memory_gb", "python", "mlx", "mlx-lm"} <= set(found)
-    assert memory_bytes() > 1 << 28 and json.dumps(found)
+    assert find_memory_bytes() > 1 << 28 and json.dumps(found)
 
 
 @pytest.mark.parametrize("named", [None, "", "relative", "/absolute"])
@@ -30,7 +30,7 @@ def test_the_cache_folder_is_the_systems(named: str | None, monkeypatch: pytest.
     if named is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", named)
     usual = Path("/home/anyone", "Library/Caches" if sys.platform == "darwin" else ".cache")
-    assert cache_directory() == (Path(named) if named == "/absolute" else usual) / "mlx_redrafter"
+    assert find_cache_directory() == (Path(named) if named == "/absolute" else usual) / "mlx_redrafter"
 
 
 def test_blas_libraries_are_found_by_name(tmp_path: Path) -> None:
@@ -38,6 +38,6 @@ def test_blas_libraries_are_found_by_name(tmp_path: Path) -> None:
     (tmp_path / "maps").write_text(
         "".join(f"7f00-7f01 r-xp 0 08:01 12 /opt/{name}\n" for name in [*names, *names]) + "7f02\n"
     )
-    assert blas_libraries(tmp_path / "maps") == ["libblas.so.3", "libmkl_rt.so.2", "libopenblas.so.0"]
-    assert blas_libraries(tmp_path / "none") == []
+    assert find_blas_libraries(tmp_path / "maps") == ["libblas.so.3", "libmkl_rt.so.2", "libopenblas.so.0"]
+    assert find_blas_libraries(tmp_path / "none") == []
     assert has_fast_blas("libblas.so.3, libopenblas.so.0") and not has_fast_blas("libblas.so.3")

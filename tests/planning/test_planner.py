@@ -33,7 +33,7 @@ from mlx_redrafter.planning.acceptance import (
     UNKNOWN_ACCEPTANCE,
     AcceptanceTable,
     cumulative_acceptance,
-    expected_tokens,
+    predict_tokens,
 )
 from mlx_redrafter.planning.history import History
 from mlx_redrafter.planning.planner import (
@@ -42,12 +42,12 @@ from mlx_redrafter.planning.planner import (
     PROBE_EVERY,
     WARM_UP,
     AutoPlanner,
-    candidate_plans,
-    expected_replay,
-    measured_plans,
+    find_starting_plan,
+    list_candidate_plans,
+    list_measured_plans,
     predict,
     predict_all,
-    starting_plan,
+    predict_replay,
 )
 from mlx_redrafter.planning.store import keep_counts
 
@@ -58,15 +58,13 @@ BOUNDS = {0.7: 1 - LOSS - 0.005, 1.0: 1 - LOSS - 0.005, 1.3: 0.965, 2.0: 0.94}
 
 def test_expected_tokens_of_the_running_example() -> None:
     table = [[0.5, 0.25], [0.4, 0.2]]
-    assert expected_tokens(table, Plan(1, 2, 3)) == pytest.approx(1 + 0.5 + 0.5 * 0.4)
+    assert predict_tokens(table, Plan(1, 2, 3)) == pytest.approx(1 + 0.5 + 0.5 * 0.4)
     # Level 1: .5, .25. Level 2 keeps the best two of .5 * .4, .5 * .2, .25 * .4, .25 * .2.
-    assert expected_tokens(table, Plan(2, 2, 5)) == pytest.approx(1 + 0.75 + 0.2 + 0.1)
-    assert expected_tokens(table, Plan(2, 2, 4)) == pytest.approx(1 + 0.75 + 0.2)
-    assert expected_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4), (
-        "rates as at depth 2"
-    )
-    assert expected_tokens(table, Plan(1, 2, 3), 1.5) == pytest.approx(1 + 0.75 + 0.75 * 0.6)
-    assert expected_tokens(table, Plan(2, 1, 3), 9.0) == pytest.approx(1 + MAX_RATE + 0.25 * (1 - MAX_RATE) / 0.5)
+    assert predict_tokens(table, Plan(2, 2, 5)) == pytest.approx(1 + 0.75 + 0.2 + 0.1)
+    assert predict_tokens(table, Plan(2, 2, 4)) == pytest.approx(1 + 0.75 + 0.2)
+    assert predict_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4), "rates as at depth 2"
+    assert predict_tokens(table, Plan(1, 2, 3), 1.5) == pytest.approx(1 + 0.75 + 0.75 * 0.6)
+    assert predict_tokens(table, Plan(2, 1, 3), 9.0) == pytest.approx(1 + MAX_RATE + 0.25 * (1 - MAX_RATE) / 0.5)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +78,8 @@ def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float) -
         if replayed > MAX_REPLAY:  # replayed by a plain step
             total, replayed = total + replayed, 0
         total, replayed, made = total + replayed, replayed + count if count <= plan.depth else 0, made + count
-    assert made / rounds == pytest.approx(expected_tokens(ACCEPTANCE, plan, scale), abs=0.03)
-    assert expected_replay(cumulative_acceptance(ACCEPTANCE, plan, scale)) == pytest.approx(total / rounds, rel=0.02)
+    assert made / rounds == pytest.approx(predict_tokens(ACCEPTANCE, plan, scale), abs=0.03)
+    assert predict_replay(cumulative_acceptance(ACCEPTANCE, plan, scale)) == pytest.approx(total / rounds, rel=0.02)
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -93,28 +91,28 @@ def test_candidates_are_close_to_the_best_of_all_plans(curve: str) -> None:
         for depth in range(1, 16)
         for size in range(max(width, depth) + 1, min(16, 1 + width * depth) + 1)
     ]
-    assert sorted(measured_plans(costs)) == sorted(every)
-    candidates = candidate_plans(costs, ACCEPTANCE)
+    assert sorted(list_measured_plans(costs)) == sorted(every)
+    candidates = list_candidate_plans(costs, ACCEPTANCE)
     assert len(candidates) <= 12
     for length, scale in ((10, 0.3), (500, 0.7), (500, 1.0), (4000, 1.3)):
         speedups = {found.plan: found.speedup for found in predict_all(costs, ACCEPTANCE, length, scale)}
         fastest = max(speedups.values())
         assert speedups[every[3]] == pytest.approx(
-            expected_tokens(ACCEPTANCE, every[3], scale) * costs.plain_ms(length) / costs.round_ms(every[3], length)
+            predict_tokens(ACCEPTANCE, every[3], scale) * costs.plain_ms(length) / costs.round_ms(every[3], length)
         )
         assert max([speedups[plan] for plan in candidates], default=1.0) >= 0.97 * fastest or fastest <= 1
-    assert all(plan.width == 1 for plan in candidate_plans(costs.chains_only(), ACCEPTANCE))
+    assert all(plan.width == 1 for plan in list_candidate_plans(costs.chains_only(), ACCEPTANCE))
     measured = (1, 2, 4, 9)
     gaps = costs._replace(counts=measured, verify=tuple(tuple(row[n - 1] for n in measured) for row in costs.verify))
-    assert all(plan.size in measured for plan in measured_plans(gaps)), "only measured sizes are planned"
-    assert candidate_plans(costs, [[0.0]]) == ()
+    assert all(plan.size in measured for plan in list_measured_plans(gaps)), "only measured sizes are planned"
+    assert list_candidate_plans(costs, [[0.0]]) == ()
 
 
 def test_the_starting_plan_is_the_fastest_affordable() -> None:
     costs = make_costs("gentle")
     fastest = max(predict_all(costs, ACCEPTANCE, 64), key=lambda found: found.speedup)
-    assert starting_plan(costs, ACCEPTANCE, 64) == fastest.plan
-    assert starting_plan(make_costs("every row"), ACCEPTANCE, 64) is None
+    assert find_starting_plan(costs, ACCEPTANCE, 64) == fastest.plan
+    assert find_starting_plan(make_costs("every row"), ACCEPTANCE, 64) is None
     acceptance, plans = ((MAX_RATE,),), (chain_plan(1), chain_plan(15))
     dear = costs._replace(verify=tuple((row[0], 1.5, *(9.0 for _ in row[2:])) for row in costs.verify))
     slower, faster = (predict(dear, plan, START, cumulative_acceptance(acceptance, plan)).speedup for plan in plans)
@@ -145,7 +143,7 @@ def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, te
     mean = fmean(simulate_auto(costs, scale, 1500, seed) for seed in range(3))
     fixed = [
         fmean(simulate(decode.Planner(plan), costs, scale, 1500, seed) for seed in range(3))
-        for plan in candidate_plans(costs, ACCEPTANCE)
+        for plan in list_candidate_plans(costs, ACCEPTANCE)
     ]
     assert mean > 0.93 * max([1.0, *fixed])
 
@@ -203,7 +201,9 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
         speeds, plans = zip(*(decode_text(history, 10 * seed + at) for at in range(5)), strict=True)
         firsts.append(speeds[0])
         lasts.append(fmean(speeds[2:]))
-        first, last, best = (max(plan.depth for plan in each) for each in (*plans[::4], candidate_plans(costs, truth)))
+        first, last, best = (
+            max(plan.depth for plan in each) for each in (*plans[::4], list_candidate_plans(costs, truth))
+        )
         assert abs(last - best) <= max(3, abs(first - best) - 1), "candidates follow from the learned rates"
     assert fmean(lasts) > fmean(firsts)
 

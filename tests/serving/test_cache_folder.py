@@ -134,7 +134,7 @@ def test_a_killed_process_leaves_no_partial_file(tmp_path: Path) -> None:
 
 
 def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "SAVE_AFTER", 0.01)
+    monkeypatch.setattr(engine, "SAVE_DELAY_SECONDS", 0.01)
 
     async def main(server: Engine) -> None:
         for prompt in (PROMPT, PROMPT + plain(ask(PROMPT, 8)) + [1]):

@@ -114,7 +114,7 @@ def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
 
     async def main(engine: Engine) -> list[list[TokenEvent]]:
         first = engine.submit(**long)
-        stream = first.events()
+        stream = first.read_events()
         head = [await anext(stream) for _ in range(10)]
         assert engine.scheduler.mode == "single"
         others = await asyncio.gather(*[collect(engine.submit(**request)) for request in short])
@@ -135,7 +135,7 @@ async def decode_around_a_batch(
 ) -> tuple[list[TokenEvent], Request]:
     """Runs `long`; after `count` tokens `short` joins and ends. Returns (events of `long`, its request)."""
     first = engine.submit(**long)
-    stream = first.events()
+    stream = first.read_events()
     head = [await anext(stream) for _ in range(count)]
     await collect(engine.submit(**short))
     return head + [event async for event in stream], first
@@ -230,7 +230,7 @@ def test_caches_that_cannot_be_batched_alternate(kind: str, options: dict[str, A
     async def main(engine: Engine) -> list[list[TokenEvent]]:
         async def watch(request: Request) -> list[TokenEvent]:
             events = []
-            async for event in request.events():
+            async for event in request.read_events():
                 modes.add(engine.scheduler.mode)
                 events.append(event)
             return events
@@ -354,7 +354,7 @@ def test_a_grammar_ends_with_the_answer() -> None:
 
         async def cancel() -> None:
             generation = engine.submit(**request)
-            async for _ in generation.events():
+            async for _ in generation.read_events():
                 generation.cancel()
 
         asyncio.run(finish(cancel()))
@@ -399,7 +399,7 @@ def test_the_engine_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(isinstance(error, GenerationFailed) and "out of memory" in str(error) for error in errors)
         requests = [ask(prompt) for prompt in PROMPTS]
         assert [tokens_of(events) for events in generate(engine, *requests)] == [plain(each) for each in requests]
-        assert engine.alive and len(engine.scheduler.rows) == 0
+        assert engine.is_alive and len(engine.scheduler.rows) == 0
 
 
 def test_a_new_request_fails_if_finishing_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +408,7 @@ def test_a_new_request_fails_if_finishing_another_fails(monkeypatch: pytest.Monk
 
     async def main(engine: Engine) -> None:
         running = engine.submit(**ask(PROMPTS[0], -1))
-        await anext(running.events())
+        await anext(running.read_events())
         with monkeypatch.context() as patched:
             patched.setattr(PromptCache, "store", fail)
             running.cancel()
@@ -424,16 +424,16 @@ def test_a_new_request_fails_if_finishing_another_fails(monkeypatch: pytest.Monk
 def test_requests_can_be_cancelled_at_any_stage() -> None:
     async def main(engine: Engine) -> None:
         first = engine.submit(**ask(PROMPTS[0], -1))
-        stream = first.events()
+        stream = first.read_events()
         await anext(stream)
         waiting = engine.submit(**ask(PROMPTS[1], -1, client="b"))
-        second = waiting.events()
+        second = waiting.read_events()
         await anext(second)  # both are in the batch now
         third, fourth = engine.submit(**ask(make_prompt(400), -1)), engine.submit(**ask(PROMPTS[2], 10))
         third.cancel()  # queued or during prefill
         fourth_events = asyncio.create_task(collect(fourth))
         waiting.cancel()
-        assert [event async for event in third.events()] == []
+        assert [event async for event in third.read_events()] == []
         assert all(event.finish_reason is None for event in [event async for event in second])
         assert tokens_of(await fourth_events) == plain(ask(PROMPTS[2], 10))
         first.cancel()  # alone or in the batch
@@ -457,7 +457,7 @@ def test_a_cancelled_prefill_is_reused(together: int) -> None:
     async def main(engine: Engine) -> None:
         others = [engine.submit(**ask(PROMPTS[0], -1))] if together == 2 else []
         for each in others:
-            await anext(each.events())
+            await anext(each.read_events())
         generation = engine.submit(**long)
         await wait_until(lambda: len(engine.scheduler.rows) == together)
         await asyncio.sleep(0.02)
@@ -478,7 +478,7 @@ def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -
 
     async def main(engine: Engine) -> None:
         streaming = engine.submit(**ask(PROMPTS[0], -1))
-        stream = streaming.events()
+        stream = streaming.read_events()
         await anext(stream)
         other = engine.submit(**long)
         assert tokens_of(await collect(other)) == plain(long)
@@ -495,7 +495,7 @@ def test_the_queue_and_each_client_are_limited() -> None:
         runs = engine.submit(**ask(PROMPTS[0], -1, client="a"))
         await wait_until(lambda: len(engine.scheduler.rows) == 1)
         waits = [engine.submit(**ask(PROMPTS[0], 2, client=client)) for client in "ab"]
-        assert (engine.queued, len(engine.scheduler.rows)) == (2, 1)
+        assert (engine.n_queued, len(engine.scheduler.rows)) == (2, 1)
         with pytest.raises(ClientLimitReached, match="2 requests of this client"):
             engine.submit(**ask(PROMPTS[0], 2, client="a"))
         third = engine.submit(**ask(PROMPTS[0], 2, client="c"))
@@ -551,7 +551,7 @@ def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
 
     async def main(engine: Engine) -> Request:
         first = engine.submit(**ask([*begin, 9], -1))
-        stream = first.events()
+        stream = first.read_events()
         await anext(stream)
         following = engine.submit(**second)
         assert tokens_of(await collect(following)) == plain(second, model, **options)
@@ -704,7 +704,7 @@ def test_invalid_requests_are_refused(fields: dict[str, Any], message: str) -> N
     with running(max_prompt_tokens=50) as engine:
         with pytest.raises(RequestError, match=message):
             asyncio.run(main(engine))
-        assert engine.queued == len(engine.scheduler.rows) == 0
+        assert engine.n_queued == len(engine.scheduler.rows) == 0
 
 
 @pytest.mark.parametrize(
@@ -751,7 +751,7 @@ def test_closing_finishes_running_requests() -> None:
             engine.submit(**ask(PROMPTS[1]))
         assert tokens_of(await collect(runs)) == plain(ask(PROMPTS[0], 200))
         await closing
-        assert not engine.alive
+        assert not engine.is_alive
 
     with running(decode_concurrency=1) as engine:
         asyncio.run(finish(main(engine)))
@@ -776,4 +776,4 @@ def test_a_drafter_of_another_model_is_refused() -> None:
     engine = Engine(make_model(), make_tokenizer(), drafter)
     with pytest.raises(RedrafterError):
         engine.start()
-    assert not engine.alive
+    assert not engine.is_alive

@@ -262,7 +262,7 @@ def test_health_describes_the_server(scripted: Scripted, monkeypatch: pytest.Mon
     server, engine = scripted
     expected = {"status": "ok", "model": "demo", "drafter": "demo", "running": 0, "queue": 0, "mode": "idle"}
     assert ask(server, "/health").json == expected
-    monkeypatch.setattr(engine, "alive", False)
+    monkeypatch.setattr(engine, "is_alive", False)
     reply = ask(server, "/health")
     assert (reply.status, reply.json["status"]) == (503, "unavailable")
 

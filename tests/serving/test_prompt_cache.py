@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from toys import assert_same_cache, make_model
 
 from mlx_redrafter.serving import prompt_cache
-from mlx_redrafter.serving.prompt_cache import PromptCache, default_bytes
+from mlx_redrafter.serving.prompt_cache import PromptCache, find_default_bytes
 
 BIG = 1 << 30
 
@@ -89,7 +89,7 @@ def test_the_longest_prefix_of_a_text_is_dropped_first() -> None:
     held = []
     for new in (7, 8, 6):
         cache.store([new], read([new], model))
-        held.append([cache.count(np.array(text, np.int32)) for text in ([9], [1, 2, 3])])
+        held.append([cache.find_prefix_length(np.array(text, np.int32)) for text in ([9], [1, 2, 3])])
     assert held == [[0, 3], [0, 2], [0, 1]]
 
 
@@ -101,7 +101,7 @@ def test_an_answer_does_not_drop_its_prompt() -> None:
     # The other text is dropped first, then the other answer.
     for answer, held in (([1, 2, 3], [0, 3]), ([1, 2, 4], [0, 2])):
         cache.store(answer, read(answer, model), has_answer=True)
-        assert [cache.count(np.array(text, np.int32)) for text in ([9], [1, 2, 3])] == held
+        assert [cache.find_prefix_length(np.array(text, np.int32)) for text in ([9], [1, 2, 3])] == held
 
 
 def test_the_newest_is_kept_even_if_it_is_too_large(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,8 +117,8 @@ def test_the_newest_is_kept_even_if_it_is_too_large(caplog: pytest.LogCaptureFix
 
 def test_the_default_limit_is_half_of_the_remaining_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for usable, expected in ((100 << 30, 50 << 30), (1 << 30, 1 << 30)):
-        monkeypatch.setattr(prompt_cache, "usable_bytes", lambda usable=usable: usable + mx.get_active_memory())
-        assert default_bytes() == pytest.approx(expected, rel=1e-3)
+        monkeypatch.setattr(prompt_cache, "find_usable_bytes", lambda usable=usable: usable + mx.get_active_memory())
+        assert find_default_bytes() == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_limit_of_zero_keeps_nothing() -> None:

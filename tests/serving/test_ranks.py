@@ -68,7 +68,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def serve(count: int, flags: Sequence[str], cache: Path) -> Iterator[tuple[Running, list[subprocess.Popen[str]]]]:
     """A server on `count` ranks that compare their reads; killed at the end if still running."""
     given = ["-m", "mlx_redrafter.server", *flags, "--port", "0"]
-    started = start_ranks(count, *given, **{ranks.CHECK: "1", "XDG_CACHE_HOME": str(cache)})
+    started = start_ranks(count, *given, **{ranks.CHECK_VARIABLE: "1", "XDG_CACHE_HOME": str(cache)})
     try:
         assert started[0].stderr is not None
         line = started[0].stderr.readline()

@@ -45,9 +45,11 @@ def test_the_longest_conversation_fills_the_budget(family: str, options: dict[st
             maybe_quantize_kv_cache(cache, 128, 32, options["kv_bits"])
     taken = sum(c.nbytes for c in cache)
     if size.per_token:
-        assert size.tokens_in(taken + size.fixed) >= 900 and size.tokens_in(taken - size.quantized_per_token) < 1024
+        assert (
+            size.count_tokens(taken + size.fixed) >= 900 and size.count_tokens(taken - size.quantized_per_token) < 1024
+        )
     else:
-        assert taken <= size.fixed and size.tokens_in(size.fixed) > 10**9
+        assert taken <= size.fixed and size.count_tokens(size.fixed) > 10**9
 
 
 def test_a_turn_without_room_is_refused_before_prefill() -> None:
@@ -87,7 +89,7 @@ def test_the_system_message_is_never_trimmed() -> None:
 
 def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     session = plain_session(max_tokens=4)
-    monkeypatch.setattr("mlx_redrafter.session.session.free_memory", lambda: budget(100))
+    monkeypatch.setattr("mlx_redrafter.session.session.find_free_bytes", lambda: budget(100))
     for _ in range(8):  # the session's own cache counts as available
         session.send("a" * 30)
     assert len(session.tokens) == 8 * 34

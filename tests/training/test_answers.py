@@ -61,7 +61,7 @@ def test_prompts_of_similar_length_are_grouped(tmp_path: Path, monkeypatch: pyte
         return [[len(prompt)] for prompt in group]
 
     monkeypatch.setattr(data, "generate_answers", write)
-    monkeypatch.setattr(data, "AT_ONCE", 2)
+    monkeypatch.setattr(data, "MAX_BATCH_SIZE", 2)
     given = [[1] * size for size in (3, 9, 2, 8, 4)]
     found = answer_file(tmp_path / "answers.jsonl", given).complete(None, None)  # type: ignore[arg-type]
     assert groups == [[9, 8], [4, 3], [2]]
@@ -71,7 +71,7 @@ def test_prompts_of_similar_length_are_grouped(tmp_path: Path, monkeypatch: pyte
 def test_an_interrupted_run_keeps_complete_groups(
     demo: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "AT_ONCE", 2)
+    monkeypatch.setattr(data, "MAX_BATCH_SIZE", 2)
     whole = answer_file(tmp_path / "whole.jsonl", prompts).complete(*demo)
     real, calls, path = data.generate_answers, [], tmp_path / "answers.jsonl"
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter import load_demo
-from mlx_redrafter.demo.sources import split_files, training_prompts
+from mlx_redrafter.demo.sources import make_training_prompts, split_files
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode_chat
 from mlx_redrafter.training import data
@@ -20,10 +20,10 @@ from mlx_redrafter.training.data import (
     Text,
     check_data,
     collate,
+    find_most_frequent,
     load_prompts,
     load_texts,
     make_batches,
-    most_frequent,
     select_prompts,
     split_texts,
 )
@@ -212,14 +212,14 @@ def test_prompts_are_limited() -> None:
 
 def test_the_most_frequent_learned_tokens_are_counted() -> None:
     texts = [Text(np.array([9, 9, 9, 1, 2, 2]), 3), Text(np.array([4, 2, 1, 5]), 0)]
-    assert most_frequent(texts, 2, 10).tolist() == [1, 2]
-    assert most_frequent(texts, 4, 10).tolist() == [1, 2, 4, 5]
-    assert most_frequent(texts, 10, 10).tolist() == list(range(10))
+    assert find_most_frequent(texts, 2, 10).tolist() == [1, 2]
+    assert find_most_frequent(texts, 4, 10).tolist() == [1, 2, 4, 5]
+    assert find_most_frequent(texts, 10, 10).tolist() == list(range(10))
 
 
 def test_the_demos_prompts_are_not_training_data() -> None:
     held_out = "".join(path.read_text(encoding="utf-8") for path in split_files()[1])
-    prompts = training_prompts(40)
+    prompts = make_training_prompts(40)
     assert len(prompts) == 40 == len(set(prompts)) and all(len(prompt) >= 200 for prompt in prompts)
     assert not [prompt for prompt in prompts if prompt in held_out]
-    assert training_prompts(40) == prompts != training_prompts(40, seed=1)
+    assert make_training_prompts(40) == prompts != make_training_prompts(40, seed=1)

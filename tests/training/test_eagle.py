@@ -17,7 +17,7 @@ from mlx_redrafter.engine.types import Kept
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.targets import Batch, compute_targets, new_drafter
+from mlx_redrafter.training.targets import Batch, compute_targets, initialize_drafter
 
 DEPTH, LENGTH, VOCAB = 3, 9, 23
 
@@ -63,7 +63,7 @@ def test_it_starts_from_the_targets_guess_and_learns() -> None:
     model = small_llama(hidden=64, vocab=VOCAB, tie_word_embeddings=False)
     args = TRAINABLE["eagle"].for_training(64, VOCAB, depth=DEPTH, draft_vocab_size=None, intermediate_size=48)
     assert isinstance(args, eagle.DrafterArgs) and args.num_attention_heads * args.head_dim == 64
-    drafter: Any = new_drafter(model, args)
+    drafter: Any = initialize_drafter(model, args)
     hidden = mx.random.normal((1, 4, 64))
     tokens = mx.zeros((1, 4), mx.int32)
     features = drafter.read_token(tokens, find_parts(model).embedding, hidden, None, 0)[0]

@@ -33,7 +33,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training import estimate, run
 from mlx_redrafter.training.command import parse_args
 from mlx_redrafter.training.data import Text, generate_answers, is_held_out
-from mlx_redrafter.training.targets import new_drafter
+from mlx_redrafter.training.targets import initialize_drafter
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
@@ -103,7 +103,7 @@ def make_start(place: Path, model: nn.Module, kind: str = "recurrent") -> Path:
     """Saves an untrained drafter."""
     sizes = TRAINABLE[kind].for_training(32, 4096, depth=3, draft_vocab_size=None, **SIZES[kind])
     mx.random.seed(3)
-    save_drafter(place, new_drafter(model, sizes), dtype=mx.float16)
+    save_drafter(place, initialize_drafter(model, sizes), dtype=mx.float16)
     return place
 
 
@@ -125,7 +125,7 @@ def contents(place: Path) -> dict[Path, bytes]:
 def test_every_kind_can_be_trained_further_in_place(
     kind: str, target: str, pair: Pair, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "BETTER", 1.0)  # rounding decides whether such a short run gains 1%
+    monkeypatch.setattr(run, "MIN_IMPROVEMENT", 1.0)  # rounding decides whether such a short run gains 1%
     place = make_start(tmp_path / "drafter", pair[0], kind)
     before = tensors(load_drafter(place))
     status, said = train(target, place, "--answers", answers, "--drafter", place)

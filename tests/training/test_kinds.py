@@ -23,7 +23,7 @@ from mlx_redrafter.training import run
 from mlx_redrafter.training.data import Text, collate, make_batches
 from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.targets import compute_targets, new_drafter
+from mlx_redrafter.training.targets import compute_targets, initialize_drafter
 from mlx_redrafter.training.trainer import train_drafter
 
 HIDDEN, VOCAB, DEPTH = 16, 23, 4
@@ -83,7 +83,7 @@ def test_it_learns_and_resumes_to_the_same_weights(
     made = args.kind.for_training(HIDDEN, VOCAB, depth=3, draft_vocab_size=None, **sizes)
     for _ in range(4):
         mx.random.seed(5)
-        drafters.append(new_drafter(model, made))
+        drafters.append(initialize_drafter(model, made))
     untrained, whole, stopped, resumed = drafters
     train_drafter(model, whole, batches, args)
     path = tmp_path / "checkpoint.safetensors"

@@ -14,7 +14,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.training.data import Text, collate
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.targets import Batch, compute_targets, new_drafter
+from mlx_redrafter.training.targets import Batch, compute_targets, initialize_drafter
 
 VOCAB, HIDDEN = 23, 16
 GUESSED = np.array([2, 3, 5, 7, 11, 13])
@@ -63,7 +63,7 @@ def test_drawn_labels_follow_the_distribution(model: Any, batch: Batch) -> None:
 
 
 def test_a_draft_vocabulary_restricts_the_labels(model: Any, batch: Batch) -> None:
-    drafter = new_drafter(model, DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED)), GUESSED)
+    drafter = initialize_drafter(model, DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED)), GUESSED)
     assert np.array_equal(np.array(drafter.draft_ids), GUESSED)
     vocabulary, law = drafter.get("draft_ids"), mx.softmax(logits_at(model, batch), axis=-1)
     assert mx.allclose(compute_targets(model, batch, TrainingArgs(), vocabulary).probs, law[:, mx.array(GUESSED)])
@@ -93,7 +93,7 @@ def test_adapters_are_part_of_the_target(model: Any, batch: Batch) -> None:
 @pytest.mark.parametrize(("exit_dim", "ids"), [(12, None), (12, np.arange(18)), (2 * HIDDEN, None)])
 def test_a_new_head_starts_from_the_embeddings_components(model: Any, exit_dim: int, ids: np.ndarray | None) -> None:
     count = None if ids is None else len(ids)
-    drafter = new_drafter(model, DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count), ids)
+    drafter = initialize_drafter(model, DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count), ids)
     head = drafter.output_layers[0].weight
     rows = model.model.embed_tokens.weight[: count or VOCAB]
     rows = rows - rows.mean(axis=0)

@@ -26,7 +26,7 @@ from mlx_redrafter.training import trainer
 from mlx_redrafter.training.data import Text, collate, make_batches
 from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.settings import LABELS, TrainingArgs
-from mlx_redrafter.training.targets import Batch, compute_targets, new_drafter
+from mlx_redrafter.training.targets import Batch, compute_targets, initialize_drafter
 from mlx_redrafter.training.trainer import fit, save_checkpoint, train_drafter
 
 HIDDEN, VOCAB = 16, 23
@@ -97,7 +97,7 @@ def test_every_kind_of_target_stays_unchanged(make: Callable[[], nn.Module], bat
     mx.random.seed(3)
     model: Any = make()
     sizes = DrafterArgs(model.args.hidden_size, VOCAB, 12, 1, draft_vocab_size=18)
-    drafter, start = (new_drafter(model, sizes, np.arange(18)) for _ in range(2))
+    drafter, start = (initialize_drafter(model, sizes, np.arange(18)) for _ in range(2))
     before = {name: np.array(array) for name, array in tensors(model).items()}
     modules = [type(module) for module in model.modules()]
     train_drafter(model, drafter, batches, settings(iters=30))
@@ -227,7 +227,7 @@ def test_the_helper_thread_leaves_no_streams(monkeypatch: pytest.MonkeyPatch) ->
     """A stream that outlives its thread aborts the process at exit."""
     cleared: list[str] = []
     monkeypatch.setattr(mx, "clear_streams", lambda: cleared.append(threading.current_thread().name))
-    with pytest.raises(RedrafterError), trainer.helper_thread() as helper:
+    with pytest.raises(RedrafterError), trainer.start_helper_thread() as helper:
         helper.submit(int).result()
         raise RedrafterError("the loss is not a number")
     assert len(cleared) == 1 and cleared[0] != threading.current_thread().name
