@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
-from small import make_byte_tokenizer, save_target, small_llama
 
 from mlx_redrafter import GenerationResponse, generate_step, load, load_demo
-from mlx_redrafter.checkpoints import list_weights
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import judge_difference, make_parser
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
-from mlx_redrafter.engine.blas import MANY_PARAMETERS
+from mlx_redrafter.engine import blas
 from mlx_redrafter.options import OPTION_FLAGS, Options
 
 Run = Any
@@ -177,17 +177,21 @@ def test_ties_of_noisy_scores_are_rounding() -> None:
     assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "noise of another position"
 
 
-def test_a_model_of_many_parameters_is_decoded(run: Run, tmp_path: Path) -> None:
-    """Models of 100 million parameters or more use all cores; counting cores is system-specific."""
-    rows, repeats = 4000, 100
-    model = small_llama(hidden=512, vocab=rows, tie_word_embeddings=True)
-    few = model.model.embed_tokens.weight
-    model.model.embed_tokens.weight = mx.concatenate([few * (1 + i / repeats) for i in range(repeats)])
-    model.args.vocab_size = rows * repeats
-    assert sum(array.size for array in list_weights(model).values()) > MANY_PARAMETERS
-    model.set_dtype(mx.bfloat16)
-    save_target(tmp_path, model, make_byte_tokenizer(), eos_token_id=0)
-    record = run_json(run, "--model", str(tmp_path), "--prompt", "abc abc", "-m", "4", *PLAN, "--dtype", "float32")
+@pytest.fixture
+def many_parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Counts every model as large; afterwards OpenBLAS gets its threads back, as more would slow down other tests."""
+    threads = blas.thread_count()
+    monkeypatch.setattr(blas, "MANY_PARAMETERS", 1)
+    yield
+    if threads is not None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(threads))
+        blas.choose_threads(1)
+
+
+@pytest.mark.usefixtures("many_parameters")
+def test_a_model_of_many_parameters_is_decoded(pair: Pair, run: Run) -> None:
+    """Large models use all cores; counting cores is system-specific."""
+    record = run_json(run, "--model", pair[0], "--prompt", "abc abc", "-m", "4", *PLAN)
     assert record["generation_tokens"] == 4 and record["rounds"] > 0
 
 
