@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from itertools import product
 from typing import Any
@@ -19,6 +20,7 @@ from mlx_redrafter.drafters.source import Source
 from mlx_redrafter.engine.model_parts import model_sizes
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.types import Kept
+from mlx_redrafter.generate import Step
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -34,19 +36,32 @@ def fit(kind: str, model: Any) -> Drafter:
 FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss")
 
 
+@functools.cache
+def find_model(name: str) -> Any:
+    """A family's model, or one with few tokens."""
+    return make_model(vocab=FEW) if name == "few tokens" else make_family(name)
+
+
+@functools.cache
+def decode_plainly(name: str, size: int, temp: float) -> tuple[list[int], dict[str, Any], list[Step], Any]:
+    """(prompt, options, plain steps, the cache after them) of a model, the same for all heads."""
+    model = find_model(name)
+    prompt, expected = make_prompt(size, vocab=min(50, model_sizes(model)[1])), make_prompt_cache(model)
+    count = 24 if name == "few tokens" else 16
+    options = {"max_tokens": count, "temp": temp, "top_p": 0.95, "seed": 3, "prefill_step_size": 8}
+    return prompt, options, run(model, prompt, prompt_cache=expected, **options), expected
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [*product(["few tokens"], CACHED_KINDS)]
     + [(name, kind) for at, name in enumerate(FAMILIES) for kind in CACHED_KINDS[at % 3 :: 3]],
 )
 def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
-    model, accepted = make_model(vocab=FEW) if name == "few tokens" else make_family(name), 0
-    drafter, vocab = fit(kind, model), min(50, model_sizes(model)[1])
+    model, accepted = find_model(name), 0
+    drafter = fit(kind, model)
     for size, plan, temp in ((5, (3, 3), 0.0), (19, (1, 4), 0.9), (7, (3, 4, 9), 0.9)):
-        prompt = make_prompt(size, vocab=vocab)
-        options = {"max_tokens": 24, "temp": temp, "top_p": 0.95, "seed": 3, "prefill_step_size": 8}
-        expected = make_prompt_cache(model)
-        plain = run(model, prompt, prompt_cache=expected, **options)
+        prompt, options, plain, expected = decode_plainly(name, size, temp)
         for context in (False, True):
             cache = make_prompt_cache(model)
             with warnings.catch_warnings(action="ignore"):  # some draft only chains
