@@ -109,7 +109,7 @@ def draft(source: Source, root: int, plan: Plan) -> list[int]:
 def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> list[int]:
     """Tokens drafted by a new source that reads all of `text` at once; its last token is the root."""
     source = drafter.open(model)
-    Reading(source, model, text[:-1]).tell(source)
+    Reading(source, model, text[:-1]).feed(source)
     return draft(source, text[-1], plan)
 
 
@@ -128,7 +128,7 @@ def test_drafts_do_not_depend_on_how_the_text_was_read(plan: tuple[int, ...], ki
         length = int(end.item()) if isinstance(end, mx.array) else end
         if length < len(text):
             source = drafter.open(model)
-            reading.tell(source, 0, length)
+            reading.feed(source, 0, length)
             assert tokens.tolist() == draft(source, text[length], made)
             checked += 1
     assert checked > 10
@@ -164,9 +164,9 @@ def test_rewinding_a_plain_step_keeps_earlier_ones(kind: str) -> None:
     # As if decoding had run ahead with a wrong token.
     ahead = Reading(source, model, [*tokens[:12], (tokens[12] + 1) % FEW])
     for start, stop in ((0, 10), (10, 11), (11, 12), (12, 13)):
-        ahead.tell(source, start, stop)
+        ahead.feed(source, start, stop)
     source.rewind(1)
-    Reading(source, model, tokens).tell(source, 12)
+    Reading(source, model, tokens).feed(source, 12)
     assert draft(source, 5, plan) == draft_afresh(drafter, model, [*tokens, 5], plan)
 
 
@@ -177,8 +177,8 @@ def test_only_the_window_remains_after_a_gap(kind: str) -> None:
     source: Any = drafter.open(model)
     source.max_kv_size = 20
     reading = Reading(source, model, make_prompt(size, vocab=FEW))
-    reading.tell(source, 0, 10)
-    reading.tell(source, 60)
+    reading.feed(source, 0, 10)
+    reading.feed(source, 60)
     assert len(draft(source, 0, Plan(1, 2, 3))) == 3
     rows = [keys.shape[2] for keys, _ in source.state[0]]
     assert all(count <= 20 + MAX_EXCESS for count in rows)
@@ -193,7 +193,7 @@ def test_rounds_fill_no_more_than_the_window(kind: str) -> None:
     source.max_kv_size = 20
     reading = Reading(source, model, make_prompt(size, vocab=FEW))
     for at in range(size):
-        reading.tell(source, at, at + 1, known=False)
+        reading.feed(source, at, at + 1, known=False)
     waiting = sum(len(rows.tokens) for rows in source._rows)
     assert source._n_rows <= 20 + MAX_EXCESS and waiting <= 66
     assert len(draft(source, 0, Plan(1, 2, 3))) == 3
