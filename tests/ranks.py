@@ -116,7 +116,7 @@ def main() -> None:
     Pair.costs = costs  # type: ignore[method-assign]
     ways = ("tensor", "pipeline")
     cases = product(KINDS, ways) if ranks.count() == 2 else zip(KINDS, cycle(ways), strict=False)
-    found["texts"] = {f"{kind}, {how}": decode(kind, how, 48 // ranks.count()) for kind, how in cases}
+    found["texts"] = {f"{kind}, {how}": decode(kind, how, 32 // ranks.count()) for kind, how in cases}
     found["error"] = decide_otherwise()
     found["files"] = sorted({file.parent.name for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json")})
     print("RANK " + json.dumps(found), flush=True)
