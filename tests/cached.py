@@ -40,7 +40,7 @@ def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:
     return model
 
 
-def tell(source: Source, hidden: mx.array, tokens: mx.array, position: int) -> None:
+def feed_states(source: Source, hidden: mx.array, tokens: mx.array, position: int) -> None:
     """Calls `source.keep` for consecutive positions; `hidden` (T, X) holds the captured layers side by side."""
     parts = mx.split(hidden, len(source.capture), axis=-1)
     states = dict(zip(source.capture, parts, strict=True))
@@ -54,7 +54,7 @@ class Reading:
         self._tokens = mx.array(tokens)
         self._hidden = Target(model, capture=source.capture).forward(self._tokens).hidden
 
-    def tell(self, source: Source, start: int = 0, stop: int | None = None, *, known: bool = True) -> None:
+    def feed(self, source: Source, start: int = 0, stop: int | None = None, *, known: bool = True) -> None:
         """Passes positions `start` to `stop`. With `known=False` the number of kept ones stays an unread array."""
         stop = len(self._tokens) if stop is None else stop
         part = {name: states[start:stop] for name, states in self._hidden.items()}

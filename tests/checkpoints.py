@@ -55,7 +55,7 @@ def same(one: Arrays, other: Arrays) -> bool:
     )
 
 
-def came_through(done: Conversion, drafter: Drafter) -> bool:
+def is_identical(done: Conversion, drafter: Drafter) -> bool:
     """Whether the written drafter has the same sizes and bit-identical tensors."""
     found = load_drafter(done.path)
     return done.args == found.args == drafter.args and same(tensors(found), tensors(drafter))

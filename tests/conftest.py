@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["MLX_ENABLE_TF32"] = "0"  # before MLX reads it: TF32 gives float32 products 10 bits on CUDA and M5
 
 import mlx.core as mx
 import pytest
 
+from benchmarks.serving import save_demo
 from mlx_redrafter.planning import history, measure
 
 
@@ -32,3 +34,11 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(measure, "SECONDS", 0.3)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield
+
+
+@pytest.fixture(scope="session")
+def demo_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of the demo's target in float32 that mlx_lm.load accepts: quantized kernels are slow on a CPU."""
+    root = tmp_path_factory.mktemp("demo")
+    save_demo(root)
+    return root / "target"

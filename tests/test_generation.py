@@ -48,6 +48,14 @@ def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:
     return list(stream_generate(make_model(), tokenizer, PROMPT, **{"max_tokens": COUNT} | options))
 
 
+@cache
+def stream_plainly(
+    choice: str, eos: int | None = None, stop: str | None = None, max_tokens: int = COUNT
+) -> list[GenerationResponse]:
+    """Plain decoding's stream up to one of two stop strings, the other of which never comes."""
+    return stream(eos, stop=[] if stop is None else [stop, "never said"], max_tokens=max_tokens, **CHOICES[choice])
+
+
 # Responses.
 
 
@@ -149,8 +157,9 @@ def place(last: GenerationResponse) -> str:
 def check_same_text(choice: str, beam: str, script: str, script_seed: int, **options: Any) -> GenerationResponse:
     """Asserts plain decoding's stream and consistent counts of rounds. Returns the last response."""
     drafter = drafter_of(choice, BEAMS[beam]["beam_width"], script, script_seed)
-    options |= CHOICES[choice]
-    plain, drafted = stream(**options), stream(drafter=drafter, **BEAMS[beam], **options)
+    plain = stream_plainly(choice, **options)
+    options |= CHOICES[choice] | ({"stop": [options["stop"], "never said"]} if "stop" in options else {})
+    drafted = stream(drafter=drafter, **BEAMS[beam], **options)
     for one, other in zip(drafted, plain, strict=True):
         assert (one.token, one.text, one.finish_reason) == (other.token, other.text, other.finish_reason)
     for last in (plain[-1], drafted[-1]):
@@ -163,17 +172,17 @@ def check_same_text(choice: str, beam: str, script: str, script_seed: int, **opt
 @pytest.mark.parametrize("beam", BEAMS)
 def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str) -> None:
     """At an end token, a stop string, or `max_tokens`."""
-    tokens = [each.token for each in stream(**CHOICES[choice])]
+    tokens = [each.token for each in stream_plainly(choice)]
     whole, places = make_tokenizer().decode(tokens), set()
     for turn, eos in enumerate(sorted(set(tokens))):
         last = check_same_text(choice, beam, "mixed", turn, eos=eos)
         assert (last.token, last.finish_reason, last.generation_tokens) == (eos, "stop", tokens.index(eos) + 1)
         places.add((place(last), "eos"))
     for start in range(COUNT):
-        stop = [whole[start : start + 1 + start % 2 * 2], "never said"]
+        stop = whole[start : start + 1 + start % 2 * 2]
         last = check_same_text(choice, beam, "mixed", start, stop=stop)
         assert last.finish_reason == "stop"
-        assert "".join(each.text for each in stream(stop=stop, **CHOICES[choice])) == whole[: whole.index(stop[0])]
+        assert "".join(each.text for each in stream_plainly(choice, stop=stop)) == whole[: whole.index(stop)]
         places.add((place(last), "stop"))
     for count in (1, 2, 4, 5, 6, 9):
         last = check_same_text(choice, beam, SCRIPTS[count % 3], 0, max_tokens=count)

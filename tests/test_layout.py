@@ -115,19 +115,25 @@ if __name__ == "__main__":
     assert done.stdout == "[1, 2]\n", done.stderr
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        "from mlx_redrafter import generate; import mlx_redrafter.generate",
-        "import mlx_redrafter.generate; from mlx_redrafter import generate",
-        "import mlx_redrafter.session; import mlx_redrafter.generate; from mlx_redrafter import generate",
-    ],
-)
-def test_generate_survives_any_order_of_imports(order: str) -> None:
-    """`generate` is both a function and a module."""
-    same = "import mlx_redrafter; assert mlx_redrafter.generate is generate; generate()"
-    result = python("-W", "error", "-c", f"{order}; {same}")
-    assert "generate() missing 3 required positional arguments" in result.stderr
+def test_generate_survives_any_order_of_imports() -> None:
+    """`generate` is both a function and a module. The package is imported anew in each order."""
+    script = """import sys
+for order in (
+    "from mlx_redrafter import generate; import mlx_redrafter.generate",
+    "import mlx_redrafter.generate; from mlx_redrafter import generate",
+    "import mlx_redrafter.session; import mlx_redrafter.generate; from mlx_redrafter import generate",
+):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mlx_redrafter"]:
+        del sys.modules[name]
+    names = {}
+    exec(f"{order}; import mlx_redrafter; assert mlx_redrafter.generate is generate", names)
+    try:
+        names["generate"]()
+    except TypeError as error:
+        print(error)"""
+    result = python("-W", "error", "-c", script)
+    missing = "generate() missing 3 required positional arguments: 'model', 'tokenizer', and 'prompt'"
+    assert result.stdout.splitlines() == [missing] * 3, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -159,7 +165,7 @@ sys.meta_path.insert(0, NoBackend())
 def test_help_needs_no_extra() -> None:
     """Neither help nor wrong flags need an extra; a run without one names it."""
     script = """import sys
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from io import StringIO
 
 sys.modules |= dict.fromkeys(("uvicorn", "starlette", "pydantic", "prometheus_client", "llguidance"))
@@ -168,16 +174,18 @@ from mlx_redrafter.cli.main import COMMANDS, main, run_module
 from benchmarks.command import COMMANDS as BENCHMARKS
 
 def run(*command):
-    with suppress(SystemExit), redirect_stdout(StringIO()) as out:
+    with redirect_stdout(StringIO()) as out:
         sys.argv = ["", *command[1:]]
-        run_module("benchmarks.command") if command[0] == "benchmarks" else main(command[0])
-    return out.getvalue()
+        try:
+            run_module("benchmarks.command") if command[0] == "benchmarks" else main(command[0])
+        except SystemExit as ended:
+            return ended.code or 0, out.getvalue()
 
 for command in [*((name,) for name in COMMANDS), *(("benchmarks", name) for name in BENCHMARKS)]:
-    assert run(*command, "--help").startswith("usage: "), command
-run("server", "--max-tokens", "0")
-run("server")
-run("race")"""
+    status, text = run(*command, "--help")
+    assert status == 0 and text.startswith("usage: "), command
+for command in (("server", "--max-tokens", "0"), ("server",), ("race",)):
+    assert run(*command) == (1, ""), command"""
     result = python("-c", script)
     assert result.returncode == 0, result.stderr
     flag, *missing = result.stderr.splitlines()

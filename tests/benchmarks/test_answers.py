@@ -22,7 +22,7 @@ def test_each_number_of_answers_has_its_rows(
         return bool(text.ids.sum() % 2)  # hold out some even of few answers
 
     monkeypatch.setattr(data, "is_held_out", is_held_out)
-    flags = ("--kept", "0", "6", "--prompts", "1", "--max-tokens", "20", "--texts", str(tmp_path / "texts.json"))
+    flags = ("--kept", "0", "6", "--prompts", "1", "--max-tokens", "12", "--texts", str(tmp_path / "texts.json"))
     args = parse_flags(answers, *flags, "--iters", "1", "--minutes", "10", "--json")
     assert answers.run(args) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -42,10 +42,11 @@ class Measured:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
-    """Fakes all measurements, on a GPU without known weaknesses and with an empty cache directory."""
+    """Fakes all measurements, on a GPU without known weaknesses and with an empty cache directory. Trials are short."""
     found = Measured()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setattr(store, "measure_costs", found.measure)
+    monkeypatch.setattr("mlx_redrafter.cli.doctor.TRIAL_TOKENS", 8)
     set_machine(monkeypatch)
     return found
 

@@ -1,4 +1,4 @@
-"""Provides the demo's target in float32 (quantized kernels are slow on a CPU); checks which `convert` is under test."""
+"""Checks which `convert` is under test."""
 
 from __future__ import annotations
 
@@ -7,18 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import save_demo
-
 HERE = Path(__file__).resolve().parents[2] / "convert"
 spec = find_spec("mlx_redrafter.convert")
 found = spec and spec.origin and Path(spec.origin).resolve().parent
 if found != HERE:  # with only PYTHONPATH set, this is another checkout's, or None
     raise pytest.UsageError(f"expected mlx_redrafter.convert from {HERE}, got {found}: run pip install -e . there")
-
-
-@pytest.fixture(scope="session")
-def demo_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that mlx_lm.load accepts."""
-    root = tmp_path_factory.mktemp("demo")
-    save_demo(root)
-    return root / "target"

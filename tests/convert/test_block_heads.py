@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cached import BLOCK_KINDS, make_cached, make_target, tell
+from cached import BLOCK_KINDS, feed_states, make_cached, make_target
 from checkpoints import refused
 from published import Arrays, list_golden, publish, read_golden
 
@@ -34,9 +34,9 @@ def load_golden(name: str, directory: Path, **config: Any) -> Drafter:
     return load_drafter(source if name in QUANTIZED else convert(source, directory / "out").path)
 
 
-def tell_all(source: Any, states: mx.array, position: int) -> None:
+def feed_block_states(source: Any, states: mx.array, position: int) -> None:
     """Passes states at `position` to a source; block drafters ignore the tokens."""
-    tell(source, states, mx.zeros(len(states), mx.int32), position)
+    feed_states(source, states, mx.zeros(len(states), mx.int32), position)
 
 
 def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
@@ -67,7 +67,7 @@ def test_drafts_match_the_original(name: str, tmp_path: Path) -> None:
         assert mx.argmax(logits, axis=1).tolist() == golden[f"{part}draft_tokens"].tolist()
         expect(logits, part, f"{part}{kind}")
 
-    tell_all(source, golden["context_hidden"], 0)
+    feed_block_states(source, golden["context_hidden"], 0)
     check("")
     if "context_keys" in golden:
         n = len(golden["context_hidden"])
@@ -80,11 +80,11 @@ def test_drafts_match_the_original(name: str, tmp_path: Path) -> None:
         expect(draft(source, golden, "", golden["forced_tokens"]), "", forced)
     position = len(golden["context_hidden"])
     for part in ("second_", "third_"):
-        tell_all(source, golden[f"{part}hidden"], position)
+        feed_block_states(source, golden[f"{part}hidden"], position)
         position += len(golden[f"{part}hidden"])
         check(part)
     source = drafter.open(make_target(name, drafter))
-    tell_all(source, golden["context_hidden"], 0)
+    feed_block_states(source, golden["context_hidden"], 0)
     check("short_")
 
 
@@ -99,7 +99,7 @@ def test_wrong_states_change_the_guesses(name: str, tmp_path: Path) -> None:
     target, found = make_target(name, drafter), []
     for told in (states, rolled, swapped, states[:-1]):
         source: Any = drafter.open(target)
-        tell_all(source, told, 0)
+        feed_block_states(source, told, 0)
         found.append(draft(source, golden, "", path))
     for other in found[1:]:
         assert not np.allclose(found[0], other, atol=1e-2)
@@ -287,7 +287,7 @@ def test_rope_scaling_is_applied(tmp_path: Path) -> None:
     for case, rope in cases.items():
         drafter = load_golden("dflash", tmp_path / case, rope_parameters=rope | {"rope_theta": 1e6})
         source: Any = drafter.open(make_target("dflash", drafter))
-        tell_all(source, golden["context_hidden"], 0)
+        feed_block_states(source, golden["context_hidden"], 0)
         found[case] = draft(source, golden, "", golden["draft_tokens"])
     np.testing.assert_allclose(found["yarn of 1"], found["plain"], atol=1e-4)
     for case in ("yarn", "llama3"):

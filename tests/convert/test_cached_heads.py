@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cached import make_target, tell
+from cached import feed_states, make_target
 from checkpoints import INDEX, base, refused, save
 from published import list_golden, publish, read_golden
 from toys import assert_same_steps, make_prompt, run
@@ -46,7 +46,7 @@ def test_drafts_match_the_original(name: str, tmp_path: Path) -> None:
     def expect(logits: mx.array, name: str, row: int) -> None:
         np.testing.assert_allclose(logits[0, guessed], golden[name][row], atol=1e-4, rtol=0)
 
-    tell(source, golden["context_hidden"], tokens[:n], 0)
+    feed_states(source, golden["context_hidden"], tokens[:n], 0)
     advance = source.begin(tokens[n])
     logits, state = advance(tokens[n:], None)
     expect(logits, "context_logits", -1)
@@ -55,12 +55,12 @@ def test_drafts_match_the_original(name: str, tmp_path: Path) -> None:
         logits, state = advance(token.reshape(1), state)
         expect(logits, "step_logits", step)
     second = golden["second_tokens"]
-    tell(source, golden["second_hidden"], mx.concatenate([tokens[n:], second[:1]]), n)
+    feed_states(source, golden["second_hidden"], mx.concatenate([tokens[n:], second[:1]]), n)
     logits, _ = source.begin(second[1])(second[1:], None)
     expect(logits, "second_logits", -1)
     # Negative control: without the first two positions the guesses differ.
     source = drafter.open(make_target(name, drafter))
-    tell(source, golden["context_hidden"][2:], tokens[2:n], 2)
+    feed_states(source, golden["context_hidden"][2:], tokens[2:n], 2)
     logits, _ = source.begin(tokens[n])(tokens[n:], None)
     assert not np.allclose(logits[0, guessed], golden["context_logits"][-1], atol=1e-2)
 
@@ -69,9 +69,9 @@ def test_drafts_match_the_original(name: str, tmp_path: Path) -> None:
 def test_text_matches_plain_decoding(name: str, tmp_path: Path) -> None:
     drafter = load_golden(name, tmp_path)
     model, prompt = make_target(name, drafter), make_prompt(9, vocab=90)
-    plain = run(model, prompt, max_tokens=12)
+    plain = run(model, prompt, max_tokens=8)
     for plan in ((1, 3), (2, 3)):
-        steps = run(model, prompt, drafter, max_tokens=12, plan=plan, context=False)
+        steps = run(model, prompt, drafter, max_tokens=8, plan=plan, context=False)
         assert_same_steps(steps, plain, tolerance=2e-3)
         assert steps[-1].stats.drafted
 
@@ -82,7 +82,7 @@ def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path: Path) -> Non
     others = drafter.args.list_variants(12)
     drafter.args = others["norm_output false"]
     source: Any = drafter.open(make_target("ernie4_5_mtp", drafter))
-    tell(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
+    feed_states(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
     logits, _ = source.begin(golden["context_tokens"][-1])(golden["context_tokens"][-1:], None)
     np.testing.assert_allclose(logits[0], golden["unnormed.context_logits"][-1], atol=1e-4, rtol=0)
 
@@ -167,7 +167,7 @@ def test_unspecified_settings_have_alternatives(name: str, tmp_path: Path) -> No
         drafter.args = args
         source: Any = drafter.open(make_target(name, drafter))
         golden = read_golden(name)[1]
-        tell(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
+        feed_states(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
         guess, state = source.begin(golden["context_tokens"][-1])(golden["context_tokens"][-1:], None)
         guess, _ = source.begin(golden["context_tokens"][-1])(golden["step_tokens"][:1], state)
         same = np.allclose(guess[0, drafter.draft_ids], golden["step_logits"][0], atol=1e-3)

@@ -35,7 +35,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def said_of(drafter: Drafter, golden: Arrays) -> np.ndarray:
+def compute_logits(drafter: Drafter, golden: Arrays) -> np.ndarray:
     """(N, 2, P, V) the drafter's logits, arranged as in the golden file."""
     hidden, expected = golden["hidden_states"], golden["logits"]
     stages, texts, places = expected.shape[:3]
@@ -47,7 +47,7 @@ def said_of(drafter: Drafter, golden: Arrays) -> np.ndarray:
 def assert_golden(path: Path, name: str) -> None:
     """Asserts that the loaded drafter reproduces the golden logits."""
     golden = read_golden(name)[1]
-    np.testing.assert_allclose(said_of(load_drafter(path), golden), golden["logits"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(compute_logits(load_drafter(path), golden), golden["logits"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,10 +60,12 @@ def test_logits_match_the_original(name: str, target: Path, tmp_path: Path) -> N
     golden = read_golden(name)[1]
     if "tokens" in golden:
         assert not np.allclose(
-            said_of(load_drafter(done.path), golden | {"tokens": golden["tokens"][::-1]}), golden["logits"], atol=1e-2
+            compute_logits(load_drafter(done.path), golden | {"tokens": golden["tokens"][::-1]}),
+            golden["logits"],
+            atol=1e-2,
         )
     other = golden | {"hidden_states": golden["hidden_states"][::-1]}
-    assert not np.allclose(said_of(load_drafter(done.path), other), golden["logits"], atol=1e-2)
+    assert not np.allclose(compute_logits(load_drafter(done.path), other), golden["logits"], atol=1e-2)
 
 
 def test_a_published_head_loads_without_conversion(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_vllms_config_of_medusa_heads_is_read(tmp_path: Path) -> None:
     shared = {k: x for k, x in arrays.items() if not re.fullmatch(r"lm_heads\.[1-9]\.weight", k)}
     directory = publish("medusa", tmp_path / "shared", arrays=shared, **VLLM, original_lm_head=True)
     golden = read_golden("medusa")[1]
-    found = said_of(load_drafter(convert(directory, tmp_path / "out2").path), golden)
+    found = compute_logits(load_drafter(convert(directory, tmp_path / "out2").path), golden)
     np.testing.assert_allclose(found[0], golden["logits"][0], atol=1e-4, rtol=0)
     assert not np.allclose(found[1], golden["logits"][1], atol=1e-2), "its own matrix was dropped"
 
@@ -174,7 +176,7 @@ def test_a_single_medusa_head_is_read(tmp_path: Path) -> None:
     one = publish("medusa", tmp_path / "in", arrays={name: x for name, x in arrays.items() if name.startswith("0.")})
     drafter = load_drafter(convert(one, tmp_path / "out").path)
     assert drafter.args.max_depth == 1
-    np.testing.assert_allclose(said_of(drafter, golden)[0], golden["logits"][0], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(compute_logits(drafter, golden)[0], golden["logits"][0], atol=1e-4, rtol=0)
 
 
 def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path) -> None:
@@ -184,8 +186,10 @@ def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path) -> None:
     arrays = {k: x[mx.array(ids)] if "lm_heads" in k else x for k, x in arrays.items()} | {"token_map": mx.array(ids)}
     some = convert(publish("medusa", tmp_path / "some", arrays=arrays, vocab_size=97), tmp_path / "out2").path
     golden = read_golden("medusa")[1]
-    found = said_of(load_drafter(some), golden)
-    np.testing.assert_allclose(found[..., ids], said_of(load_drafter(whole), golden)[..., ids], atol=1e-6, rtol=1e-6)
+    found = compute_logits(load_drafter(some), golden)
+    np.testing.assert_allclose(
+        found[..., ids], compute_logits(load_drafter(whole), golden)[..., ids], atol=1e-6, rtol=1e-6
+    )
     assert np.isinf(np.delete(found, ids, axis=-1)).all()
 
 
@@ -259,7 +263,7 @@ def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, tmp_path: Path) -
     as_counts = write_counts(tmp_path / "counts.json", {str(token): 1000 - at for at, token in enumerate(ids.tolist())})
     for at, file in enumerate((as_list, as_counts)):
         done = convert(source, tmp_path / f"out{at}", draft_vocab_size=20, token_counts=file)
-        found = said_of(load_drafter(done.path), golden)
+        found = compute_logits(load_drafter(done.path), golden)
         np.testing.assert_allclose(found[..., ids[:20]], golden["logits"][..., mx.array(ids[:20])], atol=1e-4)
         assert np.isinf(np.delete(found, ids[:20], axis=-1)).all() and done.difference[0] < 1e-5
         assert done.args.draft_vocab_size == 20

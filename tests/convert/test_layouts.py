@@ -19,8 +19,8 @@ from checkpoints import (
     Arrays,
     apple,
     base,
-    came_through,
     configure,
+    is_identical,
     make,
     prefixed,
     ranks,
@@ -53,16 +53,16 @@ OWN_NAMES = (
 def test_every_layout_is_read_bit_for_bit(form: str, variant: str, tmp_path: Path) -> None:
     drafter = make(variant)
     done = convert(FORMS[form](tmp_path / "in", tensors(drafter)), tmp_path / "out")
-    assert came_through(done, drafter) and done.difference[0] == 0
+    assert is_identical(done, drafter) and done.difference[0] == 0
     # Negative control: a different drafter of the same sizes.
-    assert not came_through(done, make(variant, seed=1))
+    assert not is_identical(done, make(variant, seed=1))
 
 
 @pytest.mark.parametrize(("size", "padding"), [(1, 1), (2, 2), (3, 2), (4, 1), (4, 63), (12, 0)])
 def test_ranks_are_joined_without_padding(size: int, padding: int, tmp_path: Path) -> None:
     drafter = make("input projection", vocab=60 * size - padding)
     done = convert(ranks(tmp_path / "in", tensors(drafter), size, padding=padding), tmp_path / "out")
-    assert came_through(done, drafter)
+    assert is_identical(done, drafter)
     assert any(f"the last {padding} rows" in note for note in done.notes) == bool(padding)
 
 
@@ -70,7 +70,7 @@ def test_an_unused_norm_is_dropped(tmp_path: Path) -> None:
     drafter = make("input projection")
     arrays = {name.replace("input_proj.", "input_projs."): array for name, array in tensors(drafter).items()}
     done = convert(apple(tmp_path / "in", arrays | {"emb_norm.weight": mx.ones((24,))}), tmp_path / "out")
-    assert came_through(done, drafter) and done.notes == ()
+    assert is_identical(done, drafter) and done.notes == ()
 
 
 @pytest.mark.parametrize("said", [-1, None, 10**30, "line\nbreak"], ids=repr)
@@ -82,7 +82,7 @@ def test_config_sizes_must_match_the_tensors(form: str, said: Any, tmp_path: Pat
     configure(directory, **config | dict.fromkeys(sizes, said))
     if said in (-1, None):
         done = convert(directory, tmp_path / "out")
-        assert came_through(done, make()) and not done.notes
+        assert is_identical(done, make()) and not done.notes
     else:
         pattern = rf"{directory}/config\.json says hidden_size .*, its tensors say 24"
         refused(directory, pattern, tmp_path / "result")

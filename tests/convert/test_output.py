@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import CONFIG, INDEX, WEIGHTS, apple, came_through, command, make, tensors, trainer
+from checkpoints import CONFIG, INDEX, WEIGHTS, apple, command, is_identical, make, tensors, trainer
 
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.convert import output
@@ -109,7 +109,7 @@ def test_force_replaces_a_drafter(name: str | None, tmp_path: Path) -> None:
     """Negative control."""
     place = tmp_path / "out"
     filled(name)(place) if name else place.mkdir()
-    assert came_through(convert(apple(tmp_path / "in", tensors(make())), place, force=True), make())
+    assert is_identical(convert(apple(tmp_path / "in", tensors(make())), place, force=True), make())
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
 
 
@@ -186,7 +186,7 @@ def test_a_killed_run_leaves_nothing_loadable(how: signal.Signals, tmp_path: Pat
         with pytest.raises(CheckpointError, match=r"no config\.json in"):
             load_drafter(left)
     # Leftovers do not block the next run.
-    assert came_through(convert(source, into / "out"), make())
+    assert is_identical(convert(source, into / "out"), make())
 
 
 class Api:

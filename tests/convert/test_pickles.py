@@ -20,7 +20,7 @@ from checkpoints import (
     Arrays,
     Trap,
     base,
-    came_through,
+    is_identical,
     make,
     prefixed,
     refused,
@@ -61,7 +61,7 @@ def test_pickled_state_dict_is_read_to_the_bit(new: bool, dtype: str, torch: Any
     values = to_torch(torch, tensors(drafter))
     path = pickled(torch, tmp_path / "in" / "drafter.pt", values, _use_new_zipfile_serialization=new)
     for at, source in enumerate((path, path.parent)):
-        assert came_through(convert(source, tmp_path / f"out{at}"), drafter)
+        assert is_identical(convert(source, tmp_path / f"out{at}"), drafter)
 
 
 @pytest.mark.torch
@@ -75,7 +75,7 @@ def test_nested_state_dict_is_found(nest: tuple[str, ...], prefix: str, torch: A
     for key in nest:
         value = {key: value, "epoch": 3, "optimizer": {"state": {0: torch.ones(3)}}}
     done = convert(pickled(torch, tmp_path / "in.pt", value), tmp_path / "out")
-    assert came_through(done, make())
+    assert is_identical(done, make())
 
 
 @pytest.mark.torch
@@ -84,7 +84,7 @@ def test_pickled_shards_are_read_together(torch: Any, tmp_path: Path) -> None:
     for at, file in enumerate(f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)):
         pickled(torch, tmp_path / "in" / file, dict(list(values.items())[at::2]))
     marks = [trap(tmp_path / "in" / name) for name in ("optimizer.pt", "training_args.bin", "rng_state.pth")]
-    assert came_through(convert(tmp_path / "in", tmp_path / "out"), make())
+    assert is_identical(convert(tmp_path / "in", tmp_path / "out"), make())
     assert not any(mark.exists() for mark in marks)
 
 
@@ -94,7 +94,7 @@ def test_parameters_views_and_float64_are_read(torch: Any, tmp_path: Path) -> No
     values["rnn_u.weight"] = torch.nn.Parameter(values["rnn_u.weight"].T.contiguous().T)
     values["rnn_u.bias"] = torch.cat([torch.zeros(3), values["rnn_u.bias"]])[3:]
     values["rnn_w.weight"] = values["rnn_w.weight"].double()
-    assert came_through(convert(pickled(torch, tmp_path / "in.pt", values), tmp_path / "out"), make())
+    assert is_identical(convert(pickled(torch, tmp_path / "in.pt", values), tmp_path / "out"), make())
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_pickles_need_a_safe_torch(module: Any, reason: str, tmp_path: Path, mon
         convert(tmp_path, tmp_path / "out")
     assert not mark.exists() and not (tmp_path / "out").exists()
     save(tmp_path / WEIGHTS, tensors(make()))
-    assert came_through(convert(tmp_path, tmp_path / "out"), make()), "negative control: safetensors need no torch"
+    assert is_identical(convert(tmp_path, tmp_path / "out"), make()), "negative control: safetensors need no torch"
 
 
 @pytest.mark.torch

@@ -21,8 +21,8 @@ from checkpoints import (
     WEIGHTS,
     apple,
     base,
-    came_through,
     configure,
+    is_identical,
     make,
     modelopt,
     ranks,
@@ -118,7 +118,7 @@ def test_paths_without_a_drafter_are_refused(case: str, tmp_path: Path) -> None:
 def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # importing torch fails
     directory = trainer(tmp_path / "in", tensors(make()))
-    assert came_through(convert(directory, tmp_path / "out"), make())
+    assert is_identical(convert(directory, tmp_path / "out"), make())
     (directory / WEIGHTS).unlink()
     refused(directory, "no weights in .*", tmp_path / "result")
     assert not list(directory.glob("*.executed"))
@@ -128,7 +128,7 @@ def test_single_file_ignores_a_base_models_config(tmp_path: Path) -> None:
     apple(tmp_path, {}, model_type="llama", hidden_size=4096, rnn=False)
     save(tmp_path / "drafter.safetensors", tensors(make()))
     done = convert(tmp_path / "drafter.safetensors", tmp_path / "out")
-    assert came_through(done, make()) and done.notes == ()
+    assert is_identical(done, make()) and done.notes == ()
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash2", "dspark", "qwen3_5_mtp", "deepseek_v3_mtp"])
@@ -136,7 +136,7 @@ def test_heads_with_layers_read_the_config_beside_their_file(name: str, tmp_path
     directory = publish(name, tmp_path / "in")
     (file,) = directory.glob("*.safetensors")
     done = convert(file, tmp_path / "out")
-    assert came_through(done, load_drafter(convert(directory, tmp_path / "out2").path))
+    assert is_identical(done, load_drafter(convert(directory, tmp_path / "out2").path))
 
 
 class Hub:
@@ -210,7 +210,7 @@ def test_only_config_and_weights_are_downloaded(
     directory = write(hub.root / "some" / "drafter" / "main", tensors(make()))
     for name in ("pytorch_model.bin", "optimizer.pt", "README.md", "nested/model.safetensors", "tokenizer.json"):
         trap(directory / name)
-    assert came_through(convert("some/drafter", tmp_path / "out"), make())
+    assert is_identical(convert("some/drafter", tmp_path / "out"), make())
     assert set(hub.downloaded) == {CONFIG, *names}
     assert not list(hub.root.rglob("*.executed"))
 
@@ -223,7 +223,7 @@ def test_downloaded_files_need_no_network(hub: Hub, tmp_path: Path) -> None:
     hub.is_reached = True
     convert("some/drafter", tmp_path / "first")
     hub.is_reached = False
-    assert came_through(convert("some/drafter", tmp_path / "second"), make())
+    assert is_identical(convert("some/drafter", tmp_path / "second"), make())
 
 
 def test_pickles_are_downloaded_only_without_safetensors(hub: Hub, tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_model_without_a_drafter_is_not_downloaded(hub: Hub, tmp_path: Path) -
 @pytest.mark.parametrize("form", ["two shards and an index", "ModelOpt", "a shard for each tensor"])
 def test_a_drafter_in_shards_is_downloaded(form: str, hub: Hub, tmp_path: Path) -> None:
     FORMS[form](hub.root / "some" / "drafter" / "main", tensors(make()))
-    assert came_through(convert("some/drafter", tmp_path / "out"), make())
+    assert is_identical(convert("some/drafter", tmp_path / "out"), make())
 
 
 def test_a_published_head_is_downloaded(hub: Hub) -> None:
@@ -286,7 +286,7 @@ def test_a_published_head_is_downloaded(hub: Hub) -> None:
 def test_requested_revision_is_read(hub: Hub, tmp_path: Path) -> None:
     for seed, revision in enumerate(("main", "v2")):
         apple(hub.root / "some" / "drafter" / revision, tensors(make(seed=seed)))
-    assert came_through(convert("some/drafter", tmp_path / "out"), make())
-    assert came_through(convert("some/drafter", tmp_path / "out2", revision="v2"), make(seed=1))
+    assert is_identical(convert("some/drafter", tmp_path / "out"), make())
+    assert is_identical(convert("some/drafter", tmp_path / "out2", revision="v2"), make(seed=1))
     pattern = "'some/drafter' is not a file or directory, and cannot be downloaded .*: 404 Client Error. No such .*: v3"
     refused("some/drafter", pattern, tmp_path / "result", "--revision", "v3")

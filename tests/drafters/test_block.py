@@ -36,7 +36,7 @@ def guess_after(
     source: Any = drafter.open(model)
     reading = Reading(source, model, make_prompt(size))
     for start, stop in told:
-        reading.tell(source, start, stop)
+        reading.feed(source, start, stop)
     advance, state, found = source.begin(mx.array(5), depth), None, []
     for token in [5, *[0] * (depth - 1)]:
         logits, state = advance(mx.array([token]), state)
@@ -92,7 +92,7 @@ def test_rows_of_a_block_attend_to_each_other(kind: str) -> None:
 def test_selector_and_markov_heads_depend_on_the_previous_token(kind: str) -> None:
     model = make_model()
     source: Any = make_cached(kind).open(model)
-    Reading(source, model, make_prompt(20)).tell(source)
+    Reading(source, model, make_prompt(20)).feed(source)
     advance = source.begin(mx.array(5), 2)
     _, state = advance(mx.array([5]), None)
     logits, _ = advance(mx.array([1, 2]), state)

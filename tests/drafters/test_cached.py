@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from itertools import product
 from typing import Any
@@ -19,6 +20,7 @@ from mlx_redrafter.drafters.source import Source
 from mlx_redrafter.engine.model_parts import find_model_sizes
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.types import Kept
+from mlx_redrafter.generate import Step
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -34,19 +36,32 @@ def fit(kind: str, model: Any) -> Drafter:
 FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss")
 
 
+@functools.cache
+def find_model(name: str) -> Any:
+    """A family's model, or one with few tokens."""
+    return make_model(vocab=FEW) if name == "few tokens" else make_family(name)
+
+
+@functools.cache
+def decode_plainly(name: str, size: int, temp: float) -> tuple[list[int], dict[str, Any], list[Step], Any]:
+    """(prompt, options, plain steps, the cache after them) of a model, the same for all heads."""
+    model = find_model(name)
+    prompt, expected = make_prompt(size, vocab=min(50, find_model_sizes(model)[1])), make_prompt_cache(model)
+    count = 24 if name == "few tokens" else 16
+    options = {"max_tokens": count, "temp": temp, "top_p": 0.95, "seed": 3, "prefill_step_size": 8}
+    return prompt, options, run(model, prompt, prompt_cache=expected, **options), expected
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [*product(["few tokens"], CACHED_KINDS)]
     + [(name, kind) for at, name in enumerate(FAMILIES) for kind in CACHED_KINDS[at % 3 :: 3]],
 )
 def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
-    model, accepted = make_model(vocab=FEW) if name == "few tokens" else make_family(name), 0
-    drafter, vocab = fit(kind, model), min(50, find_model_sizes(model)[1])
+    model, accepted = find_model(name), 0
+    drafter = fit(kind, model)
     for size, plan, temp in ((5, (3, 3), 0.0), (19, (1, 4), 0.9), (7, (3, 4, 9), 0.9)):
-        prompt = make_prompt(size, vocab=vocab)
-        options = {"max_tokens": 24, "temp": temp, "top_p": 0.95, "seed": 3, "prefill_step_size": 8}
-        expected = make_prompt_cache(model)
-        plain = run(model, prompt, prompt_cache=expected, **options)
+        prompt, options, plain, expected = decode_plainly(name, size, temp)
         for context in (False, True):
             cache = make_prompt_cache(model)
             with warnings.catch_warnings(action="ignore"):  # some draft only chains
@@ -94,7 +109,7 @@ def draft(source: Source, root: int, plan: Plan) -> list[int]:
 def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> list[int]:
     """Tokens drafted by a new source that reads all of `text` at once; its last token is the root."""
     source = drafter.open(model)
-    Reading(source, model, text[:-1]).tell(source)
+    Reading(source, model, text[:-1]).feed(source)
     return draft(source, text[-1], plan)
 
 
@@ -113,7 +128,7 @@ def test_drafts_do_not_depend_on_how_the_text_was_read(plan: tuple[int, ...], ki
         length = int(end.item()) if isinstance(end, mx.array) else end
         if length < len(text):
             source = drafter.open(model)
-            reading.tell(source, 0, length)
+            reading.feed(source, 0, length)
             assert tokens.tolist() == draft(source, text[length], made)
             checked += 1
     assert checked > 10
@@ -149,9 +164,9 @@ def test_rewinding_a_plain_step_keeps_earlier_ones(kind: str) -> None:
     # As if decoding had run ahead with a wrong token.
     ahead = Reading(source, model, [*tokens[:12], (tokens[12] + 1) % FEW])
     for start, stop in ((0, 10), (10, 11), (11, 12), (12, 13)):
-        ahead.tell(source, start, stop)
+        ahead.feed(source, start, stop)
     source.rewind(1)
-    Reading(source, model, tokens).tell(source, 12)
+    Reading(source, model, tokens).feed(source, 12)
     assert draft(source, 5, plan) == draft_afresh(drafter, model, [*tokens, 5], plan)
 
 
@@ -162,8 +177,8 @@ def test_only_the_window_remains_after_a_gap(kind: str) -> None:
     source: Any = drafter.open(model)
     source.max_kv_size = 20
     reading = Reading(source, model, make_prompt(size, vocab=FEW))
-    reading.tell(source, 0, 10)
-    reading.tell(source, 60)
+    reading.feed(source, 0, 10)
+    reading.feed(source, 60)
     assert len(draft(source, 0, Plan(1, 2, 3))) == 3
     rows = [keys.shape[2] for keys, _ in source.state[0]]
     assert all(count <= 20 + MAX_EXCESS for count in rows)
@@ -178,7 +193,7 @@ def test_rounds_fill_no_more_than_the_window(kind: str) -> None:
     source.max_kv_size = 20
     reading = Reading(source, model, make_prompt(size, vocab=FEW))
     for at in range(size):
-        reading.tell(source, at, at + 1, known=False)
+        reading.feed(source, at, at + 1, known=False)
     waiting = sum(len(rows.tokens) for rows in source._rows)
     assert source._n_rows <= 20 + MAX_EXCESS and waiting <= 66
     assert len(draft(source, 0, Plan(1, 2, 3))) == 3

@@ -76,7 +76,7 @@ def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
 def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
     (model, plain, drafter), (_, plan, size, bits) = prepare(kind), CACHES[kind]
     before, inside = snapshot(model), 0
-    for count in (*range(1, 9), 12, 13, 14):
+    for count in (*range(1, 9), 12, 13):
         cache = make_prompt_cache(model, size)
         ends = count % 3 == 0  # ends at max_tokens; otherwise it is closed or abandoned
         limit = {"max_tokens": count} if ends else {}

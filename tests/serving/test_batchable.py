@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import make_family
+from grids import pairs
 from mlx.utils import tree_flatten, tree_map
 from toys import make_model
 
@@ -39,15 +40,17 @@ def test_most_models_prefill_in_batches(name: str) -> None:
     assert count_prefill_rows(make_family(name), Options()) == PREFILL_ROWS
 
 
-@IN_EVERY_PRECISION
-@pytest.mark.parametrize("kind", ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"])
-def test_rounding_does_not_prevent_batches(kind: str, precision: tuple[mx.Dtype, int]) -> None:
-    for seed, spread in enumerate((2.0, 6.0, 12.0)):
-        model = in_precision(make_model(kind, seed=seed, spread=spread), precision)
-        before = tree_flatten(model.parameters())
-        assert count_prefill_rows(model, Options()) == PREFILL_ROWS, seed
-        after = tree_flatten(model.parameters())
-        assert all(name == other and x is y for (name, x), (other, y) in zip(before, after, strict=True))
+@pytest.mark.parametrize(
+    ("kind", "precision", "spread"),
+    pairs(["llama", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"], PRECISIONS, [2.0, 6.0, 12.0]),
+    ids=str,
+)
+def test_rounding_does_not_prevent_batches(kind: str, precision: tuple[mx.Dtype, int], spread: float) -> None:
+    model = in_precision(make_model(kind, seed=int(spread), spread=spread), precision)
+    before = tree_flatten(model.parameters())
+    assert count_prefill_rows(model, Options()) == PREFILL_ROWS
+    after = tree_flatten(model.parameters())
+    assert all(name == other and x is y for (name, x), (other, y) in zip(before, after, strict=True))
 
 
 @IN_EVERY_PRECISION

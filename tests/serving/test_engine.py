@@ -14,11 +14,12 @@ from cached import make_cached
 from engines import FAMILIES, SHARING, TURNS, Asked, ask, collect, generate, plain, running, tokens_of
 from families import make_family
 from grammars import ToyGrammar, mask_history
+from grids import pairs
 from mlx_lm.sample_utils import make_logits_processors
 from sessions import make_drafter
 from toys import VOCAB, ids, make_model, make_prompt, make_tokenizer, run, with_plain
 
-from mlx_redrafter import RedrafterError, load_demo
+from mlx_redrafter import RedrafterError
 from mlx_redrafter.answer_folder import AnswerFolder, decode_texts
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.draft_model import DraftModel
@@ -84,9 +85,9 @@ def test_batched_rows_match_plain_decoding(name: str) -> None:
         assert engine.counters.prompt_tokens == sum(map(len, PROMPTS))
 
 
-def test_batched_demo_rows_match_plain_decoding() -> None:
+def test_batched_demo_rows_match_plain_decoding(demo_models: Any) -> None:
     # In float32 on one machine: if two tokens tie within rounding, a batch may choose the other.
-    model, tokenizer, drafter = load_demo()
+    model, tokenizer, drafter = demo_models
     requests = [ask(tokenizer.encode(prompt), 16) for prompt in demo_prompts()[:3]]
     engine = Engine(model, tokenizer, drafter)
     engine.start()
@@ -202,9 +203,19 @@ class RestlessPace(Pace):
         return self._n_rounds % 2 == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
 @pytest.mark.parametrize(
-    "sampling", [[{}, {}], [SAMPLED, SAMPLED | {"seed": 8}], [{}, SAMPLED], [{}, {}, SAMPLED]], ids=str
+    ("name", "sampling"),
+    [
+        ("llama", [{}, {}]),
+        ("llama", [SAMPLED, SAMPLED | {"seed": 8}]),
+        ("llama", [{}, SAMPLED]),
+        ("llama", [{}, {}, SAMPLED]),
+        ("qwen3_next", [{}, {}]),
+        ("qwen3_next", [{}, {}, SAMPLED]),
+        ("gemma3_text", [{}, SAMPLED]),
+        ("gemma3_text", [{}, {}, SAMPLED]),
+    ],
+    ids=str,
 )
 def test_alternating_and_batching_give_the_same_texts(
     name: str, sampling: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -331,7 +342,7 @@ def test_a_schema_on_the_demo_matches_plain_decoding(demo_models: Any, sampling:
     engine = Engine(model, tokenizer, drafter)
     engine.start()
     grammar = GrammarCompiler(tokenizer, engine.vocab_size).compile(schema)
-    long = ask(tokenizer.encode("items = "), 120, grammar=grammar, **sampling)
+    long = ask(tokenizer.encode("items = "), 80, grammar=grammar, **sampling)
     ((drafted,), (plainly,)) = (generate(engine, each) for each in (long, long | {"draft": False}))
     assert tokens_of(drafted) == tokens_of(plainly) and engine.counters.decoding.context_accepted > 0
     short = ask(tokenizer.encode("# and"), 12, grammar=grammar)
@@ -562,9 +573,7 @@ def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
         assert asyncio.run(finish(main(engine))).cached_tokens == 60
 
 
-@pytest.mark.parametrize("together", [1, 2])
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "sampling", "together"), pairs(FAMILIES, [{}, SAMPLED], [1, 2]), ids=str)
 def test_states_are_copied_at_shared_prefixes(name: str, sampling: dict[str, Any], together: int) -> None:
     model, text = make_family(name), make_prompt(150)
     first = ask([*text, 7], 8, prefix_lengths=(150, 60), **sampling)

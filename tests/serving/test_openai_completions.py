@@ -31,22 +31,22 @@ def expected_text(models: Any, prompt: Any, **options: Any) -> str:
 @pytest.mark.parametrize("sampling", [{}, SAMPLED])
 def test_text_matches_the_library(openai_client: openai.OpenAI, demo_models: Any, sampling: dict[str, Any]) -> None:
     options = {"temp": sampling.get("temperature", 0.0), **{k: v for k, v in sampling.items() if k != "temperature"}}
-    expected = expected_text(demo_models, PROMPT, max_tokens=40, **options)
+    expected = expected_text(demo_models, PROMPT, max_tokens=24, **options)
     for prompt in (PROMPT, demo_models[1].encode(PROMPT)):  # the second time it is cached
-        made = openai_client.completions.create(model="demo", prompt=prompt, max_tokens=40, **sampling)
+        made = openai_client.completions.create(model="demo", prompt=prompt, max_tokens=24, **sampling)
         assert made.choices[0].text == expected and made.choices[0].finish_reason == "length"
         usage: Any = made.usage
-        assert usage.completion_tokens == 40 and usage.total_tokens == usage.prompt_tokens + 40
-        assert usage.drafted > 0 and 1 + usage.rounds + usage.accepted >= 40
+        assert usage.completion_tokens == 24 and usage.total_tokens == usage.prompt_tokens + 24
+        assert usage.drafted > 0 and 1 + usage.rounds + usage.accepted >= 24
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_ends_the_text(openai_client: openai.OpenAI, demo_models: Any, stream: bool) -> None:
-    whole = expected_text(demo_models, PROMPT, max_tokens=40)
+    whole = expected_text(demo_models, PROMPT, max_tokens=24)
     stop = whole[12:15]
     made: Any = openai_client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=40, stop=["never", stop], stream=stream
+        model="demo", prompt=PROMPT, max_tokens=24, stop=["never", stop], stream=stream
     )
     choices = [each.choices[0] for each in made] if stream else made.choices
     assert "".join(each.text for each in choices) == whole[: whole.index(stop)]
@@ -55,8 +55,8 @@ def test_stop_string_ends_the_text(openai_client: openai.OpenAI, demo_models: An
 
 @pytest.mark.parametrize("drafter", [None, "none"])
 def test_plain_decoding_gives_the_same_text(demo: Running, demo_models: Any, drafter: str | None) -> None:
-    made = ask(demo, TEXT, {"prompt": PROMPT, "max_tokens": 40, "draft_model": drafter}).json
-    assert made["choices"][0]["text"] == expected_text(demo_models, PROMPT, max_tokens=40)
+    made = ask(demo, TEXT, {"prompt": PROMPT, "max_tokens": 24, "draft_model": drafter}).json
+    assert made["choices"][0]["text"] == expected_text(demo_models, PROMPT, max_tokens=24)
     assert made["usage"]["drafted"] == 0
 
 

@@ -44,7 +44,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "max_tokens": 60,
         **SEEDED,
     },
-    "long prompt": {"prompt": 40 * PROMPT, "temperature": 0.8, "seed": 6},
+    "long prompt": {"prompt": 12 * PROMPT, "temperature": 0.8, "seed": 6},
     "plain": {"prompt": PROMPT, "draft_model": "none", "stream": True},
 }
 
@@ -156,7 +156,7 @@ def test_texts_match_one_process(
 
 def test_four_ranks_match_one_process(flags: list[str], tmp_path: Path) -> None:
     """Only a few short requests: four ranks are slow on fewer cores."""
-    bodies = [{"prompt": PROMPT, "max_tokens": 8, **more} for more in ({}, SEEDED, {**SEEDED, "n": 2})]
+    bodies = [{"prompt": PROMPT, "max_tokens": 5, **more} for more in ({}, SEEDED, {**SEEDED, "n": 2})]
 
     def answer(server: Running) -> list[list[str]]:
         with ThreadPoolExecutor(len(bodies)) as threads:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from small import save_target, small_llama
+from small import make_byte_tokenizer, save_target, small_llama
 
 from mlx_redrafter import load_demo
 from mlx_redrafter.training.data import Text
@@ -39,10 +39,12 @@ def demo() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="package")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target on disk for whole runs: a random llama that mostly repeats a few tokens, with the demo's tokenizer."""
+    """A target on disk for whole runs: a random llama that mostly repeats a few of its 257 tokens, which are bytes."""
     place = tmp_path_factory.mktemp("small") / "target"
-    model, tokenizer = small_llama(vocab=4096, layers=1, tie_word_embeddings=True), load_demo()[1]
+    tokenizer = make_byte_tokenizer()
+    vocab = len(tokenizer)
+    model = small_llama(vocab=vocab, layers=1, tie_word_embeddings=True)
     table = model.model.embed_tokens
-    table.weight = table.weight * mx.where(mx.arange(4096) % 500 == 100, 8.0, 1.0)[:, None]
-    save_target(place, model, tokenizer._tokenizer)
+    table.weight = table.weight * mx.where(mx.arange(vocab) % 30 == 5, 8.0, 1.0)[:, None]
+    save_target(place, model, tokenizer, eos_token_id=0)
     return str(place)

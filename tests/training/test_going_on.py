@@ -81,7 +81,7 @@ def pair(target: str) -> Pair:
 def requests(pair: Pair) -> list[tuple[list[int], list[int]]]:
     """Prompts and the target's answers."""
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(10, 4000, 8).tolist() for _ in range(60)]
+    prompts = [rng.integers(10, 250, 8).tolist() for _ in range(60)]
     found = zip(prompts, generate_answers(*pair, prompts, 0.8, 24), strict=True)
     return [(prompt, answer) for prompt, answer in found if len(answer) >= 12]
 
@@ -101,7 +101,7 @@ def keep(place: Path, pair: Pair, requests: Sequence[tuple[list[int], list[int]]
 
 def make_start(place: Path, model: nn.Module, kind: str = "recurrent") -> Path:
     """Saves an untrained drafter."""
-    sizes = TRAINABLE[kind].for_training(32, 4096, depth=3, draft_vocab_size=None, **SIZES[kind])
+    sizes = TRAINABLE[kind].for_training(32, 257, depth=3, draft_vocab_size=None, **SIZES[kind])
     mx.random.seed(3)
     save_drafter(place, initialize_drafter(model, sizes), dtype=mx.float16)
     return place
@@ -244,9 +244,9 @@ def test_training_ends_on_time_if_the_estimate_was_too_low(
 ) -> None:
     monkeypatch.setattr(estimate.Estimate, "count_fitting", lambda *args: 2**30)
     start = make_start(tmp_path / "old", pair[0])
-    flags = ("--answers", answers, "--drafter", start, "--iters", str(2**31 - 1), "--minutes", "0.1")
+    flags = ("--answers", answers, "--drafter", start, "--iters", str(2**31 - 1), "--minutes", "0.03")
     status, said = train(target, tmp_path / "new", *flags)
-    assert status in (0, 3) and f"{2**30} iterations fit into 0.1 minutes" in said
+    assert status in (0, 3) and f"{2**30} iterations fit into 0.03 minutes" in said
 
 
 @pytest.mark.parametrize("accumulation", ["1", "3"])
@@ -257,7 +257,7 @@ def test_a_run_out_of_time_resumes_to_the_same_drafter(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(estimate.Estimate, "count_fitting", lambda *args: 2**30)
-    flags = ["--answers", answers, "--exit-dim", "32", "--iters", str(2**31 - 1), "--minutes", "0.1"]
+    flags = ["--answers", answers, "--exit-dim", "32", "--iters", str(2**31 - 1), "--minutes", "0.03"]
     flags += ["--grad-accumulation-steps", accumulation]
     with monkeypatch.context() as patch:
         patch.setattr(run, "compare_shapes", stop)
@@ -350,7 +350,7 @@ def test_a_dry_run_shows_the_estimate(target: str, pair: Pair, answers: Path, tm
 def test_unusable_answers_are_a_one_line_error(target: str, pair: Pair, requests: Any, tmp_path: Path) -> None:
     start = make_start(tmp_path / "old", pair[0])
     (tmp_path / "empty").mkdir()
-    keep(tmp_path / "foreign", (pair[0], SimpleNamespace(get_vocab=lambda: {str(n): n for n in range(4096)})), requests)
+    keep(tmp_path / "foreign", (pair[0], SimpleNamespace(get_vocab=lambda: {str(n): n for n in range(257)})), requests)
     for name, said in (
         ("none", "expected a folder created by --answers, got .*none"),
         ("empty", "expected answers of this model's tokenizer in .*empty, got an empty folder"),
@@ -370,10 +370,10 @@ def test_unusable_answers_are_a_one_line_error(target: str, pair: Pair, requests
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: make_cached("eagle 3", 32, 4096, layers=1), "expected an EAGLE-1 head that reads .*, got EAGLE-3"),
-        (lambda: make_cached("dflash", 32, 4096, layers=1), "expected one of recurrent, .*, got dflash"),
-        (lambda: quantized(small_drafter(vocab=4096)), "expected weights that are not quantized"),
-        (lambda: before_norm(small_drafter(vocab=4096)), "the hidden state before the final norm, expected that after"),
+        (lambda: make_cached("eagle 3", 32, 257, layers=1), "expected an EAGLE-1 head that reads .*, got EAGLE-3"),
+        (lambda: make_cached("dflash", 32, 257, layers=1), "expected one of recurrent, .*, got dflash"),
+        (lambda: quantized(small_drafter(vocab=257)), "expected weights that are not quantized"),
+        (lambda: before_norm(small_drafter(vocab=257)), "the hidden state before the final norm, expected that after"),
     ],
     ids=["eagle 3", "dflash", "quantized", "before norm"],
 )

@@ -32,8 +32,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "untied medusa": {"num_draft_layers": 2, "untied": True},
     "mlp_speculator": {"inner_dim": 32},
-    "untied mlp_speculator": {"untied": True, "draft_vocab_size": 300},
-    "arctic_lstm": {"draft_vocab_size": 300},
+    "untied mlp_speculator": {"untied": True, "draft_vocab_size": 100},
+    "arctic_lstm": {"draft_vocab_size": 100},
     "eagle": {"intermediate_size": 24},
 }
 """Kind, after an optional variant name -> settings."""
