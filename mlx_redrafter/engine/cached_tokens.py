@@ -66,6 +66,7 @@ def _tabulate(model: nn.Module) -> Iterator[mx.array]:
     size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
     for start in range(0, size, TOKENS_AT_ONCE):
         cache = make_prompt_cache(model)
+        cache[0].step = 1  # rows to allocate for each token, by default 256
         model(mx.arange(start, min(start + TOKENS_AT_ONCE, size))[:, None], cache=cache)
         part = cache[0].values[:, :, :1].flatten(1)
         mx.eval(part)
