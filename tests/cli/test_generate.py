@@ -178,7 +178,7 @@ def test_ties_of_noisy_scores_are_rounding() -> None:
 @pytest.fixture
 def many_parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Counts every model as large; afterwards OpenBLAS gets its threads back, as more would slow down other tests."""
-    threads = blas.thread_count()
+    threads = blas.count_threads()
     monkeypatch.setattr(blas, "MANY_PARAMETERS", 1)
     yield
     if threads is not None:
