@@ -176,5 +176,4 @@ def test_a_rank_that_is_killed_ends_the_others(is_idle: bool, flags: list[str], 
         processes[1].kill()
         first, second = wait_for_ranks(processes)
     assert (first.status, second.status) == (1, -signal.SIGKILL), (first, second)
-    # MLX reports the lost connection, or waits forever and is ended.
-    assert re.search("error on rank 0: (RuntimeError: |another rank has ended)", first.err), first
+    assert "error on rank 0: RuntimeError: " in first.err, first
