@@ -36,7 +36,7 @@ from .rows import Batch, Loops
 from .types import EngineCounters, FinishReason, SchemaNotFollowed
 
 STEPS_BEFORE_LEAVING = 16
-"""Tokens that the only row of a batch makes before it should_leave the batch, as the next request may come soon."""
+"""Tokens that the only row of a batch makes before it leaves the batch, as the next request may come soon."""
 
 
 class Scheduler:
