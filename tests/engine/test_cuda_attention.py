@@ -1,6 +1,6 @@
 """Attention over a few rows on CUDA, on a CPU: the module believes that CUDA is there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ KEYS = 80
 
 
 @pytest.fixture
-def dtypes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[mx.Dtype]]:
+def dtypes(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
     """The dtypes in which MLX's own attention is called, after `avoid_cudnn`."""
     attention, seen = mx.fast.scaled_dot_product_attention, list[mx.Dtype]()
 
@@ -23,7 +23,7 @@ def dtypes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[mx.Dtype]]:
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", record)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     avoid_cudnn()
-    yield seen
+    return seen
 
 
 def attend(
