@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import ranks
-from ..answer_folder import ANSWERS_HELP
 from ..checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES, check_demo_flags
 from ..errors import Parser, RedrafterError
 from ..options import FLAGS, Options, add_options
@@ -78,7 +77,6 @@ def make_parser() -> Parser:
         help="maximum tokens of prompt plus answer (default: from the model's config, or no limit)")  # fmt: skip
     add("--max-prompt-tokens", type=parse_count, help="maximum tokens of a prompt (default: no limit)")
     add("--max-completion-tokens", type=parse_count, help="maximum tokens of any answer (default: no limit)")
-    add("--answers", metavar="DIR", help=f"{ANSWERS_HELP}; for one user only, as timing reveals past answers")
     add("--drain-timeout", type=parse_count, default=120,
         help="seconds to finish requests after the first SIGINT or SIGTERM (default: %(default)s)")  # fmt: skip
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -149,11 +147,6 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
         raise RedrafterError(f"--host {args.host} needs a key: expected --api-key-file or --api-key, got neither")
     if args.prompt_cache_dir is not None and ranks.count_ranks() > 1:
         raise RedrafterError(f"--prompt-cache-dir needs a single process, got {ranks.count_ranks()} ranks")
-    if args.answers is not None and args.host not in LOOPBACK:
-        raise RedrafterError(
-            f"--answers is for one user, as timing would reveal past answers to others: expected a --host among "
-            f"{', '.join(LOOPBACK)}, got {args.host}"
-        )
     names = [name for name in FLAGS if name not in REQUEST_OPTIONS]
     args.options = Options(**{name: getattr(args, name) for name in names})
     return args

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from inspect import getfullargspec
 from pathlib import Path
 from types import FrameType
@@ -19,7 +18,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from .. import ranks
-from ..answer_folder import open_answers
 from ..checkpoints import find_drafter_name, load_pair
 from ..errors import RedrafterError, join_lines
 from .app import make_app
@@ -51,11 +49,10 @@ def load_service(args: argparse.Namespace) -> Service:
     """
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
-    options = replace(args.options, answers=open_answers(args.answers, tokenizer))
     flags: dict[str, Any] = {name: getattr(args, name) for name in getfullargspec(Engine).kwonlyargs}
-    engine = Engine(model, tokenizer, drafter, **flags | {"options": options})
+    engine = Engine(model, tokenizer, drafter, **flags)
     engine.start()
-    if engine.context_length is None and options.max_tokens == -1:
+    if engine.context_length is None and args.options.max_tokens == -1:
         logging.info("The model's context length is unknown: answers have no limit. See --max-tokens, --context-length")
     drafter_name = None if drafter is None else find_served_name(find_drafter_name(args))
     return Service(engine, tokenizer, args, find_served_name(args.model), drafter_name, Metrics(engine))

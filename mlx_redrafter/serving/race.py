@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..demo import demo_prompts
-from ..errors import RedrafterError
 from ..options import PLAN_OPTIONS
 from .command import check_args, make_parser
 
@@ -32,11 +31,9 @@ def run() -> int:
     """Serves the page and the APIs until a signal; returns the exit status.
 
     Raises:
-        RedrafterError: `--answers` is given; see also `check_args` and `process.serve`.
+        RedrafterError: see `check_args` and `process.serve`.
     """
     args = check_args(make_race_parser().parse_args())
-    if args.answers is not None:
-        raise RedrafterError("race takes no --answers: the second run would be drafted from the first one's text")
     from .process import serve  # not needed for --help
 
     return serve(args, make_race_app, None if args.no_browser else show_page)

@@ -56,8 +56,6 @@ def test_damage_is_reported(pair: Pair, tmp_path: Path, run: Run) -> None:
     ("command", "flags", "said"),
     [
         ("answers", ("nowhere",), "error: expected a folder created by --answers, got nowhere"),
-        ("server", ("--answers", "x", "--host", "0.0.0.0", "--api-key", "k"), "error: --answers is for one user, "),
-        ("race", ("--answers", "x"), "error: race takes no --answers: "),
     ],
 )
 def test_bad_arguments_are_refused(command: str, flags: tuple[str, ...], said: str, run: Run) -> None:
