@@ -107,7 +107,7 @@ class Scheduler:
             RedrafterError: the drafter does not fit the model.
         """
         self._host_stream = mx.new_stream(mx.cpu)  # works beside the current forward
-        for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4, answers=None)):
+        for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4)):
             pass
 
     def choose(self, waiting: Iterable[Request], ended: Container[Request]) -> list[Request]:
@@ -288,10 +288,6 @@ class Scheduler:
                 for row, (cache, held) in way.remove(kept).items():
                     self.prompt_cache.store(row.text[:held], cache or [], has_answer=row.generated_tokens > 0)
                 way.remove(ended, keep_caches=False)
-            if self._options.answers is not None:
-                for row in ended:
-                    size = row.prompt_tokens
-                    self._options.answers.add(row.text[:size], row.text[size:], row.cached_tokens)
         finally:
             self._report_ended(ended)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +18,6 @@ from sessions import make_drafter
 from toys import VOCAB, ids, make_model, make_prompt, make_tokenizer, run, with_plain
 
 from mlx_redrafter import RedrafterError
-from mlx_redrafter.answer_folder import AnswerFolder, decode_texts
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import find_context_length
@@ -310,27 +307,6 @@ def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any])
             assert tokens_of(events) == texts[0]
             assert engine.counters.mode_switches == {"batch": 1, "single": 1}
             assert first.decoding.context_accepted > 30
-
-
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_past_answers_draft_before_and_after_a_batch(name: str, sampling: dict[str, Any], tmp_path: Path) -> None:
-    model = make_model() if name == "llama" else make_family(name)
-    long, short = ask(PROMPTS[0], 100, **sampling), ask(PROMPTS[1], 20, **sampling)
-    expected, accepted = plain(long, model), list[int]()
-    wide = SimpleNamespace(get_vocab=lambda: {str(number): number for number in range(64)})
-    with running(model, options={"context": True, "answers": AnswerFolder(tmp_path, wide)}) as engine:
-        for _ in range(2):
-            events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, 10)))
-            assert tokens_of(events) == expected
-            accepted.append(first.decoding.context_accepted)
-    assert accepted[1] > accepted[0] and accepted[1] > 20
-    (file,) = tmp_path.glob("*.tokens")
-    kept = decode_texts(file.read_bytes()).texts
-    texts = [text.ids.tolist() for text in kept]
-    assert kept[3].request == kept[1].request != kept[0].request
-    assert len(texts) == 4 and texts[1] == [*PROMPTS[0], *expected]
-    assert texts[3] == texts[1][-len(texts[3]) :] and len(texts[3]) < len(texts[1]), "not the cached part of the prompt"
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
