@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_redrafter.drafters import loading
 from mlx_redrafter.drafters.checkpoint import FLOATS, Checkpoint, Tensor, find_dtype_name, unwrap
-from mlx_redrafter.drafters.loading import Source, check_shards, make_checkpoint, read_safetensors, refuse_pointer
+from mlx_redrafter.drafters.loading import Files, check_shards, make_checkpoint, read_safetensors, refuse_pointer
 from mlx_redrafter.errors import CheckpointError, join_lines
 
 RANK_FILE = r"rank\d+\.safetensors"
@@ -95,7 +95,7 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
     raise CheckpointError(f"no weights in {name}: expected *.safetensors, *.bin, *.pt or *.pth, got {got}")
 
 
-def read_checkpoint(source: Source) -> Checkpoint:
+def read_checkpoint(source: Files) -> Checkpoint:
     """Reads the checkpoint of a source; slices of ranks are joined along the first axis.
 
     Raises:

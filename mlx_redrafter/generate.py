@@ -24,9 +24,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .answer_folder import open_answers
 from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
-from .drafters.source import Source
 from .engine.decode import on_stream
 from .engine.request_checks import check_prompt
+from .engine.source import Source
 from .engine.stats import Stats
 from .engine.wired_limit import wired_limit
 from .errors import RedrafterError, warn

@@ -17,7 +17,6 @@ from . import ranks
 from .drafters.context import ContextSource
 from .drafters.grammar import GrammarSource
 from .drafters.protocol import Drafter
-from .drafters.source import Source
 from .engine import kv_cache
 from .engine.blas import warn_of_slow_blas
 from .engine.decode import Decoder, Planner, Rounds, on_stream
@@ -27,6 +26,7 @@ from .engine.model_parts import AFTER_NORM, StateName, find_capture_points, find
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import TokenChooser
+from .engine.source import Source
 from .engine.target import Target
 from .errors import RedrafterError, UnsupportedModelError, warn
 from .options import AUTO, Options, find_default_depth

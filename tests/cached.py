@@ -17,7 +17,7 @@ from small import randomised, small_llama
 
 from mlx_redrafter.drafters import dflash, dspark, eagle, mtp
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.drafters.source import Source
+from mlx_redrafter.engine.source import Source
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Kept
 

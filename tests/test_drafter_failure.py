@@ -13,7 +13,7 @@ from small import small_drafter
 from toys import Broken, fail_at, make_model, make_prompt, make_tokenizer
 
 from mlx_redrafter import GenerationResponse, Session, stream_generate
-from mlx_redrafter.drafters.source import StepwiseSource
+from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.pair import Pair
 
 VOCAB = 8  # few, so that the text repeats itself

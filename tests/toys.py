@@ -22,13 +22,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_redrafter.drafters.protocol import Drafter, Embed
+from mlx_redrafter.drafters.protocol import Drafter, Embed, StepwiseSource
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.drafters.source import Adjust, Forecast, Source, StepwiseSource
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.beam_search import Advance
+from mlx_redrafter.engine.beam_search import Adjust, Advance
 from mlx_redrafter.engine.model_parts import find_parts
 from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.source import Forecast, Source
 from mlx_redrafter.engine.tree import chain, grow, prune
 from mlx_redrafter.engine.types import Beams, Kept, Tree
 from mlx_redrafter.generate import Step, decode_tokens

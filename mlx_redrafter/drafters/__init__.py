@@ -1,7 +1,7 @@
 """The kinds of drafters, one file each, and drafting from the context.
 
 Modules shared by the kinds: config.py (configs), protocol.py (the interface for decoding), trainable.py (the interface
-for training), source.py and cached.py (sources), block.py (block drafters).
+for training), cached.py (heads with a KV cache), block.py (block drafters).
 """
 
 from typing import Any

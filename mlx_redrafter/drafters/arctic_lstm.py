@@ -23,8 +23,8 @@ import mlx.nn as nn
 from ..engine.beam_search import State
 from ..errors import CheckpointError
 from . import mlp_speculator
-from .checkpoint import Checkpoint
-from .config import Config, flag
+from .checkpoint import Checkpoint, Config
+from .config import flag
 from .mlp_speculator import BiasedRMSNorm, find_part
 from .protocol import Embed
 from .trainable import Project, TrainableDrafter, fill_columns, scale_components

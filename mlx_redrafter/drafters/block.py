@@ -31,13 +31,11 @@ from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
 from ..engine.beam_search import Advance, State
 from ..engine.model_parts import AFTER_NORM, find_compute_dtype, find_head, find_model_sizes, find_module_name
+from ..engine.source import Source
 from ..errors import CheckpointError
 from .cached import CachedSource
-from .checkpoint import Checkpoint, Names, matches_any
+from .checkpoint import DRAFT_IDS, MAX_COUNT, Checkpoint, Config, Names, is_count, matches_any
 from .config import (
-    DRAFT_IDS,
-    MAX_COUNT,
-    Config,
     LayerArgs,
     check_states,
     count,
@@ -45,14 +43,12 @@ from .config import (
     find_rope_type,
     flag,
     flatten,
-    is_count,
     is_list_of,
     is_positive,
     number,
     size,
 )
 from .protocol import Drafter, Head
-from .source import Source
 
 ROPES: dict[str, tuple[str, ...]] = {
     "default": (),

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from ..engine import kv_cache
@@ -25,10 +26,7 @@ from ..engine.beam_search import Advance, State
 from ..engine.model_parts import StateName, find_head, find_parts
 from ..engine.tree_attention import Nodes, build_with_nodes
 from ..engine.types import Kept
-from .source import StepwiseSource
-
-if TYPE_CHECKING:
-    from .protocol import PairDrafter
+from .protocol import Drafter, Embed, Head, StepwiseSource
 
 MAX_WAITING = 64
 """The most rows that are buffered while nothing is drafted; more are read together."""
@@ -210,6 +208,62 @@ class CachedSource(StepwiseSource):
     def state(self) -> Any:
         """The caches and the buffered rows."""
         return [(cache.keys, cache.values) for cache in self._caches if cache.keys is not None], self._rows
+
+
+class PairDrafter(Drafter):
+    """A head with a KV cache that reads pairs of a position's state and the token after it, see `PairSource`.
+
+    Attributes:
+        n_layers: how many KV caches it has.
+        needs_head: whether it uses the target's output matrix.
+    """
+
+    n_layers: int = 1
+    needs_head: bool = False
+
+    def project(self, states: mx.array) -> mx.array:
+        """(T, H) features from the target's states (T, X)."""
+        raise NotImplementedError
+
+    def read_pairs(
+        self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
+    ) -> mx.array:
+        """(T, H) the head's output for pairs. In a draft, it replaces the next position's feature.
+
+        Args:
+            features: (T, H) from `project`; in a draft, this method's output for the token before.
+            tokens: (T,) the token after each position.
+            embed: the target's embedding.
+            caches: one for each layer; the rows are appended.
+            mask: "causal", or (1, 1, T, C) bool, which cache rows each pair sees.
+        """
+        raise NotImplementedError
+
+    def guess(self, features: mx.array, head: Head | None) -> mx.array:
+        """(T, V) float32 logits of the next token, from `read_pairs`' output.
+
+        Args:
+            head: the target's output matrix; None if `needs_head` is False.
+        """
+        raise NotImplementedError
+
+    def sample_logits(self) -> mx.array:
+        """Logits for fixed random pairs, or their features if the target's output matrix is used."""
+        generator, dtype = np.random.default_rng(0), self.dtype
+        embedded = mx.array(generator.normal(size=(8, self.args.hidden_size)).astype(np.float32)).astype(dtype)
+        states = mx.array(generator.normal(size=(8, self.n_inputs)).astype(np.float32)).astype(dtype)
+        caches = [LayerCache(KVCache(), 0) for _ in range(self.n_layers)]
+        tokens = mx.arange(8) % self.args.vocab_size
+        features = self.read_pairs(self.project(states), tokens, lambda tokens: embedded[tokens], caches, "causal")
+        if self.needs_head:
+            return features.astype(mx.float32)
+        logits = self.guess(features, None)
+        return logits[:, self.draft_ids] if "draft_ids" in self else logits
+
+    @property
+    def n_inputs(self) -> int:
+        """X, the width of its input states."""
+        return self.args.hidden_size
 
 
 class PairSource(CachedSource):

@@ -10,14 +10,22 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError, join_lines
-from .config import DRAFT_IDS, Config, check_draft_ids, is_count
+
+MAX_SIZE, MAX_COUNT = 2**24, 256
+"""The largest width or vocabulary, and the largest number of heads or layers, that a config may have."""
+
+DRAFT_IDS = "draft_ids"
+"""The name of the tensor with the token ids that a drafter can guess."""
+
+Config = dict[str, Any]
 
 Tensor = Any
 """A lazy MLX array, a `Packed` one, or another library's with `shape`, `dtype` and `read()`."""
@@ -321,3 +329,24 @@ def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
         if not all(mx.isfinite(part).all().item() for part in parts):
             return name
     return None
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value is an integer from 1 to `MAX_SIZE`."""
+    return type(value) is int and 0 < value <= MAX_SIZE
+
+
+def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
+    """Checks a draft vocabulary.
+
+    Raises:
+        CheckpointError: it is not (V',) int32 of distinct token ids.
+    """
+    expected = f"{where}: expected {DRAFT_IDS} "
+    if ids.dtype != mx.int32 or ids.ndim != 1:
+        raise CheckpointError(f"{expected}as a row of int32, got {ids.dtype} of shape {ids.shape}")
+    known = np.array(ids)
+    if known.min() < 0 or known.max() >= vocab_size:
+        raise CheckpointError(f"{expected}from 0 to {vocab_size - 1}, got {known.min()} to {known.max()}")
+    if len(np.unique(known)) != len(known):
+        raise CheckpointError(f"{where}: {DRAFT_IDS} holds a token twice")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import Any, Self
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.rope_utils import initialize_rope
@@ -15,17 +14,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from ..engine.model_parts import AFTER_NORM, BEFORE_NORM
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, join_lines
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-
-MAX_SIZE, MAX_COUNT = 2**24, 256
-"""The largest width or vocabulary, and the largest number of heads or layers, that a config may have."""
-
-DRAFT_IDS = "draft_ids"
-"""The name of the tensor with the token ids that a drafter can guess."""
-
-Config = dict[str, Any]
+from .checkpoint import DRAFT_IDS, MAX_COUNT, MAX_SIZE, Checkpoint, Config, is_count
 
 
 def get_object(config: Config, key: str, where: str) -> Config:
@@ -122,11 +111,6 @@ def nested(default: Any = None) -> Any:
 def is_positive(value: Any) -> bool:
     """Whether a value is a number above 0."""
     return type(value) in (int, float) and 0 < value < math.inf
-
-
-def is_count(value: Any) -> TypeGuard[int]:
-    """Whether a value is an integer from 1 to `MAX_SIZE`."""
-    return type(value) is int and 0 < value <= MAX_SIZE
 
 
 def is_list_of(kind: Any, value: Any) -> bool:
@@ -393,19 +377,3 @@ class LayerArgs(DrafterArgs):
 
 def _shorten(value: object) -> str:
     return join_lines(repr(value))[:40]
-
-
-def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
-    """Checks a draft vocabulary.
-
-    Raises:
-        CheckpointError: it is not (V',) int32 of distinct token ids.
-    """
-    expected = f"{where}: expected {DRAFT_IDS} "
-    if ids.dtype != mx.int32 or ids.ndim != 1:
-        raise CheckpointError(f"{expected}as a row of int32, got {ids.dtype} of shape {ids.shape}")
-    known = np.array(ids)
-    if known.min() < 0 or known.max() >= vocab_size:
-        raise CheckpointError(f"{expected}from 0 to {vocab_size - 1}, got {known.min()} to {known.max()}")
-    if len(np.unique(known)) != len(known):
-        raise CheckpointError(f"{where}: {DRAFT_IDS} holds a token twice")

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ..engine.beam_search import Adjust
 from ..engine.plan import Plan
+from ..engine.source import Forecast, Source
 from ..engine.tree import chain
 from ..engine.types import Tree
 from .matches import BITS, Matches
 from .past import PastIndex, PastMatches
-from .source import Adjust, Forecast, Source
 
 MAX_TOKENS = 1 << 17
 """The most tokens of an index, about 0.3 KB each; when there are more, the older half is dropped."""

@@ -28,8 +28,8 @@ import mlx.nn as nn
 from ..engine.beam_search import top_w
 from ..errors import CheckpointError
 from .block import BLOCK_NAMES, Attend, BlockArgs, BlockDrafter, Guess, Layer, prepare, recognises_block
-from .checkpoint import Checkpoint
-from .config import Config, size
+from .checkpoint import Checkpoint, Config
+from .config import size
 from .protocol import Head
 
 MODEL_TYPE = "dflash"

@@ -19,17 +19,17 @@ import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from ..engine import kv_cache
-from ..engine.beam_search import State
+from ..engine.beam_search import Adjust, State
 from ..engine.model_checks import explain_chains
 from ..engine.model_parts import find_compute_dtype, find_model_sizes, find_module_name, find_parts
 from ..engine.plan import Plan, chain_plan
+from ..engine.source import Source
 from ..engine.supported_models import REFUSED
 from ..engine.tree_attention import Nodes, build_with_nodes
 from ..engine.types import Tree
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import DrafterArgs
-from .protocol import Drafter
-from .source import Adjust, Source, draft
+from .protocol import Drafter, draft
 
 MAX_PADDING = 1024
 """The heads of two models with the same tokenizer may differ by this many rows, because of padding."""

@@ -40,8 +40,8 @@ from .block import (
     prepare,
     recognises_block,
 )
-from .checkpoint import Checkpoint, matches_any
-from .config import Config, flag, get_object, size
+from .checkpoint import Checkpoint, Config, matches_any
+from .config import flag, get_object, size
 from .protocol import Head
 
 MODEL_TYPE = "dspark"

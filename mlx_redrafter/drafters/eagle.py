@@ -30,12 +30,12 @@ from mlx_lm.models import llama, qwen3
 
 from ..engine.beam_search import State
 from ..engine.model_parts import AFTER_NORM, find_output_matrix
+from ..engine.source import Source
 from ..errors import CheckpointError, RedrafterError, join_lines
-from .cached import LayerCache, PairSource
-from .checkpoint import Checkpoint, matches_any
-from .config import DRAFT_IDS, Config, LayerArgs, check_states, declare, flag, flatten, get_object, is_list_of
-from .protocol import Embed, Head, PairDrafter
-from .source import Source
+from .cached import LayerCache, PairDrafter, PairSource
+from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
+from .config import LayerArgs, check_states, declare, flag, flatten, get_object, is_list_of
+from .protocol import Embed, Head
 from .trainable import Project, TrainableArgs, TrainableDrafter
 
 MODEL_TYPE = "eagle"

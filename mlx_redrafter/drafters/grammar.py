@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..engine.grammar import Grammar
+from ..engine.source import Forecast
 from .context import ContextSource
 from .matches import MAX_PROPOSAL
 from .past import PastIndex
-from .source import Forecast
 
 MIN_CHANCE = 0.1
 """The least probability that the last token of a proposal is right."""

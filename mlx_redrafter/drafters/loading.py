@@ -60,7 +60,7 @@ Choose = Callable[[Iterable[str], str], list[str]]
 """(files of a checkpoint, its name) -> those that hold its tensors, in order."""
 
 
-class Source(NamedTuple):
+class Files(NamedTuple):
     """The files of a checkpoint.
 
     Attributes:
@@ -107,7 +107,7 @@ def check_shards(files: list[str], name: str) -> list[str]:
     return files
 
 
-def find_source(path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files) -> Source:
+def find_source(path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files) -> Files:
     """The files of a directory, a hub id or a drafter in `PACKAGED`, or a single file.
 
     Raises:
@@ -126,7 +126,7 @@ def find_source(path_or_hf_repo: str | Path, revision: str | None = None, choose
         shards = set(map(str, placed.values()))
         if shards & set(files) and (missing := sorted(shards - set(present))):
             raise CheckpointError(f"incomplete checkpoint: {INDEX} names {missing[0]}, which is not in {path}")
-    return Source(path, tuple(folder / file for file in files), read_config(folder))
+    return Files(path, tuple(folder / file for file in files), read_config(folder))
 
 
 def find_path(path_or_hf_repo: str | Path) -> Path:
@@ -141,7 +141,7 @@ def find_path(path_or_hf_repo: str | Path) -> Path:
         raise CheckpointError(str(error)) from error
 
 
-def find_base(path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files) -> Source:
+def find_base(path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files) -> Files:
     """The files with the multi-token-prediction layer of a model, a directory or hub id.
 
     Of a hub repository, only these files, the config and the index are downloaded.
@@ -158,7 +158,7 @@ def find_base(path_or_hf_repo: str | Path, revision: str | None = None, choose: 
     files = choose_base_files(path, present, name, choose)
     if missing := sorted(set(files) - set(present)):
         raise CheckpointError(f"incomplete checkpoint: {INDEX} names {missing[0]}, which is not in {path}")
-    return Source(path, tuple(path / file for file in files), read_object(path / "config.json"), is_base=True)
+    return Files(path, tuple(path / file for file in files), read_object(path / "config.json"), is_base=True)
 
 
 def choose_base_files(path: Path, present: Iterable[str], name: str, choose: Choose) -> list[str]:
@@ -310,7 +310,7 @@ def refuse_pointer(file: Path) -> None:
         raise CheckpointError(f"{file} is a git-lfs pointer, not the file: run 'git lfs pull'")
 
 
-def read_checkpoint(source: Source, read: Callable[[Path], dict[str, Tensor]] = read_safetensors) -> Checkpoint:
+def read_checkpoint(source: Files, read: Callable[[Path], dict[str, Tensor]] = read_safetensors) -> Checkpoint:
     """Reads the checkpoint of a source.
 
     Args:
@@ -328,7 +328,7 @@ def read_checkpoint(source: Source, read: Callable[[Path], dict[str, Tensor]] = 
     return make_checkpoint(source, found)
 
 
-def make_checkpoint(source: Source, tensors: Mapping[str, Tensor], n_ranks: int = 0) -> Checkpoint:
+def make_checkpoint(source: Files, tensors: Mapping[str, Tensor], n_ranks: int = 0) -> Checkpoint:
     """A checkpoint of tensors, by their names in the files.
 
     Raises:

@@ -22,8 +22,8 @@ import mlx.nn as nn
 from ..engine.beam_search import State
 from ..engine.model_parts import AFTER_NORM, find_output_matrix
 from ..errors import CheckpointError
-from .checkpoint import Checkpoint, matches_any
-from .config import DRAFT_IDS, Config, count, flag
+from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
+from .config import count, flag
 from .protocol import Embed
 from .recurrent import ResidualBlock
 from .trainable import Project, TrainableArgs, TrainableDrafter, scale_components

@@ -24,8 +24,8 @@ import mlx.nn as nn
 
 from ..engine.beam_search import State
 from ..engine.model_parts import AFTER_NORM
-from .checkpoint import Checkpoint
-from .config import Config, count, flag, size
+from .checkpoint import Checkpoint, Config
+from .config import count, flag, size
 from .protocol import Embed
 from .trainable import Project, TrainableArgs, TrainableDrafter, fill_columns, scale_components
 

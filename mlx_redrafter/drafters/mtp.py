@@ -28,13 +28,13 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
 from ..engine.model_parts import AFTER_NORM, StateName
+from ..engine.source import Source
 from ..errors import CheckpointError, RedrafterError, join_lines
-from .cached import LayerCache, PairSource
-from .checkpoint import Checkpoint, Packed, Tensor, find_dtype_name
-from .config import Config, flag, get_object, is_count, nested
+from .cached import LayerCache, PairDrafter, PairSource
+from .checkpoint import Checkpoint, Config, Packed, Tensor, find_dtype_name, is_count
 from .config import DrafterArgs as BaseArgs
-from .protocol import Embed, Head, PairDrafter
-from .source import Source
+from .config import flag, get_object, nested
+from .protocol import Embed, Head
 
 MODEL_TYPE = "mtp"
 

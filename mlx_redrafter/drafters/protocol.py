@@ -4,25 +4,31 @@ A kind is a module of this package with a `MODEL_TYPE`, `recognises`, `NAMES`, a
 in `MODULES`. No code outside this package depends on the kind of a drafter.
 
 Most kinds guess from one hidden state of the target and keep nothing between drafts: `StepwiseSource` drafts with them.
-Others open their own source, see `Drafter.open`. `PairDrafter` is the base class of heads with a KV cache.
+Others open their own source, see `Drafter.open`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
-from ..engine.beam_search import Advance
-from ..engine.model_parts import find_model_sizes
+from ..engine import beam_search
+from ..engine.beam_search import Adjust, Advance
+from ..engine.model_parts import find_model_sizes, find_parts
+from ..engine.plan import Plan
+from ..engine.source import Source
+from ..engine.tree import chain, grow, prune
+from ..engine.types import Kept, Tree
 from ..errors import CheckpointError
-from .cached import LayerCache
 from .config import DrafterArgs
-from .source import Source, StepwiseSource
+
+SHARPNESS = 1.25
+"""A factor for a drafter's logits in greedy decoding. Beams should hold the target's likeliest token, and that token's
+distribution is sharper than the target's."""
 
 Embed = Callable[[mx.array], mx.array]
 """(tokens (W,)) -> (W, D), the target's raw embedding rows."""
@@ -129,57 +135,48 @@ class Drafter(nn.Module):
         return mx.put_along_axis(everything, mx.broadcast_to(self.draft_ids, guesses.shape), guesses, axis=-1)
 
 
-class PairDrafter(Drafter):
-    """A head with a KV cache that reads pairs of a position's state and the token after it, see `PairSource`.
+def draft(advance: Advance, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
+    """The tree of a beam search over `advance`; arguments as for `Source.propose`."""
+    if plan.width == 1:
+        return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
+    adjust = adjust or (lambda logits, level, paths: SHARPNESS * logits)
+    beams = beam_search.search(advance, root, plan.width, plan.depth, adjust=adjust)
+    tree = grow(root, beams)
+    return tree if in_level_order else prune(tree, beams, plan.size)
 
-    Attributes:
-        n_layers: how many KV caches it has.
-        needs_head: whether it uses the target's output matrix.
+
+class StepwiseSource(Source):
+    """Beam search over a drafter that reads tokens one by one. This class starts from the last hidden state only.
+
+    Args:
+        drafter: its weights.
+        model: the target.
     """
 
-    n_layers: int = 1
-    needs_head: bool = False
+    drafter: Drafter
 
-    def project(self, states: mx.array) -> mx.array:
-        """(T, H) features from the target's states (T, X)."""
-        raise NotImplementedError
+    def __init__(self, drafter: Drafter, model: nn.Module) -> None:
+        self.drafter, self._embed = drafter, find_parts(model).embedding
+        self.capture = (drafter.args.state_name,)
+        self._hidden: mx.array | None = None
 
-    def read_pairs(
-        self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
-    ) -> mx.array:
-        """(T, H) the head's output for pairs. In a draft, it replaces the next position's feature.
+    def keep(self, kept: Kept) -> None:
+        """Keeps the last hidden state."""
+        self._hidden = kept.last_hidden(self.capture[0])
 
-        Args:
-            features: (T, H) from `project`; in a draft, this method's output for the token before.
-            tokens: (T,) the token after each position.
-            embed: the target's embedding.
-            caches: one for each layer; the rows are appended.
-            mask: "causal", or (1, 1, T, C) bool, which cache rows each pair sees.
-        """
-        raise NotImplementedError
-
-    def guess(self, features: mx.array, head: Head | None) -> mx.array:
-        """(T, V) float32 logits of the next token, from `read_pairs`' output.
+    def begin(self, root: mx.array, depth: int = 1) -> Advance:
+        """Begins a draft: returns the function that reads its tokens, `root` first, and guesses the next one.
 
         Args:
-            head: the target's output matrix; None if `needs_head` is False.
+            depth: how many tokens are drafted; some drafters guess all of them at once.
         """
-        raise NotImplementedError
+        assert self._hidden is not None
+        return self.drafter.begin(self._hidden, self._embed)
 
-    def sample_logits(self) -> mx.array:
-        """Logits for fixed random pairs, or their features if the target's output matrix is used."""
-        generator, dtype = np.random.default_rng(0), self.dtype
-        embedded = mx.array(generator.normal(size=(8, self.args.hidden_size)).astype(np.float32)).astype(dtype)
-        states = mx.array(generator.normal(size=(8, self.n_inputs)).astype(np.float32)).astype(dtype)
-        caches = [LayerCache(KVCache(), 0) for _ in range(self.n_layers)]
-        tokens = mx.arange(8) % self.args.vocab_size
-        features = self.read_pairs(self.project(states), tokens, lambda tokens: embedded[tokens], caches, "causal")
-        if self.needs_head:
-            return features.astype(mx.float32)
-        logits = self.guess(features, None)
-        return logits[:, self.draft_ids] if "draft_ids" in self else logits
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
+        return draft(self.begin(root, plan.depth), root, plan, adjust, in_level_order=in_level_order)
 
     @property
-    def n_inputs(self) -> int:
-        """X, the width of its input states."""
-        return self.args.hidden_size
+    def state(self) -> Any:
+        """The last hidden state."""
+        return self._hidden

@@ -22,8 +22,8 @@ import mlx.nn as nn
 
 from ..engine.beam_search import State
 from ..errors import CheckpointError
-from .checkpoint import DRAFTERS, Checkpoint
-from .config import DRAFT_IDS, Config, count, flag, is_count, size
+from .checkpoint import DRAFT_IDS, DRAFTERS, Checkpoint, Config, is_count
+from .config import count, flag, size
 from .protocol import Embed
 from .trainable import TrainableArgs, TrainableDrafter
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -17,12 +17,10 @@ from mlx_lm.generate import generation_stream
 from .. import ranks
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
 from .round import Draft, Outcome, TokenChooser, extend, process_rows, step, verify
+from .source import Forecast, Source
 from .target import Target
 from .tree import merge
 from .types import Kept, Tree
-
-if TYPE_CHECKING:
-    from ..drafters.source import Forecast, Source
 
 CLEAR_EVERY = 256
 """MLX's buffer cache is cleared after this many rounds, as in mlx-lm."""

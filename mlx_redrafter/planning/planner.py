@@ -26,7 +26,7 @@ from .costs import CostTable, assume_costs
 from .history import History, Slowdown
 
 if TYPE_CHECKING:
-    from ..drafters.source import Forecast
+    from ..engine.source import Forecast
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # acceptance scales for which candidate plans are found
 HYSTERESIS = 0.02  # a plan must be this much faster to replace the current one or plain decoding

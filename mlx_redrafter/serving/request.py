@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
-from ..drafters.source import Source
 from ..engine.decode import Round
 from ..engine.grammar import Grammar
+from ..engine.source import Source
 from ..engine.stats import Stats
 from ..options import Options
 from .types import DraftedRound, DraftSource, FinishReason, TokenEvent

@@ -19,8 +19,8 @@ from .. import ranks
 from ..answer_folder import open_answers
 from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
-from ..drafters.source import Source
 from ..engine import kv_cache
+from ..engine.source import Source
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, StopStrings, stream_text
 from ..options import CACHE_OPTIONS, OPTION_NAMES, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_names, takes_options

@@ -21,7 +21,7 @@ FAILING = """
 import sys
 from mlx_redrafter import ranks
 from mlx_redrafter.cli.main import main
-from mlx_redrafter.drafters.source import StepwiseSource
+from mlx_redrafter.drafters.protocol import StepwiseSource
 
 def fail(*arguments, **options):
     raise RuntimeError("no memory left")

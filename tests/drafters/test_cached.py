@@ -16,9 +16,9 @@ from toys import assert_same_cache, assert_same_steps, ids, make_model, make_pro
 
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.drafters.source import Source
 from mlx_redrafter.engine.model_parts import find_model_sizes
 from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.source import Source
 from mlx_redrafter.engine.types import Kept
 from mlx_redrafter.generate import Step
 

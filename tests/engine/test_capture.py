@@ -15,8 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from small import make_tree
 from toys import ids, make_model, make_prompt, run
 
-from mlx_redrafter.drafters.source import Source
 from mlx_redrafter.engine.model_parts import AFTER_NORM, BEFORE_NORM, check_states
+from mlx_redrafter.engine.source import Source
 from mlx_redrafter.engine.supported_models import REPLAYED, TREES
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.errors import UnsupportedModelError

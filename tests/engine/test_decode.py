@@ -12,11 +12,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from toys import Broken, assert_same_cache, fail_at, ids, make_model, make_prompt, run, with_plain
 
-from mlx_redrafter.drafters.source import Forecast
 from mlx_redrafter.engine.decode import Decoder, Planner
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.round import TokenChooser
 from mlx_redrafter.engine.sampling import Sampler, make_sampler
+from mlx_redrafter.engine.source import Forecast
 from mlx_redrafter.engine.target import Target
 
 PROMPT = make_prompt(9)

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from small import small_drafter, small_llama
 from toys import ids, make_model, make_prompt, run, scripted, with_plain
 
-from mlx_redrafter.drafters.source import StepwiseSource
+from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine import round as rounds
 from mlx_redrafter.errors import RedrafterError

@@ -16,25 +16,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from ..engine import beam_search
-from ..engine.beam_search import Adjust as Adjust
-from ..engine.beam_search import Advance
-from ..engine.model_parts import StateName, find_parts
-from ..engine.plan import Plan
-from ..engine.tree import chain, grow, prune
-from ..engine.types import Kept, Tree
-
-if TYPE_CHECKING:
-    from .protocol import Drafter
-
-SHARPNESS = 1.25
-"""A factor for a drafter's logits in greedy decoding. Beams should hold the target's likeliest token, and that token's
-distribution is sharper than the target's."""
+from .beam_search import Adjust
+from .model_parts import StateName
+from .plan import Plan
+from .types import Kept, Tree
 
 
 class Forecast(NamedTuple):
@@ -56,7 +45,7 @@ class Source:
         proposes_after_read: whether it proposes only after the host read of the round before.
         capture: the target's hidden states that it reads.
         reads_all: whether it reads the states of all positions, including the prompt's, or only the last one's.
-        drafter: its weights; None for none.
+        drafter: a `drafters.protocol.Drafter`, its weights; None for none.
         max_kv_size: the approximate limit of rows in its own cache, if it supports one; None for no limit.
         prefill_step_size: the most tokens that it reads at once.
     """
@@ -64,7 +53,7 @@ class Source:
     proposes_after_read: ClassVar[bool] = False
     reads_all: ClassVar[bool] = False
     capture: tuple[StateName, ...] = ()
-    drafter: Drafter | None = None
+    drafter: Any = None
     max_kv_size: int | None = None
     prefill_step_size: int = 2048
 
@@ -121,50 +110,3 @@ class Source:
     def state(self) -> Any:
         """Its arrays, as a tree. They are evaluated in each round, as another thread may run the next one."""
         return None
-
-
-def draft(
-    advance: beam_search.Advance, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
-) -> Tree:
-    """The tree of a beam search over `advance`; arguments as for `Source.propose`."""
-    if plan.width == 1:
-        return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
-    adjust = adjust or (lambda logits, level, paths: SHARPNESS * logits)
-    beams = beam_search.search(advance, root, plan.width, plan.depth, adjust=adjust)
-    tree = grow(root, beams)
-    return tree if in_level_order else prune(tree, beams, plan.size)
-
-
-class StepwiseSource(Source):
-    """Beam search over a drafter that reads tokens one by one. This class starts from the last hidden state only.
-
-    Args:
-        drafter: its weights.
-        model: the target.
-    """
-
-    def __init__(self, drafter: Drafter, model: nn.Module) -> None:
-        self.drafter, self._embed = drafter, find_parts(model).embedding
-        self.capture = (drafter.args.state_name,)
-        self._hidden: mx.array | None = None
-
-    def keep(self, kept: Kept) -> None:
-        """Keeps the last hidden state."""
-        self._hidden = kept.last_hidden(self.capture[0])
-
-    def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        """Begins a draft: returns the function that reads its tokens, `root` first, and guesses the next one.
-
-        Args:
-            depth: how many tokens are drafted; some drafters guess all of them at once.
-        """
-        assert self.drafter is not None and self._hidden is not None
-        return self.drafter.begin(self._hidden, self._embed)
-
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
-        return draft(self.begin(root, plan.depth), root, plan, adjust, in_level_order=in_level_order)
-
-    @property
-    def state(self) -> Any:
-        """The last hidden state."""
-        return self._hidden
