@@ -21,26 +21,22 @@ from checkpoints import (
     WEIGHTS,
     apple,
     base,
-    configure,
     is_identical,
     make,
     modelopt,
     ranks,
     refused,
     save,
-    shard,
     tensors,
     trainer,
     trap,
 )
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from published import publish
-from toys import make_model
 
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters import loading
-from mlx_redrafter.errors import CheckpointError
 
 Write = Callable[[Path], Path | None]
 """Writes files into a directory; returns the path to convert if it is not the directory."""
@@ -74,16 +70,6 @@ def configured(directory: Path, text: bytes) -> Path:
 
 
 REFUSED: dict[str, tuple[Write, str]] = {
-    "an engine": (files("rank0.engine", CONFIG), "IN cannot be converted. TensorRT engines .*"),
-    "DeepSpeed": (
-        files("zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt", "latest"),
-        "IN cannot be converted. DeepSpeed shards: join them first with zero_to_fp32.py .*",
-    ),
-    "FSDP": (
-        files("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata"),
-        "IN cannot be converted. FSDP shards: join them first with .*dcp_to_torch_save",
-    ),
-    "an adapter": (files("adapter_model.safetensors"), "IN cannot be converted. LoRA adapters: merge .*"),
     "one of several ranks": (
         file("rank1.safetensors"),
         "incomplete checkpoint: 1 ranks in IN, without rank0.safetensors",
@@ -234,12 +220,9 @@ def test_pickles_are_downloaded_only_without_safetensors(hub: Hub, tmp_path: Pat
 
 
 def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path) -> None:
-    """A model passed as a drafter downloads no shard."""
     layer: Any = make_cached("mtp qwen3_5")
     place = save_base(hub.root / "some" / "model" / "main", layer.args.layer_config, name_as_published(layer))
     shards = sorted(file.name for file in place.glob("*.safetensors"))
-    refused("some/model", "some/model is a model that has a multi-token-prediction layer: .*", tmp_path / "result")
-    assert set(hub.downloaded) == {CONFIG, INDEX}
     done = convert(from_base="some/model", mlx_path=tmp_path / "out")
     assert set(hub.downloaded) == {CONFIG, INDEX, *shards[1:]}
     assert done.args.layer_config == layer.args.layer_config  # type: ignore[attr-defined]
@@ -249,27 +232,6 @@ def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path) -> 
     pattern = "some/converted has no multi-token-prediction layer: .*"
     refused("some/converted", pattern, tmp_path / "result", origin="--from-base")
     assert hub.downloaded == [INDEX]
-
-
-def test_a_model_without_a_drafter_is_not_downloaded(hub: Hub, tmp_path: Path) -> None:
-    place = hub.root / "some" / "model" / "main"
-    shard(place, base(), 2, index=True)
-    configure(place, model_type="llama")
-    refused("some/model", "some/model is a llama, not a drafter: .* as --draft-model", tmp_path / "result")
-    with pytest.raises(CheckpointError, match=r"^some/model is a llama, not a drafter: .* as --draft-model$"):
-        load_drafter("some/model", make_model())
-    assert hub.ever_downloaded == {CONFIG, INDEX}
-    foreign = {"backbone.layers.0.mixer.in_proj.weight": base()["lm_head.weight"]}
-    mamba = hub.root / "some" / "mamba" / "main"
-    save(mamba / WEIGHTS, foreign)
-    (mamba / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(foreign, WEIGHTS)}))
-    with pytest.raises(CheckpointError, match=r"^some/mamba holds a tensor that no .* has: 'backbone"):
-        load_drafter("some/mamba")
-    assert WEIGHTS not in hub.ever_downloaded
-    # An index that names missing files says nothing about the weights.
-    (place / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), "other.safetensors")}))
-    refused("some/model", ".* is a llama, not a drafter: .* as --draft-model", tmp_path / "result")
-    assert len(hub.ever_downloaded) == 4
 
 
 @pytest.mark.parametrize("form", ["two shards and an index", "ModelOpt", "a shard for each tensor"])

@@ -34,12 +34,6 @@ def entry(**values: Any) -> Change:
     return header(lambda entries: entries["rnn_w.weight"].update(values))
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "drafter.bin"])
-def test_a_git_lfs_pointer_is_named(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    refused(tmp_path, f"{tmp_path / name} is a git-lfs pointer, .*: run 'git lfs pull'", tmp_path / "result")
-
-
 DAMAGED: dict[str, Change] = {
     "nothing": lambda _: b"",
     "a web page": lambda _: b"\n<!DOCTYPE html>\n<html><body>401</body></html>",

@@ -153,13 +153,3 @@ def test_the_captured_layers_are_described() -> None:
     drafter = make_cached("dspark", layers=5)
     assert drafter.args.describe_states() == "the outputs of layers 4, 0"
     assert AFTER_NORM not in drafter.open(make_model(layers=5)).capture
-
-
-@pytest.mark.parametrize("kind", ["eagle 1", "eagle 3", *BLOCK_KINDS])
-def test_published_sizes_are_accepted(kind: str) -> None:
-    sizes = {"hidden_size": 5120, "width": 5120, "vocab_size": 248320, "intermediate_size": 17408, "head_dim": 128}
-    others = {"mask_token_id": 248070, "block_size": 16, "markov_rank": 256, "selector_rank": 256, "selector_top_k": 16}
-    args = make_cached(kind).args
-    config = args.to_dict() | sizes | {key: value for key, value in others.items() if getattr(args, key, None)}
-    derived = type(args).derive({"draft_ids": (32000,)} if args.draft_vocab_size else {}, config, "it")
-    assert {key: getattr(derived, key) for key in sizes} == sizes

@@ -15,7 +15,6 @@ import pytest
 from cost_curves import make_costs
 from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
-from published import publish
 from sessions import FAMILIES, chat_tokenizer
 from sessions import make_model as make_shared
 from small import save_target, small_llama
@@ -310,16 +309,6 @@ def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
         load_draft_model(tmp_path / "other", target, make_tokenizer(vocab=53))
     with pytest.raises(CheckpointError, match="same cannot draft: it has a vocabulary of 53 tokens, the target"):
         load_draft_model(tmp_path / "same", small_llama(vocab=2000))
-
-
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_a_head_passed_as_draft_model_is_refused(name: str, tmp_path: Path) -> None:
-    head = publish(name, tmp_path / "head")
-    with pytest.raises(CheckpointError, match=r"head is a drafter, not a language model: give it as --drafter$"):
-        load_draft_model(head, make_model(), make_tokenizer())
-    (head / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"^no config\.json in .*head$"):
-        load_draft_model(head, make_model(), make_tokenizer())
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba", "gemma3_text"])
