@@ -7,7 +7,6 @@ prompt, client)` submits it to the engine, and `completion.render_events(answer)
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,7 +23,6 @@ from ..errors import RedrafterError
 from ..session.chat_template import render
 from .conversation import Message, Tool, Tools, arrange, list_variants
 from .engine import Engine
-from .json_schemas import find_violation
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import Request
@@ -286,7 +284,7 @@ class Answer:
             GenerationFailed: the engine failed or is shutting down, or the answer's schema is too complex.
         """
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
-            self.choice, segments_so_far = choice, list[Segment]()
+            self.choice = choice
             async for event in request.read_events():
                 self.n_tokens += 1
                 self.n_reasoning += text.is_reasoning
@@ -295,9 +293,6 @@ class Answer:
                 if text.stopped_by is not None:
                     reason = "stop"
                     request.cancel()
-                segments_so_far += segments
-                if event.finish_reason == "stop" and text.stopped_by is None:
-                    self._completion.service.prompt_thread.submit(log_violations, self._completion, segments_so_far)
                 self.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
                 yield Piece(choice, event, shown, segments, self.finish_reason)
                 if reason is not None:
@@ -380,23 +375,6 @@ def check_limits(completion: Completion[Any]) -> None:
     if choices > min(args.max_queue, args.max_per_client):
         limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
         raise ApiError(f"n must be within {limits}, got {choices}")
-
-
-def log_violations(completion: Completion[Any], segments: list[Segment]) -> None:
-    """Logs where a finished answer breaks a strict schema, as grammars do not enforce all keywords."""
-    form, texts = completion.answer_format, [segment.text for segment in segments if segment.kind == "text"]
-    calls = [(segment, completion.find_tool(segment)) for segment in segments if segment.kind == "tool_call"]
-    checked = [(tool.name, tool.function.get("parameters"), call.text) for call, tool in calls if tool.is_strict]
-    if form is not None and form.is_strict and not calls:
-        checked.append(("answer", form.schema_to_follow, "".join(texts)))
-    for name, schema, text in checked:
-        try:
-            violation = find_violation(schema or {}, text)
-        except Exception as error:  # llguidance accepts schemas that jsonschema does not
-            logging.debug("Could not check a strict schema", exc_info=error)
-        else:
-            if violation:
-                logging.warning("The strict schema of %r is not followed: %s", name, violation)
 
 
 def describe_tools(tools: Tools) -> list[dict[str, Any]]:

@@ -56,14 +56,12 @@ class Tool(NamedTuple):
         function: what the model sees: `name`, `description`, `parameters`.
         kind: "function", "custom" (its input is a text) or "local_shell".
         name, namespace: as the client gave them.
-        is_strict: whether to log calls that break the schema of the parameters.
     """
 
     function: dict[str, Any]
     kind: str
     name: str
     namespace: str | None = None
-    is_strict: bool = False
 
 
 Tools = dict[str, Tool]
@@ -272,7 +270,7 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
         "parameters": parameters,
     }
     function = {key: value for key, value in shown.items() if value is not None}
-    return Tool(function, kind, name, namespace, is_strict=own.get("strict") is True)
+    return Tool(function, kind, name, namespace)
 
 
 def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:

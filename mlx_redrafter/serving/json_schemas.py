@@ -1,15 +1,10 @@
-"""JSON schemas: dropping keywords that a grammar rejects, and finding where an answer violates a schema."""
+"""Drops the keywords of a JSON schema that a grammar rejects."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
-
-from jsonschema.exceptions import best_match
-from jsonschema.validators import Draft202012Validator, validator_for
-from referencing import Registry
 
 Schema = dict[str, Any]
 
@@ -34,8 +29,6 @@ KEYWORD_GROUPS = [
 def drop_refused(schema: Schema, refuses: Callable[[Schema], bool]) -> tuple[Schema, list[str]]:
     """Returns (a copy of a schema without the keywords that a grammar rejects, what was dropped).
 
-    Keywords that are invalid in JSON Schema itself are kept, so that the whole schema is refused.
-
     Args:
         refuses: whether a grammar rejects a schema.
     """
@@ -46,21 +39,13 @@ def drop_refused(schema: Schema, refuses: Callable[[Schema], bool]) -> tuple[Sch
             own = {name: part[name] for name in ("type", *names) if name in part}
             if isinstance(own.get("patternProperties"), dict):
                 own = {"patternProperties": dict.fromkeys(own["patternProperties"], True)}
-            if names and refuses(own) and is_schema(own):
+            if names and refuses(own):
                 dropped.append(", ".join(f"{name} {part[name]!r:.80}" for name in names))
-                drop_keywords(part, names)
+                if "patternProperties" in names:  # this would forbid what the patterns allow
+                    part.pop("additionalProperties", None)
+                for name in names:
+                    del part[name]
     return schema, dropped
-
-
-def drop_keywords(part: Schema, names: Sequence[str]) -> None:
-    """Removes keywords in place.
-
-    `additionalProperties` goes with `patternProperties`, as it would forbid what the patterns allow.
-    """
-    if "patternProperties" in part and "patternProperties" in names:
-        part.pop("additionalProperties", None)
-    for name in names:
-        part.pop(name, None)
 
 
 def find_parts(schema: Any) -> Iterator[Schema]:
@@ -74,29 +59,3 @@ def find_parts(schema: Any) -> Iterator[Schema]:
             if name not in DATA_KEYWORDS:
                 is_map = name in MAP_KEYWORDS and isinstance(value, dict)
                 yield from find_parts(list(value.values()) if is_map else value)
-
-
-def is_schema(schema: Schema) -> bool:
-    """Whether a schema is valid JSON Schema."""
-    try:
-        validator_for(schema, default=Draft202012Validator).check_schema(schema)
-    except Exception:  # not only SchemaError: wrong types and huge patterns raise other types
-        return False
-    return True
-
-
-def find_violation(schema: Schema, text: str) -> str | None:
-    """Returns where a text violates a schema, and which keyword; None if it does not.
-
-    Patterns are not checked: with some of them Python's `re` runs forever and blocks all other threads.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return "it is not JSON"
-    schema = deepcopy(schema)
-    for part in list(find_parts(schema)):
-        drop_keywords(part, ("pattern", "patternProperties"))
-    validator: Any = validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
-    error = best_match(validator.iter_errors(value))
-    return None if error is None else f"{error.json_path} breaks {error.validator}"

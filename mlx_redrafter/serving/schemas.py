@@ -116,10 +116,9 @@ class Part(BaseModel):
 
 
 class Schema(Part):
-    """A JSON schema; by default any object. With `strict`, answers that violate it are logged."""
+    """A JSON schema; by default any object."""
 
     content: dict[str, Any] = Field({"type": "object"}, alias="schema")
-    strict: bool | None = None
 
 
 class AnswerFormat(Schema):
@@ -132,11 +131,6 @@ class AnswerFormat(Schema):
     def schema_to_follow(self) -> dict[str, Any] | None:
         """The JSON schema; None for plain text."""
         return None if self.type == "text" else (self.json_schema or self).content
-
-    @property
-    def is_strict(self) -> bool:
-        """Whether there is a schema, and it is strict."""
-        return self.schema_to_follow is not None and bool((self.json_schema or self).strict)
 
 
 class FormatAndEffort(Part):
