@@ -16,8 +16,8 @@ from typing import Any
 
 from mlx_redrafter import load_demo
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving.engine import Engine
 from mlx_redrafter.serving.request import Request
+from mlx_redrafter.serving.worker import Worker
 
 from .command import add_json, parse_positive
 from .tables import show_rows
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_redrafter.serving.structured_output import GrammarCompiler  # needs llguidance, unlike --help
 
     model, tokenizer, drafter = load_demo()
-    engine = Engine(model, tokenizer, None if args.no_drafter else drafter, options=Options(), prompt_cache_bytes=0)
+    engine = Worker(model, tokenizer, None if args.no_drafter else drafter, options=Options(), prompt_cache_bytes=0)
     engine.start()
     try:
         compiler = GrammarCompiler(tokenizer, engine.vocab_size)
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(row["same text"] for row in rows) else 1
 
 
-def time_schema(engine: Engine, tokenizer: Any, compiler: Any, name: str, args: argparse.Namespace) -> dict[str, Any]:
+def time_schema(engine: Worker, tokenizer: Any, compiler: Any, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """The row of a schema."""
     asked = {
         "prompt": tokenizer.encode(PROMPT.format(name)),
@@ -122,7 +122,7 @@ def time_schema(engine: Engine, tokenizer: Any, compiler: Any, name: str, args: 
     }
 
 
-async def generate(engine: Engine, **asked: Any) -> tuple[list[int], Request]:
+async def generate(engine: Worker, **asked: Any) -> tuple[list[int], Request]:
     """(the tokens of an answer, its request with statistics)."""
     request = engine.submit(**asked)
     return [event.token async for event in request.read_events()], request

@@ -1,4 +1,4 @@
-"""Servers in this process on free ports, over the packaged demo or a scripted engine."""
+"""Servers in this process on free ports, over the packaged demo or a scripted worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlx_redrafter.serving.completion import Service
 from mlx_redrafter.serving.metrics import Metrics
 from mlx_redrafter.serving.process import Server, bind, format_url, load_service
 from mlx_redrafter.serving.types import (
-    EngineCounters,
+    Counters,
     RequestError,
     TokenEvent,
 )
@@ -75,7 +75,7 @@ def start_server(service: Service, make: Callable[[Service], ASGIApp] = make_app
         finally:
             server.should_exit = True
             thread.join()
-            service.engine.close(timeout=5.0)
+            service.worker.close(timeout=5.0)
 
 
 @contextmanager
@@ -181,8 +181,8 @@ class ScriptedRequest:
 
 
 @dataclass
-class ScriptedEngine:
-    """An engine that answers each request with its next text, repeating the last one.
+class ScriptedWorker:
+    """A worker that answers each request with its next text, repeating the last one.
 
     Attributes:
         texts: the parts of each answer. A part may be a token id; an exception, which is raised; or an event, which is
@@ -197,7 +197,7 @@ class ScriptedEngine:
     gate: threading.Event = field(default_factory=threading.Event)
     refusal: Exception | None = None
     requests: list[ScriptedRequest] = field(default_factory=list)
-    counters: EngineCounters = field(default_factory=EngineCounters)
+    counters: Counters = field(default_factory=Counters)
     n_queued, is_alive, vocab_size, context_length = 0, True, 4098, 8192
     scheduler = SimpleNamespace(rows=(), mode="idle", copies_prompts=False, prompt_cache=SimpleNamespace(nbytes=0))
 
@@ -238,9 +238,9 @@ class ScriptedEngine:
 @contextmanager
 def start_scripted(
     tokenizer: Any, *flags: str, make: Callable[[Service], ASGIApp] = make_app, model_name: str = "demo"
-) -> Iterator[tuple[Running, ScriptedEngine]]:
-    """A server over a scripted engine."""
-    engine: Any = ScriptedEngine(tokenizer)
-    service = Service(engine, tokenizer, parse_flags(*flags), model_name, "demo", Metrics(engine))
+) -> Iterator[tuple[Running, ScriptedWorker]]:
+    """A server over a scripted worker."""
+    worker: Any = ScriptedWorker(tokenizer)
+    service = Service(worker, tokenizer, parse_flags(*flags), model_name, "demo", Metrics(worker))
     with start_server(service, make) as server:
-        yield server, engine
+        yield server, worker

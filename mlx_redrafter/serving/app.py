@@ -62,19 +62,19 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     """
 
     async def show_health(request: Request) -> Response:
-        engine = service.engine
-        status = "ok" if engine.is_alive else "unavailable"
-        scheduler = engine.scheduler
-        counts = {"running": len(scheduler.rows), "queue": engine.n_queued, "mode": scheduler.mode}
+        worker = service.worker
+        status = "ok" if worker.is_alive else "unavailable"
+        scheduler = worker.scheduler
+        counts = {"running": len(scheduler.rows), "queue": worker.n_queued, "mode": scheduler.mode}
         names = {"model": service.model_name, "drafter": service.drafter_name}
-        return JSONResponse({"status": status} | names | counts, 200 if engine.is_alive else 503)
+        return JSONResponse({"status": status} | names | counts, 200 if worker.is_alive else 503)
 
     async def show_metrics(request: Request) -> Response:
         return Response(service.metrics.format_text(), media_type=service.metrics.content_type)
 
     async def list_models(request: Request) -> Response:
         """Lists the names under which the model is served, with the fields of both OpenAI and Anthropic."""
-        length, when = service.engine.context_length, service.created
+        length, when = service.worker.context_length, service.created
         models = [
             {
                 "id": name, "object": "model", "created": when, "owned_by": "mlx_redrafter",

@@ -1,7 +1,7 @@
 """The path of a request, the same for all APIs.
 
 `Completion(service, body)` reads a parsed body, `make_prompt(completion)` encodes its prompt, `Answer(completion,
-prompt, client)` submits it to the engine, and `completion.render_events(answer)` renders the tokens.
+prompt, client)` submits it to the worker, and `completion.render_events(answer)` renders the tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..session.chat_template import render
 from .conversation import Message, Tool, Tools, arrange, list_variants
-from .engine import Engine
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import Request
@@ -30,6 +29,7 @@ from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import Constraint, GrammarCompiler
 from .text_stream import Segment, TextStream
 from .types import TokenEvent
+from .worker import Worker
 
 Event = dict[str, Any]
 
@@ -44,7 +44,7 @@ MAX_RETRY_SECONDS = 60
 
 @dataclass
 class Service:
-    """The engine and everything else that all APIs use.
+    """The worker and everything else that all APIs use.
 
     Attributes:
         args: the command's flags.
@@ -54,7 +54,7 @@ class Service:
         items: the latest items of the Responses API by id, which clients may reference.
     """
 
-    engine: Engine
+    worker: Worker
     tokenizer: Any
     args: argparse.Namespace
     model_name: str
@@ -65,7 +65,7 @@ class Service:
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.grammars = GrammarCompiler(self.tokenizer, self.engine.vocab_size)
+        self.grammars = GrammarCompiler(self.tokenizer, self.worker.vocab_size)
         served = self.args.served_model_name or []
         self.names = [name for name in served if name != ANY_NAME] or [self.model_name]
         self.takes_any_name = ANY_NAME in served
@@ -163,7 +163,7 @@ class Completion(ABC, Generic[AnyBody]):
         prompt = list(tokenizer.encode(text, add_special_tokens=False))
         thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
         state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
-        if not service.engine.scheduler.copies_prompts:
+        if not service.worker.scheduler.copies_prompts:
             return Prompt(prompt, state)
         lengths = find_prefix_lengths(tokenizer, prompt, text, variant, args, prefilled=prefilled)
         return Prompt(prompt, state, prefix_lengths=lengths)
@@ -244,12 +244,12 @@ class Answer:
         finish_reason: "stop", "length" or "tool_calls" after the last token of a choice, None before.
 
     Raises:
-        ApiError: the engine refuses the request, or it exceeds a limit of the server.
+        ApiError: the worker refuses the request, or it exceeds a limit of the server.
     """
 
     def __init__(self, completion: Completion[Any], prompt: Prompt, client: str) -> None:
         service, body = completion.service, completion.body
-        engine, limit = service.engine, service.args.max_completion_tokens
+        worker, limit = service.worker, service.args.max_completion_tokens
         check_limits(completion)
         asked = {
             "grammar": prompt.grammar,
@@ -271,17 +271,17 @@ class Answer:
         try:
             for at in range(completion.choices):
                 seed = {} if body.seed is None else {"seed": body.seed + at}
-                self.requests.append(engine.submit(prompt.tokens, **asked | seed))
+                self.requests.append(worker.submit(prompt.tokens, **asked | seed))
                 self.texts.append(TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call))
         except RedrafterError as error:
             self.close()
-            raise make_api_error(error, engine.n_queued) from error
+            raise make_api_error(error, worker.n_queued) from error
 
     async def read_pieces(self) -> AsyncIterator[Piece]:
         """Yields the tokens of one choice after the other. A stop string ends a choice.
 
         Raises:
-            GenerationFailed: the engine failed or is shutting down, or the answer's schema is too complex.
+            GenerationFailed: the worker failed or is shutting down, or the answer's schema is too complex.
         """
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
             self.choice = choice

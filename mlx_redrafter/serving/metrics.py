@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from .engine import Engine
 from .request import Request
+from .worker import Worker
 
 PREFIX = "mlx_redrafter_"
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
@@ -25,8 +25,8 @@ class Metrics(Collector):
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._registry = engine, CollectorRegistry()
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._registry = worker, CollectorRegistry()
         self._registry.register(self)
 
         def histogram(name: str, text: str) -> Histogram:
@@ -51,8 +51,8 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the engine's counters and gauges; called by the registry."""
-        engine, counts = self._engine, self._engine.counters
+        """Yields the worker's counters and gauges; called by the registry."""
+        worker, counts = self._worker, self._worker.counters
         tokens = {
             "prompt": counts.prompt_tokens + counts.cached_tokens,
             "cached": counts.cached_tokens,
@@ -74,9 +74,9 @@ class Metrics(Collector):
                 family.add_metric([key] if key else [], number)
             yield family
         for name, text, gauge in (
-            ("queue_length", "Waiting requests", engine.n_queued),
-            ("running", "Running requests", len(engine.scheduler.rows)),
-            ("prompt_cache_bytes", "Size of the prompt cache", engine.scheduler.prompt_cache.nbytes),
+            ("queue_length", "Waiting requests", worker.n_queued),
+            ("running", "Running requests", len(worker.scheduler.rows)),
+            ("prompt_cache_bytes", "Size of the prompt cache", worker.scheduler.prompt_cache.nbytes),
             ("active_memory_bytes", "Memory of MLX arrays in use", mx.get_active_memory()),
             ("cache_memory_bytes", "Free memory that MLX keeps for reuse", mx.get_cache_memory()),
         ):

@@ -22,8 +22,8 @@ from ..checkpoints import find_drafter_name, load_pair
 from ..errors import RedrafterError, join_lines
 from .app import make_app
 from .completion import Service
-from .engine import Engine
 from .metrics import Metrics
+from .worker import Worker
 
 GRACE_SECONDS = 5
 """Seconds after the drain timeout in which errors can reach clients, before uvicorn cancels the rest."""
@@ -42,20 +42,20 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def load_service(args: argparse.Namespace) -> Service:
-    """Loads the models that the flags name, and starts an engine.
+    """Loads the models that the flags name, and starts a worker.
 
     Raises:
         RedrafterError: a model cannot be loaded, the models do not fit together, or a folder cannot be used.
     """
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
-    flags: dict[str, Any] = {name: getattr(args, name) for name in getfullargspec(Engine).kwonlyargs}
-    engine = Engine(model, tokenizer, drafter, **flags)
-    engine.start()
-    if engine.context_length is None and args.options.max_tokens == -1:
+    flags: dict[str, Any] = {name: getattr(args, name) for name in getfullargspec(Worker).kwonlyargs}
+    worker = Worker(model, tokenizer, drafter, **flags)
+    worker.start()
+    if worker.context_length is None and args.options.max_tokens == -1:
         logging.info("The model's context length is unknown: answers have no limit. See --max-tokens, --context-length")
     drafter_name = None if drafter is None else find_served_name(find_drafter_name(args))
-    return Service(engine, tokenizer, args, find_served_name(args.model), drafter_name, Metrics(engine))
+    return Service(worker, tokenizer, args, find_served_name(args.model), drafter_name, Metrics(worker))
 
 
 def find_served_name(name: str | None) -> str:
@@ -70,18 +70,18 @@ class Server(uvicorn.Server):
     """uvicorn's server. It finishes answers after the first signal; a second one ends the process at once."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._engine, self._drain_timeout = service.engine, service.args.drain_timeout
+        self._worker, self._drain_timeout = service.worker, service.args.drain_timeout
         self._saves_prompts = service.args.prompt_cache_dir is not None
         options: dict[str, Any] = {"log_config": None, "ws": "none", "lifespan": "off", "server_header": False}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finishes answers. After the drain timeout the engine closes, and clients get an error."""
+        """Finishes answers. After the drain timeout the worker closes, and clients get an error."""
         loop = asyncio.get_running_loop()
-        loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._engine.close, 0.0)
+        loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._worker.close, 0.0)
         await super().shutdown(sockets)
         if self._saves_prompts:  # after this the signal ends the process
-            await loop.run_in_executor(None, self._engine.close, GRACE_SECONDS)
+            await loop.run_in_executor(None, self._worker.close, GRACE_SECONDS)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stops accepting requests."""
@@ -109,11 +109,11 @@ def serve(
         RedrafterError: the address cannot be used; see also `load_service`.
     """
     if ranks.get_rank():
-        engine = load_service(args).engine
+        worker = load_service(args).worker
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks of a machine; rank 0 stops the others
-        engine.join()
+        worker.join()
         return 0
-    # Python's own handler raises, and exiting the interpreter while the engine's thread is inside MLX aborts.
+    # Python's own handler raises, and exiting the interpreter while the worker's thread is inside MLX aborts.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     level = getattr(logging, args.log_level)
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
@@ -128,7 +128,7 @@ def serve(
             on_listening(format_url(bound))
         server.run([bound])
         if ranks.count_ranks() > 1:
-            service.engine.close(0.0)
+            service.worker.close(0.0)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""One request, from `Engine.submit` to its end, and its token events."""
+"""One request, from `Worker.submit` to its end, and its token events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Item = list[TokenEvent] | Exception | None
 
 
 class Request:
-    """A request and its state. After submission only the engine's thread writes it, except for `cancelled`.
+    """A request and its state. After submission only the worker's thread writes it, except for `cancelled`.
 
     Args:
         loop: the client's event loop; None on ranks other than 0.
@@ -111,7 +111,7 @@ class Request:
         """Yields each token, up to the one with a `finish_reason` or until the request is cancelled. Call it once.
 
         Raises:
-            GenerationFailed: the engine failed or is shutting down, or the answer's schema is too complex.
+            GenerationFailed: the worker failed or is shutting down, or the answer's schema is too complex.
         """
         while (item := await self._items.get()) is not None:
             if isinstance(item, Exception):

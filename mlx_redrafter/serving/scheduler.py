@@ -33,17 +33,17 @@ from .pace import Pace
 from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix, find_default_bytes
 from .request import Request, read_logprobs
 from .rows import Batch, Loops
-from .types import EngineCounters, FinishReason, SchemaNotFollowed
+from .types import Counters, FinishReason, SchemaNotFollowed
 
 STEPS_BEFORE_LEAVING = 16
 """Tokens that the only row of a batch makes before it leaves the batch, as the next request may come soon."""
 
 
 class Scheduler:
-    """Decodes the running rows step by step. Methods are called in the engine's thread.
+    """Decodes the running rows step by step. Methods are called in the worker's thread.
 
     Args:
-        model, tokenizer, drafter, options: as for `Engine`.
+        model, tokenizer, drafter, options: as for `Worker`.
         size: its `decode_concurrency`.
         cache_bytes, cache_dir: its `prompt_cache_bytes` and `prompt_cache_dir`.
         counters: updated by every step.
@@ -67,7 +67,7 @@ class Scheduler:
         size: int,
         cache_bytes: int | None,
         cache_dir: str | Path | None,
-        counters: EngineCounters,
+        counters: Counters,
         on_end: Callable[[Request, str | Exception], None],
     ) -> None:
         self._model, self._drafter, self._options, self._size = model, drafter, options, size

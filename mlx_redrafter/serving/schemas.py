@@ -168,7 +168,7 @@ class Body(Part):
     chat_template_kwargs: dict[str, Any] = {}
 
     def get_sampling_options(self) -> dict[str, Any]:
-        """Returns the given options and penalties, as keywords of `Engine.submit`."""
+        """Returns the given options and penalties, as keywords of `Worker.submit`."""
         names = Body.model_fields.keys() & (OPTION_NAMES | PENALTIES)
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 

@@ -1,4 +1,4 @@
-"""Errors, token events and counters of the engine, as plain Python values without arrays.
+"""Errors, token events and counters of the worker, as plain Python values without arrays.
 
 An error may have a `status`, the HTTP status if that is not 400, and a `code`.
 """
@@ -53,8 +53,8 @@ class SchemaNotFollowed(GenerationFailed):
     status = 400
 
 
-class EngineClosed(GenerationFailed):
-    """The engine is shutting down: the request is refused, or cut off at the timeout."""
+class ServerClosing(GenerationFailed):
+    """The worker is shutting down: the request is refused, or cut off at the timeout."""
 
     status = 503
 
@@ -96,8 +96,8 @@ class TokenEvent(NamedTuple):
 
 
 @dataclass
-class EngineCounters:
-    """Totals since the engine started; they only grow.
+class Counters:
+    """Totals since the worker started; they only grow.
 
     Attributes:
         prompt_tokens: prefilled tokens, without those found in the prompt cache.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from servers import Running, ScriptedEngine, ask, events_of
+from servers import Running, ScriptedWorker, ask, events_of
 
-Scripted = tuple[Running, ScriptedEngine]
+Scripted = tuple[Running, ScriptedWorker]
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "type": "object",

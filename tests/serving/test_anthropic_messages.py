@@ -6,9 +6,9 @@ from typing import Any
 
 import anthropic
 import pytest
-from servers import Running, ScriptedEngine, ask
+from servers import Running, ScriptedWorker, ask
 
-Scripted = tuple[Running, ScriptedEngine]
+Scripted = tuple[Running, ScriptedWorker]
 SHELL: Any = {"name": "shell", "description": "Run it.", "input_schema": {"type": "object"}}
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>'
 USER: Any = [{"role": "user", "content": "Hi"}]

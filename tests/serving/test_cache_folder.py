@@ -11,18 +11,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import FAMILIES, SHARING, ask, collect, generate, plain, running, tokens_of
 from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
 from servers import until
 from toys import make_model, make_prompt
+from workers import FAMILIES, SHARING, ask, collect, generate, plain, running, tokens_of
 
 from mlx_redrafter import RedrafterError
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving import cache_folder, engine
+from mlx_redrafter.serving import cache_folder, worker
 from mlx_redrafter.serving.cache_folder import CacheFolder
-from mlx_redrafter.serving.engine import Engine
 from mlx_redrafter.serving.prompt_cache import PromptCache
+from mlx_redrafter.serving.worker import Worker
 
 PROMPT = make_prompt(60)
 
@@ -45,7 +45,7 @@ def test_a_conversation_is_found_after_a_restart(kind: str, options: dict[str, A
     model = make_family(kind) if kind in FAMILIES else make_model(kind)
     folder = tmp_path / "caches"
 
-    def follow(server: Engine, turn: int) -> tuple[list[int], int]:
+    def follow(server: Worker, turn: int) -> tuple[list[int], int]:
         before = server.counters.cached_tokens
         (events,) = generate(server, ask([*PROMPT, *turn * [1, 2, 3]], 8))
         return tokens_of(events), server.counters.cached_tokens - before
@@ -134,9 +134,9 @@ def test_a_killed_process_leaves_no_partial_file(tmp_path: Path) -> None:
 
 
 def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "SAVE_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(worker, "SAVE_DELAY_SECONDS", 0.01)
 
-    async def main(server: Engine) -> None:
+    async def main(server: Worker) -> None:
         for prompt in (PROMPT, PROMPT + plain(ask(PROMPT, 8)) + [1]):
             await collect(server.submit(**ask(prompt, 8)))
             await asyncio.to_thread(until, lambda: len(found := files_of(tmp_path)) == 1 and found != seen)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Running, ScriptedEngine, ScriptedRequest
+from servers import Running, ScriptedRequest, ScriptedWorker
 
 pytestmark = [
     pytest.mark.npm,
@@ -37,7 +37,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "node_modules"
 
 
-def play(engine: ScriptedEngine, calls: Sequence[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
+def play(engine: ScriptedWorker, calls: Sequence[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts the engine: each call waits for the previous results; the answer comes last."""
     submit = engine.submit
 
@@ -72,7 +72,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_claude_code_edits_and_runs_a_file(
-    scripted: tuple[Running, ScriptedEngine],
+    scripted: tuple[Running, ScriptedWorker],
     packages: Path,
     places: tuple[Path, Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -106,7 +106,7 @@ def test_claude_code_edits_and_runs_a_file(
 
 
 def test_codex_edits_and_runs_a_file(
-    scripted: tuple[Running, ScriptedEngine],
+    scripted: tuple[Running, ScriptedWorker],
     packages: Path,
     places: tuple[Path, Path],
     monkeypatch: pytest.MonkeyPatch,

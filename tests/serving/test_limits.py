@@ -13,20 +13,20 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_flags, start_demo, start_scripted, until
+from servers import PATIENCE, Running, ScriptedWorker, ask, events_of, parse_flags, start_demo, start_scripted, until
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.serving import engine
+from mlx_redrafter.serving import worker
 from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.types import (
     ClientLimitReached,
     ContextLengthExceeded,
-    EngineClosed,
     GenerationFailed,
     QueueFull,
+    ServerClosing,
 )
 
-Scripted = tuple[Running, ScriptedEngine]
+Scripted = tuple[Running, ScriptedWorker]
 KEY = "correct-horse"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 TEXT = "/v1/completions"
@@ -124,7 +124,7 @@ def test_models_are_listed_with_a_slash_too(scripted: Scripted) -> None:
 def test_long_answers_are_refused_or_limited(locked: Running) -> None:
     reply = ask(locked, TEXT, {"prompt": "x", "max_tokens": 6}, BEARER)
     assert (reply.status, reply.error) == (400, "max_tokens must be at most 5, got 6")
-    engine: Any = locked.service.engine
+    engine: Any = locked.service.worker
     assert ask(locked, TEXT, {"prompt": "x"}, BEARER).status == 200
     assert engine.requests[-1].asked["max_tokens"] == 5
 
@@ -153,7 +153,7 @@ def test_the_log_says_when_the_length_of_the_context_is_unknown(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(engine, "find_context_length", lambda model: None)
+    monkeypatch.setattr(worker, "find_context_length", lambda model: None)
     said = "The model's context length is unknown: answers have no limit."
     for flags in ((), ("--max-tokens", "9"), ("--context-length", "100")):
         caplog.clear()
@@ -177,7 +177,7 @@ def test_a_prompt_that_is_too_long_has_its_own_error_code(scripted: Scripted) ->
 
 
 @pytest.mark.parametrize(
-    ("refusal", "status"), [(QueueFull("full"), 503), (ClientLimitReached("yours"), 429), (EngineClosed("ends"), 503)]
+    ("refusal", "status"), [(QueueFull("full"), 503), (ClientLimitReached("yours"), 429), (ServerClosing("ends"), 503)]
 )
 def test_refusals_say_when_to_retry(scripted: Scripted, refusal: Exception, status: int) -> None:
     server, engine = scripted
@@ -213,7 +213,7 @@ def test_an_answer_ends_when_its_client_disconnects(scripted: Scripted, stream: 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool) -> None:
-    engine = demo.service.engine
+    engine = demo.service.worker
     cancelled = engine.counters.finished["cancelled"]
     fields = {"max_tokens": 1900, "logit_bias": {"0": -100}, "stream": stream, "draft_model": None}
     with send(demo, request_bytes(**fields)) as connection:
@@ -223,13 +223,13 @@ def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool)
 
 
 @pytest.mark.parametrize("path", [TEXT, "/v1/responses", "/v1/messages"])
-@pytest.mark.parametrize("error", [GenerationFailed("no memory"), EngineClosed("the server ends")])
+@pytest.mark.parametrize("error", [GenerationFailed("no memory"), ServerClosing("the server ends")])
 def test_engine_failures_are_reported(scripted: Scripted, path: str, error: Exception) -> None:
     server, engine = scripted
     fields: dict[str, Any] = {"max_tokens": 9, "messages": USER}
     body = {TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(path, fields)
     engine.texts = [["</think>", "one ", error]]
-    status = 503 if isinstance(error, EngineClosed) else 500
+    status = 503 if isinstance(error, ServerClosing) else 500
     reply = ask(server, path, body)
     assert (reply.status, reply.error) == (status, str(error))
     last = events_of(ask(server, path, body | {"stream": True}))[-1]

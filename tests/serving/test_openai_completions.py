@@ -9,11 +9,11 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from servers import Running, ScriptedEngine, ask, events_of, start_scripted
+from servers import Running, ScriptedWorker, ask, events_of, start_scripted
 
 from mlx_redrafter import stream_generate
 
-Scripted = tuple[Running, ScriptedEngine]
+Scripted = tuple[Running, ScriptedWorker]
 TEXT = "/v1/completions"
 PROMPT = "class Stack:\n    def __init__(self):\n"
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
@@ -125,7 +125,7 @@ def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> Non
     with ThreadPoolExecutor(len(bodies)) as pool:
         replies = list(pool.map(lambda body: ask(demo, TEXT, body), bodies))
     texts = [reply.json["choices"][0]["text"] for reply in replies]
-    assert demo.service.engine.counters.batch_steps > 0
+    assert demo.service.worker.counters.batch_steps > 0
     for text in texts[::2]:
         jsonschema.validate(json.loads(text), schema)
     for at in (1, 3, 5):

@@ -7,9 +7,9 @@ from typing import Any
 
 import openai
 import pytest
-from servers import Running, ScriptedEngine, ask
+from servers import Running, ScriptedWorker, ask
 
-Scripted = tuple[Running, ScriptedEngine]
+Scripted = tuple[Running, ScriptedWorker]
 SHELL = {"type": "function", "name": "shell", "description": "Run it.", "parameters": {"type": "object"}}
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": ["ls"]}}</tool_call>'
 

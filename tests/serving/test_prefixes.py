@@ -14,9 +14,9 @@ from sessions import chat_tokenizer as letter_tokenizer
 
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.completion import Service
-from mlx_redrafter.serving.engine import Engine
 from mlx_redrafter.serving.metrics import Metrics
 from mlx_redrafter.serving.prefixes import count_shared, find_prefix_lengths
+from mlx_redrafter.serving.worker import Worker
 from mlx_redrafter.session.chat_template import render
 
 LAWS = " ".join(f"Law {i}: keep {i * 7 % 101}." for i in range(40))
@@ -113,9 +113,9 @@ def serving(**settings: Any) -> Iterator[Running]:
         "{% for m in messages %}{{ m.role[0] | upper }}{{ m.content }}z{% endfor %}"
         "{% if add_generation_prompt %}AT{% endif %}"
     )
-    engine = Engine(make_family("qwen3_5"), tokenizer, options=Options(), context_length=4096, **settings)
-    engine.start()
-    with start_server(Service(engine, tokenizer, parse_flags(), "hybrid", None, Metrics(engine))) as server:
+    worker = Worker(make_family("qwen3_5"), tokenizer, options=Options(), context_length=4096, **settings)
+    worker.start()
+    with start_server(Service(worker, tokenizer, parse_flags(), "hybrid", None, Metrics(worker))) as server:
         yield server
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
-from servers import Running, ScriptedEngine, ask
+from servers import Running, ScriptedWorker, ask
 
 from mlx_redrafter.serving.app import APIS
 
-Scripted = tuple[Running, ScriptedEngine]
+Scripted = tuple[Running, ScriptedWorker]
 USER = [{"role": "user", "content": "Hi"}]
 CHAT: dict[str, Any] = {"messages": USER}
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -12,11 +12,11 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from servers import PATIENCE, Running, ScriptedEngine, until
+from servers import PATIENCE, Running, ScriptedWorker, until
 
 from mlx_redrafter.serving import app
 
-Scripted = tuple[Running, ScriptedEngine]
+Scripted = tuple[Running, ScriptedWorker]
 USER: Any = [{"role": "user", "content": "Hi"}]
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 BODIES: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
 class Pauses:
     """An answer with two pauses, before its start and before its call; each ends after two empty events."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
+    def __init__(self, engine: ScriptedWorker) -> None:
         self.gates, self.empty = [engine.gate, threading.Event()], 0
         engine.gate.clear()
         engine.texts = [["</think>I look.", self.gates[1], CALL]]

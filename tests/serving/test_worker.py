@@ -1,4 +1,4 @@
-"""The engine: texts of single and concurrent requests, mode changes between them, and recovery after errors."""
+"""The worker: texts of single and concurrent requests, mode changes between them, and recovery after errors."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from cached import make_cached
-from engines import FAMILIES, SHARING, TURNS, Asked, ask, collect, generate, plain, running, tokens_of
 from families import make_family
 from grammars import ToyGrammar, mask_history
 from grids import pairs
 from mlx_lm.sample_utils import make_logits_processors
 from sessions import make_drafter
 from toys import VOCAB, ids, make_model, make_prompt, make_tokenizer, run, with_plain
+from workers import FAMILIES, SHARING, TURNS, Asked, ask, collect, generate, plain, running, tokens_of
 
 from mlx_redrafter import RedrafterError
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import find_context_length
 from mlx_redrafter.serving import rows, scheduler
-from mlx_redrafter.serving.engine import Engine
 from mlx_redrafter.serving.pace import Pace
 from mlx_redrafter.serving.prompt_cache import PromptCache
 from mlx_redrafter.serving.request import Request
@@ -30,12 +29,13 @@ from mlx_redrafter.serving.structured_output import GrammarCompiler
 from mlx_redrafter.serving.types import (
     ClientLimitReached,
     ContextLengthExceeded,
-    EngineClosed,
     GenerationFailed,
     QueueFull,
     RequestError,
+    ServerClosing,
     TokenEvent,
 )
+from mlx_redrafter.serving.worker import Worker
 
 SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "seed": 7}
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {3: 2.0, 5: -50.0}}
@@ -57,14 +57,14 @@ def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> 
     _, drafter = with_plain(make_model(), prompt, count, "mixed", width=3, **sampling)
     own = {"beam_width": 3, "draft_depth": 3, "context": True}
     request = ask(prompt, count, **sampling)
-    with running(drafter=drafter, options=own) as engine:
-        (events,) = generate(engine, request)
+    with running(drafter=drafter, options=own) as worker:
+        (events,) = generate(worker, request)
         steps = run(make_model(), prompt, drafter, max_tokens=count, **sampling, **own)
         assert tokens_of(events) == ids(steps)
         assert [event.draft_source for event in events] == [step.draft_source for step in steps]
         for event, step in zip(events, steps, strict=True):
             assert event.logprob == pytest.approx(step.logprobs[event.token].item(), abs=1e-5)
-        counters, made, expected = engine.counters, engine.counters.decoding, steps[-1].stats
+        counters, made, expected = worker.counters, worker.counters.decoding, steps[-1].stats
         assert counters.generated_tokens == count and made.accepted > 0
         assert made.accepted - made.context_accepted == expected.accepted - expected.context_accepted
         assert counters.prompt_tokens == len(prompt) and counters.finished == {"length": 1}
@@ -74,31 +74,31 @@ def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> 
 def test_batched_rows_match_plain_decoding(name: str) -> None:
     model = make_model() if name == "llama" else make_family(name)
     requests = [ask(prompt, 12 + 3 * i) for i, prompt in enumerate(PROMPTS)]
-    with running(model) as engine:
-        for request, events in zip(requests, generate(engine, *requests), strict=True):
+    with running(model) as worker:
+        for request, events in zip(requests, generate(worker, *requests), strict=True):
             assert tokens_of(events) == plain(request, model)
             assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
-        assert engine.counters.batch_steps > 0
-        assert engine.counters.prompt_tokens == sum(map(len, PROMPTS))
+        assert worker.counters.batch_steps > 0
+        assert worker.counters.prompt_tokens == sum(map(len, PROMPTS))
 
 
 def test_batched_demo_rows_match_plain_decoding(demo_models: Any) -> None:
     # In float32 on one machine: if two tokens tie within rounding, a batch may choose the other.
     model, tokenizer, drafter = demo_models
     requests = [ask(tokenizer.encode(prompt), 16) for prompt in demo_prompts()[:3]]
-    engine = Engine(model, tokenizer, drafter)
-    engine.start()
-    for request, events in zip(requests, generate(engine, *requests), strict=True):
+    worker = Worker(model, tokenizer, drafter)
+    worker.start()
+    for request, events in zip(requests, generate(worker, *requests), strict=True):
         assert tokens_of(events) == plain(request, model)[: len(events)]
-    engine.close(20)
+    worker.close(20)
 
 
 def test_each_row_has_its_own_seed() -> None:
     requests = [ask(PROMPTS[1], **(SAMPLED | {"seed": seed})) for seed in (1, 2, 1)]
     requests += [ask(PROMPTS[1]), ask(PROMPTS[1], temp=1.3, seed=5, xtc_probability=0.4)]
-    with running() as engine:
-        together = [tokens_of(events) for events in generate(engine, *requests)]
-        alone = [tokens_of(generate(engine, request)[0]) for request in requests]
+    with running() as worker:
+        together = [tokens_of(events) for events in generate(worker, *requests)]
+        alone = [tokens_of(generate(worker, request)[0]) for request in requests]
     assert together == alone
     assert together[0] == together[2] != together[1]
 
@@ -110,32 +110,32 @@ def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
     long = ask(PROMPTS[0], 150, **sampling)
     short = [ask(prompt, 20, **sampling) for prompt in PROMPTS[1:4]]
 
-    async def main(engine: Engine) -> list[list[TokenEvent]]:
-        first = engine.submit(**long)
+    async def main(worker: Worker) -> list[list[TokenEvent]]:
+        first = worker.submit(**long)
         stream = first.read_events()
         head = [await anext(stream) for _ in range(10)]
-        assert engine.scheduler.mode == "single"
-        others = await asyncio.gather(*[collect(engine.submit(**request)) for request in short])
+        assert worker.scheduler.mode == "single"
+        others = await asyncio.gather(*[collect(worker.submit(**request)) for request in short])
         return [head + [event async for event in stream], *others]
 
-    with running(model, options={"context": True}) as engine:
-        answers = asyncio.run(finish(main(engine)))
+    with running(model, options={"context": True}) as worker:
+        answers = asyncio.run(finish(main(worker)))
         for request, events in zip([long, *short], answers, strict=True):
             assert tokens_of(events) == plain(request, model)
-        assert engine.counters.mode_switches == {"batch": 1, "single": 1}
-        assert engine.counters.prompt_tokens == sum(len(request["prompt"]) for request in [long, *short])
-        assert engine.counters.generated_tokens == 150 + 60
-        assert engine.scheduler.mode == "idle"
+        assert worker.counters.mode_switches == {"batch": 1, "single": 1}
+        assert worker.counters.prompt_tokens == sum(len(request["prompt"]) for request in [long, *short])
+        assert worker.counters.generated_tokens == 150 + 60
+        assert worker.scheduler.mode == "idle"
 
 
 async def decode_around_a_batch(
-    engine: Engine, long: Asked, short: Asked, count: int
+    worker: Worker, long: Asked, short: Asked, count: int
 ) -> tuple[list[TokenEvent], Request]:
     """Runs `long`; after `count` tokens `short` joins and ends. Returns (events of `long`, its request)."""
-    first = engine.submit(**long)
+    first = worker.submit(**long)
     stream = first.read_events()
     head = [await anext(stream) for _ in range(count)]
-    await collect(engine.submit(**short))
+    await collect(worker.submit(**short))
     return head + [event async for event in stream], first
 
 
@@ -144,10 +144,10 @@ def test_a_draft_model_continues_after_a_batch(name: str) -> None:
     """It reads the batch's tokens: the draft model is the target, so it is right before and after."""
     model = make_model() if name == "llama" else make_family(name)
     long, short = ask(PROMPTS[0], 150), ask(PROMPTS[1], 20)
-    with running(model, DraftModel(model), options={"plan": (1, 3)}) as engine:
-        events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, 10)))
+    with running(model, DraftModel(model), options={"plan": (1, 3)}) as worker:
+        events, first = asyncio.run(finish(decode_around_a_batch(worker, long, short, 10)))
         assert tokens_of(events) == plain(long, model)
-        assert engine.counters.mode_switches == {"batch": 1, "single": 1}
+        assert worker.counters.mode_switches == {"batch": 1, "single": 1}
         drafting = first.decoding
         assert drafting.accepted > 60 and drafting.accepted > 2 * drafting.drafter_rounds
 
@@ -157,26 +157,26 @@ def test_a_head_with_a_cache_continues_after_a_batch(kind: str) -> None:
     """Positions decoded in the batch are a gap in its cache."""
     model = make_model()
     long, short = ask(PROMPTS[0], 60), ask(PROMPTS[1], 12)
-    with running(model, make_cached(kind), options={"plan": (2, 3)}) as engine:
-        events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, 8)))
+    with running(model, make_cached(kind), options={"plan": (2, 3)}) as worker:
+        events, first = asyncio.run(finish(decode_around_a_batch(worker, long, short, 8)))
         assert tokens_of(events) == plain(long, model)
-        assert engine.counters.mode_switches == {"batch": 1, "single": 1}
+        assert worker.counters.mode_switches == {"batch": 1, "single": 1}
         assert first.decoding.drafter_rounds > 10
 
 
 def test_a_request_joins_a_batch_during_prefill() -> None:
     long, short = ask(make_prompt(300), 8), ask(PROMPTS[0], 8)
 
-    async def main(engine: Engine) -> list[list[TokenEvent]]:
-        first = engine.submit(**long)
-        await wait_until(lambda: len(engine.scheduler.rows) == 1)
-        return await asyncio.gather(collect(first), collect(engine.submit(**short)))
+    async def main(worker: Worker) -> list[list[TokenEvent]]:
+        first = worker.submit(**long)
+        await wait_until(lambda: len(worker.scheduler.rows) == 1)
+        return await asyncio.gather(collect(first), collect(worker.submit(**short)))
 
-    with running(options={"prefill_step_size": 4}) as engine:
-        answers = asyncio.run(finish(main(engine)))
+    with running(options={"prefill_step_size": 4}) as worker:
+        answers = asyncio.run(finish(main(worker)))
         assert [tokens_of(events) for events in answers] == [plain(long), plain(short)]
-        assert engine.counters.mode_switches["batch"] == 1
-        assert engine.counters.prompt_tokens == 300 + len(short["prompt"])
+        assert worker.counters.mode_switches["batch"] == 1
+        assert worker.counters.prompt_tokens == 300 + len(short["prompt"])
 
 
 @pytest.fixture(autouse=True)
@@ -222,10 +222,10 @@ def test_alternating_and_batching_give_the_same_texts(
     model = make_model() if name == "llama" else make_family(name)
     drafter = make_drafter(model)
     requests = [ask(PROMPTS[at], 40 + 7 * at, **each) for at, each in enumerate(sampling)]
-    with running(model, drafter, options={"draft_depth": 2, "context": True}) as engine:
-        for request, events in zip(requests, generate(engine, *requests), strict=True):
+    with running(model, drafter, options={"draft_depth": 2, "context": True}) as worker:
+        for request, events in zip(requests, generate(worker, *requests), strict=True):
             assert tokens_of(events) == plain(request, model)
-        switches = engine.counters.mode_switches
+        switches = worker.counters.mode_switches
         assert switches["turns"] and switches["batch"]
 
 
@@ -235,20 +235,20 @@ def test_caches_that_cannot_be_batched_alternate(kind: str, options: dict[str, A
     requests = [ask(prompt, 40, **sampling) for prompt, sampling in zip(PROMPTS, [{}, SAMPLED, {}], strict=False)]
     modes = set()
 
-    async def main(engine: Engine) -> list[list[TokenEvent]]:
+    async def main(worker: Worker) -> list[list[TokenEvent]]:
         async def watch(request: Request) -> list[TokenEvent]:
             events = []
             async for event in request.read_events():
-                modes.add(engine.scheduler.mode)
+                modes.add(worker.scheduler.mode)
                 events.append(event)
             return events
 
-        return await asyncio.gather(*[watch(engine.submit(**request)) for request in requests])
+        return await asyncio.gather(*[watch(worker.submit(**request)) for request in requests])
 
-    with running(model, options=options) as engine:
-        answers = asyncio.run(finish(main(engine)))
+    with running(model, options=options) as worker:
+        answers = asyncio.run(finish(main(worker)))
         assert [tokens_of(events) for events in answers] == [plain(request, model, **options) for request in requests]
-        assert "turns" in modes and engine.counters.batch_steps == 0
+        assert "turns" in modes and worker.counters.batch_steps == 0
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -256,8 +256,8 @@ def test_end_token_is_the_last_one(together: int) -> None:
     requests = [ask(prompt, 40) for prompt in PROMPTS[:together]]
     texts = [plain(request) for request in requests]
     end = texts[0][5]
-    with running(eos=(end,)) as engine:
-        for text, events in zip(texts, generate(engine, *requests), strict=True):
+    with running(eos=(end,)) as worker:
+        for text, events in zip(texts, generate(worker, *requests), strict=True):
             if end in text:
                 assert tokens_of(events) == text[: text.index(end) + 1]
                 assert events[-1].finish_reason == "stop"
@@ -268,8 +268,8 @@ def test_end_token_is_the_last_one(together: int) -> None:
 @pytest.mark.parametrize("together", [1, 3])
 def test_penalties_and_biases_apply_per_row(together: int) -> None:
     requests = [ask(prompt, **PENALTIES, **SAMPLED) for prompt in PROMPTS[:together]]
-    with running(options={"context": True}) as engine:
-        for request, events in zip(requests, generate(engine, *requests), strict=True):
+    with running(options={"context": True}) as worker:
+        for request, events in zip(requests, generate(worker, *requests), strict=True):
             assert tokens_of(events) == plain(request, logits_processors=make_logits_processors(**PENALTIES))
             assert 5 not in tokens_of(events)
 
@@ -284,13 +284,13 @@ def follow_grammar(request: Asked, model: Any = None, vocab: int = VOCAB) -> lis
 def test_a_grammar_is_followed_with_and_without_drafts(together: int, sampling: dict[str, Any]) -> None:
     requests = [ask(prompt, grammar=ToyGrammar, **sampling) for prompt in PROMPTS[:together]]
     texts = [follow_grammar(request) for request in requests]
-    with running(options={"context": True}) as engine:
-        assert [tokens_of(events) for events in generate(engine, *requests)] == texts
-        assert (engine.counters.decoding.context_accepted > 0) is (together == 1)
+    with running(options={"context": True}) as worker:
+        assert [tokens_of(events) for events in generate(worker, *requests)] == texts
+        assert (worker.counters.decoding.context_accepted > 0) is (together == 1)
         undrafted = [request | {"draft": False} for request in requests]
-        drafted = engine.counters.decoding.drafted
-        assert [tokens_of(events) for events in generate(engine, *undrafted)] == texts
-        assert engine.counters.decoding.drafted == drafted
+        drafted = worker.counters.decoding.drafted
+        assert [tokens_of(events) for events in generate(worker, *undrafted)] == texts
+        assert worker.counters.decoding.drafted == drafted
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -302,10 +302,10 @@ def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any])
     short = ask(PROMPTS[1], 20, grammar=lambda: ToyGrammar(vocab), **sampling)
     texts = [follow_grammar(request, model, vocab) for request in (long, short)]
     for head in (1, 8, 13):
-        with running(model, options={"context": True, "draft_depth": 3}) as engine:
-            events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, head)))
+        with running(model, options={"context": True, "draft_depth": 3}) as worker:
+            events, first = asyncio.run(finish(decode_around_a_batch(worker, long, short, head)))
             assert tokens_of(events) == texts[0]
-            assert engine.counters.mode_switches == {"batch": 1, "single": 1}
+            assert worker.counters.mode_switches == {"batch": 1, "single": 1}
             assert first.decoding.context_accepted > 30
 
 
@@ -315,16 +315,16 @@ def test_a_schema_on_the_demo_matches_plain_decoding(demo_models: Any, sampling:
     model, tokenizer, drafter = demo_models
     item = {"type": "object", "properties": {"name": {"type": "string"}, "amount": {"type": "integer"}}}
     schema = {"type": "array", "items": item | {"required": ["name", "amount"]}, "minItems": 9}
-    engine = Engine(model, tokenizer, drafter)
-    engine.start()
-    grammar = GrammarCompiler(tokenizer, engine.vocab_size).compile(schema)
+    worker = Worker(model, tokenizer, drafter)
+    worker.start()
+    grammar = GrammarCompiler(tokenizer, worker.vocab_size).compile(schema)
     long = ask(tokenizer.encode("items = "), 80, grammar=grammar, **sampling)
-    ((drafted,), (plainly,)) = (generate(engine, each) for each in (long, long | {"draft": False}))
-    assert tokens_of(drafted) == tokens_of(plainly) and engine.counters.decoding.context_accepted > 0
+    ((drafted,), (plainly,)) = (generate(worker, each) for each in (long, long | {"draft": False}))
+    assert tokens_of(drafted) == tokens_of(plainly) and worker.counters.decoding.context_accepted > 0
     short = ask(tokenizer.encode("# and"), 12, grammar=grammar)
-    moved, _ = asyncio.run(finish(decode_around_a_batch(engine, long, short, 10)))
-    assert tokens_of(moved) == tokens_of(plainly) and engine.counters.mode_switches["single"] == 1
-    engine.close(20)
+    moved, _ = asyncio.run(finish(decode_around_a_batch(worker, long, short, 10)))
+    assert tokens_of(moved) == tokens_of(plainly) and worker.counters.mode_switches["single"] == 1
+    worker.close(20)
 
 
 def test_a_grammar_ends_with_the_answer() -> None:
@@ -332,20 +332,20 @@ def test_a_grammar_ends_with_the_answer() -> None:
     request = ask(PROMPTS[0], 60, grammar=ToyGrammar)
     text = follow_grammar(request)
     for end in sorted(set(text))[:6]:
-        with running(eos=(end,), options={"context": None}) as engine:
-            (events,) = generate(engine, request)
+        with running(eos=(end,), options={"context": None}) as worker:
+            (events,) = generate(worker, request)
             assert tokens_of(events) == text[: text.index(end) + 1] and events[-1].finish_reason == "stop"
-    with running(options={"context": None}) as engine:
+    with running(options={"context": None}) as worker:
         for count in range(1, 12):
-            assert tokens_of(generate(engine, request | {"max_tokens": count})[0]) == text[:count]
+            assert tokens_of(generate(worker, request | {"max_tokens": count})[0]) == text[:count]
 
         async def cancel() -> None:
-            generation = engine.submit(**request)
+            generation = worker.submit(**request)
             async for _ in generation.read_events():
                 generation.cancel()
 
         asyncio.run(finish(cancel()))
-        assert tokens_of(generate(engine, request)[0]) == text
+        assert tokens_of(generate(worker, request)[0]) == text
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -353,18 +353,18 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
     bad = ask(PROMPTS[0], 60, grammar=lambda: ToyGrammar(stuck_at=7))
     good = [ask(prompt, grammar=ToyGrammar) for prompt in PROMPTS[1:together]]
 
-    async def main(engine: Engine) -> tuple[Request, list[Any]]:
-        failing = engine.submit(**bad)
-        answers = [collect(engine.submit(**request)) for request in good]
+    async def main(worker: Worker) -> tuple[Request, list[Any]]:
+        failing = worker.submit(**bad)
+        answers = [collect(worker.submit(**request)) for request in good]
         return failing, await asyncio.gather(collect(failing), *answers, return_exceptions=True)
 
-    with running(options={"context": None}) as engine:
-        failing, (error, *answers) = asyncio.run(finish(main(engine)))
+    with running(options={"context": None}) as worker:
+        failing, (error, *answers) = asyncio.run(finish(main(worker)))
         assert isinstance(error, GenerationFailed) and "nothing may follow" in str(error)
         assert failing.generated_tokens == 7
         assert [tokens_of(events) for events in answers] == [follow_grammar(request) for request in good]
-        assert tokens_of(generate(engine, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
-        assert engine.counters.finished["failed"] == 1
+        assert tokens_of(generate(worker, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
+        assert worker.counters.finished["failed"] == 1
 
 
 def test_the_engine_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,46 +377,46 @@ def test_the_engine_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rows.Batch, "step", fail_once)
 
-    async def main(engine: Engine) -> list[Any]:
-        answers = [collect(engine.submit(**ask(prompt, 40))) for prompt in PROMPTS]
+    async def main(worker: Worker) -> list[Any]:
+        answers = [collect(worker.submit(**ask(prompt, 40))) for prompt in PROMPTS]
         return await asyncio.gather(*answers, return_exceptions=True)
 
-    with running() as engine:
-        errors = asyncio.run(finish(main(engine)))
+    with running() as worker:
+        errors = asyncio.run(finish(main(worker)))
         assert all(isinstance(error, GenerationFailed) and "out of memory" in str(error) for error in errors)
         requests = [ask(prompt) for prompt in PROMPTS]
-        assert [tokens_of(events) for events in generate(engine, *requests)] == [plain(each) for each in requests]
-        assert engine.is_alive and len(engine.scheduler.rows) == 0
+        assert [tokens_of(events) for events in generate(worker, *requests)] == [plain(each) for each in requests]
+        assert worker.is_alive and len(worker.scheduler.rows) == 0
 
 
 def test_a_new_request_fails_if_finishing_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: Any, **more: Any) -> None:
         raise RuntimeError("[malloc] out of memory")
 
-    async def main(engine: Engine) -> None:
-        running = engine.submit(**ask(PROMPTS[0], -1))
+    async def main(worker: Worker) -> None:
+        running = worker.submit(**ask(PROMPTS[0], -1))
         await anext(running.read_events())
         with monkeypatch.context() as patched:
             patched.setattr(PromptCache, "store", fail)
             running.cancel()
             with pytest.raises(GenerationFailed, match="out of memory"):
-                await collect(engine.submit(**ask(PROMPTS[1])))
+                await collect(worker.submit(**ask(PROMPTS[1])))
 
-    with running() as engine:
-        asyncio.run(finish(main(engine)))
-        assert tokens_of(generate(engine, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
-        assert (engine.counters.finished["cancelled"], engine.counters.finished["failed"]) == (1, 1)
+    with running() as worker:
+        asyncio.run(finish(main(worker)))
+        assert tokens_of(generate(worker, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
+        assert (worker.counters.finished["cancelled"], worker.counters.finished["failed"]) == (1, 1)
 
 
 def test_requests_can_be_cancelled_at_any_stage() -> None:
-    async def main(engine: Engine) -> None:
-        first = engine.submit(**ask(PROMPTS[0], -1))
+    async def main(worker: Worker) -> None:
+        first = worker.submit(**ask(PROMPTS[0], -1))
         stream = first.read_events()
         await anext(stream)
-        waiting = engine.submit(**ask(PROMPTS[1], -1, client="b"))
+        waiting = worker.submit(**ask(PROMPTS[1], -1, client="b"))
         second = waiting.read_events()
         await anext(second)  # both are in the batch now
-        third, fourth = engine.submit(**ask(make_prompt(400), -1)), engine.submit(**ask(PROMPTS[2], 10))
+        third, fourth = worker.submit(**ask(make_prompt(400), -1)), worker.submit(**ask(PROMPTS[2], 10))
         third.cancel()  # queued or during prefill
         fourth_events = asyncio.create_task(collect(fourth))
         waiting.cancel()
@@ -426,76 +426,76 @@ def test_requests_can_be_cancelled_at_any_stage() -> None:
         first.cancel()  # alone or in the batch
         count = len([event async for event in stream])
         assert first.generated_tokens == count + 1
-        await wait_until(lambda: engine.scheduler.mode == "idle")
+        await wait_until(lambda: worker.scheduler.mode == "idle")
 
-    with running(decode_concurrency=2, options={"prefill_step_size": 16}) as engine:
-        asyncio.run(finish(main(engine)))
-        assert engine.counters.finished == {"cancelled": 3, "length": 1}
+    with running(decode_concurrency=2, options={"prefill_step_size": 16}) as worker:
+        asyncio.run(finish(main(worker)))
+        assert worker.counters.finished == {"cancelled": 3, "length": 1}
         # Cached tokens are not prefilled again.
-        (events,) = generate(engine, ask(PROMPTS[0], 5))
+        (events,) = generate(worker, ask(PROMPTS[0], 5))
         assert tokens_of(events) == plain(ask(PROMPTS[0], 5))
-        assert engine.counters.cached_tokens == len(PROMPTS[0]) - 1
+        assert worker.counters.cached_tokens == len(PROMPTS[0]) - 1
 
 
 @pytest.mark.parametrize("together", [1, 2])
 def test_a_cancelled_prefill_is_reused(together: int) -> None:
     long = ask(make_prompt(600), 4)
 
-    async def main(engine: Engine) -> None:
-        others = [engine.submit(**ask(PROMPTS[0], -1))] if together == 2 else []
+    async def main(worker: Worker) -> None:
+        others = [worker.submit(**ask(PROMPTS[0], -1))] if together == 2 else []
         for each in others:
             await anext(each.read_events())
-        generation = engine.submit(**long)
-        await wait_until(lambda: len(engine.scheduler.rows) == together)
+        generation = worker.submit(**long)
+        await wait_until(lambda: len(worker.scheduler.rows) == together)
         await asyncio.sleep(0.02)
         for each in (generation, *others):
             each.cancel()
         await collect(generation)
-        again = engine.submit(**long)
+        again = worker.submit(**long)
         assert tokens_of(await collect(again)) == plain(long)
-        assert engine.counters.prompt_tokens == 600 + (together - 1) * len(PROMPTS[0])
+        assert worker.counters.prompt_tokens == 600 + (together - 1) * len(PROMPTS[0])
 
-    with running(options={"prefill_step_size": 8}) as engine:
-        asyncio.run(finish(main(engine)))
+    with running(options={"prefill_step_size": 8}) as worker:
+        asyncio.run(finish(main(worker)))
 
 
 def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MAX_PAUSE", 0.0)
     long = ask(make_prompt(rows.FIRST_PIECE + 3 * rows.MIN_PIECE), 4)
 
-    async def main(engine: Engine) -> None:
-        streaming = engine.submit(**ask(PROMPTS[0], -1))
+    async def main(worker: Worker) -> None:
+        streaming = worker.submit(**ask(PROMPTS[0], -1))
         stream = streaming.read_events()
         await anext(stream)
-        other = engine.submit(**long)
+        other = worker.submit(**long)
         assert tokens_of(await collect(other)) == plain(long)
-        assert engine.counters.batch_steps >= 4 + 3  # the chunks, and the tokens after the first
+        assert worker.counters.batch_steps >= 4 + 3  # the chunks, and the tokens after the first
         streaming.cancel()
         assert len([event async for event in stream]) >= 4
 
-    with running() as engine:
-        asyncio.run(finish(main(engine)))
+    with running() as worker:
+        asyncio.run(finish(main(worker)))
 
 
 def test_the_queue_and_each_client_are_limited() -> None:
-    async def main(engine: Engine) -> None:
-        runs = engine.submit(**ask(PROMPTS[0], -1, client="a"))
-        await wait_until(lambda: len(engine.scheduler.rows) == 1)
-        waits = [engine.submit(**ask(PROMPTS[0], 2, client=client)) for client in "ab"]
-        assert (engine.n_queued, len(engine.scheduler.rows)) == (2, 1)
+    async def main(worker: Worker) -> None:
+        runs = worker.submit(**ask(PROMPTS[0], -1, client="a"))
+        await wait_until(lambda: len(worker.scheduler.rows) == 1)
+        waits = [worker.submit(**ask(PROMPTS[0], 2, client=client)) for client in "ab"]
+        assert (worker.n_queued, len(worker.scheduler.rows)) == (2, 1)
         with pytest.raises(ClientLimitReached, match="2 requests of this client"):
-            engine.submit(**ask(PROMPTS[0], 2, client="a"))
-        third = engine.submit(**ask(PROMPTS[0], 2, client="c"))
+            worker.submit(**ask(PROMPTS[0], 2, client="a"))
+        third = worker.submit(**ask(PROMPTS[0], 2, client="c"))
         with pytest.raises(QueueFull, match="3 requests are waiting"):
-            engine.submit(**ask(PROMPTS[0], 2, client="d"))
+            worker.submit(**ask(PROMPTS[0], 2, client="d"))
         waits[0].cancel()
-        last = engine.submit(**ask(PROMPTS[0], 2, client="a"))  # in the slot of the cancelled one
+        last = worker.submit(**ask(PROMPTS[0], 2, client="a"))  # in the slot of the cancelled one
         runs.cancel()
         for each in (waits[1], third, last):
             assert len(await collect(each)) == 2
 
-    with running(decode_concurrency=1, max_queue=3, max_per_client=2) as engine:
-        asyncio.run(finish(main(engine)))
+    with running(decode_concurrency=1, max_queue=3, max_per_client=2) as worker:
+        asyncio.run(finish(main(worker)))
 
 
 @pytest.mark.parametrize("together", [1, 2])
@@ -503,19 +503,19 @@ def test_the_queue_and_each_client_are_limited() -> None:
 def test_the_prompt_cache_is_shared_by_requests(name: str, together: int) -> None:
     model = make_model() if name == "llama" else make_family(name)
     requests = [ask(prompt, 10) for prompt in PROMPTS[:together]]
-    with running(model) as engine:
-        answers = generate(engine, *requests)
-        read = engine.counters.prompt_tokens
+    with running(model) as worker:
+        answers = generate(worker, *requests)
+        read = worker.counters.prompt_tokens
         # The conversations continue.
         following = [
             ask(request["prompt"] + tokens_of(events) + [1, 2], 10)
             for request, events in zip(requests, answers, strict=True)
         ]
-        for request, events in zip(following, generate(engine, *following), strict=True):
+        for request, events in zip(following, generate(worker, *following), strict=True):
             assert tokens_of(events) == plain(request, model)
         # Only new tokens were prefilled, at most with the last token of an answer.
-        assert engine.counters.prompt_tokens - read <= 3 * together
-        assert engine.scheduler.prompt_cache.nbytes > 0
+        assert worker.counters.prompt_tokens - read <= 3 * together
+        assert worker.scheduler.prompt_cache.nbytes > 0
 
 
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
@@ -523,10 +523,10 @@ def test_a_prompt_with_several_choices_is_prefilled_once(kind: str, options: dic
     model, prompt = make_family(kind) if kind in FAMILIES else make_model(kind), make_prompt(200)
     options = options | {"prefill_step_size": 32}
     requests = [ask(prompt, 12, **(SAMPLED | {"seed": seed})) for seed in range(4)]
-    with running(model, options=options) as engine:
-        answers = [tokens_of(events) for events in generate(engine, *requests)]
+    with running(model, options=options) as worker:
+        answers = [tokens_of(events) for events in generate(worker, *requests)]
         assert answers == [plain(request, model, **options) for request in requests]
-        assert (engine.counters.prompt_tokens, engine.counters.cached_tokens) == (200 + 3, 3 * 199)
+        assert (worker.counters.prompt_tokens, worker.counters.cached_tokens) == (200 + 3, 3 * 199)
 
 
 @pytest.mark.parametrize("kind", ["quantized", "llama", *FAMILIES])
@@ -536,17 +536,17 @@ def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
     begin = make_prompt(60)
     second = ask([*begin, 5, 6], 8)
 
-    async def main(engine: Engine) -> Request:
-        first = engine.submit(**ask([*begin, 9], -1))
+    async def main(worker: Worker) -> Request:
+        first = worker.submit(**ask([*begin, 9], -1))
         stream = first.read_events()
         await anext(stream)
-        following = engine.submit(**second)
+        following = worker.submit(**second)
         assert tokens_of(await collect(following)) == plain(second, model, **options)
         first.cancel()
         return following
 
-    with running(model, options=options) as engine:
-        assert asyncio.run(finish(main(engine))).cached_tokens == 60
+    with running(model, options=options) as worker:
+        assert asyncio.run(finish(main(worker))).cached_tokens == 60
 
 
 @pytest.mark.parametrize(("name", "sampling", "together"), pairs(FAMILIES, [{}, SAMPLED], [1, 2]), ids=str)
@@ -555,35 +555,35 @@ def test_states_are_copied_at_shared_prefixes(name: str, sampling: dict[str, Any
     first = ask([*text, 7], 8, prefix_lengths=(150, 60), **sampling)
     others = [ask(PROMPTS[0], 8)] * (together - 1)
     later = [ask([*text[:shared], 9, 8, 9], 8, **sampling) for shared in (149, 150, 60, 59)]
-    with running(model, options={"prefill_step_size": 32}) as engine:
-        answers = generate(engine, first, *others)
+    with running(model, options={"prefill_step_size": 32}) as worker:
+        answers = generate(worker, first, *others)
         assert tokens_of(answers[0]) == plain(first, model)
         found = []
         for request in later:
-            before = engine.counters.cached_tokens
-            (events,) = generate(engine, request)
+            before = worker.counters.cached_tokens
+            (events,) = generate(worker, request)
             assert tokens_of(events) == plain(request, model)
-            found.append(engine.counters.cached_tokens - before)
+            found.append(worker.counters.cached_tokens - before)
     assert found == [60, 150, 60, 0]
 
 
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
 def test_prompts_are_copied_if_caches_cannot_be_trimmed(kind: str, options: dict[str, Any]) -> None:
     model = make_family(kind) if kind in FAMILIES else make_model(kind)
-    with running(model, options=options) as engine:
-        assert engine.scheduler.copies_prompts == (kind in FAMILIES)
-    with running(model, options=options, prompt_cache_bytes=0) as engine:
-        assert not engine.scheduler.copies_prompts
+    with running(model, options=options) as worker:
+        assert worker.scheduler.copies_prompts == (kind in FAMILIES)
+    with running(model, options=options, prompt_cache_bytes=0) as worker:
+        assert not worker.scheduler.copies_prompts
 
 
 def test_requests_wait_for_their_longest_shared_prefix() -> None:
     model, text = make_family("mamba2"), make_prompt(400)
     first = ask(text, 4, prefix_lengths=(100, 200, 399))
     second, third = (ask([*text[:shared], 9, 8, 9], 4) for shared in (210, 120))
-    with running(model, options={"prefill_step_size": 16}) as engine:
-        for request, events in zip((first, second, third), generate(engine, first, second, third), strict=True):
+    with running(model, options={"prefill_step_size": 16}) as worker:
+        for request, events in zip((first, second, third), generate(worker, first, second, third), strict=True):
             assert tokens_of(events) == plain(request, model)
-        assert engine.counters.cached_tokens == 200 + 100
+        assert worker.counters.cached_tokens == 200 + 100
 
 
 @pytest.mark.parametrize(("kind", "options"), [SHARING["llama"], SHARING["quantized"]], ids=["batch", "turns"])
@@ -594,19 +594,19 @@ def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, An
     other = ask(PROMPTS[0], 4)
     order: list[str] = []
 
-    async def main(engine: Engine) -> list[list[TokenEvent]]:
+    async def main(worker: Worker) -> list[list[TokenEvent]]:
         async def follow(name: str, request: Asked) -> list[TokenEvent]:
-            events = await collect(engine.submit(**request))
+            events = await collect(worker.submit(**request))
             order.append(name)
             return events
 
         return await asyncio.gather(follow("long", long), follow("short", short), follow("other", other))
 
-    with running(options=options) as engine:
-        answers = asyncio.run(finish(main(engine)))
+    with running(options=options) as worker:
+        answers = asyncio.run(finish(main(worker)))
         assert [tokens_of(events) for events in answers] == [plain(each, **options) for each in (long, short, other)]
         assert order == ["other", "short", "long"]
-        assert engine.counters.cached_tokens == 300
+        assert worker.counters.cached_tokens == 300
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "failed"])
@@ -627,34 +627,34 @@ def test_others_continue_if_the_prefilling_request_ends(
 
     monkeypatch.setattr(rows.Loops, "step", end_first)
 
-    async def main(engine: Engine) -> list[Any]:
-        generations = [engine.submit(**request) for _ in range(3)]
+    async def main(worker: Worker) -> list[Any]:
+        generations = [worker.submit(**request) for _ in range(3)]
         first.append(generations[0])
         return await asyncio.gather(*map(collect, generations), return_exceptions=True)
 
-    with running(model, options={"prefill_step_size": 16}) as engine:
-        ended, *answers = asyncio.run(finish(main(engine)))
+    with running(model, options={"prefill_step_size": 16}) as worker:
+        ended, *answers = asyncio.run(finish(main(worker)))
         assert ended == [] if is_cancelled else isinstance(ended, GenerationFailed)
         assert [tokens_of(events) for events in answers] == [plain(request, model)] * 2
         read_twice = 1 if is_cancelled else 81
-        assert 600 + 1 <= engine.counters.prompt_tokens <= 600 + read_twice + 16
+        assert 600 + 1 <= worker.counters.prompt_tokens <= 600 + read_twice + 16
 
 
 def test_without_a_prompt_cache_everything_is_prefilled() -> None:
-    with running(prompt_cache_bytes=0) as engine:
+    with running(prompt_cache_bytes=0) as worker:
         for _ in range(2):
-            generate(engine, ask(PROMPTS[0], 3))
-        assert (engine.counters.prompt_tokens, engine.counters.cached_tokens) == (2 * len(PROMPTS[0]), 0)
-        generate(engine, *[ask(make_prompt(100), 3)] * 2)  # neither waits for the other
-        assert engine.counters.cached_tokens == 0
+            generate(worker, ask(PROMPTS[0], 3))
+        assert (worker.counters.prompt_tokens, worker.counters.cached_tokens) == (2 * len(PROMPTS[0]), 0)
+        generate(worker, *[ask(make_prompt(100), 3)] * 2)  # neither waits for the other
+        assert worker.counters.cached_tokens == 0
 
 
 def test_events_describe_the_drafts() -> None:
     prompt, count = PROMPTS[0], 30
     _, drafter = with_plain(make_model(), prompt, count, "mixed", width=3)
     request = ask(prompt, count, include_drafts=True, top_logprobs=3)
-    with running(drafter=drafter, options={"beam_width": 3, "draft_depth": 2}) as engine:
-        (events,) = generate(engine, request)
+    with running(drafter=drafter, options={"beam_width": 3, "draft_depth": 2}) as worker:
+        (events,) = generate(worker, request)
     made: list[int] = []
     for event in events:
         assert event.top_logprobs[0][0] == event.token and len(event.top_logprobs) == 3
@@ -683,13 +683,13 @@ def test_events_describe_the_drafts() -> None:
     ],
 )
 def test_invalid_requests_are_refused(fields: dict[str, Any], message: str) -> None:
-    async def main(engine: Engine) -> None:
-        engine.submit(**({"prompt": [1, 2]} | fields))
+    async def main(worker: Worker) -> None:
+        worker.submit(**({"prompt": [1, 2]} | fields))
 
-    with running(max_prompt_tokens=50) as engine:
+    with running(max_prompt_tokens=50) as worker:
         with pytest.raises(RequestError, match=message):
-            asyncio.run(main(engine))
-        assert engine.n_queued == len(engine.scheduler.rows) == 0
+            asyncio.run(main(worker))
+        assert worker.n_queued == len(worker.scheduler.rows) == 0
 
 
 @pytest.mark.parametrize(
@@ -709,56 +709,56 @@ def test_the_context_length_comes_from_the_config(model: Any, length: int | None
 
 def test_the_context_length_limits_prompt_and_answer() -> None:
     model = make_model()
-    with running(model, context_length=None) as engine:
-        assert engine.context_length == 512
-    with running(make_model("qwen2"), context_length=None, options={"max_kv_size": 16}) as engine:
-        assert engine.context_length is None
-    with running(model, context_length=20) as engine:
+    with running(model, context_length=None) as worker:
+        assert worker.context_length == 512
+    with running(make_model("qwen2"), context_length=None, options={"max_kv_size": 16}) as worker:
+        assert worker.context_length is None
+    with running(model, context_length=20) as worker:
         for max_tokens, made in ((-1, 11), (30, 11), (11, 11), (4, 4)):
-            (events,) = generate(engine, ask(PROMPTS[0], max_tokens))
+            (events,) = generate(worker, ask(PROMPTS[0], max_tokens))
             assert tokens_of(events) == plain(ask(PROMPTS[0], made)) and events[-1].finish_reason == "length"
-        assert len(generate(engine, ask(make_prompt(19)))[0]) == 1
+        assert len(generate(worker, ask(make_prompt(19)))[0]) == 1
         for size in (20, 30):
             said = rf"prompt is too long: {size} tokens > 20 maximum.* maximum context length is 20 tokens"
             with pytest.raises(ContextLengthExceeded, match=said):
-                generate(engine, ask(make_prompt(size)))
+                generate(worker, ask(make_prompt(size)))
 
 
 def test_closing_finishes_running_requests() -> None:
-    async def main(engine: Engine) -> None:
-        runs = engine.submit(**ask(PROMPTS[0], 200))
-        await wait_until(lambda: len(engine.scheduler.rows) == 1)
-        waits = engine.submit(**ask(PROMPTS[1]))
-        closing = asyncio.create_task(asyncio.to_thread(engine.close, 60))
-        with pytest.raises(EngineClosed):
+    async def main(worker: Worker) -> None:
+        runs = worker.submit(**ask(PROMPTS[0], 200))
+        await wait_until(lambda: len(worker.scheduler.rows) == 1)
+        waits = worker.submit(**ask(PROMPTS[1]))
+        closing = asyncio.create_task(asyncio.to_thread(worker.close, 60))
+        with pytest.raises(ServerClosing):
             await collect(waits)
-        with pytest.raises(EngineClosed):
-            engine.submit(**ask(PROMPTS[1]))
+        with pytest.raises(ServerClosing):
+            worker.submit(**ask(PROMPTS[1]))
         assert tokens_of(await collect(runs)) == plain(ask(PROMPTS[0], 200))
         await closing
-        assert not engine.is_alive
+        assert not worker.is_alive
 
-    with running(decode_concurrency=1) as engine:
-        asyncio.run(finish(main(engine)))
+    with running(decode_concurrency=1) as worker:
+        asyncio.run(finish(main(worker)))
 
 
 def test_closing_stops_after_the_timeout() -> None:
-    async def main(engine: Engine) -> None:
-        endless = [engine.submit(**ask(prompt, -1)) for prompt in PROMPTS[:2]]
-        await wait_until(lambda: engine.scheduler.mode == "batch" and len(engine.scheduler.rows) == 2)
-        closing = asyncio.create_task(asyncio.to_thread(engine.close, 0.1))
+    async def main(worker: Worker) -> None:
+        endless = [worker.submit(**ask(prompt, -1)) for prompt in PROMPTS[:2]]
+        await wait_until(lambda: worker.scheduler.mode == "batch" and len(worker.scheduler.rows) == 2)
+        closing = asyncio.create_task(asyncio.to_thread(worker.close, 0.1))
         for generation in endless:
-            with pytest.raises(EngineClosed):
+            with pytest.raises(ServerClosing):
                 await collect(generation)
         await closing
 
-    with running() as engine:
-        asyncio.run(finish(main(engine)))
+    with running() as worker:
+        asyncio.run(finish(main(worker)))
 
 
 def test_a_drafter_of_another_model_is_refused() -> None:
     _, drafter = with_plain(make_model(vocab=30), PROMPTS[4], 8, "right", width=1)
-    engine = Engine(make_model(), make_tokenizer(), drafter)
+    worker = Worker(make_model(), make_tokenizer(), drafter)
     with pytest.raises(RedrafterError):
-        engine.start()
-    assert not engine.is_alive
+        worker.start()
+    assert not worker.is_alive

@@ -1,6 +1,6 @@
-"""The engine: a queue of requests, and the one thread that uses MLX. The scheduler holds the running requests.
+"""The worker: a queue of requests, and the one thread that uses MLX. The scheduler holds the running requests.
 
-If several ranks share the model, each has an engine, and all take the same steps. At the start of a step rank 0 sends
+If several ranks share the model, each has a worker, and all take the same steps. At the start of a step rank 0 sends
 the others its decisions about everything from outside: requests, cancellations, shutdown.
 """
 
@@ -38,11 +38,11 @@ from .types import (
     MAX_TOP_LOGPROBS,
     ClientLimitReached,
     ContextLengthExceeded,
-    EngineClosed,
-    EngineCounters,
+    Counters,
     GenerationFailed,
     QueueFull,
     RequestError,
+    ServerClosing,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Decisions(NamedTuple):
         ended: rows to end -> "cancelled", or an error.
         started: rows to start.
         others_wait: whether more requests are in the queue.
-        is_last: whether the engine stops, as nothing is left to do.
+        is_last: whether the worker stops, as nothing is left to do.
     """
 
     ended: dict[Request, str | Exception]
@@ -73,7 +73,7 @@ class Decisions(NamedTuple):
     is_last: bool = False
 
 
-class Engine:
+class Worker:
     """Serves several clients at once: `submit` is called in an event loop, and one thread decodes.
 
     Args:
@@ -124,7 +124,7 @@ class Engine:
         self.context_length = from_config if context_length is None else context_length
         self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them
-        self.counters = EngineCounters()
+        self.counters = Counters()
         keep = prompt_cache_bytes, prompt_cache_dir
         self.scheduler = Scheduler(
             model, tokenizer, drafter, options, decode_concurrency, *keep, self.counters, self._end
@@ -134,11 +134,11 @@ class Engine:
         self._clients: Counter[str] = Counter()
         self._closing = self._aborting = False
         self._started = Future[None]()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine can serve requests."""
+        """Whether the worker can serve requests."""
         return self._thread.is_alive()
 
     @property
@@ -156,17 +156,17 @@ class Engine:
         self._started.result()
 
     def join(self) -> None:
-        """Waits until the thread ends; on ranks other than 0, when rank 0 closes its engine."""
+        """Waits until the thread ends; on ranks other than 0, when rank 0 closes its worker."""
         self._thread.join()
 
     def close(self, timeout: float) -> None:
         """Refuses waiting requests and finishes running ones, for at most `timeout` seconds. Blocks.
 
-        Requests that are refused or cut off raise `EngineClosed`.
+        Requests that are refused or cut off raise `ServerClosing`.
         """
         with self._condition:
             self._closing = True
-            self._drop_waiting(EngineClosed(CLOSING_MESSAGE))
+            self._drop_waiting(ServerClosing(CLOSING_MESSAGE))
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -189,14 +189,14 @@ class Engine:
             ContextLengthExceeded: the prompt leaves no room for an answer.
             QueueFull: the queue has `max_queue` requests.
             ClientLimitReached: the client has `max_per_client` requests.
-            EngineClosed: the engine is closing.
+            ServerClosing: the worker is closing.
         """
         if asked.get("seed") is None:
             asked["seed"] = secrets.randbits(32)
         request = self._make_request(asyncio.get_running_loop(), prompt, **asked)
         with self._condition:
             if self._closing or not self._thread.is_alive():
-                raise EngineClosed(CLOSING_MESSAGE)
+                raise ServerClosing(CLOSING_MESSAGE)
             self._drop_waiting()
             if len(self._queue) >= self._max_queue:
                 raise QueueFull(f"{self._max_queue} requests are waiting already")
@@ -252,7 +252,7 @@ class Engine:
             error = GenerationFailed(join_lines(error))
         request.send(error)
 
-    # The methods below run in the engine's thread.
+    # The methods below run in the worker's thread.
 
     def _run(self) -> None:
         with on_stream(), wired_limit(self._model):
@@ -271,7 +271,7 @@ class Engine:
                 except Exception as error:
                     if ranks.count_ranks() > 1:  # the others may have continued
                         ranks.exit_with_error(f"{type(error).__name__}: {join_lines(error)}")
-                    logging.exception("The engine failed; all running requests are aborted")
+                    logging.exception("The worker failed; all running requests are aborted")
                     self.scheduler.abort(error)
             self.scheduler.close()
 
@@ -300,7 +300,7 @@ class Engine:
             self._drop_waiting()
             ended: dict[Request, str | Exception] = {row: "cancelled" for row in self.scheduler.rows if row.cancelled}
             if self._aborting:
-                ended = dict.fromkeys(self.scheduler.rows, EngineClosed(CLOSING_MESSAGE))
+                ended = dict.fromkeys(self.scheduler.rows, ServerClosing(CLOSING_MESSAGE))
             started = self.scheduler.choose(self._queue, ended)
             for row in started:
                 self._queue.remove(row)

@@ -1,4 +1,4 @@
-"""Engines over toy models, requests for them, and plain decoding's answers."""
+"""Workers over toy models, requests for them, and plain decoding's answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from toys import ids, make_model, make_tokenizer, run
 
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving.engine import Engine
 from mlx_redrafter.serving.request import Request
 from mlx_redrafter.serving.types import TokenEvent
+from mlx_redrafter.serving.worker import Worker
 
 Asked = dict[str, Any]
-"""Keywords of `Engine.submit`."""
+"""Keywords of `Worker.submit`."""
 
 TURNS: dict[str, tuple[str, dict[str, Any]]] = {
     "quantized": ("llama", {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}),
@@ -31,16 +31,16 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in (
 @contextmanager
 def running(
     model: Any = None, drafter: Any = None, *, eos: tuple[int, ...] = (), options: Any = None, **settings: Any
-) -> Iterator[Engine]:
-    """An engine over a toy model, with a fixed context length."""
+) -> Iterator[Worker]:
+    """A worker over a toy model, with a fixed context length."""
     settings = {"context_length": 4096} | settings
     options = Options(**({"context": False} | (options or {})))
-    engine = Engine(make_model() if model is None else model, make_tokenizer(eos), drafter, options=options, **settings)
-    engine.start()
+    worker = Worker(make_model() if model is None else model, make_tokenizer(eos), drafter, options=options, **settings)
+    worker.start()
     try:
-        yield engine
+        yield worker
     finally:
-        engine.close(20)
+        worker.close(20)
 
 
 def ask(prompt: list[int], max_tokens: int = 24, **fields: Any) -> Asked:
@@ -51,11 +51,11 @@ async def collect(request: Request) -> list[TokenEvent]:
     return [event async for event in request.read_events()]
 
 
-def generate(engine: Engine, *requests: Asked) -> list[list[TokenEvent]]:
+def generate(worker: Worker, *requests: Asked) -> list[list[TokenEvent]]:
     """Events of requests submitted together."""
 
     async def main() -> list[list[TokenEvent]]:
-        return await asyncio.gather(*[collect(engine.submit(**request)) for request in requests])
+        return await asyncio.gather(*[collect(worker.submit(**request)) for request in requests])
 
     return asyncio.run(main())
 
