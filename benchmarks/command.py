@@ -19,7 +19,6 @@ COMMANDS = {
     "predict": "predict",
     "report": "report",
     "acceptance": "acceptance",
-    "answers": "answers",
     "planning": "planning",
     "round": "round_time",
     "serving": "serving",

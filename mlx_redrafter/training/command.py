@@ -112,7 +112,7 @@ def run() -> int:
         print(text, file=sys.stderr, flush=True)
 
     args, flags = parse_args(sys.argv[1:])
-    for name in ("resume", "dry_run", "answers", "minutes") if flags.eval_only else ("shapes",):
+    for name in ("resume", "dry_run", "minutes") if flags.eval_only else ("shapes",):
         if getattr(flags, name):
             relation = "cannot be used with" if flags.eval_only else "needs"
             raise RedrafterError(f"--{name.replace('_', '-')} {relation} --eval-only")

@@ -1,4 +1,4 @@
-"""Training texts and batches. Texts are given, past answers, or the target's own answers to prompts."""
+"""Training texts and batches. Texts are given, or the target's own answers to prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,8 +18,6 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from tqdm import tqdm
 
-from ..answer_folder import Text as Text
-from ..answer_folder import number_request, read_texts
 from ..atomic_files import expand_path, write_text
 from ..errors import RedrafterError, join_lines
 from ..generate import encode_chat
@@ -29,9 +27,6 @@ from .targets import Batch
 MAX_BATCH_SIZE = 32
 """Maximum batch size for generating answers; each batch is saved."""
 
-HELD_OUT_EVERY = 10
-"""Every tenth past request is held out."""
-
 PAD_TO, PAD_POSITIONS_TO = 32, 128
 """Texts in a batch are padded to a multiple of the first plus 1, learned positions to a multiple of the second, so that
 few shapes occur."""
@@ -40,8 +35,27 @@ Prompt = str | list[dict[str, Any]]
 """A prompt as given: a string, or chat messages."""
 
 
-class TooFewTextsError(RedrafterError):
-    """There are too few texts to learn from or to hold out."""
+class Text(NamedTuple):
+    """A text as token ids.
+
+    Attributes:
+        ids: (L,) integers.
+        offset: the number of prompt tokens at its start, which are not learned.
+        hidden: (L - 1, D) float16, the target's hidden states at all tokens except the last; None before the target
+            has read the text.
+        likeliest: (L - 1, M) int32 and (L - 1, M) float16, the target's M likeliest next tokens after each learned
+            token, the likeliest first, and their probabilities; None if not stored.
+    """
+
+    ids: np.ndarray
+    offset: int
+    hidden: np.ndarray | None = None
+    likeliest: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def first_learned(self) -> int:
+        """The first position whose next token is learned; at least 1, as the first guess follows the second token."""
+        return max(self.offset - 1, 1)
 
 
 def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
@@ -171,39 +185,6 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
     except Exception as error:  # mlx-lm, the hub and tokenizers raise errors of many types
         reason = f"{type(error).__name__}: {join_lines(error)[:300]}"
         raise RedrafterError(f"cannot read the data {data}: {reason}") from error
-
-
-def load_answers(folder: str, kept: Path | None, tokenizer: Any, max_seq_length: int) -> tuple[list[Text], list[Text]]:
-    """Loads (training, validation) texts from past answers. The same requests are held out in every run.
-
-    Args:
-        folder: the folder given to `--answers` when they were generated.
-        kept: the file written by `save_texts` earlier in this run; None for a new run.
-        max_seq_length: longer texts are cut at the start, as the answer is at the end.
-
-    Raises:
-        RedrafterError: see `read_texts`.
-    """
-    if kept is not None:
-        parts = json.loads(kept.read_text(encoding="utf-8"))
-        training, validation = ([Text(np.array(ids, np.int32), offset) for offset, ids in part] for part in parts)
-        return training, validation
-    found: tuple[list[Text], list[Text]] = [], []
-    for text in read_texts(folder, tokenizer):
-        cut = max(0, len(text.ids) - max_seq_length - 1)
-        found[is_held_out(text)].append(Text(text.ids[cut:], max(0, text.offset - cut)))
-    return found
-
-
-def is_held_out(text: Text) -> bool:
-    """Whether the request of a past text is held out, by its number."""
-    request = number_request(text.ids[: text.offset]) if text.request is None else text.request
-    return request % HELD_OUT_EVERY == 0
-
-
-def save_texts(path: Path, *parts: Sequence[Text]) -> None:
-    """Saves texts for `load_answers`."""
-    write_text(path, json.dumps(list(map(list_ids, parts))) + "\n")
 
 
 def list_ids(texts: Sequence[Text]) -> list[list[Any]]:
@@ -345,28 +326,23 @@ def split_texts(
 ) -> tuple[list[Text], list[Text]]:
     """(training, validation) texts after `cut_texts`; validation texts beyond `val_batches` are dropped.
 
-    Without validation texts, a random part of the training texts is held out, except for past answers.
+    Without validation texts, a random part of the training texts is held out.
 
     Raises:
-        TooFewTextsError: there are too few texts to learn from or to hold out.
+        RedrafterError: there are too few texts to learn from or to hold out.
     """
     training, validation = (
         cut_texts(args, texts, name, say) for texts, name in ((training, "training"), (validation, "validation"))
     )
-    if args.answers and len(validation) < 2:
-        raise TooFewTextsError(
-            f"expected at least 2 held-out answers, got {len(validation)}, and {len(training)} to learn: every "
-            f"{HELD_OUT_EVERY}th request is held out"
-        )
     if not validation:
         if len(training) < 2:
-            raise TooFewTextsError(f"expected at least 2 texts that are long enough, got {len(training)}")
+            raise RedrafterError(f"expected at least 2 texts that are long enough, got {len(training)}")
         order = np.random.default_rng(args.seed).permutation(len(training)).tolist()
         held_out = set(order[: count_held_out(len(training))])
         validation = [training[i] for i in sorted(held_out)]
         training = [text for i, text in enumerate(training) if i not in held_out]
     if len(training) < args.batch_size:
-        raise TooFewTextsError(
+        raise RedrafterError(
             f"expected at least as many texts as the batch size {args.batch_size}, got {len(training)}"
         )
     if args.learn_prompts:

@@ -14,11 +14,10 @@ import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
-from ..answer_folder import Text
 from ..atomic_files import write_text
 from ..engine.model_parts import find_parts
 from ..errors import CheckpointError, RedrafterError, join_lines
-from .data import digest, list_ids
+from .data import Text, digest, list_ids
 from .targets import Teacher, find_likeliest, read_states
 
 TOKENS_AT_ONCE = 1024

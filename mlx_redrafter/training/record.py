@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,19 +52,9 @@ class Files:
         self.work = self.directory / "training"
         self.record, self.answers, self.lock = self.work / "run.json", self.work / "answers.jsonl", self.work / "lock"
         self.checkpoint, self.best = self.work / "checkpoint.safetensors", self.work / "best"
-        self.states, self.texts = self.work / "hidden_states.f16", self.work / "texts.json"
+        self.states = self.work / "hidden_states.f16"
 
     def restart(self) -> None:
-        """Restricts the folder to its owner, and removes the files of an earlier run that a new one must not use."""
-        self.work.chmod(0o700)
-        for path in (self.record, self.checkpoint, self.texts):  # the record first: without it nothing is resumed
+        """Removes the files of an earlier run that a new one must not use."""
+        for path in (self.record, self.checkpoint):  # the record first: without it nothing is resumed
             path.unlink(missing_ok=True)
-
-    def clear(self) -> None:
-        """Removes all files of the run except answers, and the folder if it is then empty."""
-        self.restart()
-        shutil.rmtree(self.best, ignore_errors=True)
-        for path in (self.states, self.states.with_suffix(".json"), self.lock):
-            path.unlink(missing_ok=True)
-        if not any(self.work.iterdir()):
-            self.work.rmdir()

@@ -21,7 +21,7 @@ def write_report(
     args: TrainingArgs, record: Record, sizes: DrafterArgs, place: Path, results: Sequence[ShapeResult]
 ) -> str | None:
     """Writes training.json, the model card and the plot; returns a note if the plot could not be drawn."""
-    names = ("model", "adapter_path", "data", "prompts", "answers", "drafter")
+    names = ("model", "adapter_path", "data", "prompts", "drafter")
     paths: dict[str, Any] = {name: strip_folders(path) for name in names if (path := getattr(args, name))}
     settings = replace(args, output=place.name, **paths)
     summary = {**vars(record), "settings": settings.to_json(), "measured": [result._asdict() for result in results]}

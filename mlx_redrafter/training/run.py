@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..answer_folder import find_folder
 from ..atomic_files import explain_unwritable, lock_file
 from ..checkpoints import (
     WEIGHTS,
@@ -45,18 +44,15 @@ from .data import (
     AnswerFile,
     Prompt,
     Text,
-    TooFewTextsError,
     check_data,
     digest,
     encode_prompts,
     find_most_frequent,
     join_text,
     list_ids,
-    load_answers,
     load_texts,
     make_batches,
     read_prompts,
-    save_texts,
     select_prompts,
     split_texts,
 )
@@ -79,7 +75,7 @@ from .targets import Teacher, initialize_drafter
 from .trainer import load_checkpoint, train_drafter
 
 INTERRUPTED, REFUSED = 130, 3
-"""Exit statuses: after Ctrl-C, and if no drafter was written because it is not better or there are too few texts."""
+"""Exit statuses: after Ctrl-C, and if no drafter was written because it is not better than the initial one."""
 
 MIN_IMPROVEMENT = 1.01
 """A retrained drafter is written if its tokens per round are at least this many times the initial drafter's."""
@@ -149,16 +145,10 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         args = replace(args, draft_depth=depth, dtype=dtype, learning_rate=rate)
         start.set_dtype(mx.float32)
         start.share(model)
-    try:
-        training, validation, answers = find_texts(args, files, prompts, tokenizer, say, resume=resume)
-    except TooFewTextsError as error:
-        if not args.answers:
-            raise
-        say(f"not written: {error}")
-        return REFUSED
+    training, validation, answers = find_texts(args, files, prompts, tokenizer, say)
     source = digest(list_ids([*training, *validation]))
     if record.texts not in (None, source):
-        where = args.data or args.prompts or args.answers or "the demo"
+        where = args.data or args.prompts or "the demo"
         raise RedrafterError(f"cannot resume the run in {files.directory}: the texts of {where} have changed")
     if start is not None:
         sizes: DrafterArgs = start.args
@@ -182,8 +172,6 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         try:
             if not resume:
                 files.restart()
-                if args.answers:
-                    save_texts(files.texts, training, validation)
             record.save(files.record)
             if answers is not None:
                 training, validation = split_texts(args, answers.complete(model, tokenizer), [], say)
@@ -206,15 +194,10 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
                 if record.ended is None and done < record.iters:
                     say(f"stopped at iteration {done} of {args.iters}; the same command with --resume continues")
                     return INTERRUPTED
-            status = finish(run)
+            return finish(run)
         except KeyboardInterrupt:
             say("stopped; the same command with --resume continues")
             return INTERRUPTED
-    if args.answers:  # private answers must not stay beside a drafter that may be shared
-        files.clear()
-        if status == REFUSED and not any(files.directory.iterdir()):
-            files.directory.rmdir()
-    return status
 
 
 def plan_iters(args: TrainingArgs, estimate: Estimate, seconds: float, say: Say) -> int:
@@ -240,12 +223,10 @@ def read_source(args: TrainingArgs) -> list[Prompt]:
     """The prompts to answer, empty if texts are given. Checks the texts as far as possible without a model.
 
     Raises:
-        RedrafterError: see `check_data`, `find_folder` and `read_prompts`.
+        RedrafterError: see `check_data` and `read_prompts`.
     """
     if args.data:
         check_data(args.data)
-    elif args.answers:
-        find_folder(args.answers)
     elif args.prompts:
         return read_prompts(args.prompts)
     else:
@@ -254,7 +235,7 @@ def read_source(args: TrainingArgs) -> list[Prompt]:
 
 
 def find_texts(
-    args: TrainingArgs, files: Files, prompts: list[Prompt], tokenizer: Any, say: Say, *, resume: bool
+    args: TrainingArgs, files: Files, prompts: list[Prompt], tokenizer: Any, say: Say
 ) -> tuple[list[Text], list[Text], AnswerFile | None]:
     """(training texts, validation texts, file of answers to generate or None).
 
@@ -262,16 +243,12 @@ def find_texts(
 
     Args:
         prompts: from `read_source`.
-        resume: whether to use the past answers that the run started with.
 
     Raises:
         RedrafterError: texts cannot be read, or there are too few.
     """
     if args.data:
         texts, answers = load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt), None
-    elif args.answers:
-        kept, answers = files.texts if resume else None, None
-        texts = load_answers(args.answers, kept, tokenizer, args.max_seq_length)
     else:
         ids = select_prompts(args, encode_prompts(prompts, tokenizer), say)
         texts, answers = (

@@ -39,7 +39,6 @@ class TrainingArgs:
     data: str | None = setting(None, "directory with {train,valid}.jsonl, or a data set on the Hugging Face hub")
     mask_prompt: bool = setting(False, "do not learn the prompts in --data")
     prompts: str | None = setting(None, "file of prompts for the target to answer: one per line, or JSONL")
-    answers: str | None = setting(None, "folder of past answers (--answers of chat) to learn from")
     drafter: str | None = setting(None, "drafter to train further; with --eval-only, to measure")
     minutes: float | None = setting(None, "approximate time limit of the whole run", 0.01, type=float)
     learn_prompts: bool = setting(False, "also learn the target's predictions within prompts")
@@ -106,8 +105,8 @@ class TrainingArgs:
         Raises:
             RedrafterError: they are not.
         """
-        given = [f"--{name}" for name in ("data", "prompts", "answers") if getattr(self, name) is not None]
-        if "" in (self.data, self.prompts, self.answers):
+        given = [f"--{name}" for name in ("data", "prompts") if getattr(self, name) is not None]
+        if "" in (self.data, self.prompts):
             raise RedrafterError(f"expected a name after {given[0]}, got an empty one")
         if len(given) > 1:
             raise RedrafterError(f"give either {given[0]} or {given[1]}, got both")
@@ -116,8 +115,8 @@ class TrainingArgs:
             raise RedrafterError("--mask-prompt needs --data: other prompts are masked without --learn-prompts")
         if self.learn_prompts and self.data:
             raise RedrafterError("--learn-prompts cannot be used with --data, whose texts are learned whole")
-        if (self.data or self.answers) and self.max_prompts is not None:
-            raise RedrafterError(f"--max-prompts cannot be used with {given[0]}, whose texts need no answers")
+        if self.data and self.max_prompts is not None:
+            raise RedrafterError("--max-prompts cannot be used with --data, whose texts need no answers")
 
     def check_run(self) -> None:
         """Checks that the settings are consistent, before anything is loaded.
@@ -126,8 +125,8 @@ class TrainingArgs:
             RedrafterError: they are not.
         """
         self.check_sources()
-        if self.model and not (self.data or self.prompts or self.answers):
-            raise RedrafterError("expected --data, --prompts or --answers: texts, or prompts to answer")
+        if self.model and not (self.data or self.prompts):
+            raise RedrafterError("expected --data or --prompts: texts, or prompts to answer")
         if self.drafter and (self.drafter_type, self.draft_vocab_size) != (DEFAULT, None):
             raise RedrafterError("--drafter-type and --draft-vocab-size cannot be used with --drafter")
         for name in dict.fromkeys(size for kind in TRAINABLE.values() for size in kind.SIZES):
@@ -141,7 +140,7 @@ class TrainingArgs:
                 )
         if self.is_measured and (self.num_draft_layers, self.draft_vocab_size) != (None, None):
             raise RedrafterError("--num-draft-layers and --draft-vocab-size need --exit-dim")
-        if self.max_tokens <= self.draft_depth and not (self.data or self.answers):
+        if self.max_tokens <= self.draft_depth and not self.data:
             raise RedrafterError(
                 f"max_tokens must be above draft_depth {self.draft_depth}: answers must be longer than a draft, "
                 f"got {self.max_tokens}"

@@ -1,4 +1,4 @@
-"""`train --drafter` and `--answers`: what is learned, what is held out, and when a drafter is replaced."""
+"""`train --drafter`: when a drafter is replaced, and what a run that ends early leaves."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from cached import make_cached
 from checkpoints import same, tensors
@@ -25,14 +22,12 @@ from mlx_lm.utils import load
 from small import small_drafter
 
 from mlx_redrafter import generate_step, load_drafter
-from mlx_redrafter.answer_folder import AnswerFolder
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters import TRAINABLE
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training import estimate, run
 from mlx_redrafter.training.command import parse_args
-from mlx_redrafter.training.data import Text, generate_answers, is_held_out
 from mlx_redrafter.training.targets import initialize_drafter
 
 ROOT = Path(__file__).parents[2]
@@ -78,25 +73,15 @@ def pair(target: str) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def requests(pair: Pair) -> list[tuple[list[int], list[int]]]:
-    """Prompts and the target's answers."""
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(10, 250, 8).tolist() for _ in range(60)]
-    found = zip(prompts, generate_answers(*pair, prompts, 0.8, 24), strict=True)
-    return [(prompt, answer) for prompt, answer in found if len(answer) >= 12]
-
-
-@pytest.fixture(scope="module")
-def answers(pair: Pair, requests: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of past answers."""
-    return keep(tmp_path_factory.mktemp("kept") / "answers", pair, requests)
-
-
-def keep(place: Path, pair: Pair, requests: Sequence[tuple[list[int], list[int]]]) -> Path:
-    folder = AnswerFolder(place, pair[1])
-    for prompt, answer in requests:
-        folder.add(prompt, answer)
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of given texts."""
+    place = tmp_path_factory.mktemp("texts")
+    write_texts(place / "train.jsonl", "text")
     return place
+
+
+def write_texts(path: Path, key: str) -> None:
+    path.write_text("".join(json.dumps({key: text[:80]}) + "\n" for text in demo_prompts()))
 
 
 def make_start(place: Path, model: nn.Module, kind: str = "recurrent") -> Path:
@@ -123,12 +108,12 @@ def contents(place: Path) -> dict[Path, bytes]:
 
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_every_kind_can_be_trained_further_in_place(
-    kind: str, target: str, pair: Pair, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, target: str, pair: Pair, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "MIN_IMPROVEMENT", 1.0)  # rounding decides whether such a short run gains 1%
     place = make_start(tmp_path / "drafter", pair[0], kind)
     before = tensors(load_drafter(place))
-    status, said = train(target, place, "--answers", answers, "--drafter", place)
+    status, said = train(target, place, "--data", texts, "--drafter", place)
     assert status == 0, said
     numbers = re.search(
         r"the new drafter makes (\S+) tokens per round on (\d+) held-out texts, (\S+) before", "\n".join(said)
@@ -138,7 +123,7 @@ def test_every_kind_can_be_trained_further_in_place(
     assert {array.dtype for array in tensors(drafter).values()} == {mx.float16}, "the stored dtype"
     assert not same(before, tensors(drafter)) and drafter.args.acceptance is not None
     assert {path.name for path in place.iterdir()} == {
-        *("config.json", "model.safetensors", "README.md", "training.json", "training.png"),
+        *("config.json", "model.safetensors", "README.md", "training.json", "training.png", "training"),
     }
     for file in ("config.json", "training.json", "README.md"):
         assert str(tmp_path) not in (place / file).read_text(), "no local paths"
@@ -147,19 +132,17 @@ def test_every_kind_can_be_trained_further_in_place(
     assert [token for token, _, _ in generate_step(prompt, pair[0], drafter, max_tokens=12, plan=(2, 3))] == plain
 
 
-@pytest.mark.parametrize("source", ["answers", "prompts", "data"])
+@pytest.mark.parametrize("source", ["prompts", "data"])
 def test_every_source_has_texts_for_new_and_known_drafters(
-    source: str, target: str, pair: Pair, answers: Path, tmp_path: Path
+    source: str, target: str, pair: Pair, texts: Path, tmp_path: Path
 ) -> None:
-    given = answers
-    if source != "answers":
-        lines = [json.dumps({"prompt" if source == "prompts" else "text": text[:80]}) for text in demo_prompts()]
-        given = tmp_path if source == "data" else tmp_path / "train.jsonl"
-        (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    given = texts
+    if source == "prompts":
+        given = tmp_path / "prompts.jsonl"
+        write_texts(given, "prompt")
     flags = (f"--{source}", given)
     status, said = train(target, tmp_path / "new", *flags, "--exit-dim", "32", "--iters", "4")
     assert status == 0 and not any("before" in line for line in said), said
-    assert (tmp_path / "new" / "training").exists() is (source != "answers"), "past answers are not copied"
     with pytest.raises(RedrafterError, match=r"exists already: give another --output, or --drafter .*new to train it"):
         train(target, tmp_path / "new", *flags, "--exit-dim", "32")
     start = make_start(tmp_path / "start", pair[0])
@@ -168,16 +151,17 @@ def test_every_source_has_texts_for_new_and_known_drafters(
     assert (tmp_path / "better" / "model.safetensors").exists() is (status == 0)
 
 
-def test_a_drafter_that_is_no_better_is_not_written(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
+def test_a_drafter_that_is_no_better_is_not_written(target: str, pair: Pair, texts: Path, tmp_path: Path) -> None:
     place = make_start(tmp_path / "drafter", pair[0])
     before = contents(tmp_path)
     for output in (place, tmp_path / "other"):
-        status, said = train(target, output, "--answers", answers, "--drafter", place, "--learning-rate", "1e-9")
+        status, said = train(target, output, "--data", texts, "--drafter", place, "--learning-rate", "1e-9")
         assert status == run.REFUSED == 3
         assert re.fullmatch(
             r"not written: the new drafter makes (1\.\d+) tokens per .* before, \d\.\d+ required", said[-1]
         )
-    assert contents(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["drafter"]
+    assert before.items() <= contents(tmp_path).items()
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["training"]
 
 
 @pytest.mark.parametrize(("after", "is_written"), [(1.52, True), (1.51, False)])
@@ -186,52 +170,21 @@ def test_a_drafter_must_improve_by_one_percent(
     is_written: bool,
     target: str,
     pair: Pair,
-    answers: Path,
+    texts: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At least 1% more tokens per round on held-out answers."""
+    """At least 1% more tokens per round on held-out texts."""
     counted = iter([1.5, after])
     monkeypatch.setattr(run, "count_all", lambda *args: next(counted))
     place = make_start(tmp_path / "drafter", pair[0])
-    status, said = train(target, tmp_path / "new", "--answers", answers, "--drafter", place, "--iters", "2")
+    status, said = train(target, tmp_path / "new", "--data", texts, "--drafter", place, "--iters", "2")
     assert (status == 0, (tmp_path / "new" / "model.safetensors").exists()) == (is_written, is_written), said
 
 
-def test_held_out_requests_are_never_learned(
-    target: str,
-    requests: list[tuple[list[int], list[int]]],
-    answers: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    learned, real = list[Text](), run.make_batches
-
-    def make_batches(texts: Sequence[Text], *args: Any) -> Any:
-        learned.extend(texts)
-        return real(texts, *args)
-
-    monkeypatch.setattr(run, "make_batches", make_batches)
-    train(target, tmp_path / "new", "--answers", answers, "--exit-dim", "32", "--iters", "2", "--max-seq-length", "28")
-    held_out = [prompt for prompt, answer in requests if is_held_out(Text(np.array(prompt), len(prompt)))]
-    assert 0 < len(held_out) < 15
-    wanted = [[*prompt, *answer][-29:] for prompt, answer in requests if prompt not in held_out]
-    assert sorted(text.ids.tolist() for text in learned) == sorted(wanted), "only the end of longer texts"
-    assert {len(text.ids) - text.offset for text in learned} == {len(answer) for _, answer in requests}
-
-
-def test_a_tenth_is_held_out_and_stays_so() -> None:
-    rng = np.random.default_rng(0)
-    texts = [Text(rng.integers(0, 4000, 20).astype(np.int32), 12) for _ in range(2000)]
-    assert 150 < sum(map(is_held_out, texts)) < 250
-    for text in texts[:200]:
-        other = np.concatenate([text.ids[:12], text.ids[:8]]).astype(np.int64)
-        assert is_held_out(text) == is_held_out(Text(other, 12)), "a different answer to the same request"
-
-
-def test_minutes_limit_a_run(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
+def test_minutes_limit_a_run(target: str, pair: Pair, texts: Path, tmp_path: Path) -> None:
     """It stops in time whatever `--iters` is, and fails if the time is too short for anything."""
-    flags = ("--answers", answers, "--drafter", make_start(tmp_path / "old", pair[0]), "--iters", str(2**31 - 1))
+    flags = ("--data", texts, "--drafter", make_start(tmp_path / "old", pair[0]), "--iters", str(2**31 - 1))
     status, said = train(target, tmp_path / "new", *flags, "--minutes", "0.1")
     assert status in (0, 3) and any(re.fullmatch(r"\d+ iterations fit into 0\.1 minutes", line) for line in said)
     with pytest.raises(RedrafterError, match=r"expected more --minutes: of 0\.01 no time is left to train"):
@@ -240,24 +193,24 @@ def test_minutes_limit_a_run(target: str, pair: Pair, answers: Path, tmp_path: P
 
 
 def test_training_ends_on_time_if_the_estimate_was_too_low(
-    target: str, pair: Pair, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, pair: Pair, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimate.Estimate, "count_fitting", lambda *args: 2**30)
     start = make_start(tmp_path / "old", pair[0])
-    flags = ("--answers", answers, "--drafter", start, "--iters", str(2**31 - 1), "--minutes", "0.03")
+    flags = ("--data", texts, "--drafter", start, "--iters", str(2**31 - 1), "--minutes", "0.03")
     status, said = train(target, tmp_path / "new", *flags)
     assert status in (0, 3) and f"{2**30} iterations fit into 0.03 minutes" in said
 
 
 @pytest.mark.parametrize("accumulation", ["1", "3"])
 def test_a_run_out_of_time_resumes_to_the_same_drafter(
-    accumulation: str, target: str, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accumulation: str, target: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*args: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(estimate.Estimate, "count_fitting", lambda *args: 2**30)
-    flags = ["--answers", answers, "--exit-dim", "32", "--iters", str(2**31 - 1), "--minutes", "0.03"]
+    flags = ["--data", texts, "--exit-dim", "32", "--iters", str(2**31 - 1), "--minutes", "0.03"]
     flags += ["--grad-accumulation-steps", accumulation]
     with monkeypatch.context() as patch:
         patch.setattr(run, "compare_shapes", stop)
@@ -268,37 +221,17 @@ def test_a_run_out_of_time_resumes_to_the_same_drafter(
     assert all(mx.array_equal(written[name], resumed[name]).item() for name in written.keys() | resumed.keys())
 
 
-def test_earlier_answers_are_kept_and_private_ones_removed(
-    target: str, pair: Pair, answers: Path, tmp_path: Path
-) -> None:
-    place = make_start(tmp_path / "drafter", pair[0])
-    (place / "training").mkdir()
-    (place / "training" / "answers.jsonl").write_text("{}\n")
-    for flags in (["--learning-rate", "1e-9"], ["--iters", "4"]):
-        train(target, place, "--answers", answers, "--drafter", place, *flags)
-        assert [path.name for path in (place / "training").iterdir()] == ["answers.jsonl"]
-    other = tmp_path / "other" / "training"
-    other.mkdir(parents=True)
-    (other / "texts.json").write_text("of a run that was killed")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": text[:60]}) for text in demo_prompts()[:12]))
-    assert train(target, other.parent, "--prompts", prompts, "--exit-dim", "32", "--iters", "2")[0] == 0
-    assert not (other / "texts.json").exists()
-
-
 @pytest.mark.parametrize(
     "patch",
     ["run.make_batches = stop_early", "checkpoints.save_arrays = write_half"],
     ids=["while training", "while it writes"],
 )
-def test_a_killed_run_leaves_the_old_drafter(
-    patch: str, target: str, pair: Pair, requests: Any, tmp_path: Path
-) -> None:
-    """It resumes to the same drafter as an uninterrupted run, even if answers were added in between."""
-    answers, places = keep(tmp_path / "kept", pair, requests), [tmp_path / "whole", tmp_path / "drafter"]
+def test_a_killed_run_leaves_the_old_drafter(patch: str, target: str, pair: Pair, texts: Path, tmp_path: Path) -> None:
+    """It resumes to the same drafter as an uninterrupted run."""
+    places = [tmp_path / "whole", tmp_path / "drafter"]
     for place in places:
         make_start(place, pair[0])
-    flags = ("--answers", answers, "--drafter", place)
+    flags = ("--data", texts, "--drafter", place)
     assert train(target, places[0], *flags[:3], places[0])[0] == 0
     before = contents(place)
     done = subprocess.run(
@@ -313,18 +246,16 @@ def test_a_killed_run_leaves_the_old_drafter(
     assert {path: after.get(path) for path in before} == before
     new = after.keys() - before.keys()
     assert all(path.name.startswith(".partial") or path.parent.name == "training" for path in new)
-    assert (place / "training").stat().st_mode & 0o777 == 0o700
-    keep(answers, pair, [([*prompt, 5], answer) for prompt, answer in requests[:5]])
     shutil.copytree(place, tmp_path / "copy")
     assert train(target, place, *flags, resume=True)[0] == 0
     assert same(*(tensors(load_drafter(each)) for each in places))
-    assert train(target, tmp_path / "copy", "--answers", answers, "--drafter", tmp_path / "copy")[0] == 0, (
+    assert train(target, tmp_path / "copy", "--data", texts, "--drafter", tmp_path / "copy")[0] == 0, (
         "it can start over"
     )
 
 
 def test_a_full_disk_leaves_the_old_drafter(
-    target: str, pair: Pair, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, pair: Pair, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, real = make_start(tmp_path / "drafter", pair[0]), mx.save_safetensors
 
@@ -335,36 +266,16 @@ def test_a_full_disk_leaves_the_old_drafter(
     before = contents(place)
     monkeypatch.setattr(mx, "save_safetensors", cut_short)
     with pytest.raises(RedrafterError, match=r"cannot (write the drafter to|save) .*: .*No space left"):
-        train(target, place, "--answers", answers, "--drafter", place)
+        train(target, place, "--data", texts, "--drafter", place)
     assert before.items() <= contents(place).items()
 
 
-def test_a_dry_run_shows_the_estimate(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_estimate(target: str, pair: Pair, texts: Path, tmp_path: Path) -> None:
     place = make_start(tmp_path / "drafter", pair[0])
     before = contents(tmp_path)
-    status, said = train(target, place, "--answers", answers, "--drafter", place, dry_run=True)
+    status, said = train(target, place, "--data", texts, "--drafter", place, dry_run=True)
     assert status == 0 and re.search(r"for answers, .* for 40 iterations .* GB of memory", said[-1])
     assert contents(tmp_path) == before
-
-
-def test_unusable_answers_are_a_one_line_error(target: str, pair: Pair, requests: Any, tmp_path: Path) -> None:
-    start = make_start(tmp_path / "old", pair[0])
-    (tmp_path / "empty").mkdir()
-    keep(tmp_path / "foreign", (pair[0], SimpleNamespace(get_vocab=lambda: {str(n): n for n in range(257)})), requests)
-    for name, said in (
-        ("none", "expected a folder created by --answers, got .*none"),
-        ("empty", "expected answers of this model's tokenizer in .*empty, got an empty folder"),
-        ("foreign", "expected answers of this model's tokenizer in .*foreign, got only those of other tokenizers"),
-    ):
-        with pytest.raises(RedrafterError, match=said):
-            train(target, tmp_path / "new", "--answers", tmp_path / name, "--drafter", start)
-    assert not (tmp_path / "none").exists() and not (tmp_path / "new").exists()
-    others = [(prompt, answer) for prompt, answer in requests if not is_held_out(Text(np.array(prompt), len(prompt)))]
-    few = keep(tmp_path / "few", pair, others[:3])
-    status, said = train(target, tmp_path / "new", "--answers", few, "--drafter", start)
-    assert status == 3 and not (tmp_path / "new").exists()
-    text = "not written: expected at least 2 held-out answers, got 0, and 3 to learn: every 10th request is held out"
-    assert said == [text]
 
 
 @pytest.mark.parametrize(
@@ -377,12 +288,12 @@ def test_unusable_answers_are_a_one_line_error(target: str, pair: Pair, requests
     ],
     ids=["eagle 3", "dflash", "quantized", "before norm"],
 )
-def test_untrainable_drafters_are_refused(make: Any, reason: str, target: str, answers: Path, tmp_path: Path) -> None:
+def test_untrainable_drafters_are_refused(make: Any, reason: str, target: str, texts: Path, tmp_path: Path) -> None:
     drafter = make()
     bits = {"quantization": {"group_size": 32, "bits": 4}} if "scales" in str(tensors(drafter).keys()) else {}
     save_drafter(tmp_path / "old", drafter, extra=bits)
     with pytest.raises(RedrafterError, match=rf"cannot continue training .*old: .*{reason}") as caught:
-        train(target, tmp_path / "new", "--answers", answers, "--drafter", tmp_path / "old")
+        train(target, tmp_path / "new", "--data", texts, "--drafter", tmp_path / "old")
     assert "\n" not in str(caught.value)
 
 
@@ -396,20 +307,20 @@ def before_norm(drafter: Any) -> Any:
     return drafter
 
 
-def test_a_head_in_another_layout_is_not_overwritten(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
+def test_a_head_in_another_layout_is_not_overwritten(target: str, pair: Pair, texts: Path, tmp_path: Path) -> None:
     place = make_start(tmp_path / "old", pair[0])
     (place / "model.safetensors").rename(place / "model-00001.safetensors")
     before = contents(place)
     with pytest.raises(RedrafterError, match="expected --output to be a drafter written by train or convert"):
-        train(target, place, "--answers", answers, "--drafter", place)
+        train(target, place, "--data", texts, "--drafter", place)
     assert contents(place) == before
 
 
-def test_the_record_describes_the_run(target: str, pair: Pair, answers: Path, tmp_path: Path) -> None:
+def test_the_record_describes_the_run(target: str, pair: Pair, texts: Path, tmp_path: Path) -> None:
     start = make_start(tmp_path / "old", pair[0])
-    status, said = train(target, tmp_path / "new", "--answers", answers, "--drafter", start)
+    status, said = train(target, tmp_path / "new", "--data", texts, "--drafter", start)
     assert status == 0, said
     summary = json.loads((tmp_path / "new" / "training.json").read_text())
     assert [entry["iteration"] for entry in summary["reports"]] == list(range(2, 41, 2))
-    assert summary["settings"]["drafter"] == "old" and summary["settings"]["answers"] == "answers"
+    assert summary["settings"]["drafter"] == "old" and summary["settings"]["data"] == texts.name
     assert summary["settings"]["learning_rate"] == pytest.approx(0.02), "a twentieth of the configured rate"
