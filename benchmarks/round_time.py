@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_redrafter.cli.doctor import describe_plan
 from mlx_redrafter.engine.model_checks import check_draftable
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.errors import RedrafterError
@@ -27,7 +26,7 @@ from .command import add_json, parse_positive
 from .contest import warn_if_disturbed
 from .models import add_workload, open_workload
 from .synthetic import add_shape, open_shape
-from .tables import show_rows
+from .tables import describe_plan, show_rows
 
 PLANS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 3))
 

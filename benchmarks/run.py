@@ -25,7 +25,6 @@ from time import perf_counter
 import mlx.core as mx
 
 from mlx_redrafter.atomic_files import write_text
-from mlx_redrafter.cli.doctor import make_acceptance
 from mlx_redrafter.errors import RedrafterError, join_lines
 
 from .command import parse_above_zero, parse_plan
@@ -42,7 +41,7 @@ from .contest import (
 from .contestants import Settings, make_contestants, warm_up
 from .models import Workload, add_workload, open_workload
 from .records import SCHEMA, Record, stamp
-from .synthetic import SHAPES, build_workload
+from .synthetic import SHAPES, build_workload, make_acceptance
 
 MINUTES = 10.0
 OUTPUT = Path("results.json")

@@ -23,12 +23,11 @@ import mlx.nn as nn
 from mlx_lm.utils import quantize_model
 
 from mlx_redrafter.checkpoints import set_blas_threads
-from mlx_redrafter.cli.doctor import make_acceptance
 from mlx_redrafter.drafters import arctic_lstm, dflash, dspark, eagle, make_drafter, medusa, mlp_speculator, mtp
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.acceptance import AcceptanceTable
+from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable
 from mlx_redrafter.planning.machine import find_usable_bytes
 from mlx_redrafter.planning.sizing import MAX_DRAFT_COST, count_weights, list_candidates
 
@@ -164,6 +163,12 @@ class Oracle(Sampler):
         shape = (logits.shape[0], len(chances))
         named = mx.broadcast_to(mx.log(mx.maximum(mx.array(chances), least)), shape)
         return mx.put_along_axis(rest, mx.broadcast_to(guesses, shape), named, axis=-1)
+
+
+def make_acceptance(rate: float) -> AcceptanceTable:
+    """A table whose first guess is right at this rate at every depth, and whose other guesses at most as often."""
+    first, *others = UNKNOWN_ACCEPTANCE[0]
+    return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
 
 
 def parse_rate(text: str) -> AcceptanceTable:

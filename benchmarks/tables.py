@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from mlx_redrafter.cli.doctor import describe_plan
 from mlx_redrafter.engine.plan import Plan
 
 from .records import Record, stamp
@@ -86,6 +85,11 @@ def describe_setting(records: Iterable[Record]) -> str:
     how = [f"at most {record['max_tokens']} tokens", f"turns: {record['repeats']}", f"temperature {record['temp']:g}"]
     machine = record["machine"]
     return f"{describe_machine(machine)}; {', '.join(how)}, seed {record['seed']}; {machine['when'][:10]}.\n"
+
+
+def describe_plan(plan: Plan) -> str:
+    """`W x K`, followed by N if not all nodes are verified."""
+    return f"{plan.width} x {plan.depth}" + ("" if plan.keeps_all_nodes else f", {plan.size} nodes")
 
 
 def label(kind: str, plan: Any) -> str:

@@ -193,10 +193,7 @@ class DrafterArgs:
 
     def explain_useless(self) -> str:
         """What to check if no guess is right."""
-        return (
-            "Was it trained for this model, and do its weights fit this dtype? It reads "
-            f"{self.describe_states()}: mlx_redrafter.doctor tries others"
-        )
+        return f"Was it trained for this model, and do its weights fit this dtype? It reads {self.describe_states()}"
 
     def list_variants(self, n_layers: int) -> dict[str, Self]:
         """Variants of these arguments that read other hidden states, by the config entry that differs.
