@@ -129,7 +129,7 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
     prompt = await asyncio.get_running_loop().run_in_executor(service.prompt_thread, make_prompt, completion)
     if api is CountTokens:
         return JSONResponse({"input_tokens": len(prompt.tokens)})
-    answer = Answer(completion, prompt, "" if request.client is None else request.client.host)
+    answer = Answer(completion, prompt)
     if body.stream:
         return EventStream(completion, answer)
     with run_tasks(cancel_on_disconnect(request, answer), log_progress(answer)), closing(answer):

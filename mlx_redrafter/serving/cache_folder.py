@@ -45,9 +45,6 @@ class CacheFolder:
     Args:
         name: the folder, created if it does not exist.
         model, options: what the caches are for.
-
-    Raises:
-        RedrafterError: the folder cannot be created or read, holds other files, or is used by another process.
     """
 
     def __init__(self, name: str | Path, model: nn.Module, options: Options) -> None:
@@ -116,10 +113,6 @@ class CacheFolder:
 
         Returns:
             The file; None if the cache and those used after it exceed `max_bytes`.
-
-        Raises:
-            RedrafterError: mlx-lm cannot load this type of cache.
-            OSError: the file cannot be written.
         """
         if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
             raise RedrafterError(f"mlx-lm cannot load a {odd[0]}")

@@ -70,13 +70,9 @@ def make_parser() -> Parser:
              "is always kept (default: half of the memory that the weights leave, at least 1GiB)")  # fmt: skip
     add("--prompt-cache-dir", metavar="DIR",
         help="save as many bytes of them in this folder for the next start; it contains conversations")  # fmt: skip
-    add("--max-queue", type=parse_count, default=64, help="maximum waiting requests (default: %(default)s)")
-    add("--max-per-client", type=parse_count, default=32, help="maximum requests per address (default: %(default)s)")
     add("--max-request-bytes", type=parse_size, default=32 << 20, help="maximum size of a request (default: 32MiB)")
     add("--context-length", type=parse_count, metavar="TOKENS",
         help="maximum tokens of prompt plus answer (default: from the model's config, or no limit)")  # fmt: skip
-    add("--max-prompt-tokens", type=parse_count, help="maximum tokens of a prompt (default: no limit)")
-    add("--max-completion-tokens", type=parse_count, help="maximum tokens of any answer (default: no limit)")
     add("--drain-timeout", type=parse_count, default=120,
         help="seconds to finish requests after the first SIGINT or SIGTERM (default: %(default)s)")  # fmt: skip
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

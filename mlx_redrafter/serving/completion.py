@@ -25,7 +25,7 @@ from .conversation import Message, Tool, Tools, arrange, list_variants
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import Request
-from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
+from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError, Body
 from .structured_output import Constraint, GrammarCompiler
 from .text_stream import Segment, TextStream
 from .types import TokenEvent
@@ -38,8 +38,6 @@ NO_DRAFT_MODEL = "none"
 
 ANY_NAME = "*"
 """A served name that lets requests use any name."""
-
-MAX_RETRY_SECONDS = 60
 
 
 @dataclass
@@ -71,11 +69,7 @@ class Service:
         self.takes_any_name = ANY_NAME in served
 
     def check_model(self, name: str) -> None:
-        """Checks the name of the model in a request.
-
-        Raises:
-            ApiError: the loaded model is not served under this name.
-        """
+        """Refuses a name under which the loaded model is not served."""
         if not self.takes_any_name and name not in (DEFAULT_MODEL, self.model_name, self.args.model, *self.names):
             expected = " or ".join(self.names)
             raise ApiError(f"expected model {expected}, got {name!r:.100}", 404, code="model_not_found")
@@ -112,9 +106,6 @@ class Completion(ABC, Generic[AnyBody]):
         top_logprobs: likeliest tokens to return with each token; None for no log-probabilities.
         include_drafts: whether chunks contain the rounds' draft trees.
         reply: the non-streamed reply, complete once `render_events` has ended.
-
-    Raises:
-        ApiError: messages or tools are malformed.
     """
 
     body_type: ClassVar[type[Any]]
@@ -135,11 +126,7 @@ class Completion(ABC, Generic[AnyBody]):
         self.reply: Event = {}
 
     def encode_prompt(self) -> Prompt:
-        """Encodes the messages with the chat template; without one, joins their texts.
-
-        Raises:
-            RedrafterError: the template rejects the messages or is given by the client, or tools are not supported.
-        """
+        """Encodes the messages with the chat template; without one, joins their texts."""
         service, own, tools = self.service, self.body.chat_template_kwargs, self.tools
         tokenizer, prefilled = service.tokenizer, self.is_prefilled
         if "chat_template" in own:  # it might loop forever
@@ -170,11 +157,7 @@ class Completion(ABC, Generic[AnyBody]):
 
     @abstractmethod
     def render_events(self, answer: Answer) -> AsyncIterator[Event]:
-        """Yields the data of server-sent events in the API's order, and fills `reply`.
-
-        Raises:
-            GenerationFailed: see `Answer.read_pieces`.
-        """
+        """Yields the data of server-sent events in the API's order, and fills `reply`."""
 
     @abstractmethod
     def make_empty_event(self, answer: Answer) -> Event:
@@ -196,11 +179,7 @@ class Completion(ABC, Generic[AnyBody]):
 
 
 def make_prompt(completion: Completion[Any]) -> Prompt:
-    """Returns the prompt of a completion with its grammar. Slow: do not call it in the event loop.
-
-    Raises:
-        RedrafterError: the messages, tools or format cannot be used, or not together.
-    """
+    """Returns the prompt of a completion with its grammar. Slow: do not call it in the event loop."""
     service, prompt = completion.service, completion.encode_prompt()
     constraint: Constraint | None = completion.answer_format.schema_to_follow if completion.answer_format else None
     unless: tuple[int, ...] = ()
@@ -242,26 +221,19 @@ class Answer:
         n_tokens, n_reasoning: how many tokens were received so far, and how many of them are reasoning.
         choice: index of the choice that `read_pieces` is reading.
         finish_reason: "stop", "length" or "tool_calls" after the last token of a choice, None before.
-
-    Raises:
-        ApiError: the worker refuses the request, or it exceeds a limit of the server.
     """
 
-    def __init__(self, completion: Completion[Any], prompt: Prompt, client: str) -> None:
+    def __init__(self, completion: Completion[Any], prompt: Prompt) -> None:
         service, body = completion.service, completion.body
-        worker, limit = service.worker, service.args.max_completion_tokens
-        check_limits(completion)
+        check_models(service, body)
         asked = {
             "grammar": prompt.grammar,
             "top_logprobs": completion.top_logprobs or 0,
             "draft": body.draft_model not in (None, NO_DRAFT_MODEL),
             "include_drafts": completion.include_drafts,
-            "client": client,
             "prefix_lengths": prompt.prefix_lengths,
             **body.get_sampling_options(),
         }
-        if limit is not None and not 0 < asked.get("max_tokens", service.args.options.max_tokens) <= limit:
-            asked["max_tokens"] = limit
         self._completion, self._metrics = completion, service.metrics
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
@@ -271,18 +243,14 @@ class Answer:
         try:
             for at in range(completion.choices):
                 seed = {} if body.seed is None else {"seed": body.seed + at}
-                self.requests.append(worker.submit(prompt.tokens, **asked | seed))
+                self.requests.append(service.worker.submit(prompt.tokens, **asked | seed))
                 self.texts.append(TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call))
-        except RedrafterError as error:
+        except RedrafterError:
             self.close()
-            raise make_api_error(error, worker.n_queued) from error
+            raise
 
     async def read_pieces(self) -> AsyncIterator[Piece]:
-        """Yields the tokens of one choice after the other. A stop string ends a choice.
-
-        Raises:
-            GenerationFailed: the worker failed or is shutting down, or the answer's schema is too complex.
-        """
+        """Yields the tokens of one choice after the other. A stop string ends a choice."""
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
             self.choice = choice
             async for event in request.read_events():
@@ -302,9 +270,6 @@ class Answer:
         """Yields the segments of a single choice in blocks, each from "begin" to "end".
 
         Every tool call is a block of its own; otherwise a segment of another kind begins a new block.
-
-        Raises:
-            GenerationFailed: see `read_pieces`.
         """
         last: Segment | None = None
         async for piece in self.read_pieces():
@@ -357,24 +322,13 @@ class Answer:
             self._metrics.count(request)
 
 
-def check_limits(completion: Completion[Any]) -> None:
-    """Checks a request against the server's drafter, adapter and limits.
-
-    Raises:
-        ApiError: it names another drafter or adapter, or exceeds a limit.
-    """
-    service, body, choices = completion.service, completion.body, completion.choices
+def check_models(service: Service, body: Body) -> None:
+    """Refuses a request for another drafter or adapter than the server's."""
     args, drafters = service.args, [name for name in (service.drafter_name, NO_DRAFT_MODEL) if name]
-    limit = args.max_completion_tokens
     if body.draft_model not in (None, DEFAULT_MODEL, find_drafter_name(args), *drafters):
         raise ApiError(f"expected draft_model {' or '.join(drafters)}, got {body.draft_model!r:.100}")
     if body.adapters not in (None, args.adapter_path):
         raise ApiError(f"adapters must be the server's --adapter-path, {args.adapter_path}, got {body.adapters!r:.100}")
-    if limit is not None and (body.max_tokens or 0) > limit:
-        raise ApiError(f"max_tokens must be at most {limit}, got {body.max_tokens}")
-    if choices > min(args.max_queue, args.max_per_client):
-        limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
-        raise ApiError(f"n must be within {limits}, got {choices}")
 
 
 def describe_tools(tools: Tools) -> list[dict[str, Any]]:
@@ -382,16 +336,8 @@ def describe_tools(tools: Tools) -> list[dict[str, Any]]:
     return [{"type": "function", "function": tool.function} for tool in tools.values()]
 
 
-def make_api_error(error: RedrafterError, queued: int | None = None) -> ApiError:
-    """Converts an error to an `ApiError`.
-
-    Args:
-        queued: how many requests wait, from which Retry-After follows; None for no such header.
-    """
+def make_api_error(error: RedrafterError) -> ApiError:
+    """Converts an error to an `ApiError`."""
     if isinstance(error, ApiError):
         return error
-    status, code = getattr(error, "status", 400), getattr(error, "code", None)
-    headers = {}
-    if queued is not None and status in (429, 503):
-        headers["Retry-After"] = str(min(MAX_RETRY_SECONDS, 1 + queued))
-    return ApiError(str(error), status, code, headers)
+    return ApiError(str(error), getattr(error, "status", 400), getattr(error, "code", None))

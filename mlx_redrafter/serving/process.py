@@ -30,11 +30,7 @@ GRACE_SECONDS = 5
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. Clients that connect before the models are loaded have to wait.
-
-    Raises:
-        RedrafterError: the address cannot be used.
-    """
+    """Returns a listening socket. Clients that connect before the models are loaded have to wait."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
@@ -42,11 +38,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def load_service(args: argparse.Namespace) -> Service:
-    """Loads the models that the flags name, and starts a worker.
-
-    Raises:
-        RedrafterError: a model cannot be loaded, the models do not fit together, or a folder cannot be used.
-    """
+    """Loads the models that the flags name, and starts a worker."""
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
     flags: dict[str, Any] = {name: getattr(args, name) for name in getfullargspec(Worker).kwonlyargs}
@@ -104,9 +96,6 @@ def serve(
         args: see `command.check_args`.
         make: returns the application.
         on_listening: called with the URL once the models are loaded.
-
-    Raises:
-        RedrafterError: the address cannot be used; see also `load_service`.
     """
     if ranks.get_rank():
         worker = load_service(args).worker

@@ -38,7 +38,6 @@ class Request:
         top_logprobs: how many of the likeliest tokens each event contains.
         draft: False decodes plainly.
         include_drafts: whether events contain the rounds' draft trees.
-        client: the client whose limit the request counts against.
         prefix_lengths: lengths of the prefixes that later prompts are likely to share; empty for the whole prompt.
         sampling: keywords of `Options` and of mlx-lm's `make_logits_processors`.
 
@@ -60,9 +59,6 @@ class Request:
         decoding: statistics of the rounds after the first token; in a batch each token is a plain step.
         queue_seconds, time_to_first_token: seconds from `submitted` to the start and to the first token; None before.
         seconds: from the first token to the latest one.
-
-    Raises:
-        ValueError: an option or a penalty is out of range.
     """
 
     def __init__(
@@ -75,12 +71,11 @@ class Request:
         top_logprobs: int = 0,
         draft: bool = True,
         include_drafts: bool = False,
-        client: str = "",
         prefix_lengths: Iterable[int] = (),
         **sampling: Any,
     ) -> None:
         self.make_grammar, self.top_logprobs, self.include_drafts = grammar, top_logprobs, include_drafts
-        self.draft, self.client, self.sampling = draft, client, sampling
+        self.draft, self.sampling = draft, sampling
         penalties = {name: sampling[name] for name in PENALTIES & sampling.keys()}
         given = {name: value for name, value in sampling.items() if name not in penalties}
         processors = make_logits_processors(**penalties)
@@ -108,11 +103,7 @@ class Request:
         return {"prompt": self.text, "prefix_lengths": self.copy_lengths, **own, **self.sampling}
 
     async def read_events(self) -> AsyncIterator[TokenEvent]:
-        """Yields each token, up to the one with a `finish_reason` or until the request is cancelled. Call it once.
-
-        Raises:
-            GenerationFailed: the worker failed or is shutting down, or the answer's schema is too complex.
-        """
+        """Yields each token, up to the one with a `finish_reason` or until the request is cancelled. Call it once."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, Exception):
                 raise item

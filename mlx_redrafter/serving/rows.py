@@ -66,11 +66,7 @@ class Loops:
         return list(self._loops)
 
     def add(self, row: Request, start: Start) -> None:
-        """Starts a loop at the first token that the cache does not hold.
-
-        Raises:
-            RedrafterError: see `generate_step`.
-        """
+        """Starts a loop at the first token that the cache does not hold."""
         cache, held = start
         options = replace(
             row.options,

@@ -53,9 +53,6 @@ class Scheduler:
     Attributes:
         rows: the running rows in the order in which they started, the same on all ranks.
         prompt_cache: the caches of earlier rows, and of prompts that rows share.
-
-    Raises:
-        RedrafterError: `cache_dir` cannot be used.
     """
 
     def __init__(
@@ -101,11 +98,7 @@ class Scheduler:
         return "idle" if not self.rows else "single" if len(self.rows) == 1 else "turns"
 
     def warm_up(self) -> None:
-        """Measures costs if `plan="auto"` has no measurement yet, and compiles what a request needs.
-
-        Raises:
-            RedrafterError: the drafter does not fit the model.
-        """
+        """Measures costs if `plan="auto"` has no measurement yet, and compiles what a request needs."""
         self._host_stream = mx.new_stream(mx.cpu)  # works beside the current forward
         for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4)):
             pass

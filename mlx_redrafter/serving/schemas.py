@@ -25,12 +25,12 @@ from pydantic_core import from_json
 from ..errors import RedrafterError
 from ..options import FLAGS, OPTION_NAMES
 from .request import PENALTIES
-from .types import MAX_TOP_LOGPROBS
 
 DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model of the command line; also accepted for its drafter."""
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
 INT32_MAX = 2**31 - 1  # MLX indexes with 32 bits
 LARGEST_LOGIT = 1e18  # of biases and penalties: the product of two is still a float32
 CODES = {

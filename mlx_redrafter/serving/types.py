@@ -15,9 +15,6 @@ from ..errors import RedrafterError
 DraftSource = Literal["drafter", "context"]
 FinishReason = Literal["stop", "length"]
 
-MAX_TOP_LOGPROBS = 20
-"""The limit of OpenAI's API."""
-
 
 class RequestError(RedrafterError):
     """A request cannot be served: a value is out of range, or the prompt is empty or too long."""
@@ -27,18 +24,6 @@ class ContextLengthExceeded(RequestError):
     """The prompt leaves no room for an answer in the model's context."""
 
     code = "context_length_exceeded"
-
-
-class QueueFull(RedrafterError):
-    """The queue is full; the client may try again later."""
-
-    status = 503
-
-
-class ClientLimitReached(QueueFull):
-    """The client has reached its limit of waiting and running requests."""
-
-    status = 429
 
 
 class GenerationFailed(RedrafterError):

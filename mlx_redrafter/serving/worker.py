@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
@@ -35,12 +35,9 @@ from ..options import Options
 from .request import Request
 from .scheduler import Scheduler
 from .types import (
-    MAX_TOP_LOGPROBS,
-    ClientLimitReached,
     ContextLengthExceeded,
     Counters,
     GenerationFailed,
-    QueueFull,
     RequestError,
     ServerClosing,
 )
@@ -80,9 +77,6 @@ class Worker:
         model, tokenizer: as `mlx_lm.load` returns them.
         drafter: None drafts from the context only, if the options allow it.
         options: defaults of requests, and everything that requests cannot set; see `Options`.
-        max_queue: maximum number of waiting requests.
-        max_per_client: maximum number of waiting and running requests of one client.
-        max_prompt_tokens: maximum length of a prompt; None for no limit.
         context_length: maximum length of prompt and answer together; None reads the model's config.
         decode_concurrency: maximum number of running requests.
         prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes `find_default_bytes`.
@@ -93,9 +87,6 @@ class Worker:
         counters: totals since the start, which the scheduler also updates.
         scheduler: holds the running requests.
         vocab_size: the model's.
-
-    Raises:
-        RedrafterError: the options do not fit the model, or the folder cannot be used.
     """
 
     def __init__(
@@ -105,9 +96,6 @@ class Worker:
         drafter: Drafter | None = None,
         *,
         options: Options | None = None,
-        max_queue: int = 64,
-        max_per_client: int = 32,
-        max_prompt_tokens: int | None = None,
         context_length: int | None = None,
         decode_concurrency: int = 32,
         prompt_cache_bytes: int | None = None,
@@ -118,8 +106,6 @@ class Worker:
         self._model, self._tokenizer = model, tokenizer
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._defaults = replace(options, xtc_special_tokens=special)
-        self._max_queue, self._max_per_client = max_queue, max_per_client
-        self._max_prompt_tokens = max_prompt_tokens
         from_config = find_context_length(model) if options.max_kv_size is None else None
         self.context_length = from_config if context_length is None else context_length
         self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
@@ -129,9 +115,8 @@ class Worker:
         self.scheduler = Scheduler(
             model, tokenizer, drafter, options, decode_concurrency, *keep, self.counters, self._end
         )
-        self._condition = threading.Condition()  # guards the queue, `_clients` and `_closing`
+        self._condition = threading.Condition()  # guards the queue and `_closing`
         self._queue: deque[Request] = deque()
-        self._clients: Counter[str] = Counter()
         self._closing = self._aborting = False
         self._started = Future[None]()
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
@@ -147,11 +132,7 @@ class Worker:
         return len(self._queue)
 
     def start(self) -> None:
-        """Starts the thread and waits until it is ready. With `plan="auto"` it may first measure the machine.
-
-        Raises:
-            RedrafterError: the drafter does not fit the model.
-        """
+        """Starts the thread and waits until it is ready. With `plan="auto"` it may first measure the machine."""
         self._thread.start()
         self._started.result()
 
@@ -183,13 +164,6 @@ class Worker:
         Args:
             prompt: token ids.
             asked: other keywords of `Request`; a missing seed is drawn at random.
-
-        Raises:
-            RequestError: a value is out of range, or the prompt is empty or too long.
-            ContextLengthExceeded: the prompt leaves no room for an answer.
-            QueueFull: the queue has `max_queue` requests.
-            ClientLimitReached: the client has `max_per_client` requests.
-            ServerClosing: the worker is closing.
         """
         if asked.get("seed") is None:
             asked["seed"] = secrets.randbits(32)
@@ -197,22 +171,14 @@ class Worker:
         with self._condition:
             if self._closing or not self._thread.is_alive():
                 raise ServerClosing(CLOSING_MESSAGE)
-            self._drop_waiting()
-            if len(self._queue) >= self._max_queue:
-                raise QueueFull(f"{self._max_queue} requests are waiting already")
-            if self._clients[request.client] >= self._max_per_client:
-                raise ClientLimitReached(f"{self._max_per_client} requests of this client are waiting or running")
-            self._clients[request.client] += 1
             self._queue.append(request)
             self._condition.notify()
         return request
 
     def _make_request(self, loop: asyncio.AbstractEventLoop | None, prompt: list[int], **asked: Any) -> Request:
-        most, length, top_logprobs = self._max_prompt_tokens, self.context_length, asked.get("top_logprobs", 0)
+        length = self.context_length
         if not prompt:
             raise RequestError("the prompt is empty: expected at least one token")
-        if most is not None and len(prompt) > most:
-            raise RequestError(f"the prompt must have at most {most} tokens, got {len(prompt)}")
         if length is not None and len(prompt) >= length:
             raise ContextLengthExceeded(
                 f"prompt is too long: {len(prompt)} tokens > {length} maximum; the model's maximum context length is "
@@ -222,8 +188,6 @@ class Worker:
             for extreme in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= extreme < self.vocab_size:
                     raise RequestError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
-        if not 0 <= top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size):
-            raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
         try:
             request = Request(loop, self._defaults, prompt, **asked)
             request.options.make_sampler(0).check(self.vocab_size)  # `asked` has a seed, so 0 is not used
@@ -245,8 +209,6 @@ class Worker:
         counters.finished[reason if isinstance(reason, str) else "failed"] += 1
         counters.cached_tokens += request.cached_tokens
         counters.prompt_tokens += request.read - request.cached_tokens
-        with self._condition:
-            self._clients -= Counter([request.client])  # keeps no zeros
         error = None if isinstance(reason, str) else reason
         if error is not None and not isinstance(error, GenerationFailed):
             error = GenerationFailed(join_lines(error))
