@@ -1,4 +1,4 @@
-"""Prompt caches on disk, to reuse after a restart: mlx-lm's format, readable by the owner only.
+"""Prompt caches on disk, to reuse after a restart: mlx-lm's format, in files that only the owner can read.
 
 A file's name identifies the model, options and versions that made it, and its tokens. Only names are read at startup,
 metadata at the first lookup, and arrays when a prompt matches.
@@ -43,7 +43,7 @@ class CacheFolder:
     """A folder of prompt caches, used by one process at a time. Files of other models and versions are ignored.
 
     Args:
-        name: the folder, created if it does not exist.
+        name: the folder. It is created if it does not exist, for the owner only; an existing one keeps its mode.
         model, options: what the caches are for.
     """
 
@@ -58,7 +58,6 @@ class CacheFolder:
             if other is not None:
                 raise RedrafterError(f"expected a folder of prompt caches only, got {path}, which holds {other}")
             self._lock.acquire()
-            path.chmod(FOLDER_MODE)
             for each in path.iterdir():
                 if each.name != find_final_name(each.name) and FILE_NAME.fullmatch(find_final_name(each.name)):
                     each.unlink()  # left by a process that was killed while writing

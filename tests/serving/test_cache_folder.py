@@ -56,7 +56,16 @@ def test_a_conversation_is_found_after_a_restart(kind: str, options: dict[str, A
     for turn in range(3):
         with running(model, prompt_cache_dir=folder, options=options) as server:
             assert follow(server, turn) == expected[turn]
-    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("existing", "mode"), [(None, 0o700), (0o755, 0o755)])
+def test_only_a_new_folder_is_made_private(existing: int | None, mode: int, tmp_path: Path) -> None:
+    folder = tmp_path / "caches"
+    if existing is not None:
+        folder.mkdir()
+        folder.chmod(existing)
+    answer(make_model(), folder, PROMPT)
+    assert folder.stat().st_mode & 0o777 == mode
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
