@@ -12,8 +12,8 @@ from .conversation import Message, choose_tools, join_parts, make_call, read_too
 from .schemas import ApiError, CountTokensBody, MessagesBody
 from .text_stream import Segment
 
-ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-               429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+               503: "overloaded_error"}  # fmt: skip
 BILLING_PREFIX = "x-anthropic-billing-header:"
 """Prefix of a text in Claude Code's system prompt that differs in every request."""
 

@@ -8,7 +8,6 @@ import hmac
 import json
 import logging
 import re
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -123,7 +122,7 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
     Raises:
         RedrafterError: the request is refused, or generation fails; see `handle_error`.
     """
-    body = parse_body(api.body_type, await read_body(request, service.args.max_request_bytes))
+    body = parse_body(api.body_type, await request.body())
     service.check_model(body.model)
     completion = api(service, body)
     prompt = await asyncio.get_running_loop().run_in_executor(service.prompt_thread, make_prompt, completion)
@@ -147,32 +146,6 @@ def run_tasks(*coroutines: Coroutine[Any, Any, None]) -> Iterator[None]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def read_body(request: Request, most: int) -> bytes:
-    """Returns the request's body, decompressed if it is gzipped.
-
-    A body that is too long is still read to its end; otherwise the client might not see the reply.
-
-    Raises:
-        ApiError: it has more than `most` bytes, is not valid gzip, or has another encoding.
-    """
-    coding = request.headers.get("content-encoding", "identity").lower()
-    if coding not in ("identity", "gzip", "x-gzip"):
-        raise ApiError(f"expected Content-Encoding gzip or identity, got {coding!r:.100}", 415)
-    body, size = bytearray(), 0
-    decompressor = None if coding == "identity" else zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-    async for piece in request.stream():
-        try:
-            piece = piece if decompressor is None else decompressor.decompress(piece, most + 1)
-        except zlib.error as error:
-            raise ApiError(f"the body is not valid gzip: {error}") from error
-        size += len(piece)
-        if size <= most:
-            body += piece
-    if size > most:
-        raise ApiError(f"the body must have at most {most} bytes, got {size}", 413)
-    return bytes(body)
 
 
 async def cancel_on_disconnect(request: Request, answer: Answer) -> None:

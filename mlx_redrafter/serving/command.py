@@ -70,7 +70,6 @@ def make_parser() -> Parser:
              "is always kept (default: half of the memory that the weights leave, at least 1GiB)")  # fmt: skip
     add("--prompt-cache-dir", metavar="DIR",
         help="save as many bytes of them in this folder for the next start; it contains conversations")  # fmt: skip
-    add("--max-request-bytes", type=parse_size, default=32 << 20, help="maximum size of a request (default: 32MiB)")
     add("--context-length", type=parse_count, metavar="TOKENS",
         help="maximum tokens of prompt plus answer (default: from the model's config, or no limit)")  # fmt: skip
     add("--drain-timeout", type=parse_count, default=120,

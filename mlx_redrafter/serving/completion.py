@@ -1,7 +1,7 @@
 """The path of a request, the same for all APIs.
 
 `Completion(service, body)` reads a parsed body, `make_prompt(completion)` encodes its prompt, `Answer(completion,
-prompt, client)` submits it to the worker, and `completion.render_events(answer)` renders the tokens.
+prompt)` submits it to the worker, and `completion.render_events(answer)` renders the tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from mlx_lm.server import convert_chat
 
-from ..checkpoints import find_drafter_name
 from ..engine.grammar import Grammar
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
@@ -25,7 +24,7 @@ from .conversation import Message, Tool, Tools, arrange, list_variants
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import Request
-from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError, Body
+from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import Constraint, GrammarCompiler
 from .text_stream import Segment, TextStream
 from .types import TokenEvent
@@ -225,7 +224,6 @@ class Answer:
 
     def __init__(self, completion: Completion[Any], prompt: Prompt) -> None:
         service, body = completion.service, completion.body
-        check_models(service, body)
         asked = {
             "grammar": prompt.grammar,
             "top_logprobs": completion.top_logprobs or 0,
@@ -240,14 +238,10 @@ class Answer:
         self.choice = self.n_tokens = self.n_reasoning = 0
         self.finish_reason: str | None = None
         functions, is_call = describe_tools(completion.tools), bool(completion.forced_tools)
-        try:
-            for at in range(completion.choices):
-                seed = {} if body.seed is None else {"seed": body.seed + at}
-                self.requests.append(service.worker.submit(prompt.tokens, **asked | seed))
-                self.texts.append(TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call))
-        except RedrafterError:
-            self.close()
-            raise
+        for at in range(completion.choices):
+            seed = {} if body.seed is None else {"seed": body.seed + at}
+            self.requests.append(service.worker.submit(prompt.tokens, **asked | seed))
+            self.texts.append(TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call))
 
     async def read_pieces(self) -> AsyncIterator[Piece]:
         """Yields the tokens of one choice after the other. A stop string ends a choice."""
@@ -320,15 +314,6 @@ class Answer:
         self.cancel()
         for request in self.requests:
             self._metrics.count(request)
-
-
-def check_models(service: Service, body: Body) -> None:
-    """Refuses a request for another drafter or adapter than the server's."""
-    args, drafters = service.args, [name for name in (service.drafter_name, NO_DRAFT_MODEL) if name]
-    if body.draft_model not in (None, DEFAULT_MODEL, find_drafter_name(args), *drafters):
-        raise ApiError(f"expected draft_model {' or '.join(drafters)}, got {body.draft_model!r:.100}")
-    if body.adapters not in (None, args.adapter_path):
-        raise ApiError(f"adapters must be the server's --adapter-path, {args.adapter_path}, got {body.adapters!r:.100}")
 
 
 def describe_tools(tools: Tools) -> list[dict[str, Any]]:

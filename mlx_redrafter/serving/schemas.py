@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import logging
 import re
@@ -35,7 +34,7 @@ INT32_MAX = 2**31 - 1  # MLX indexes with 32 bits
 LARGEST_LOGIT = 1e18  # of biases and penalties: the product of two is still a float32
 CODES = {
     400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
-    413: "request_too_large", 429: "rate_limit_exceeded", 503: "server_overloaded",
+    503: "server_overloaded",
 }  # fmt: skip
 """HTTP status -> the default `code` of an error."""
 
@@ -145,7 +144,7 @@ class Body(Part):
 
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
-    adapters: str | None = None
+    adapters: Refused = None
     stream: bool = False
     stop: StopStrings = []
     max_tokens: Length | None = None
@@ -267,7 +266,6 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     Raises:
         ApiError: the body is not a JSON object, or a field is missing, not supported or out of range.
     """
-    raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         body = read_json(raw)
     except ValueError as error:
