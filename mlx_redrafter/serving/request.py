@@ -49,6 +49,7 @@ class Request:
         prompt_tokens: the length of the prompt.
         read: how many tokens of the prompt are in the cache.
         source: the drafter's state for this text; it has not seen tokens that a batch decoded.
+        drafter_failed: whether the drafter failed on this text, which then continues without it.
         grammar: the state of the grammar once the request runs; None without one.
         may_run_ahead: whether its loop may enqueue a step before the previous one is read.
         error: if set, ends the request in the next step.
@@ -84,6 +85,7 @@ class Request:
         self.copy_lengths = sorted({n for n in prefix_lengths if 0 < n < len(prompt)}) or [len(self.prefix)]
         self.read = 0
         self.source: Source | None = None
+        self.drafter_failed = False
         self.grammar: Grammar | None = None
         self.may_run_ahead = True
         self.error: Exception | None = None

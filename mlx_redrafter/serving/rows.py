@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import cast
 
@@ -51,7 +52,7 @@ class Loops:
     """This package's decode loop, one for each row, with drafts unless the request declines them.
 
     Args:
-        on_drafter_failure: called with an exception of the drafter; the row continues without it.
+        on_drafter_failure: called with an exception of the drafter; the row continues without it for good.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class Loops:
             prompt_cache=cache,
             history=tuple(row.text[:held]),
             prefill_step_size=min(row.options.prefill_step_size, FIRST_PIECE if self._loops else NO_LIMIT),
-            on_drafter_failure=self._on_drafter_failure,
+            on_drafter_failure=partial(self._drop_drafter, row),
         )
-        if row.draft and row.source is None and self._drafter is not None:
+        if row.draft and row.source is None and self._drafter is not None and not row.drafter_failed:
             row.source = self._drafter.open(self._model)
         if row.grammar is not None:  # it has not taken a batch's last token
             for token in row.text[row.prompt_tokens + row.grammar.length :]:
@@ -92,6 +93,10 @@ class Loops:
             may_run_ahead=lambda: row.may_run_ahead,
             stops=row.copy_lengths,
         )
+
+    def _drop_drafter(self, row: Request, error: Exception) -> None:
+        row.source, row.drafter_failed = None, True
+        self._on_drafter_failure(error)
 
     def step(self, row: Request) -> Round:
         """Returns the row's next round, or an empty one after a piece of its prompt."""

@@ -14,7 +14,7 @@ from grammars import ToyGrammar, mask_history
 from grids import pairs
 from mlx_lm.sample_utils import make_logits_processors
 from sessions import make_drafter
-from toys import VOCAB, ids, make_model, make_prompt, make_tokenizer, run, with_plain
+from toys import VOCAB, fail_at, ids, make_model, make_prompt, make_tokenizer, run, with_plain
 from workers import FAMILIES, SHARING, TURNS, Asked, ask, collect, generate, plain, running, tokens_of
 
 from mlx_redrafter import RedrafterError
@@ -160,6 +160,18 @@ def test_a_head_with_a_cache_continues_after_a_batch(kind: str) -> None:
         assert tokens_of(events) == plain(long, model)
         assert worker.counters.mode_switches == {"batch": 1, "single": 1}
         assert first.decoding.drafter_rounds > 10
+
+
+def test_a_drafter_that_failed_is_not_used_after_a_batch() -> None:
+    """The context continues drafting."""
+    drafter = fail_at(make_drafter(model := make_model()), 20)
+    long, short = ask(PROMPTS[0], 150), ask(PROMPTS[1], 20)
+    with running(model, drafter, options={"plan": (1, 3), "context": True}) as worker:
+        events, _ = asyncio.run(finish(decode_around_a_batch(worker, long, short, 40)))
+        assert tokens_of(events) == plain(long, model)
+        assert worker.counters.mode_switches == {"batch": 1, "single": 1}
+        assert worker.counters.drafter_failures == 1
+        assert "context" in {event.draft_source for event in events[-30:]}
 
 
 def test_a_request_joins_a_batch_during_prefill() -> None:
