@@ -14,12 +14,10 @@ COMMANDS = {
     "run": "run",
     "specbench": "specbench",
     "smollm2": "smollm2",
-    "sweep": "sweep",
     "synthetic": "synthetic",
     "predict": "predict",
     "report": "report",
     "acceptance": "acceptance",
-    "planning": "planning",
     "round": "round_time",
     "serving": "serving",
     "structured": "structured",
@@ -51,11 +49,7 @@ def run() -> int:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """Parses a shape `W,K` or `W,K,N`.
-
-    Raises:
-        argparse.ArgumentTypeError: the text has another form.
-    """
+    """Parses a shape `W,K` or `W,K,N`."""
     parts = text.split(",")
     if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"expected W,K or W,K,N, whole numbers above 0, got {text!r}")
@@ -63,31 +57,19 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_plan(text: str) -> Any:
-    """Parses a plan: `auto`, `W,K` or `W,K,N`.
-
-    Raises:
-        argparse.ArgumentTypeError: the text has another form.
-    """
+    """Parses a plan: `auto`, `W,K` or `W,K,N`."""
     return text if text == "auto" else parse_shape(text)
 
 
 def parse_positive(text: str) -> int:
-    """Parses a positive integer.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is something else.
-    """
+    """Parses a positive integer."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
 
 
 def parse_above_zero(text: str) -> float:
-    """Parses a positive number.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is something else.
-    """
+    """Parses a positive number."""
     try:
         found = float(text)
     except ValueError:
@@ -98,11 +80,7 @@ def parse_above_zero(text: str) -> float:
 
 
 def parse_output(text: str) -> Path:
-    """Parses the path of a file to write; expands `~`.
-
-    Raises:
-        argparse.ArgumentTypeError: the file cannot be written.
-    """
+    """Parses the path of a file to write; expands `~`."""
     path = expand_path(text)
     if why := explain_unwritable(path):
         raise argparse.ArgumentTypeError(f"expected a writable file, got {text}: {why}")

@@ -126,11 +126,7 @@ def add_options(parser: argparse.ArgumentParser, quick: str, *, sampling: bool =
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
-    """The settings of all contestants, from the flags of `add_options`.
-
-    Raises:
-        RedrafterError: `--max-tokens` is below 2.
-    """
+    """The settings of all contestants, from the flags of `add_options`."""
     max_tokens = args.max_tokens or (QUICK_TOKENS if args.quick else DEFAULTS.max_tokens)
     if max_tokens < 2:
         raise RedrafterError("--max-tokens must be at least 2: timing starts at the first token")
@@ -150,9 +146,6 @@ def measure_costs(workload: Workload) -> Record:
 
     The record has milliseconds by context length, nodes and width, the drafter's acceptance, and the candidate plans.
     Warns on stderr if times contradict each other.
-
-    Raises:
-        RedrafterError: the workload has no drafter.
     """
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None

@@ -127,9 +127,6 @@ def make_contestants(
         mlx_lm: whether to include mlx-lm's plain and speculative decoding.
         context: whether to include drafts from the context, alone and together with the drafter.
         random: whether to include an untrained drafter of the same size and cost, with plan "auto".
-
-    Raises:
-        RedrafterError: a plan or an option is out of range.
     """
     found = [make_ours(workload, None, "off", settings, PLAIN)]
     if mlx_lm:

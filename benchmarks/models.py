@@ -85,11 +85,7 @@ class Workload:
         }
 
     def require_drafter(self) -> Drafter:
-        """Returns the drafter.
-
-        Raises:
-            RedrafterError: the workload has no drafter.
-        """
+        """Returns the drafter."""
         if self.drafter is None:
             raise RedrafterError("expected the --drafter that was trained for the model")
         return self.drafter
@@ -134,11 +130,7 @@ def add_workload(
 
 
 def open_workload(args: argparse.Namespace) -> Workload:
-    """Loads the models and prompts given by the flags of `add_workload`; with `--quick` one prompt per category.
-
-    Raises:
-        RedrafterError: a model, drafter or prompt cannot be loaded.
-    """
+    """Loads the models and prompts given by the flags of `add_workload`; with `--quick` one prompt per category."""
     workload, tokenizer = load_models(args)
     prompts = find_prompts(args.prompts, tokenizer)
     if getattr(args, "quick", False):
@@ -147,11 +139,7 @@ def open_workload(args: argparse.Namespace) -> Workload:
 
 
 def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
-    """Loads (a workload without prompts, the target's tokenizer), given by the flags of `add_workload`.
-
-    Raises:
-        RedrafterError: a model or drafter cannot be loaded.
-    """
+    """Loads (a workload without prompts, the target's tokenizer), given by the flags of `add_workload`."""
     if args.model:
         model, tokenizer = load(args.model)
         drafter = load_fast_drafter(args.drafter, model) if args.drafter else None
@@ -176,9 +164,6 @@ def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
     Args:
         names: names or categories of prompts, "all" for all in `PROMPTS`, "demo" for both of the demo's categories, or
             files of prompts.
-
-    Raises:
-        RedrafterError: a name is unknown, or a file cannot be read.
     """
     paths = {f"{path.parent.name}/{path.stem}": path for path in sorted(PROMPTS.glob("*/*.txt"))}
     texts = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()}

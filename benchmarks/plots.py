@@ -20,9 +20,6 @@ def draw_bars(path: Path, rows: Sequence[Row], label: str, *, has_line: bool = F
         rows: the first column names the group; each other one is a bar, None leaves it out.
         label: of the vertical axis.
         has_line: whether to draw a line at 1.
-
-    Raises:
-        RedrafterError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -239,11 +239,7 @@ def format_study(found: dict[str, Any]) -> str:
 
 
 def predict_plan(args: argparse.Namespace) -> dict[str, Any]:
-    """The predicted speed of a plan on a chip, by default with Apple's tokens per round.
-
-    Raises:
-        RedrafterError: no chip is given, or the tokens per round are impossible for the plan.
-    """
+    """The predicted speed of a plan on a chip, by default with Apple's tokens per round."""
     width, depth = args.beam_width or 1, args.draft_depth or DRAFT_DEPTH
     plan = Plan(width, depth, 1 + width * depth)
     if args.chip is None:

@@ -136,12 +136,7 @@ def time_rounds(side: Contestant, prompt: list[int], max_tokens: int) -> tuple[l
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    """Runs one of the ranks: decodes at each delay, which rank 0 requests from the parent process.
-
-    Raises:
-        RedrafterError: the model does not support pipelining, a plan's text differs from plain decoding, or the parent
-            has ended.
-    """
+    """Runs one of the ranks: decodes at each delay, which rank 0 requests from the parent process."""
     workload = open_shape(args)
     model, group = workload.model, mx.distributed.init()
     if args.pipeline:
@@ -181,11 +176,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rank 0's results, a row for each delay and plan.
-
-    Raises:
-        RedrafterError: a rank failed.
-    """
+    """Rank 0's results, a row for each delay and plan."""
     rows, delay = list[dict[str, Any]](), 0.0
     with start_ranks(args.count) as (first, links):
         assert first.stdout is not None and first.stdin is not None

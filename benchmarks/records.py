@@ -31,11 +31,7 @@ Record = dict[str, Any]
 
 
 def find_problem(record: Any) -> str | None:
-    """The first problem of a record and its place; None if it is valid.
-
-    Raises:
-        RedrafterError: the package jsonschema is not installed.
-    """
+    """The first problem of a record and its place; None if it is valid."""
     try:
         import jsonschema
     except ImportError as error:
@@ -58,11 +54,7 @@ def read_schema() -> dict[str, Any]:
 
 
 def parse_record(text: str, where: str) -> Record:
-    """Parses a JSON text as a record.
-
-    Raises:
-        RedrafterError: the text is not a JSON object, or does not match the schema.
-    """
+    """Parses a JSON text as a record."""
     try:
         record = json.loads(text)
     except ValueError as error:
@@ -75,12 +67,7 @@ def parse_record(text: str, where: str) -> Record:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Reads a file of records.
-
-    Raises:
-        RedrafterError: a line is not a valid record.
-        OSError: the file cannot be read.
-    """
+    """Reads a file of records."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [parse_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
@@ -98,11 +85,7 @@ class Results(NamedTuple):
 
 
 def read_results(directory: Path) -> Results:
-    """Reads the results in a folder.
-
-    Raises:
-        RedrafterError: there are none, a file is damaged, or a contribution has no contributor.
-    """
+    """Reads the results in a folder."""
     files = {path.stem: read_records(path) for path in sorted(directory.glob("*.jsonl"))}
     suites = sorted((directory / CONTRIBUTED).glob("*.json"))
     contributed = [parse_record(path.read_text(encoding="utf-8"), f"{path}") for path in suites]
@@ -115,11 +98,7 @@ def read_results(directory: Path) -> Results:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Writes a file of records, completely or not at all.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes a file of records, completely or not at all."""
     write_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
 
 

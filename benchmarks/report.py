@@ -288,11 +288,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def place_tables(text: str, results: Results) -> str:
-    """Inserts the tables into a document.
-
-    Raises:
-        RedrafterError: the document names an unknown table.
-    """
+    """Inserts the tables into a document."""
 
     def place(match: re.Match[str]) -> str:
         begin, name, _, end = match.groups()

@@ -32,11 +32,7 @@ PLANS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 3))
 
 
 def make_row(costs: CostTable, plan: Plan, context: int) -> dict[str, Any]:
-    """The row of a plan at one of the table's context lengths.
-
-    Raises:
-        RedrafterError: the plan's tree size or beam width was not measured.
-    """
+    """The row of a plan at one of the table's context lengths."""
     if not costs.has(plan):
         sizes = f"{costs.counts[-1]} nodes and widths {', '.join(map(str, costs.widths))}"
         raise RedrafterError(f"expected plans of at most {sizes}, got {','.join(map(str, plan.shape))}")

@@ -101,12 +101,7 @@ def list_items() -> dict[str, Callable[[], Workload]]:
 
 
 def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: float) -> int:
-    """Measures items while there is time, and writes the results after each; returns the status of `find_status`.
-
-    Raises:
-        RedrafterError: the file exists, or nothing could be measured.
-        OSError: the file cannot be written.
-    """
+    """Measures items while there is time, and writes the results after each; returns the status of `find_status`."""
     if output.exists():
         raise RedrafterError(f"{output} exists already: give another --output")
     records: list[Record] = []

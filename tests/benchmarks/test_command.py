@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
         ("run --repeats 0", "--repeats: expected a whole number above 0, got '0'"),
         ("run --minutes nan", "--minutes: expected a number above 0, got 'nan'"),
         ("run --output /dev/null/x", "--output: expected a writable file, got /dev/null/x: "),
-        ("sweep --sizes half", "--sizes: expected a whole number above 0, got 'half'"),
         ("synthetic --shape nope", "invalid choice: 'nope' (choose from 'llama-2-7b'"),
         ("synthetic --acceptance 1.2", "--acceptance: expected a number from 0 to 1, got '1.2'"),
         ("", "arguments are required"),
