@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import simulation
+
 from mlx_redrafter.engine.decode import Planner
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.planning import simulation
 from mlx_redrafter.planning.acceptance import cumulative_acceptance
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import AutoPlanner

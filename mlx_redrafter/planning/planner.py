@@ -326,12 +326,6 @@ def _mix(chance: float, hit: Prediction, miss: Prediction) -> float:
     return tokens / (chance * hit.steps + (1 - chance) * miss.steps)
 
 
-def find_starting_plan(costs: CostTable, table: AcceptanceTable, length: int) -> Plan | None:
-    """The first plan after `WARM_UP` for a prompt of `length` tokens; None for plain decoding."""
-    planner = AutoPlanner(costs, table)
-    return [planner.next_plan(length) for _ in range(WARM_UP + 1)][-1]
-
-
 def make_context_planner(history: History | None, *, replays: bool) -> AutoPlanner:
     """A planner for drafting from the context alone, without a measured cost table.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import simulation
 from cost_curves import (
     ACCEPTANCE,
     CURVES,
@@ -27,7 +28,6 @@ from toys import make_model
 from mlx_redrafter.engine import decode
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
 from mlx_redrafter.pair import Pair
-from mlx_redrafter.planning import simulation
 from mlx_redrafter.planning.acceptance import (
     MAX_RATE,
     UNKNOWN_ACCEPTANCE,
@@ -42,7 +42,6 @@ from mlx_redrafter.planning.planner import (
     PROBE_EVERY,
     WARM_UP,
     AutoPlanner,
-    find_starting_plan,
     list_candidate_plans,
     list_measured_plans,
     predict,
@@ -110,9 +109,10 @@ def test_candidates_are_close_to_the_best_of_all_plans(curve: str) -> None:
 
 def test_the_starting_plan_is_the_fastest_affordable() -> None:
     costs = make_costs("gentle")
-    fastest = max(predict_all(costs, ACCEPTANCE, 64), key=lambda found: found.speedup)
-    assert find_starting_plan(costs, ACCEPTANCE, 64) == fastest.plan
-    assert find_starting_plan(make_costs("every row"), ACCEPTANCE, 64) is None
+    fastest = max(predict_all(costs, ACCEPTANCE, START), key=lambda found: found.speedup)
+    for curve, first in (("gentle", fastest.plan), ("every row", None)):
+        planner = AutoPlanner(make_costs(curve), ACCEPTANCE)
+        assert [planner.next_plan(START) for _ in range(WARM_UP + 1)][-1] == first
     acceptance, plans = ((MAX_RATE,),), (chain_plan(1), chain_plan(15))
     dear = costs._replace(verify=tuple((row[0], 1.5, *(9.0 for _ in row[2:])) for row in costs.verify))
     slower, faster = (predict(dear, plan, START, cumulative_acceptance(acceptance, plan)).speedup for plan in plans)

@@ -5,53 +5,12 @@ Round times come from the cost table. The caller says how many drafted tokens ar
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
-from statistics import fmean
 
-from ..drafters.context import ContextSource
-from ..engine.decode import Planner
-from ..engine.plan import MAX_REPLAY, Plan
-from .acceptance import AcceptanceTable, cumulative_acceptance
-from .costs import CostTable
-from .planner import AutoPlanner, make_context_planner
-
-TOKENS = 256
-"""Length of a simulated prompt, and of its continuation."""
-
-CHANGED_EVERY = 20
-"""Copied text is its prompt with the token at each multiple of this replaced by a new one."""
-
-SEEDS = 8
-"""Runs per text with a drafter, as its hits are random."""
-
-
-def predict_speeds(costs: CostTable, table: AcceptanceTable | None, *, trees: bool) -> dict[str, float]:
-    """Speed over plain decoding with default options, for "fresh" text without repeats and for "copied" text.
-
-    Args:
-        costs: of the models on this machine.
-        table: the drafter's acceptance; None without a drafter.
-        trees: whether the model takes trees.
-    """
-    prompt, new = range(TOKENS), range(TOKENS, 2 * TOKENS)
-    copied = [new[at] if at % CHANGED_EVERY == 0 else prompt[at] for at in range(TOKENS)]
-
-    def predict_speed(text: Sequence[int], seed: int) -> float:
-        if table is None:
-            return simulate(costs, make_context_planner(None, replays=costs.replay_row_ms > 0), prompt, text)
-        generator = random.Random(seed)
-
-        def draw(plan: Plan, made: int) -> int:
-            drawn = generator.random()
-            return sum(drawn < chance for chance in cumulative_acceptance(table, plan)[1:])
-
-        return simulate(costs, AutoPlanner(costs, table, can_merge=trees), prompt, text, draw)
-
-    seeds = range(1 if table is None else SEEDS)
-    return {
-        name: fmean(predict_speed(text, seed) for seed in seeds) for name, text in (("fresh", new), ("copied", copied))
-    }
+from mlx_redrafter.drafters.context import ContextSource
+from mlx_redrafter.engine.decode import Planner
+from mlx_redrafter.engine.plan import MAX_REPLAY, Plan
+from mlx_redrafter.planning.costs import CostTable
 
 
 def simulate(
