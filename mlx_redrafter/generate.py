@@ -21,7 +21,6 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answer_folder import open_answers
 from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
 from .engine.decode import on_stream
@@ -167,7 +166,6 @@ def stream_generate(
         raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    options["answers"] = open_answers(options.get("answers"), tokenizer)
     drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
     yield from stream_text(model, tokenizer, prompt, drafter, parsed.require_tokens(), StopStrings(stop))
 
@@ -338,10 +336,6 @@ def decode_tokens(
         except GeneratorExit:
             finish()
             raise
-        finally:
-            if options.answers is not None:
-                history = options.history
-                options.answers.add([*history, *cast(list[int], prompt.tolist())], made, len(history))
         finish()
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
-from .answer_folder import AnswerFolder
 from .engine.kv_cache import Cache
 from .engine.plan import DRAFT_DEPTH, MAX_DRAFT_DEPTH, MAX_NODES, Plan, make_plan
 from .engine.round import Processor
@@ -93,8 +92,6 @@ class Options:
             Decoding continues without the drafter and loses no token. If None, or with several ranks, the exception is
             raised instead.
         on_round: called with each round that drafted, before its first token is yielded; see `OnRound`.
-        answers: past texts to draft from as well; prompt and answer are added when decoding ends. Functions that take
-            a tokenizer also accept the name of a folder.
 
     Raises:
         RedrafterError: a value has the wrong type or is out of range.
@@ -162,7 +159,6 @@ class Options:
     prompt_progress_callback: Callable[[int, int], None] | None = None
     on_drafter_failure: Callable[[Exception], None] | None = None
     on_round: OnRound | None = None
-    answers: AnswerFolder | None = None
 
     def __post_init__(self) -> None:
         for name in FLAGS:
@@ -198,8 +194,6 @@ class Options:
         for name in ("prompt_progress_callback", "on_drafter_failure", "on_round"):
             if (function := getattr(self, name)) is not None and not callable(function):
                 raise RedrafterError(f"{name} must be a function, got {function!r}")
-        if self.answers is not None and not isinstance(self.answers, AnswerFolder):
-            raise RedrafterError(f"answers must be an AnswerFolder, got {self.answers!r}")
         if (processors := self.logits_processors) is not None:
             if not isinstance(processors, Iterable) or not all(map(callable, processors := list(processors))):
                 raise RedrafterError(f"logits_processors must be a list of functions, got {processors!r}")

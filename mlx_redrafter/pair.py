@@ -256,8 +256,7 @@ class Pair:
                     raise
                 notes.append(f"the context does not draft: {error}")
             else:
-                past = options.answers.index() if options.answers is not None else None
-                context = [ContextSource(past=past) if grammar is None else GrammarSource(grammar, past=past)]
+                context = [ContextSource() if grammar is None else GrammarSource(grammar)]
 
         if plan == AUTO and source is not None and isinstance(drafter, nn.Module):
             no_trees = check_draftable(model, tree=True, cache=cache, states=source.capture)

@@ -49,7 +49,6 @@ SKIPPED = {
     "question.jsonl": "needs Spec-Bench's questions",
     "instructions.jsonl": "needs the prompts of the packaged drafter",
     "held-out.jsonl": "needs SmolLM2-135M-Instruct, and trains for an hour",
-    "--answers DIR --model": "needs more past answers than one chat makes",
 }
 """Text of blocks that cannot run here -> the reason."""
 STOPPED = re.compile(r"mlx_redrafter\.(server|race)\b")

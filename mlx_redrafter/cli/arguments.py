@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..answer_folder import ANSWERS_HELP
 from ..checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES, find_drafter_name, load_pair
 from ..drafters.protocol import Drafter
 from ..errors import Parser, RedrafterError
@@ -42,7 +41,6 @@ def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ())
     add = parser.add_argument
     add("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
     add("--pipeline", action="store_true", help="on several ranks: pipelining instead of tensor parallelism")
-    add("--answers", metavar="DIR", help=ANSWERS_HELP)
     add("--chat-template-config", type=parse_object, help="additional chat template arguments, as JSON")
     add_options(parser, without)
     add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name for --draft-depth")

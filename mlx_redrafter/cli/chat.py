@@ -28,8 +28,7 @@ def run() -> int:
     args = make_parser().parse_args()
     options = read_options(args)
     model, tokenizer, drafter = load_models(args)
-    options |= {"answers": args.answers, "chat_template_config": args.chat_template_config}
-    session = Session(model, tokenizer, drafter, **options)
+    session = Session(model, tokenizer, drafter, chat_template_config=args.chat_template_config, **options)
     screen = Screen(args)
     if screen.is_interactive:
         screen.show_header(session)

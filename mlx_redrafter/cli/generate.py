@@ -20,7 +20,6 @@ from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__, ranks
-from ..answer_folder import open_answers
 from ..checkpoints import find_drafter_name
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
@@ -80,7 +79,6 @@ def run() -> int:
         tokenizer.add_eos_token(token)
     if args.prompt_cache_file is not None and args.context is not False and args.plan != OFF:
         options["history"] = find_tokens(model, Pair(model, drafter).select_layers(options["prompt_cache"]) or []) or ()
-    options["answers"] = open_answers(args.answers, tokenizer)
     options["seed"] = draw_seed() if args.seed is None else args.seed
     prompt = ranks.share(make_prompt(args, tokenizer) if ranks.get_rank() == 0 else None)
     stop = [unescape(text) for text in args.stop]
@@ -254,9 +252,9 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the drafted text, the `compare` field of `--json`); both sides are warmed up first."""
-    plain = {"drafter": None, "context": False, "answers": None}  # else the plain text would become a past answer
+    plain = {"drafter": None, "context": False}
     plain_stream, (model, tokenizer, prompt) = partial(stream, **plain), stream.args
-    for side in ({"answers": None}, plain):
+    for side in ({}, plain):
         start = partial(stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **stream.keywords | side)
         decode(start, max_tokens=WARM_UP_TOKENS)
     expected = decode(plain_stream, label="plain decoding")

@@ -22,7 +22,6 @@ COMMANDS = {
     "doctor": ("mlx_redrafter.cli.doctor", "measure the cost and speedup of drafting on this machine"),
     "server": ("mlx_redrafter.serving.command", "serve the OpenAI and Anthropic APIs over HTTP"),
     "race": ("mlx_redrafter.serving.race", "serve a web page with plain and drafted decoding side by side"),
-    "answers": ("mlx_redrafter.cli.answers", "list or clear a folder of past answers"),
     "stdio": ("mlx_redrafter.cli.stdio", "run sessions for another program, over JSON lines"),
 }
 """Name -> (the module whose `run()` is the command, its description)."""

@@ -18,7 +18,6 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
-from ..answer_folder import open_answers
 from ..checkpoints import find_drafter_name
 from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, join_lines
@@ -65,7 +64,6 @@ def run() -> int:
     stdout = sys.stdout.buffer
     with redirect_stdout(sys.stderr):  # stdout is for events only
         models = load_models(args, verbose=False)
-        settings["answers"] = open_answers(args.answers, models[1])
 
         def make_session(path: str | None) -> Session:
             return Session(*models, **settings) if path is None else Session.load(path, *models, **settings)

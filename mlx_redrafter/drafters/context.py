@@ -1,8 +1,7 @@
 """Drafts from the context: proposes what followed the same tokens earlier. It is prompt lookup, without weights.
 
 Dictionaries of 4-grams, 2-grams and single tokens hold the last position of each in the text, prompt and output. The
-longest match with the end of the text is followed while it lasts, and the tokens after it are the proposal. If at most
-one token matches in the text itself, past texts (`past.py`) are searched as well.
+longest match with the end of the text is followed while it lasts, and the tokens after it are the proposal.
 
 Measured in tokens per round: a second, different continuation adds less than 0.3%. Dictionaries of 8, 5, 3 and 2 tokens
 are no better than those of 4 and 2. Without 2-grams it is 4 to 6% less, without single tokens 6% (docs/log.md).
@@ -12,7 +11,10 @@ Source: Saxena, prompt lookup decoding, 2023; vLLM's n-gram proposer.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import mlx.core as mx
 
@@ -21,8 +23,6 @@ from ..engine.plan import Plan
 from ..engine.source import Forecast, Source
 from ..engine.tree import chain
 from ..engine.types import Tree
-from .matches import BITS, Matches
-from .past import PastIndex, PastMatches
 
 MAX_TOKENS = 1 << 17
 """The most tokens of an index, about 0.3 KB each; when there are more, the older half is dropped."""
@@ -30,27 +30,52 @@ MAX_TOKENS = 1 << 17
 SIZES = (4, 2, 1)
 """Lengths of the n-grams that are looked up, the longest first."""
 
+BITS = 24
+"""Bits of a token id in the key of an n-gram."""
+
+MAX_MATCH = 32
+"""The length up to which matches are counted."""
+
+MAX_PROPOSAL = 15
+"""The most tokens of a proposal; with the root, 16 rows of a forward."""
+
+MAX_PROPOSAL_RATIO = 2
+"""A proposal is at most this many times as long as its match."""
+
+BUCKETS = (2, 3, 4, 6, 9, 16)
+"""Bounds of match lengths. Each bucket (below 2, below 3, ..., 16 or more tokens) has its own acceptance rate."""
+
 PRIOR_RATES = (0.25, 0.4, 0.5, 0.65, 0.75, 0.85, 0.95)
 """Prior acceptance rate of each bucket."""
 
+PRIOR_WEIGHT, DECAY = 4.0, 0.97
+"""The weight of a prior, in observations; the decay of a bucket's counts per observation."""
 
-class OwnMatches(Matches):
-    """The tokens of one text, the last position of each n-gram, and the match of the text's end earlier in it.
+
+class Matches:
+    """The tokens of a text, the last position of each n-gram, and the match of the text's end earlier in it.
 
     Appending and looking up take constant time on average.
+
+    Attributes:
+        tokens: of the text.
+        end, match: the position of the match's last token, and its length up to `MAX_MATCH`; -1 and 0 for none.
     """
 
-    tokens: list[int]
-
     def __init__(self) -> None:
-        super().__init__(PRIOR_RATES)
+        self._hits, self._counts = [0.0] * len(PRIOR_RATES), [0.0] * len(PRIOR_RATES)
         self._clear()
 
     def _clear(self) -> None:
-        self.tokens = []
+        self.tokens: list[int] = []
         self._latest: list[dict[int, int]] = [{} for _ in SIZES]
         self.key = 0  # of the last tokens
         self.end, self.match = -1, 0
+
+    @property
+    def next_token(self) -> int:
+        """The token after the match, which must exist."""
+        return self.tokens[self.end + 1]
 
     def read(self, tokens: Sequence[int]) -> None:
         """Appends tokens, and finds the match after the last one."""
@@ -68,7 +93,10 @@ class OwnMatches(Matches):
     def append(self, token: int, *, is_noted: bool = True) -> None:
         """Appends a token and updates the match. With `is_noted`, later tokens can match this one."""
         end = len(self.tokens)
-        self._extend(token)
+        if self.match and self.next_token == token:
+            self.end, self.match = self.end + 1, min(self.match + 1, MAX_MATCH)
+        else:
+            self.match = 0
         self.tokens.append(token)
         self.key = (self.key << BITS | token) & (1 << BITS * SIZES[0]) - 1
         for size, latest in zip(SIZES, self._latest, strict=True):
@@ -76,8 +104,15 @@ class OwnMatches(Matches):
             found = latest.get(key, -1)
             if is_noted:
                 latest[key] = end
-            if found >= 0 and self.match < size and (match := self._measure(self.tokens, found)) > self.match:
+            if found >= 0 and self.match < size and (match := self._measure(found)) > self.match:
                 self.end, self.match = found, match
+
+    def _measure(self, found: int) -> int:
+        """How many tokens up to position `found` equal the end of the text, up to `MAX_MATCH`."""
+        tokens, last, match = self.tokens, len(self.tokens) - 1, 0
+        while match < min(MAX_MATCH, found + 1) and tokens[found - match] == tokens[last - match]:
+            match += 1
+        return match
 
     def forget(self) -> None:
         """Drops the older half of the tokens if there are more than `MAX_TOKENS`."""
@@ -92,69 +127,63 @@ class OwnMatches(Matches):
         period = len(self.tokens) - start
         return [self.tokens[start + i % period] for i in range(count)]
 
+    def learn(self, token: int) -> None:
+        """Counts whether the text's next token is the predicted one. Call it before the match is extended."""
+        if self.match:
+            bucket = bisect_right(BUCKETS, self.match)
+            self._counts[bucket] = DECAY * self._counts[bucket] + 1
+            self._hits[bucket] = DECAY * self._hits[bucket] + (self.next_token == token)
+
+    def rate(self, match: int) -> float:
+        """How often the token after a match of this length is right."""
+        bucket = bisect_right(BUCKETS, match)
+        hits = self._hits[bucket] + PRIOR_WEIGHT * PRIOR_RATES[bucket]
+        return hits / (self._counts[bucket] + PRIOR_WEIGHT)
+
+    def cumulative_acceptance(self, ahead: int = 0) -> list[float]:
+        """See `Forecast`; for the longest proposal of a match, after `ahead` more matching tokens."""
+        match = self.match + ahead
+        count = min(MAX_PROPOSAL_RATIO * match, MAX_PROPOSAL)
+        return list(accumulate((self.rate(match + depth) for depth in range(count)), mul))
+
 
 class ContextSource(Source):
-    """Drafts the tokens that followed the text's last tokens earlier, in the same text or in past texts.
-
-    Args:
-        past: an index of past texts; None for none.
-    """
+    """Drafts the tokens that followed the text's last tokens earlier in the text."""
 
     proposes_after_read = True
 
-    def __init__(self, past: PastIndex | None = None) -> None:
-        self._own = OwnMatches()
-        self._past = PastMatches(past) if past is not None else None
+    def __init__(self) -> None:
+        self._matches = Matches()
 
     def __len__(self) -> int:
-        return len(self._own.tokens)
+        return len(self._matches.tokens)
 
     @property
     def match(self) -> int:
         """The length of the match that the proposal follows; 0 for none."""
-        found = self._choose()
-        return found.match if found else 0
+        return self._matches.match
 
     def read(self, tokens: Sequence[int]) -> None:
         """Appends tokens of the prompt, without learning acceptance rates from them."""
-        if not tokens:
-            return
-        self._own.read(tokens)
-        self._own.forget()
-        if self._past is not None:
-            self._past.match = 0
-            self._past.follow(self._own.tokens)
+        self._matches.read(tokens)
+        self._matches.forget()
 
     def confirm(self, tokens: Sequence[int]) -> None:
         """Appends decoded tokens, and updates the acceptance rates of matches of each length."""
         for token in tokens:
-            self._own.learn(token)
-            if self._past is not None:
-                self._past.learn(token)
-            self._append(token)
-        self._own.forget()
-
-    def _append(self, token: int, *, is_noted: bool = True) -> None:
-        self._own.append(token, is_noted=is_noted)
-        if self._past is not None:
-            self._past.follow(self._own.tokens)
-
-    def _choose(self) -> Matches | None:
-        """The match in the text itself, or in past texts if fewer than 2 tokens match; None without a match."""
-        own, past = self._own, self._past
-        if past is not None and past.match and own.match < 2:
-            return past
-        return own if own.match else None
+            self._matches.learn(token)
+            self._matches.append(token)
+        self._matches.forget()
 
     def forecast(self, ahead: int) -> Forecast | None:
         """The forecast for the tokens after the match: at most `MAX_PROPOSAL`, and twice the match's length."""
-        found = self._choose()
-        if found is None or not (cumulative := found.cumulative_acceptance(ahead)):
+        found = self._matches
+        if not found.match:
             return None
         chance = 1.0
         for match in range(found.match, found.match + ahead):
             chance *= found.rate(match)
-        return Forecast(chance, cumulative)
+        return Forecast(chance, found.cumulative_acceptance(ahead))
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
         """The chain of the first `plan.context` tokens after the match."""
@@ -162,5 +191,4 @@ class ContextSource(Source):
 
     def find(self, count: int) -> list[int]:
         """The tokens after the match."""
-        found = self._choose()
-        return found.find(count) if found else []
+        return self._matches.find(count) if self.match else []

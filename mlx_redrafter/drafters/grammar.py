@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from ..engine.grammar import Grammar
 from ..engine.source import Forecast
-from .context import ContextSource
-from .matches import MAX_PROPOSAL
-from .past import PastIndex
+from .context import MAX_PROPOSAL, ContextSource
 
 MIN_CHANCE = 0.1
 """The least probability that the last token of a proposal is right."""
@@ -17,11 +15,10 @@ class GrammarSource(ContextSource):
 
     Args:
         grammar: of the text; it takes tokens before this source gets them.
-        past: an index of past texts; None for none.
     """
 
-    def __init__(self, grammar: Grammar, past: PastIndex | None = None) -> None:
-        super().__init__(past)
+    def __init__(self, grammar: Grammar) -> None:
+        super().__init__()
         self._grammar = grammar
         self._proposal: list[int] = []
 
@@ -38,20 +35,18 @@ class GrammarSource(ContextSource):
 
     def _make_proposal(self) -> list[float]:
         """Makes the proposal, with each token as text for the next one's match; returns its cumulative acceptance."""
-        own, size = self._own, len(self)
-        key, places = own.key, [(each, each.end, each.match) for each in (own, self._past) if each is not None]
+        found, size = self._matches, len(self)
+        before = found.key, found.end, found.match
         grammar, following, chance, cumulative = self._grammar.fork(), list[int](), 1.0, list[float]()
         while len(cumulative) < MAX_PROPOSAL:
             following = following or grammar.find_forced()
-            if not following and (found := self._choose()) is not None:
+            if not following and found.match:
                 following, chance = [found.next_token], chance * found.rate(found.match)
             if not following or chance < MIN_CHANCE or not grammar.take(token := following.pop(0)):
                 break
             cumulative.append(chance)
-            self._append(token, is_noted=False)
-        self._proposal = own.tokens[size:]
-        del own.tokens[size:]
-        own.key = key
-        for each, end, match in places:
-            each.end, each.match = end, match
+            found.append(token, is_noted=False)
+        self._proposal = found.tokens[size:]
+        del found.tokens[size:]
+        found.key, found.end, found.match = before
         return cumulative

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import ranks
-from ..answer_folder import open_answers
 from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
@@ -105,7 +104,6 @@ class Session:
         _refuse(("prompt_cache", "history"), options)
         self.model, self.drafter = model, drafter
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        options["answers"] = open_answers(options.get("answers"), self.tokenizer)
         self._options, self._stop, self._tools, self._template_config = options, stop, tools, chat_template_config
         self._rendered_with = make_template_args(self.tokenizer, tools, chat_template_config)
         checked = Options(**options).require_tokens()
@@ -173,8 +171,6 @@ class Session:
             config = options.pop("chat_template_config", self._template_config)
             template = make_template_args(self.tokenizer, tools, config)
             _refuse(("prompt_cache", "history", *CACHE_OPTIONS), options)
-            if "answers" in options:
-                options["answers"] = open_answers(options["answers"], self.tokenizer)
             parsed = Options(**_merge_options(self._options, options)).require_tokens()
             turn, room = self._prepare_turn(sent, template, asked := parsed.max_tokens)
             parsed = replace(parsed, max_tokens=room if asked == -1 else min(asked, room))

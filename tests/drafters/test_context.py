@@ -27,8 +27,7 @@ from toys import (
 
 from mlx_redrafter import pair
 from mlx_redrafter.drafters import context
-from mlx_redrafter.drafters.context import ContextSource
-from mlx_redrafter.drafters.matches import MAX_MATCH, MAX_PROPOSAL
+from mlx_redrafter.drafters.context import MAX_MATCH, MAX_PROPOSAL, ContextSource
 from mlx_redrafter.engine.plan import CONTEXT_ONLY
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.generate import decode_tokens
