@@ -20,8 +20,10 @@ import mlx.nn as nn
 
 from mlx_redrafter.cli.generate import Difference, find_first_difference, judge_difference
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.generate import decode_prompts, generate_step
+from mlx_redrafter.generate import generate_step
 from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
+from mlx_redrafter.trials import decode_prompts
 
 from .command import add_json, parse_positive, parse_shape
 from .models import add_workload, open_workload
@@ -40,7 +42,7 @@ def find_differences(
     model: nn.Module, drafter: Drafter, prompts: Sequence[list[int]], texts: Sequence[Sequence[int]], options: Options
 ) -> list[Difference]:
     """The first difference from plain decoding, for each of the drafted `texts` that has one."""
-    plain = decode_prompts(model, None, prompts, replace(options, plan="off"))
+    plain = decode_prompts(Pair(model), prompts, replace(options, plan="off"))
     found = []
     for prompt, one, other in zip(prompts, plain.texts, texts, strict=True):
         if (at := find_first_difference(one, other)) is not None:
@@ -71,7 +73,7 @@ def measure(
         compare: whether to compare with plain decoding.
     """
     options = Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan)
-    runs = decode_prompts(model, drafter, prompts, options)
+    runs = decode_prompts(Pair(model, drafter), prompts, options)
     row = {
         "plan": list(plan),
         "tokens/round": runs.stats.tokens_per_round,

@@ -153,11 +153,12 @@ def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: 
     context, temp = kind in (CONTEXT, BOTH, DRAFT_MODEL_BOTH), 0.0 if workload.sampler else settings.temp
     options = Options(seed=settings.seed, plan=plan, context=context, temp=temp, sampler=workload.sampler)
     found = options.resolve_plan(drafter)
+    pair = Pair(workload.model, drafter)
     if isinstance(found, Plan):
-        plan = list(Pair(workload.model, drafter).fit_plan(found).shape)
+        plan = list(pair.fit_plan(found).shape)
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
-        for step in decode_tokens(prompt, workload.model, drafter, replace(options, max_tokens=max_tokens)):
+        for step in decode_tokens(pair, prompt, replace(options, max_tokens=max_tokens), pair.open_source()):
             yield step.token, step.stats
 
     return Contestant(kind, plan, decode)

@@ -22,9 +22,11 @@ from tqdm import tqdm
 
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import decode_prompts, encode_chat
+from mlx_redrafter.generate import encode_chat
 from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
 from mlx_redrafter.training.data import parse_object, read_lines
+from mlx_redrafter.trials import decode_prompts
 
 from .command import parse_output, parse_plan, parse_positive
 from .contest import compare_contestants, find_status, measure_costs
@@ -93,7 +95,7 @@ def make_prompts(questions: Iterable[Question], model: Any, tokenizer: Any, max_
             ids = encode_chat(tokenizer, messages)
             yield Prompt(f"{question.name}/{number}", question.kind, ids, ends)
             if number < len(question.turns):
-                tokens = decode_prompts(model, None, [ids], options, ends).texts[0]
+                tokens = decode_prompts(Pair(model), [ids], options, ends).texts[0]
                 answer = tokenizer.decode([token for token in tokens if token not in ends])
                 messages.append({"role": "assistant", "content": answer})
 

@@ -30,8 +30,9 @@ from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.loading import find_base, find_source, read_drafter
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError, join_lines
-from mlx_redrafter.generate import try_drafter
 from mlx_redrafter.options import Options, check_option
+from mlx_redrafter.pair import Pair
+from mlx_redrafter.trials import try_drafter
 
 from .output import check_destination, make_card, replace_directory, upload
 from .sources import choose_files, read_checkpoint
@@ -300,5 +301,5 @@ def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
         drafter.update(weights)
     if models is None:
         return logits, 0.0
-    model, tokenizer = models
-    return logits, try_drafter(model, tokenizer, drafter, Options(max_tokens=NEW_TOKENS, beam_width=1)).tokens_per_round
+    (model, tokenizer), options = models, Options(max_tokens=NEW_TOKENS, beam_width=1)
+    return logits, try_drafter(Pair(model, drafter), tokenizer, options).tokens_per_round

@@ -10,7 +10,7 @@ if __name__ == "__main__":  # before MLX is imported, which may be missing
 import inspect
 import sys
 import time
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
@@ -23,25 +23,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
-from .engine.decode import on_stream
 from .engine.request_checks import check_prompt
 from .engine.source import Source
 from .engine.stats import Stats
 from .engine.wired_limit import wired_limit
 from .errors import RedrafterError, warn
-from .options import Options, takes_options
-from .pair import draw_seed, find_pair
+from .options import Options
+from .pair import Pair, draw_seed, find_pair
 
 USELESS_ROUNDS = 16
 """A drafter without one accepted token after this many drafting rounds is reported."""
-
-TRIAL_PROMPTS = (
-    "Write a function that reverses a linked list.\n\ndef reverse(",
-    "Explain in three sentences why the sky is blue.",
-    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
-    "List the planets of the solar system, with one fact about each.",
-)
-"""The prompts on which `doctor` and `convert` try a drafter."""
 
 Prompt = str | Sequence[int] | mx.array
 
@@ -101,7 +92,6 @@ ROUND_FIELDS = tuple(each.name for each in fields(GenerationResponse) if hasattr
 """The fields of a response that are copied from `Stats`."""
 
 
-@takes_options
 def generate_step(
     prompt: Sequence[int] | mx.array,
     model: nn.Module,
@@ -130,12 +120,12 @@ def generate_step(
             not fit it.
     """
     drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
-    with closing(decode_tokens(prompt, model, drafter, parsed)) as steps:
+    pair, source = find_pair(model, drafter)
+    with closing(decode_tokens(pair, prompt, parsed, source)) as steps:
         for step in steps:
             yield step.token, step.logprobs, step.from_draft
 
 
-@takes_options
 def stream_generate(
     model: nn.Module,
     tokenizer: Any,
@@ -167,18 +157,19 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
-    yield from stream_text(model, tokenizer, prompt, drafter, parsed.require_tokens(), StopStrings(stop))
+    pair, source = find_pair(model, drafter)
+    yield from stream_text(pair, tokenizer, prompt, parsed.require_tokens(), source, StopStrings(stop))
 
 
 def stream_text(
-    model: nn.Module,
+    pair: Pair,
     tokenizer: TokenizerWrapper,
     prompt: Prompt,
-    drafter: Drafter | Source | None,
     options: Options,
+    source: Source | None,
     stops: StopStrings,
 ) -> Generator[GenerationResponse, None, None]:
-    """`stream_generate` with parsed options."""
+    """`stream_generate` with a pair and parsed options; for `source` see `Pair.open`."""
     ids = encode(tokenizer, prompt)
     detokenizer = tokenizer.detokenizer
     started = prompt_tps = 0.0
@@ -212,18 +203,19 @@ def stream_text(
     if options.xtc_probability and special is None:
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     options = replace(options, seed=seed, xtc_special_tokens=special, prompt_progress_callback=progress)
-    with wired_limit(model), closing(decode_tokens(ids, model, drafter, options)) as steps:
+    steps = decode_tokens(pair, ids, options, source, tokenizer.eos_token_ids)
+    with wired_limit(pair.model), closing(steps):
         count, warned = 0, False
         for step in steps:
             count += 1
             if count == 1:
                 prompt_tps = len(ids) / (time.perf_counter() - started)
                 started = time.perf_counter()
-            if drafter is not None and not warned and step.stats.drafter_rounds >= USELESS_ROUNDS:
+            if pair.drafter is not None and not warned and step.stats.drafter_rounds >= USELESS_ROUNDS:
                 warned = True
                 if step.stats.accepted == step.stats.context_accepted:
-                    what = explain_useless(drafter, step.stats.drafter_rounds, bool(options.logits_processors))
-                    warn(what)
+                    rounds, has_processors = step.stats.drafter_rounds, bool(options.logits_processors)
+                    warn(explain_useless(pair.drafter, rounds, has_processors))
             text = ""
             if step.token in tokenizer.eos_token_ids:
                 break
@@ -241,7 +233,6 @@ def stream_text(
         yield make_response(step, count, text + tail + ("" if found else stops.flush()), reason)
 
 
-@takes_options
 def generate(
     model: nn.Module,
     tokenizer: Any,
@@ -296,47 +287,34 @@ def choose_drafter(
 
 
 def decode_tokens(
-    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | Source | None, options: Options
+    pair: Pair,
+    prompt: Sequence[int] | mx.array,
+    options: Options,
+    source: Source | None = None,
+    end_tokens: Container[int] = (),
 ) -> Generator[Step, None, None]:
-    """Decodes after `prompt` up to `max_tokens` (-1: no limit), or until the caller closes the generator.
+    """Decodes after `prompt` up to an end-of-text token or `max_tokens`, or until the caller closes the generator.
 
     The caller's prompt cache then holds the prompt and every token that was yielded, the last one included.
 
-    Raises:
-        RedrafterError: see `generate_step`.
+    Args:
+        source, end_tokens: see `Pair.open`.
     """
-    prompt = check_prompt(prompt)
-    pair, source = find_pair(model, drafter)
-    decoder, rounds = pair.open(prompt, options, source=source)
-    length, made, stats = decoder.target.length + len(prompt), list[int](), Stats()
-
-    def finish() -> None:
-        if made and options.prompt_cache is not None:
-            with on_stream():
-                decoder.finish(length + len(made), made[-1])
-
-    with closing(rounds):
+    with closing(pair.open(prompt, options, source, end_tokens=end_tokens)) as text:
+        length, made = text.length + len(prompt), list[int]()
         try:
-            for done in rounds:
-                if not done.tokens:
-                    continue
-                room = len(done.tokens) if options.max_tokens == -1 else options.max_tokens - len(made)
-                taken = done.tokens[:room]
-                n_accepted = len(taken) - 1
+            for done in text:
                 drafted_by: Literal["drafter", "context"] = "context" if done.from_context else "drafter"
-                if not done.is_prompt:
-                    stats = stats.add_round(done.plan, n_accepted, done.replayed, from_context=done.from_context)
-                if options.on_round is not None and done.tree is not None:
-                    options.on_round(done.tree, list(done.path[:room]), taken)
-                for i, token in enumerate(taken):
+                for at, token in enumerate(done.tokens, 1):
                     made.append(token)
-                    yield Step(token, done.logprobs[i], drafted_by if i < n_accepted else None, stats)
-                if len(made) == options.max_tokens:
-                    break
+                    drafter = drafted_by if at < len(done.tokens) else None
+                    yield Step(token, done.logprobs[at - 1], drafter, text.output.stats)
         except GeneratorExit:
-            finish()
+            if made and options.prompt_cache is not None:
+                text.finish(length + len(made), made[-1])
             raise
-        finish()
+        if made and options.prompt_cache is not None:
+            text.finish(length + len(made), made[-1])
 
 
 class StopStrings:
@@ -431,64 +409,12 @@ def is_text(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-class PromptRuns(NamedTuple):
-    """The result of decoding several prompts.
-
-    Attributes:
-        stats: statistics summed over all prompts.
-        texts: the generated token ids for each prompt.
-        seconds: the time from the first token to the last, summed over all prompts.
-    """
-
-    stats: Stats
-    texts: tuple[tuple[int, ...], ...]
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed after the first token of each text; 0 if there are no further tokens."""
-        made = sum(len(text) - 1 for text in self.texts)
-        return made / self.seconds if self.seconds else 0.0
-
-
-def decode_prompts(
-    model: nn.Module,
-    drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
-    options: Options,
-    eos_token_ids: Collection[int] = (),
-) -> PromptRuns:
-    """Decodes prompts one after another."""
-    stats, texts, seconds = Stats(), [], 0.0
-    for prompt in prompts:
-        text: list[int] = []
-        started = time.perf_counter()
-        for step in decode_tokens(prompt, model, drafter, options):
-            text.append(step.token)
-            if len(text) == 1:
-                started = time.perf_counter()
-            if step.token in eos_token_ids:
-                break
-        seconds += time.perf_counter() - started
-        stats += step.stats
-        texts.append(tuple(text))
-    return PromptRuns(stats, tuple(texts), seconds)
-
-
-def try_drafter(model: nn.Module, tokenizer: Any, drafter: Drafter, options: Options) -> Stats:
-    """Statistics of decoding `TRIAL_PROMPTS` with a drafter, with the chat template if there is one."""
-    prompts = [encode_chat(tokenizer, text) for text in TRIAL_PROMPTS]
-    return decode_prompts(model, drafter, prompts, options, set(tokenizer.eos_token_ids)).stats
-
-
-def explain_useless(drafter: Drafter | Source, rounds: int, has_processors: bool = False) -> str:
+def explain_useless(drafter: Drafter, rounds: int, has_processors: bool = False) -> str:
     """A message for a drafter without an accepted token in `rounds` rounds, with what to check."""
-    weights = drafter.drafter if isinstance(drafter, Source) else drafter
-    assert weights is not None
     text = f"the drafter has guessed no token right in {rounds} rounds. "
     if has_processors:
         return f"{text}Do the logits processors change the model's choices? Only draft models take them into account"
-    return text + weights.args.explain_useless()
+    return text + drafter.args.explain_useless()
 
 
 class _CallableModule(ModuleType):

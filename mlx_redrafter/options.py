@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
-from functools import cached_property, wraps
+from functools import cached_property
 from math import inf
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -25,22 +24,8 @@ from .errors import RedrafterError
 AUTO: Literal["auto"] = "auto"
 OFF: Literal["off"] = "off"
 
-ALIASES = {
-    "temperature": "temp",
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "draft_model": "drafter",
-    "num_draft_tokens": "draft_depth",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
-}
-"""Option names of other libraries -> ours, for error messages."""
-
 OnRound = Callable[[Tree, list[int], list[int]], None]
 """Called with (the round's tree, the accepted nodes from the root down, the tokens chosen after each of them)."""
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class OptionFlag(NamedTuple):
@@ -329,33 +314,3 @@ def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()
             continue
         choices = flag.choices if flag.kind is str else None
         parser.add_argument(*names, type=flag.kind, choices=choices, default=flag.default, help=flag.help + shown)
-
-
-def takes_options(function: F) -> F:
-    """Adds the options to the signature of a function that takes `**options`, and refuses unknown keywords."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    options = inspect.signature(Options).parameters.values()
-    known = {parameter.name for parameter in (*own, *options)}
-
-    @wraps(function)
-    def checked(*args: Any, **keywords: Any) -> Any:
-        check_names(keywords, known)
-        return function(*args, **keywords)
-
-    checked.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    return cast(F, checked)
-
-
-def check_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Refuses unknown keywords.
-
-    Raises:
-        TypeError: one is unknown; the message names the option that was probably meant.
-    """
-    for name in given:
-        if name not in known:
-            names = {alias: option for alias, option in ALIASES.items() if option in known}
-            names |= {option: option for option in known}
-            close = get_close_matches(name, names, 1)
-            raise TypeError(f"unknown option {name!r}" + (f": did you mean {names[close[0]]}?" if close else ""))

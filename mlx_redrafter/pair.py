@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,17 +19,18 @@ from .drafters.grammar import GrammarSource
 from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.blas import warn_of_slow_blas
-from .engine.decode import Decoder, Planner, Rounds, on_stream
+from .engine.decode import Decoder, Planner, Round, Rounds, on_stream
 from .engine.grammar import Grammar
-from .engine.model_checks import check_draftable, check_verifiable, explain_chains
-from .engine.model_parts import AFTER_NORM, StateName, find_capture_points, find_module_name
+from .engine.model_checks import check_verifiable, explain_chains
+from .engine.model_parts import AFTER_NORM, StateName, check_states, find_module_name
+from .engine.output import Output
 from .engine.plan import Plan, chain_plan
-from .engine.request_checks import check_prompt, check_request
+from .engine.request_checks import check_cache, check_prompt, check_tokens, find_vocab_size
 from .engine.round import TokenChooser
 from .engine.source import Source
 from .engine.target import Target
 from .errors import RedrafterError, UnsupportedModelError, warn
-from .options import AUTO, Options, find_default_depth
+from .options import AUTO, OnRound, Options, find_default_depth
 from .planning.acceptance import find_acceptance
 from .planning.costs import CostTable
 from .planning.history import History
@@ -37,20 +38,28 @@ from .planning.planner import AutoPlanner, make_context_planner
 from .planning.store import keep_counts, load_table, read_counts
 
 Cache = kv_cache.Cache | None
-"""A prompt cache to decode with; None for a new one of the model's own type, which needs no check."""
+"""A prompt cache to decode with; None for a new one of the model's own type."""
 
 
 @dataclass
-class Known:
-    """The measurements of a pair that this process holds.
+class Findings:
+    """What was found out about a target and its drafter; holds neither of them.
 
     Attributes:
+        vocab_size: the model's; None before its first use.
+        chains: for the hidden states that a drafter reads, why the model verifies chains only, or None.
         costs: the cost table measured with trees (True) and without (False).
-        history: None before its first use.
+        histories: of texts that the drafter drafted (True), and of those without it (False).
     """
 
+    vocab_size: int | None = None
+    chains: dict[tuple[StateName, ...], str | None] = field(default_factory=dict)
     costs: dict[bool, CostTable] = field(default_factory=dict)
-    history: History | None = None
+    histories: dict[bool, History] = field(default_factory=dict)
+
+
+_lock = Lock()
+"""Held while costs are measured: two measurements at once would disturb each other."""
 
 
 class Choice(NamedTuple):
@@ -67,38 +76,38 @@ class Choice(NamedTuple):
     notes: list[str]
 
 
-_known: dict[tuple[int, ...], Known] = {}
-_lock = Lock()
-
-
 class Pair:
-    """A target and its drafter. Pairs of the same modules share costs and history.
+    """A target and its drafter. Make it once: what is found out about the two is kept for all later texts.
 
     Args:
-        model: from `load` or `mlx_lm.load`.
+        model: from `load` or `mlx_lm.load`; not changed while the pair is in use.
         drafter: from `load_drafter`; None drafts from the context only.
+        findings: of an earlier pair of the same two; None finds everything anew.
+
+    Attributes:
+        findings: see `Findings`.
 
     Raises:
         RedrafterError: an argument has the wrong type, or the drafter does not fit the model.
     """
 
-    def __init__(self, model: nn.Module, drafter: Drafter | None = None) -> None:
+    def __init__(self, model: nn.Module, drafter: Drafter | None = None, findings: Findings | None = None) -> None:
         if not isinstance(model, nn.Module):
             raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
         if drafter is not None and not hasattr(drafter, "open"):
             advice = "; a language model is given as draft_model" if isinstance(drafter, nn.Module) else ""
             raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}{advice}")
-        if drafter is not None:
-            drafter.check_fit(model)
         self.model, self.drafter = model, drafter
-        modules = [model] if drafter is None else [model, getattr(drafter, "weights", drafter)]
-        key = tuple(map(id, modules))
-        with _lock:
-            if key not in _known:
-                _known[key] = Known()
-                for module in modules:
-                    weakref.finalize(module, _known.pop, key, None)  # ids are reused
-            self._known = _known[key]
+        if findings is None and drafter is not None:
+            drafter.check_fit(model)
+        self.findings = findings or Findings()
+
+    @property
+    def vocab_size(self) -> int:
+        """The model's vocabulary size."""
+        if self.findings.vocab_size is None:
+            self.findings.vocab_size = find_vocab_size(self.model)
+        return self.findings.vocab_size
 
     def costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
         """The cost table: from memory, else from disk, else measured now and written to disk.
@@ -108,19 +117,24 @@ class Pair:
             refresh: measure again.
         """
         assert self.drafter is not None
-        trees = trees and self.drafter.explain_chains() is None
-        with _lock:  # two measurements at once would disturb each other
-            if refresh or trees not in self._known.costs:
-                self._known.costs[trees] = load_table(self.model, self.drafter, trees=trees, refresh=refresh)
-            return self._known.costs[trees]
-
-    @property
-    def history(self) -> History:
-        """The statistics of this process's earlier texts, starting from the acceptance counts on disk."""
+        trees, costs = trees and self.drafter.explain_chains() is None, self.findings.costs
         with _lock:
-            if self._known.history is None:
-                self._known.history = History(read_counts(self.model, self.drafter) if self.drafter else None)
-            return self._known.history
+            if refresh or trees not in costs:
+                costs[trees] = load_table(self.model, self.drafter, trees=trees, refresh=refresh)
+            return costs[trees]
+
+    def history(self, *, drafted: bool) -> History:
+        """The statistics of earlier texts, with or without the drafter."""
+        with _lock:
+            if drafted not in self.findings.histories:
+                drafter = self.drafter if drafted else None
+                counts = None if drafter is None else read_counts(self.model, drafter)
+                self.findings.histories[drafted] = History(counts)
+            return self.findings.histories[drafted]
+
+    def open_source(self) -> Source | None:
+        """A new source of the drafter, which drafts for one text; None without a drafter."""
+        return None if self.drafter is None else self.drafter.open(self.model)
 
     def make_planner(self, *, trees: bool, chains_only: bool = False) -> AutoPlanner:
         """A planner for one text; its `plans` are empty if none can beat plain decoding.
@@ -129,7 +143,7 @@ class Pair:
             trees: see `costs`.
             chains_only: draft chains for this text even if trees are possible.
         """
-        model, drafter, history = self.model, self.drafter, self.history
+        model, drafter, history = self.model, self.drafter, self.history(drafted=True)
         assert drafter is not None
         costs = self.costs(trees=trees)
         return AutoPlanner(
@@ -140,19 +154,30 @@ class Pair:
             keep=lambda: keep_counts(model, drafter, history.counts),
         )
 
-    def fit_plan(self, plan: Plan, cache: Cache = None, states: Sequence[StateName] = (AFTER_NORM,)) -> Plan:
-        """The plan, or a chain of the same depth if the model or the drafter cannot use trees; a warning says why.
+    def explain_chains(self, cache: Cache = None, states: tuple[StateName, ...] = ()) -> str | None:
+        """Why the model verifies chains only; None if it verifies trees.
 
         Args:
-            states: the hidden states that the drafter reads.
+            cache: the prompt cache to decode with.
+            states: the hidden states that the drafter reads; none for drafts from the context.
 
         Raises:
-            UnsupportedModelError: see `check_draftable`.
+            UnsupportedModelError: the model cannot verify drafts, or has no such states.
         """
-        reason = check_draftable(self.model, tree=plan.width > 1, cache=cache, states=states)
-        if reason is None and self.drafter is not None and plan.width > 1:
+        if cache is not None and kv_cache.has_ring(cache):
+            check_verifiable(self.model, cache)
+        if states not in self.findings.chains:
+            check_verifiable(self.model)
+            check_states(self.model, states)
+            self.findings.chains[states] = explain_chains(self.model)
+        return self.findings.chains[states]
+
+    def fit_plan(self, plan: Plan, cache: Cache = None, states: tuple[StateName, ...] = (AFTER_NORM,)) -> Plan:
+        """The plan, or a chain of the same depth if the model or the drafter cannot use trees; a warning says why."""
+        reason = self.explain_chains(cache, states)
+        if reason is None and self.drafter is not None:
             reason = self.drafter.explain_chains()
-        if reason is None:
+        if reason is None or plan.width == 1:
             return plan
         warn(f"drafting chains, not trees, for {find_module_name(self.model)}: {reason}")
         return chain_plan(plan.depth)
@@ -168,30 +193,29 @@ class Pair:
         self,
         prompt: Sequence[int] | mx.array,
         options: Options,
-        *,
         source: Source | None = None,
+        *,
+        end_tokens: Container[int] = (),
+        output: Output | None = None,
         grammar: Grammar | None = None,
         may_run_ahead: Callable[[], bool] | None = None,
         stops: Sequence[int] = (),
-    ) -> tuple[Decoder, Rounds]:
-        """(a decoder, its rounds after `prompt`, see `Decoder.decode`).
-
-        The caller applies `max_tokens` and `on_round`. Only a `max_tokens` of 0 is applied here: the rounds then end
-        with the prompt.
+    ) -> Generation:
+        """The rounds after `prompt`, see `Generation`.
 
         Args:
-            source: the drafter's source that has followed this text so far; None opens a new one.
+            source: from `open_source`, possibly after earlier turns of this text; None decodes without the drafter.
+            end_tokens: end-of-text tokens.
+            output: what was generated after earlier prompts of the same text; replaces `max_tokens` and `end_tokens`.
             grammar: constrains the text; it has already taken the answer's tokens so far.
             may_run_ahead, stops: see `Decoder`.
-
-        Raises:
-            RedrafterError: see `generate_step`.
         """
         tokens, history = check_prompt(prompt), options.history
+        check_tokens(tokens, self.vocab_size)
         cache = self.select_layers(options.prompt_cache)
-        vocab_size = check_request(self.model, tokens, cache, options.quantization, options.max_kv_size)
+        check_cache(self.model, cache, options.quantization, options.max_kv_size)
         sampler = options.make_sampler(draw_seed() if options.seed is None else options.seed)
-        sampler.check(vocab_size)
+        sampler.check(self.vocab_size)
         is_own = cache is None and options.max_kv_size is None
         cache = make_prompt_cache(self.model, options.max_kv_size) if cache is None else cache
         with on_stream():
@@ -202,7 +226,7 @@ class Pair:
         # A rank that continued without its drafter would decide differently from the others.
         if ranks.count_ranks() > 1:
             options = replace(options, on_drafter_failure=None)
-        sources, planner, _ = self.choose(options, None if is_own else cache, source=source, grammar=grammar)
+        sources, planner, _ = self.choose(options, source, None if is_own else cache, grammar)
         with on_stream():
             capture = [name for each in sources for name in each.capture]
             target = Target(self.model, cache, options.quantization, capture=capture)
@@ -218,77 +242,148 @@ class Pair:
             stops=stops,
         )
         report = options.prompt_progress_callback or (lambda done, total: None)
-        rounds = decoder.prefill if options.max_tokens == 0 else decoder.decode
-        return decoder, rounds(tokens, options.prefill_step_size, report)
+        start = decoder.prefill if options.max_tokens == 0 else decoder.decode
+        rounds = start(tokens, options.prefill_step_size, report)
+        return Generation(decoder, rounds, output or Output(options.max_tokens, end_tokens), options.on_round)
 
     def choose(
-        self, options: Options, cache: Cache = None, *, source: Source | None = None, grammar: Grammar | None = None
+        self, options: Options, source: Source | None = None, cache: Cache = None, grammar: Grammar | None = None
     ) -> Choice:
         """Chooses the sources and the planner of a text, by the options and by what the model supports.
 
         Args:
-            cache: the prompt cache to decode with; None for a new one of the model's own type.
             source, grammar: see `open`.
+            cache: the prompt cache to decode with; None for a new one of the model's own type.
 
         Raises:
             RedrafterError: the plan does not fit the drafter.
-            UnsupportedModelError: see `check_draftable` and, if `context` is asked for, `check_verifiable`.
+            UnsupportedModelError: the drafter cannot draft, or `context` is asked for and cannot.
         """
         model, drafter, shape, notes = self.model, self.drafter, options.shape, list[str]()
-        source = None if drafter is None else source or drafter.open(model)
-        if source is not None:
-            source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
-            find_capture_points(model, source.capture)  # refuses a model without them before anything is built
         plan = options.resolve_plan(drafter)
         if shape is None or options.max_tokens == 0:
             return Choice([], Planner(None), ["plan is off"])
+        context, note = self._choose_context(options, source, cache, grammar)
+        notes += [note] if note else []
 
-        context: list[Source] = []
-        by_default = shape == AUTO or drafter is None or grammar is not None
-        if options.context is False or not (options.context or by_default):
-            reason = "a plan is fixed" if options.context is None else "it is off"
-            notes.append(f"the context does not draft: {reason}")
-        else:
-            try:
-                check_verifiable(model, cache)
-            except UnsupportedModelError as error:
-                if options.context:
-                    raise
-                notes.append(f"the context does not draft: {error}")
+        if source is not None and drafter is not None:
+            source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
+            no_trees = self.explain_chains(cache, source.capture)
+            if plan == AUTO and isinstance(drafter, nn.Module):
+                try:
+                    planner = self.make_planner(trees=no_trees is None, chains_only=bool(options.logits_processors))
+                except Exception as error:  # from measuring
+                    if options.on_drafter_failure is None:
+                        raise
+                    options.on_drafter_failure(error)
+                else:
+                    if chains := no_trees or drafter.explain_chains():
+                        notes.append(f"chains, not trees: {chains}")
+                    if not planner.plans:
+                        notes.append("the drafter does not draft: by its costs here no plan beats plain decoding")
+                    return Choice([*([source] if planner.plans else []), *context], planner, notes)
             else:
-                context = [ContextSource() if grammar is None else GrammarSource(grammar)]
-
-        if plan == AUTO and source is not None and isinstance(drafter, nn.Module):
-            no_trees = check_draftable(model, tree=True, cache=cache, states=source.capture)
-            try:
-                planner = self.make_planner(trees=no_trees is None, chains_only=bool(options.logits_processors))
-            except Exception as error:  # from measuring
-                if options.on_drafter_failure is None:
-                    raise
-                options.on_drafter_failure(error)
-                source = None
-            else:
-                if chains := no_trees or drafter.explain_chains():
-                    notes.append(f"chains, not trees: {chains}")
-                if not planner.plans:
-                    notes.append("the drafter does not draft: by its costs here no plan beats plain decoding")
-                return Choice([*([source] if planner.plans else []), *context], planner, notes)
-        if source is not None:
-            plan = plan if isinstance(plan, Plan) else chain_plan(find_default_depth(drafter))
-            can_merge = bool(context) and not options.logits_processors and explain_chains(model) is None
-            planned = Planner(self.fit_plan(plan, cache, source.capture), can_merge=can_merge)
-            return Choice([source, *context], planned, notes)
+                plan = plan if isinstance(plan, Plan) else chain_plan(find_default_depth(drafter))
+                can_merge = bool(context) and not options.logits_processors and no_trees is None
+                planned = Planner(self.fit_plan(plan, cache, source.capture), can_merge=can_merge)
+                return Choice([source, *context], planned, notes)
         if context and (shape == AUTO or not options.context):
             replays = bool(kv_cache.find_unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
-            return Choice(context, make_context_planner(Pair(model).history, replays=replays), notes)
+            return Choice(context, make_context_planner(self.history(drafted=False), replays=replays), notes)
         return Choice(context, Planner(None), notes)
+
+    def _choose_context(
+        self, options: Options, source: Source | None, cache: Cache, grammar: Grammar | None
+    ) -> tuple[list[Source], str | None]:
+        """(the context's source, or none; why it does not draft)."""
+        by_default = options.shape == AUTO or source is None or grammar is not None
+        if options.context is False or not (options.context or by_default):
+            reason = "a plan is fixed" if options.context is None else "it is off"
+            return [], f"the context does not draft: {reason}"
+        try:
+            self.explain_chains(cache)
+        except UnsupportedModelError as error:
+            if options.context:
+                raise
+            return [], f"the context does not draft: {error}"
+        return [ContextSource() if grammar is None else GrammarSource(grammar)], None
+
+
+class Generation(Iterator[Round]):
+    """The rounds of one text: an empty one for each piece of the prompt, then those that make tokens, until it ends.
+
+    Args:
+        decoder, rounds: of the text.
+        output: of the text; the rounds' tokens are added to it.
+        on_round: see `Options`.
+
+    Attributes:
+        output: the generated tokens, statistics, and why the text ended.
+    """
+
+    def __init__(self, decoder: Decoder, rounds: Rounds, output: Output, on_round: OnRound | None = None) -> None:
+        self._decoder, self._rounds, self.output, self._on_round = decoder, rounds, output, on_round
+
+    @property
+    def cache(self) -> kv_cache.Cache:
+        """The prompt cache, which is in use until `finish`."""
+        return self._decoder.target.cache
+
+    @property
+    def length(self) -> int:
+        """How many tokens of the text the prompt cache holds."""
+        return self._decoder.target.length
+
+    @property
+    def source(self) -> Source | None:
+        """The drafter's source, if it drafts and has not failed."""
+        return self._decoder.drafter_source
+
+    def __next__(self) -> Round:
+        if self.output.finish_reason is not None:
+            raise StopIteration
+        done = next(self._rounds)
+        if done.tokens:
+            done = self.output.add(done)
+            if self._on_round is not None and done.tree is not None:
+                self._on_round(done.tree, list(done.path), done.tokens)
+        return done
+
+    def finish(self, length: int, last_token: int) -> None:
+        """Makes cache and drafter hold exactly `length` tokens of the text, the last of which is `last_token`."""
+        with on_stream():
+            self._decoder.finish(length, last_token)
+
+    def close(self) -> None:
+        """Ends decoding. It also ends the planner's observation of the text."""
+        self._rounds.close()
+
+
+_latest: tuple[tuple[weakref.ref[Any], ...], Findings] | None = None
+"""References to the modules that `find_pair` was called with last, and what was found out about them."""
 
 
 def find_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair, Source | None]:
-    """(the pair, the drafter's source if one is given instead of a drafter)."""
-    if isinstance(drafter, Source):
-        return Pair(model, drafter.drafter), drafter
-    return Pair(model, drafter), None
+    """(the pair, a source of its drafter), for functions that are called with both for each text.
+
+    What the previous call found out is used again if it was about the same modules.
+
+    Args:
+        drafter: also a source that has followed this text so far; it is returned.
+    """
+    global _latest
+    source = drafter if isinstance(drafter, Source) else None
+    weights = source.drafter if source is not None else drafter
+    assert not isinstance(weights, Source)
+    modules = [model] if weights is None else [model, getattr(weights, "weights", weights)]
+    latest, findings = _latest, None  # one read, as another thread may replace it
+    if latest is not None and len(latest[0]) == len(modules):
+        is_same = all(ref() is module for ref, module in zip(latest[0], modules, strict=True))
+        findings = latest[1] if is_same else None
+    pair = Pair(model, weights, findings)
+    if findings is None:
+        _latest = tuple(weakref.ref(module) for module in modules), pair.findings
+    return pair, source if source is not None else pair.open_source()
 
 
 def draw_seed() -> int:

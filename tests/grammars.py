@@ -10,9 +10,9 @@ import mlx.nn as nn
 import numpy as np
 from toys import VOCAB, ids, run
 
-from mlx_redrafter.engine.decode import Round, Rounds
+from mlx_redrafter.engine.decode import Round
 from mlx_redrafter.options import Options
-from mlx_redrafter.pair import find_pair
+from mlx_redrafter.pair import Generation, find_pair
 
 
 class Stuck(Exception):
@@ -81,10 +81,10 @@ def decode_plainly(model: nn.Module, prompt: list[int], **options: Any) -> list[
     return ids(run(model, prompt, logits_processors=processors, **options))
 
 
-def start_rounds(model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, **options: Any) -> Rounds:
+def start_rounds(model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, **options: Any) -> Generation:
     """Endless rounds after a prompt with the grammar."""
     pair, source = find_pair(model, drafter)
-    return pair.open(prompt, Options(**options), source=source, grammar=grammar)[1]
+    return pair.open(prompt, Options(**options | {"max_tokens": -1}), source, grammar=grammar)
 
 
 def decode_rounds(

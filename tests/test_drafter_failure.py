@@ -74,7 +74,7 @@ def test_a_failure_while_measuring_does_not_affect_the_text(temp: float) -> None
 @TEMPS
 @pytest.mark.parametrize("plan", [{}, PLANS["tree"]], ids=["auto", "tree"])
 def test_a_session_continues(plan: dict[str, Any], temp: float, cheap_rounds: None) -> None:
-    """In the failing turn and in the next, which retries."""
+    """The failing turn and all later ones, and copies, without the drafter."""
     errors: list[Exception] = []
     model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
     options: dict[str, Any] = {"max_tokens": 40, "seed": 5, "temp": temp}
@@ -82,7 +82,26 @@ def test_a_session_continues(plan: dict[str, Any], temp: float, cheap_rounds: No
     plain = Session(model, tokenizer, plan="off", **options)
     for turn in ("abcabc", "cab"):
         assert failing.send(turn).tokens == plain.send(turn).tokens
-    assert [str(error) for error in errors] == ["call 5"] * 2
+    assert failing.fork().send("b").tokens == plain.send("b").tokens
+    assert [str(error) for error in errors] == ["call 5"], "reported once"
+
+
+def test_a_session_continues_if_a_copy_of_its_drafter_state_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = []
+    model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
+    drafter, options = small_drafter(hidden=64, vocab=VOCAB), {"max_tokens": 20, "plan": (1, 3)}
+    session = Session(model, tokenizer, drafter, on_drafter_failure=errors.append, **options)
+    plain = Session(model, tokenizer, **options | {"plan": "off"})
+    assert session.send("abc").tokens == plain.send("abc").tokens
+
+    def fork(source: StepwiseSource) -> StepwiseSource:
+        raise Broken("no memory")
+
+    monkeypatch.setattr(StepwiseSource, "fork", fork)
+    for turn in ("cab", "b"):
+        assert session.send(turn).tokens == plain.send(turn).tokens
+    session.fork()
+    assert [str(error) for error in errors] == ["no memory"]
 
 
 class WaitingSource(StepwiseSource):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -84,44 +83,18 @@ def test_a_partial_plan_is_accepted_without_a_drafter(given: int) -> None:
         assert Options(**options).resolve_plan(None) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("temperature", "unknown option 'temperature': did you mean temp?"),
-        ("temprature", "unknown option 'temprature': did you mean temp?"),
-        ("max_token", "unknown option 'max_token': did you mean max_tokens?"),
-        ("max_new_tokens", "unknown option 'max_new_tokens': did you mean max_tokens?"),
-        ("n", "unknown option 'n'"),
-    ],
-)
-def test_unknown_options_are_refused_by_name(name: str, message: str) -> None:
+def test_unknown_options_are_refused_by_name() -> None:
     model, tokenizer = make_model(), make_tokenizer()
-    option: dict[str, Any] = {name: 1}
+    session = Session(model, tokenizer)
     for call in (
-        lambda: stream_generate(model, tokenizer, [1, 2], **option),
-        lambda: generate(model, tokenizer, [1, 2], **option),
-        lambda: generate_step([1, 2], model, **option),
-        lambda: Session(model, tokenizer, **option),
+        lambda: generate(model, tokenizer, [1, 2], temperature=1),
+        lambda: next(generate_step([1, 2], model, temperature=1)),
+        lambda: Session(model, tokenizer, temperature=1),
+        lambda: session.send("abc", temperature=1),
     ):
-        with pytest.raises(TypeError) as raised:
+        with pytest.raises(TypeError, match="'temperature'"):
             call()
-        assert str(raised.value) == message
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("temperature", "unknown option 'temperature': did you mean temp?"),
-        ("stop_sequences", "unknown option 'stop_sequences': did you mean stop?"),
-        ("on_tokens", "unknown option 'on_tokens': did you mean on_token?"),
-        ("memory_budget", "unknown option 'memory_budget'"),
-    ],
-)
-def test_unknown_options_of_a_turn_are_refused_by_name(name: str, message: str) -> None:
-    session = Session(make_model(), make_tokenizer())
-    with pytest.raises(TypeError) as raised:
-        session.send("abc", **{name: 1})
-    assert str(raised.value) == message and not session.messages
+    assert not session.messages
 
 
 def test_an_answer_of_no_tokens_is_refused() -> None:
@@ -150,15 +123,6 @@ def test_changed_options_are_checked_and_become_python_numbers() -> None:
     assert [type(x) for x in (options.top_k, options.temp, options.seed)] == [int, float, int]
     with pytest.raises(RedrafterError, match="top_k"):
         replace(options, top_k=-1)
-
-
-@pytest.mark.parametrize("function", [generate_step, stream_generate, generate], ids=lambda f: f.__name__)
-def test_signatures_show_every_option(function: Any) -> None:
-    parameters = inspect.signature(function).parameters
-    for each in fields(Options):
-        assert parameters[each.name].default == each.default
-        assert parameters[each.name].kind is inspect.Parameter.KEYWORD_ONLY
-    assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def test_flags_derive_from_the_options() -> None:

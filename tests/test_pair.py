@@ -31,7 +31,8 @@ def test_notes_give_the_reason_for_not_drafting(
     options: dict[str, Any], notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pair, "costs", lambda self, **_: COSTS)
-    found = Pair(small_llama(), small_drafter()).choose(Options(**options)).notes
+    pair = Pair(small_llama(), small_drafter())
+    found = pair.choose(Options(**options), pair.open_source()).notes
     assert len(found) == len(notes) and all(map(str.startswith, found, notes))
 
 
@@ -39,7 +40,8 @@ def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPat
     cheap = COSTS._replace(verify=((1.0, 1.0, 1.0),), level=(0.01,))
     monkeypatch.setattr(Pair, "costs", lambda self, **_: cheap)
     chains = make_family("qwen3_next")
-    (note,) = Pair(chains, make_drafter(chains)).choose(Options()).notes
+    pair = Pair(chains, make_drafter(chains))
+    (note,) = pair.choose(Options(), pair.open_source()).notes
     assert note.startswith("chains, not trees: its cache (ArraysCache) takes tokens one after the other")
     (note,) = Pair(make_family("phi3small")).choose(Options()).notes
     assert note.startswith("the context does not draft: cannot draft for phi3small: its block-sparse layers")

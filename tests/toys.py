@@ -10,7 +10,7 @@ import copy
 import functools
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -33,6 +33,7 @@ from mlx_redrafter.engine.tree import chain, grow, prune
 from mlx_redrafter.engine.types import Beams, Kept, Tree
 from mlx_redrafter.generate import Step, decode_tokens
 from mlx_redrafter.options import Options
+from mlx_redrafter.pair import find_pair
 
 VOCAB = 40
 HEADS_OF_32 = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -97,7 +98,15 @@ def run(model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None,
     """All steps of one generation. Without a drafter it is plain, unless `context` is set."""
     if drafter is None:
         options = {"context": False} | options
-    return list(decode_tokens(prompt, model, drafter, Options(**options)))
+    return list(decode_steps(prompt, model, drafter, Options(**options)))
+
+
+def decode_steps(
+    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Any, options: Options
+) -> Generator[Step, None, None]:
+    """Starts a generation."""
+    pair, source = find_pair(model, drafter)
+    return decode_tokens(pair, prompt, options, source)
 
 
 def ids(steps: Sequence[Step]) -> list[int]:

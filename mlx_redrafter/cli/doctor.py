@@ -25,14 +25,9 @@ from ..planning.costs import CostTable, is_disturbed
 from ..planning.machine import describe_machine, has_fast_blas
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
+from ..trials import TRIAL_PROMPTS
 from .arguments import make_parser
 
-TRIAL_PROMPTS = (
-    "Write a function that reverses a linked list.\n\ndef reverse(",
-    "Explain in three sentences why the sky is blue.",
-    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
-    "List the planets of the solar system, with one fact about each.",
-)
 TRIAL_DEPTH, TRIAL_TOKENS = 8, 48
 """The longest chain of a trial, and tokens decoded after each prompt."""
 

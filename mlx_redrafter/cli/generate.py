@@ -28,7 +28,7 @@ from ..engine.sampling import Sampler
 from ..errors import Parser, RedrafterError
 from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, format_summary, is_text, stream_generate
 from ..options import OFF, Options
-from ..pair import Pair, draw_seed
+from ..pair import Pair, draw_seed, find_pair
 from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
 from ..session.chat_template import render
 from .arguments import load_models, make_text_parser, read_options
@@ -99,7 +99,8 @@ def run() -> int:
     if args.verbose or (verdict and not args.json):
         print(format_summary(decoded.last), file=sys.stderr)
         if args.plan != OFF and (verdict or not decoded.last.drafted):
-            notes = Pair(model, drafter).choose(Options(**options)).notes
+            pair, source = find_pair(model, drafter)
+            notes = pair.choose(Options(**options), source).notes
             print("\n".join([NOTHING_DRAFTED][: not decoded.last.drafted] + notes), file=sys.stderr)
         if verdict:
             drawn = f"--seed {options['seed']}" if args.seed is None and args.temp > 0 else ""

@@ -37,6 +37,7 @@ class Round(NamedTuple):
         path: the accepted nodes from the root down.
         replayed: how many tokens it replayed.
         is_prompt: whether its forward read prompt tokens.
+        from_context: whether the accepted tokens were drafted from the context, not by the drafter.
     """
 
     tokens: list[int]
@@ -46,11 +47,7 @@ class Round(NamedTuple):
     path: Sequence[int] = (0,)
     replayed: int = 0
     is_prompt: bool = False
-
-    @property
-    def from_context(self) -> bool:
-        """Whether the accepted tokens were drafted from the context, not by the drafter."""
-        return self.plan is not None and self.path[-1] >= self.plan.size
+    from_context: bool = False
 
 
 Rounds = Generator[Round, None, None]
@@ -207,6 +204,11 @@ class Decoder:
         self._draft: Draft | None = None  # for the next round, if drafted before the read
         self._ahead: Pending | None = None  # the next round, if it was enqueued before the last one was read
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
+
+    @property
+    def drafter_source(self) -> Source | None:
+        """The source with a drafter, if there is one and it has not failed."""
+        return self._drafter
 
     def decode(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
         """Yields an empty round after each piece of the prompt, then decoding rounds without end.
@@ -379,8 +381,9 @@ class Decoder:
             self._context.confirm(tokens)
         logprobs = pending.outcome.logprobs[: len(tokens)]
         done = Round(tokens, logprobs, replayed=pending.replayed, is_prompt=pending.is_prompt)
-        if pending.draft is not None:
-            done = done._replace(plan=plan, tree=pending.draft.tree, path=path)
+        if pending.draft is not None and plan is not None:
+            from_context = path[-1] >= plan.size
+            done = done._replace(plan=plan, tree=pending.draft.tree, path=path, from_context=from_context)
         if not pending.is_prompt:
             is_alone = self._chooser.grammar is not None or (self._n_ahead > 1 and self._ahead is not None)
             is_timed = self._is_timed and (verified or is_alone)  # other plain steps overlap

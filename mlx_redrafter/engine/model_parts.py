@@ -298,6 +298,8 @@ def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
     Raises:
         UnsupportedModelError: a state is missing or has the wrong shape; the message says which.
     """
+    if not names:
+        return
     points, token, cache = find_capture_points(model, names), mx.zeros((1, 1), mx.int32), make_prompt_cache(model)
     _, captured = capture(list(points.values()), lambda: model(token, cache=cache))  # built, never computed
     width = find_parts(model).embedding(token).shape[-1]

@@ -16,11 +16,7 @@ from .target import KVQuantization
 
 
 def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
-    """The prompt as (T,) int32.
-
-    Raises:
-        RedrafterError: it is empty, or not one sequence of integers.
-    """
+    """The prompt as (T,) int32. Refuses an empty one, and anything but one sequence of integers."""
     expected = "the prompt must be one sequence of token ids"
     if not isinstance(prompt, mx.array):
         if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable):
@@ -40,50 +36,52 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
     return prompt.astype(mx.int32)
 
 
-def check_request(
-    model: nn.Module,
-    tokens: mx.array,
-    cache: kv_cache.Cache | None,
-    quantization: KVQuantization,
-    max_kv_size: int | None = None,
-) -> int:
-    """Refuses requests that would fail or give wrong tokens later; returns the vocabulary size.
+def find_vocab_size(model: nn.Module) -> int:
+    """The number of a model's logits, from a forward that is built but never computed."""
+    size: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
+    return size
 
-    Shapes of outputs and cache come from a forward that is built but never computed.
+
+def check_tokens(tokens: mx.array, vocab_size: int) -> None:
+    """Refuses token ids (T,) outside the vocabulary."""
+    for extreme in (cast(int, tokens.min().item()), cast(int, tokens.max().item())):
+        if not 0 <= extreme < vocab_size:
+            raise RedrafterError(f"token ids must be from 0 to {vocab_size - 1}, got {extreme}")
+
+
+def check_cache(
+    model: nn.Module, cache: kv_cache.Cache | None, quantization: KVQuantization, max_kv_size: int | None = None
+) -> None:
+    """Refuses a cache that would fail or give wrong tokens later: another model's, or one that cannot be quantized.
 
     Args:
-        tokens: (T,) the prompt.
         cache: the caller's prompt cache; None for a new one.
+        quantization: of the cache.
         max_kv_size: the most rows of a new cache.
-
-    Raises:
-        RedrafterError: a token id is outside the vocabulary, the cache belongs to another model or quantization,
-            a rotating cache would be quantized, or the KV group size does not divide the head size.
     """
-    probe = make_prompt_cache(model, max_kv_size)
-    if quantization.bits is not None and kv_cache.has_ring(probe if cache is None else cache):
+    if cache is None and quantization.bits is None:
+        return
+    own = make_prompt_cache(model, max_kv_size)
+    if quantization.bits is not None and kv_cache.has_ring(own if cache is None else cache):
         raise RedrafterError("kv_bits needs caches that keep every row: mlx-lm cannot quantize a RotatingKVCache")
     if cache is not None:
-        _check_cache(cache, probe, quantization)
-    vocab_size: int = model(mx.zeros((1, 1), mx.int32), cache=probe).shape[-1]
-    ids = cast(list[int], tokens.tolist())
-    if wrong := [i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size]:
-        raise RedrafterError(f"token ids must be from 0 to {vocab_size - 1}, got {wrong[0]}")
-    for c in probe if quantization.bits is not None else []:
-        arrays = (getattr(c, "keys", None), getattr(c, "values", None))
-        sizes = [x.shape[-1] for x in arrays if isinstance(x, mx.array)]
-        if hasattr(c, "to_quantized") and (odd := [size for size in sizes if size % quantization.group_size]):
-            raise RedrafterError(f"kv_group_size must divide the head size {odd[0]}, got {quantization.group_size}")
-    return vocab_size
+        _check_layers(cache, own, quantization)
+    if quantization.bits is not None:
+        model(mx.zeros((1, 1), mx.int32), cache=own)  # built, never computed
+        for c in own:
+            arrays = (getattr(c, "keys", None), getattr(c, "values", None))
+            sizes = [x.shape[-1] for x in arrays if isinstance(x, mx.array)]
+            if hasattr(c, "to_quantized") and (odd := [size for size in sizes if size % quantization.group_size]):
+                raise RedrafterError(f"kv_group_size must divide the head size {odd[0]}, got {quantization.group_size}")
 
 
-def _check_cache(cache: kv_cache.Cache, probe: kv_cache.Cache, quantization: KVQuantization) -> None:
-    if len(cache) != len(probe):
-        raise RedrafterError(f"the prompt cache must have {len(probe)} layers like the model, got {len(cache)}")
+def _check_layers(cache: kv_cache.Cache, own: kv_cache.Cache, quantization: KVQuantization) -> None:
+    if len(cache) != len(own):
+        raise RedrafterError(f"the prompt cache must have {len(own)} layers like the model, got {len(cache)}")
     if odd := [c for c in cache if not hasattr(c, "update_and_fetch") and not hasattr(c, "state")]:
         raise RedrafterError(f"the prompt cache must hold an mlx-lm cache for each layer, got {type(odd[0]).__name__}")
-    own = tuple({type(c) for c in kv_cache.leaves(probe)})
-    if unknown := kv_cache.find_unknown_types(cache, (*kv_cache.KNOWN, *own)):
+    types = tuple({type(c) for c in kv_cache.leaves(own)})
+    if unknown := kv_cache.find_unknown_types(cache, (*kv_cache.KNOWN, *types)):
         raise RedrafterError(f"the prompt cache must consist of mlx-lm's caches, got {', '.join(unknown)}")
     asked = (quantization.bits, quantization.group_size)
     for c in kv_cache.leaves(cache):

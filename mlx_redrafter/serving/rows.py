@@ -21,13 +21,12 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import ranks
-from ..drafters.protocol import Drafter
 from ..engine import kv_cache
-from ..engine.decode import Decoder, Round, Rounds
+from ..engine.decode import Round
 from ..engine.grammar import mask_root
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
-from ..pair import find_pair
+from ..pair import Generation, Pair
 from .request import Request
 from .types import SchemaNotFollowed
 
@@ -55,11 +54,9 @@ class Loops:
         on_drafter_failure: called with an exception of the drafter; the row continues without it for good.
     """
 
-    def __init__(
-        self, model: nn.Module, drafter: Drafter | None, on_drafter_failure: Callable[[Exception], None]
-    ) -> None:
-        self._model, self._drafter, self._on_drafter_failure = model, drafter, on_drafter_failure
-        self._loops: dict[Request, tuple[Decoder, Rounds]] = {}
+    def __init__(self, pair: Pair, on_drafter_failure: Callable[[Exception], None]) -> None:
+        self._pair, self._on_drafter_failure = pair, on_drafter_failure
+        self._loops: dict[Request, Generation] = {}
 
     @property
     def rows(self) -> list[Request]:
@@ -78,17 +75,16 @@ class Loops:
             prefill_step_size=min(row.options.prefill_step_size, FIRST_PIECE if self._loops else NO_LIMIT),
             on_drafter_failure=partial(self._drop_drafter, row),
         )
-        if row.draft and row.source is None and self._drafter is not None and not row.drafter_failed:
-            row.source = self._drafter.open(self._model)
+        if row.draft and row.source is None and not row.drafter_failed:
+            row.source = self._pair.open_source()
         if row.grammar is not None:  # it has not taken a batch's last token
             for token in row.text[row.prompt_tokens + row.grammar.length :]:
                 row.grammar.take(token)
         row.may_run_ahead = True
-        pair, source = find_pair(self._model, row.source)
-        self._loops[row] = pair.open(
+        self._loops[row] = self._pair.open(
             row.text[held:],
             options,
-            source=source,
+            row.source,
             grammar=row.grammar,
             may_run_ahead=lambda: row.may_run_ahead,
             stops=row.copy_lengths,
@@ -100,15 +96,15 @@ class Loops:
 
     def step(self, row: Request) -> Round:
         """Returns the row's next round, or an empty one after a piece of its prompt."""
-        decoder, rounds = self._loops[row]
-        made = next(rounds)
-        row.read = min(max(row.read, decoder.target.length), row.prompt_tokens)
+        text = self._loops[row]
+        made = next(text)
+        row.read = min(max(row.read, text.length), row.prompt_tokens)
         return made
 
     def copy_cache(self, row: Request) -> Start:
         """Returns a copy of the row's cache during its prefill."""
-        target = self._loops[row][0].target
-        return copy.deepcopy(target.cache), target.length
+        text = self._loops[row]
+        return copy.deepcopy(text.cache), text.length
 
     def stop_running_ahead(self, row: Request) -> bool:
         """Stops the row's loop from running ahead.
@@ -117,19 +113,18 @@ class Loops:
             Whether the row can move now; if not, it can after its next round.
         """
         row.may_run_ahead = False
-        return self._loops[row][0].target.length < len(row.text)
+        return self._loops[row].length < len(row.text)
 
     def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
         """Removes the given rows; see `Batch.remove`. After an exception a row's cache is undefined."""
         removed: dict[Request, Start] = {}
         for row in [row for row in rows if row in self._loops]:
-            decoder, rounds = self._loops.pop(row)
-            with closing(rounds):
+            with closing(self._loops.pop(row)) as text:
                 if keep_caches:
-                    held = min(decoder.target.length, len(row.text))
+                    held = min(text.length, len(row.text))
                     if held:
-                        decoder.finish(held, row.text[held - 1])
-                    removed[row] = decoder.target.cache, held
+                        text.finish(held, row.text[held - 1])
+                    removed[row] = text.cache, held
         return removed
 
 

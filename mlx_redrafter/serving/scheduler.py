@@ -27,6 +27,7 @@ from ..engine.decode import Round
 from ..engine.stats import Stats
 from ..generate import decode_tokens
 from ..options import Options
+from ..pair import Pair
 from .batchable import count_prefill_rows
 from .cache_folder import CacheFolder
 from .pace import Pace
@@ -79,7 +80,8 @@ class Scheduler:
         self._prefill_rows = count_prefill_rows(model, options)
         prefill = max(1, self._prefill_rows), options.prefill_step_size
         self._make_batch = partial(Batch, model, size, *prefill)
-        self._loops, self._batch = Loops(model, drafter, self._note_drafter_failure), self._make_batch()
+        self._pair = Pair(model, drafter)
+        self._loops, self._batch = Loops(self._pair, self._note_drafter_failure), self._make_batch()
         self._alone_steps, self._pace = 0, Pace()
 
     @property
@@ -100,7 +102,8 @@ class Scheduler:
     def warm_up(self) -> None:
         """Measures costs if `plan="auto"` has no measurement yet, and compiles what a request needs."""
         self._host_stream = mx.new_stream(mx.cpu)  # works beside the current forward
-        for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4)):
+        options, source = replace(self._options, max_tokens=4), self._pair.open_source()
+        for _ in decode_tokens(self._pair, [0] * 8, options, source):
             pass
 
     def choose(self, waiting: Iterable[Request], ended: Container[Request]) -> list[Request]:

@@ -28,7 +28,7 @@ from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
 from ..engine.decode import on_stream
 from ..engine.model_parts import find_context_length
-from ..engine.request_checks import check_request
+from ..engine.request_checks import check_cache, find_vocab_size
 from ..engine.wired_limit import wired_limit
 from ..errors import RedrafterError, join_lines
 from ..options import Options
@@ -108,7 +108,8 @@ class Worker:
         self._defaults = replace(options, xtc_special_tokens=special)
         from_config = find_context_length(model) if options.max_kv_size is None else None
         self.context_length = from_config if context_length is None else context_length
-        self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
+        self.vocab_size = find_vocab_size(model)
+        check_cache(model, None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them
         self.counters = Counters()
         keep = prompt_cache_bytes, prompt_cache_dir

@@ -15,7 +15,7 @@ from transformers.utils import get_json_schema
 from ..atomic_files import expand_path, replace_file
 from ..engine import kv_cache
 from ..engine.model_parts import find_module_name
-from ..engine.request_checks import check_prompt, check_request
+from ..engine.request_checks import check_cache, check_prompt, check_tokens, find_vocab_size
 from ..engine.target import KVQuantization
 from ..errors import RedrafterError, join_lines
 from ..planning.store import digest_tensors
@@ -79,7 +79,8 @@ def read_conversation(
         if content["model"] != digest_tensors(model):
             raise RedrafterError("it was saved with another model")
         tokens, messages, template = content["tokens"], parse_messages(content["messages"]), content["template"]
-        check_request(model, check_prompt(tokens), cache, KVQuantization())
+        check_tokens(check_prompt(tokens), find_vocab_size(model))
+        check_cache(model, cache, KVQuantization())
         if (length := kv_cache.length(cache)) not in (0, len(tokens)):
             raise RedrafterError(f"expected a cache of {len(tokens)} tokens, got {length}")
         mx.eval([c.state for c in cache])

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,16 +23,14 @@ from ..engine import kv_cache
 from ..engine.source import Source
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, StopStrings, stream_text
-from ..options import CACHE_OPTIONS, OPTION_NAMES, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_names, takes_options
+from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options
+from ..pair import Pair, find_pair
 from .chat_template import Message, encode_conversation, encode_turn, make_template_args, parse_messages
 from .memory import find_free_bytes, measure_cache
 from .saved import read_conversation, write_conversation
 
 SPARE_TOKENS = 320
 """Maximum cache rows beyond the text: a cache grows by 256 rows, and a round writes a tree."""
-
-TURN_ARGUMENTS = frozenset({"stop", "tools", "chat_template_config"})
-"""Arguments of a turn besides `Options`."""
 
 
 class Cancelled(Exception):
@@ -83,7 +82,6 @@ class Session:
         RedrafterError: an option is not allowed or out of range.
     """
 
-    @takes_options
     def __init__(
         self,
         model: nn.Module,
@@ -110,6 +108,7 @@ class Session:
         checked.resolve_plan(drafter)
         self._cache_bytes = measure_cache(model, checked)
         self._memory_budget, self._trims = memory_budget, when_full == "trim"
+        self._pair, self._source = find_pair(model, drafter)
         evaluate(model, drafter)  # turns may come from other threads
         self._lock, self._thread, self._cancelled = threading.Lock(), "", False
         self._clear()
@@ -146,7 +145,6 @@ class Session:
             RedrafterError: another thread is using the session, the turn does not fit, a cache option is given, which
                 only `Session` takes, or `stream_generate` rejects the request.
         """
-        check_names(options, OPTION_NAMES | TURN_ARGUMENTS | {"on_text", "on_token"})
         text, tokens, last = "", list[int](), None
         with closing(self.stream(messages, **options)) as responses:
             for last in responses:
@@ -165,7 +163,6 @@ class Session:
         A cancelled answer ends without a `finish_reason`.
         """
         with self._locked():
-            check_names(options, OPTION_NAMES | TURN_ARGUMENTS)
             sent = parse_messages(messages)
             stop, tools = options.pop("stop", self._stop), options.pop("tools", self._tools)
             config = options.pop("chat_template_config", self._template_config)
@@ -201,7 +198,7 @@ class Session:
         with self._locked():
             other = copy.copy(self)
             other._lock, other._cache = threading.Lock(), copy.deepcopy(self._cache)
-            other._source = None if self._source is None else self._source.fork()
+            other._source = self._fork_source(self._options.get("on_drafter_failure"))
             return other
 
     def save(self, path: str | Path) -> None:
@@ -242,7 +239,7 @@ class Session:
         self._tokens: list[int] = []
         self._messages: list[Message] = []
         self._cache: kv_cache.Cache | None = None  # of all tokens; None if they must be prefilled
-        self._source: Source | None = None  # the drafter's, of all tokens
+        self._source = self._pair.open_source()  # of all tokens; None if the drafter failed
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -307,9 +304,7 @@ class Session:
         kept = (self._cache if history else None) or make_prompt_cache(self.model, options.max_kv_size)
         cache, states = list(kept), kv_cache.snapshot_rows(kept)  # a copy, as quantization replaces entries of the list
         callback, valid = options.prompt_progress_callback, False
-        source = self._source.fork() if history and self._source is not None else None
-        if source is None and self.drafter is not None:
-            source = self.drafter.open(self.model)
+        source = self._fork_source(options.on_drafter_failure) if history else self._pair.open_source()
         text, tokens = "", list[int]()
 
         def progress(done: int, total: int) -> None:
@@ -319,10 +314,18 @@ class Session:
             if callback is not None:
                 callback(done, total)
 
-        options = replace(options, prompt_cache=cache, history=tuple(history), prompt_progress_callback=progress)
+        if (on_failure := options.on_drafter_failure) is not None:
+            on_failure = partial(self._drop_drafter, on_failure)
+        options = replace(
+            options,
+            prompt_cache=cache,
+            history=tuple(history),
+            prompt_progress_callback=progress,
+            on_drafter_failure=on_failure,
+        )
         prompt = [*turn.old[len(history) :], *turn.new]
         try:
-            with closing(stream_text(self.model, self.tokenizer, prompt, source, options, stops)) as responses:
+            with closing(stream_text(self._pair, self.tokenizer, prompt, options, source, stops)) as responses:
                 for response in responses:
                     kept, states = [], []  # frees old arrays
                     tokens.append(response.token)
@@ -343,9 +346,25 @@ class Session:
                 self._tokens = [*turn.old, *turn.new, *tokens]
                 self._rendered_with = template
             # A turn in another thread cannot evaluate pending arrays. Some forwards also store new arrays in the model.
-            mx.eval([vars(c) for c in kv_cache.leaves(cache)] if valid else [], self.model)
+            mx.eval([vars(c) for c in kv_cache.leaves(cache)] if valid else [])
+            evaluate(self.model)
             if valid:
-                self._cache, self._source = cache, source
+                self._cache, self._source = cache, None if self._pair.drafter is None else source
+
+    def _fork_source(self, on_failure: Callable[[Exception], None] | None) -> Source | None:
+        """A copy of the drafter's source; None if there is none, or if copying it failed."""
+        try:
+            return None if self._source is None else self._source.fork()
+        except Exception as error:
+            if on_failure is None:
+                raise
+            self._drop_drafter(on_failure, error)
+            return None
+
+    def _drop_drafter(self, on_failure: Callable[[Exception], None], error: Exception) -> None:
+        """Continues this and all later turns without the drafter, which has failed."""
+        self._pair, self._source = Pair(self.model), None
+        on_failure(error)
 
 
 def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, Any]:

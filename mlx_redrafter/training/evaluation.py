@@ -23,8 +23,10 @@ from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
 from ..engine.stats import Stats
 from ..errors import RedrafterError
-from ..generate import PromptRuns, decode_prompts, encode_chat
+from ..generate import encode_chat
 from ..options import Options
+from ..pair import Pair
+from ..trials import PromptRuns, decode_prompts
 from .data import Text, check_data, collate, encode_prompts, load_texts, read_prompts
 from .loss import draft_loss
 from .settings import TrainingArgs
@@ -175,11 +177,11 @@ def compare_shapes(
     """
     takes_trees = check_draftable(model, tree=True) is None
     plans: list[Any] = ["off", *(tuple(shape) for shape in shapes if shape[0] == 1 or takes_trees)]
-    runs: dict[Any, list[PromptRuns]] = {plan: [] for plan in plans}
+    pair, runs = Pair(model, drafter), {plan: list[PromptRuns]() for plan in plans}
     with tqdm(total=len(prompts) * len(plans), desc="comparison") as bar:
         for prompt in prompts:
             for plan, own in runs.items():
-                own.append(decode_prompts(model, drafter, [prompt], replace(options, plan=plan), eos_token_ids))
+                own.append(decode_prompts(pair, [prompt], replace(options, plan=plan), eos_token_ids))
                 bar.update()
     plain, results = runs.pop("off"), []
     for (width, depth, *size), own in runs.items():

@@ -11,6 +11,7 @@ import pytest
 from bench_records import make_costs, parse_flags
 from mlx.utils import tree_flatten
 from small import small_drafter, small_llama
+from toys import decode_steps
 
 from benchmarks import contest, synthetic
 from benchmarks.models import Workload
@@ -19,7 +20,6 @@ from benchmarks.synthetic import EXPERTS, HEADS, SHAPES, Oracle, build_workload,
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import decode_tokens
 from mlx_redrafter.options import Options
 from mlx_redrafter.planning.acceptance import AcceptanceTable, predict_tokens
 
@@ -52,13 +52,13 @@ def decode(found: Workload, plan: Any, count: int) -> tuple[list[int], Stats]:
     """Decodes the workload's first prompt, plainly if `plan` is None. Returns (tokens, statistics)."""
     drafter = None if plan is None else found.drafter
     options = Options(plan="off" if plan is None else plan, max_tokens=count, sampler=found.sampler)
-    steps = list(decode_tokens(found.prompts[0].ids, found.model, drafter, options))
+    steps = list(decode_steps(found.prompts[0].ids, found.model, drafter, options))
     return [step.token for step in steps], steps[-1].stats
 
 
 def count_rounds(oracle: Oracle, plan: tuple[int, ...], count: int) -> Stats:
     model, drafter = small_llama(vocab=V, layers=1), small_drafter(vocab=V)
-    *_, last = decode_tokens([1, 2, 3], model, drafter, Options(plan=plan, max_tokens=count, sampler=oracle))
+    *_, last = decode_steps([1, 2, 3], model, drafter, Options(plan=plan, max_tokens=count, sampler=oracle))
     return last.stats
 
 

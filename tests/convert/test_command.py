@@ -16,7 +16,7 @@ from checkpoints import apple, command, make, refused, same, tensors
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert import conversion
 from mlx_redrafter.demo import DIRECTORY
-from mlx_redrafter.generate import TRIAL_PROMPTS
+from mlx_redrafter.trials import TRIAL_PROMPTS
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = (("-m", "mlx_redrafter.convert"), ("-m", "mlx_redrafter", "convert"))
@@ -40,7 +40,7 @@ def test_report_includes_the_cost_of_quantization(
     tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion, "NEW_TOKENS", 10)
-    monkeypatch.setattr("mlx_redrafter.generate.TRIAL_PROMPTS", TRIAL_PROMPTS[::2])  # those of code
+    monkeypatch.setattr("mlx_redrafter.trials.TRIAL_PROMPTS", TRIAL_PROMPTS[::2])  # those of code
     said = {}
     flags = ("--hf-path", DIRECTORY / "drafter", "-q", "--q-group-size", "32", "--base-model", demo_target)
     pattern = (

@@ -18,6 +18,7 @@ from toys import (
     ScriptedContext,
     assert_same_cache,
     assert_same_steps,
+    decode_steps,
     ids,
     make_model,
     make_prompt,
@@ -30,7 +31,6 @@ from mlx_redrafter.drafters import context
 from mlx_redrafter.drafters.context import MAX_MATCH, MAX_PROPOSAL, ContextSource
 from mlx_redrafter.engine.plan import CONTEXT_ONLY
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
-from mlx_redrafter.generate import decode_tokens
 from mlx_redrafter.options import Options
 
 
@@ -193,7 +193,7 @@ def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> Non
     plain = run(model, prompt, max_tokens=60)
     use_index(partial(ScriptedContext, [*prompt, *ids(plain)], 0.9))
     cache, other = make_prompt_cache(model), make_prompt_cache(model)
-    steps = decode_tokens(prompt, model, None, Options(prompt_cache=cache, context=True, plan=(1, 1)))
+    steps = decode_steps(prompt, model, None, Options(prompt_cache=cache, context=True, plan=(1, 1)))
     assert [next(steps).token for _ in range(taken)] == ids(plain[:taken])
     steps.close()
     run(model, [*prompt, *ids(plain[:taken])], max_tokens=0, prompt_cache=other)
@@ -221,7 +221,7 @@ def test_context_is_on_by_default() -> None:
     model, prompt = make_model(), make_prompt(9)
 
     def drafted(**options: Any) -> int:
-        return list(decode_tokens(prompt, model, None, Options(max_tokens=120, **options)))[-1].stats.context_drafted
+        return list(decode_steps(prompt, model, None, Options(max_tokens=120, **options)))[-1].stats.context_drafted
 
     assert drafted() > 0, "this greedy text repeats itself"
     assert drafted(plan=(1, 3)) > 0, "a plan sets the drafter's part only, and there is no drafter"

@@ -22,6 +22,7 @@ from toys import (
     ScriptedContext,
     assert_same_cache,
     assert_same_steps,
+    decode_steps,
     ids,
     make_model,
     make_prompt,
@@ -42,9 +43,8 @@ from mlx_redrafter import (
 )
 from mlx_redrafter.drafters.draft_model import DraftModel, DraftModelSource
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.generate import decode_tokens
 from mlx_redrafter.options import Options
-from mlx_redrafter.pair import Pair
+from mlx_redrafter.pair import find_pair
 from mlx_redrafter.planning import store
 from mlx_redrafter.planning.measure import measure_costs
 
@@ -153,7 +153,7 @@ def test_it_continues_a_text_that_was_closed_early(family: str, taken: int) -> N
     text = [*prompt, *decode_plainly(family, tuple(prompt), 34)]
     cache, drafter = make_prompt_cache(model), DraftModel(model)
     source = drafter.open(model)
-    steps = decode_tokens(prompt, model, source, Options(prompt_cache=cache, plan=(1, 3), max_tokens=40))
+    steps = decode_steps(prompt, model, source, Options(prompt_cache=cache, plan=(1, 3), max_tokens=40))
     assert [next(steps).token for _ in range(taken)] == text[11 : 11 + taken]
     steps.close()
     left, fork = text[: 11 + taken], source.fork()
@@ -327,9 +327,8 @@ def test_auto_measures_and_drafts_with_it(name: str, monkeypatch: pytest.MonkeyP
         assert_same_steps(steps, plain)
         assert steps[-1].stats.drafter_rounds
     assert reads[0] is (name != "mamba"), "trees only if both models support them"
-    again = DraftModel(drafter.model)
-    assert Pair(target, again).costs(trees=True) is Pair(target, drafter).costs(trees=True)
-    assert Pair(target, again).history is Pair(target, drafter).history, "shared by wrappers of one model"
+    first, second = (find_pair(target, DraftModel(drafter.model))[0] for _ in range(2))
+    assert second.findings is first.findings, "shared by wrappers of one model"
 
 
 def test_unusable_draft_models_are_refused() -> None:

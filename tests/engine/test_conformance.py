@@ -16,7 +16,7 @@ from grids import pairs
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from small import make_tree
 from supported import PAGE, insert_table, rows
-from toys import CachingDrafter, ScriptedContext, assert_same_cache, assert_same_steps, ids, run
+from toys import CachingDrafter, ScriptedContext, assert_same_cache, assert_same_steps, decode_steps, ids, run
 
 from mlx_redrafter import pair
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
@@ -27,7 +27,7 @@ from mlx_redrafter.engine.plan import MAX_REPLAY
 from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.errors import UnsupportedModelError
-from mlx_redrafter.generate import Step, decode_tokens
+from mlx_redrafter.generate import Step
 from mlx_redrafter.options import Options
 
 RUNNING = sorted({*TREES, *REPLAYED, *CHAINS})
@@ -45,7 +45,7 @@ def decode_recorded(
     steps: list[Step] = []
     with record_hidden_states(model) as recorded:
         plain = Options(prompt_cache=cache, max_tokens=count + more, context=False, **options)
-        for step in decode_tokens(prompt, model, None, plain):
+        for step in decode_steps(prompt, model, None, plain):
             steps.append(step)
             if len(steps) == count:
                 after = copy.deepcopy(cache)

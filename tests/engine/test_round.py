@@ -14,13 +14,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from small import small_drafter, small_llama
-from toys import ids, make_model, make_prompt, run, scripted, with_plain
+from toys import decode_steps, ids, make_model, make_prompt, run, scripted, with_plain
 
 from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine import round as rounds
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import Step, decode_tokens
+from mlx_redrafter.generate import Step
 from mlx_redrafter.options import Options
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__", "__dlpack__", "__repr__",
@@ -72,7 +72,7 @@ def reads(events: list[str]) -> list[str]:
 def start(plan: Any = "off", **options: Any) -> Iterator[Step]:
     """Decodes without end; small models with heads wide enough for a quantized cache."""
     options = {"max_tokens": -1, "plan": plan} | options
-    return decode_tokens([1, 2, 3, 4, 5], small_llama(head_dim=32), small_drafter(), Options(**options))
+    return decode_steps([1, 2, 3, 4, 5], small_llama(head_dim=32), small_drafter(), Options(**options))
 
 
 def run_rounds(steps: Iterator[Step], count: int, events: list[Any]) -> None:
@@ -97,7 +97,7 @@ def test_a_round_reads_once(plan: Any, choice: str, events: list[str]) -> None:
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=str)
 def test_a_round_of_a_head_with_a_cache_reads_once(plan: Any, kind: str, events: list[str]) -> None:
     model = small_llama(head_dim=32)
-    steps = decode_tokens([1, 2, 3, 4, 5], model, make_cached(kind, 32, 64), Options(max_tokens=-1, plan=plan))
+    steps = decode_steps([1, 2, 3, 4, 5], model, make_cached(kind, 32, 64), Options(max_tokens=-1, plan=plan))
     run_rounds(steps, 12, events)
     assert len(reads(events)) == 12, events
 

@@ -58,9 +58,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
-def forget(pair: Models) -> Models:
-    """The same model with a new drafter of the same shape, so that this process has no costs for the pair."""
-    return pair[0], Drafter(pair[1].args)
+def forget(pair: Pair) -> Pair:
+    """The same pair without its findings."""
+    return Pair(pair.model, pair.drafter)
 
 
 def test_costs_between_contexts_are_interpolated() -> None:
@@ -156,21 +156,21 @@ def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: Path) -> None:
-    pair = make_pair()
-    first = Pair(*pair).costs(trees=True)
-    assert Pair(*pair).costs(trees=True) is first and measured == [True]
-    assert Pair(*forget(pair)).costs(trees=True) == first and measured == [True], "read from the disk"
-    chains = Pair(*pair).costs(trees=False)
+    pair = Pair(*make_pair())
+    first = pair.costs(trees=True)
+    assert pair.costs(trees=True) is first and measured == [True]
+    assert forget(pair).costs(trees=True) == first and measured == [True], "read from the disk"
+    chains = pair.costs(trees=False)
     assert (chains.plain, chains.widths, measured) == ((2.0,), (1,), [True, False]), "chains are measured separately"
-    again = Pair(*pair).costs(trees=True, refresh=True)
-    assert again.plain == (3.0,) and Pair(*pair).costs(trees=True) is again
-    assert Pair(*forget(pair)).costs(trees=True) == again
+    again = pair.costs(trees=True, refresh=True)
+    assert again.plain == (3.0,) and pair.costs(trees=True) is again
+    assert forget(pair).costs(trees=True) == again
     assert len(list(caches.rglob("*.json"))) == 2 and not list(caches.rglob("*partial*"))
 
 
 def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
-    pair = make_pair([[0.9, 0.05]])
-    planners = [Pair(*pair).make_planner(trees=True, chains_only=chains) for chains in (False, True, False)]
+    pair = Pair(*make_pair([[0.9, 0.05]]))
+    planners = [pair.make_planner(trees=True, chains_only=chains) for chains in (False, True, False)]
     assert measured == [True]
     chains = planners[1]
     assert chains.plans and all(plan.width == 1 for plan in chains.plans)
@@ -179,8 +179,8 @@ def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
 
 @pytest.mark.parametrize("damage", ["half", "negative", "no costs", "a list"])
 def test_a_damaged_file_is_measured_again(damage: str, measured: list[bool], caches: Path) -> None:
-    pair = make_pair()
-    Pair(*pair).costs(trees=True)
+    pair = Pair(*make_pair())
+    pair.costs(trees=True)
     (file,) = caches.rglob("*.json")
     text, fields = file.read_text(), json.loads(file.read_text())
     if damage == "negative":
@@ -189,7 +189,7 @@ def test_a_damaged_file_is_measured_again(damage: str, measured: list[bool], cac
         del fields["costs"]["level"]
     plain_texts = {"half": text[: len(text) // 2], "a list": "[1]"}
     file.write_text(plain_texts.get(damage, json.dumps(fields)))
-    assert Pair(*forget(pair)).costs(trees=True).plain == (2.0,) and len(measured) == 2
+    assert forget(pair).costs(trees=True).plain == (2.0,) and len(measured) == 2
     assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "the new table was saved"
 
 
@@ -197,9 +197,9 @@ def test_a_disturbed_measurement_is_repeated_twice_at_most(
     measured: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "is_disturbed", lambda costs: True)
-    pair = make_pair()
-    assert Pair(*pair).costs(trees=True) is Pair(*pair).costs(trees=True)
-    found = [Pair(*forget(pair)).costs(trees=True).plain for _ in range(4)]
+    pair = Pair(*make_pair())
+    assert pair.costs(trees=True) is pair.costs(trees=True)
+    found = [forget(pair).costs(trees=True).plain for _ in range(4)]
     assert found == [(2.0,), (3.0,), (3.0,), (3.0,)] and len(measured) == 3
 
 
@@ -213,7 +213,7 @@ def test_an_unwritable_cache_folder_warns_once(
 
 
 def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    measuring, counted, pair = threading.Event(), [], make_pair()
+    measuring, counted, pair = threading.Event(), [], Pair(*make_pair())
 
     def measure_slowly(*args: Any, **options: Any) -> CostTable:
         counted.append(1)
@@ -223,6 +223,6 @@ def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(store, "measure_costs", measure_slowly)
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(Pair(*pair).costs, trees=True)
+        first = threads.submit(pair.costs, trees=True)
         assert measuring.wait(60)
-        assert Pair(*pair).costs(trees=True) is first.result(60) and len(counted) == 1
+        assert pair.costs(trees=True) is first.result(60) and len(counted) == 1

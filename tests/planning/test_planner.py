@@ -246,18 +246,18 @@ def test_counts_are_saved_for_the_next_process(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = make_model()
     drafter = make_drafter(model)
-    counts = Pair(model, drafter).history.counts
-    assert Pair(model, drafter).history.counts is counts and counts.acceptance_scale == 1
+    counts = Pair(model, drafter).history(drafted=True).counts
+    assert counts.acceptance_scale == 1
     for _ in range(40):
         counts.add([0.5, 0.5], 1.0, 2)
     keep_counts(model, drafter, counts)
     same, other = make_drafter(model), make_drafter(model)
     same.update(drafter.parameters())
     other.update(tree_map(lambda array: array + 1, drafter.parameters()))
-    assert Pair(model, same).history.counts.by_depth == counts.by_depth
-    assert Pair(model, other).history.counts.acceptance_scale == 1, "same shapes, different weights"
+    assert Pair(model, same).history(drafted=True).counts.by_depth == counts.by_depth
+    assert Pair(model, other).history(drafted=True).counts.acceptance_scale == 1, "same shapes, different weights"
     for file in tmp_path.rglob("*.json"):
         file.write_text('{"overall": [1, "a"]}')
     again = make_drafter(model)
     again.update(drafter.parameters())
-    assert Pair(model, again).history.counts.acceptance_scale == 1, "damaged files are ignored"
+    assert Pair(model, again).history(drafted=True).counts.acceptance_scale == 1, "damaged files are ignored"

@@ -16,8 +16,8 @@ from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.context import ContextSource
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.generate import decode_prompts
 from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
 from mlx_redrafter.training import command, evaluation
 from mlx_redrafter.training.data import Text, collate
 from mlx_redrafter.training.evaluation import (
@@ -33,6 +33,7 @@ from mlx_redrafter.training.evaluation import (
 )
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.trainer import train_drafter
+from mlx_redrafter.trials import decode_prompts
 
 
 def result(width: int, depth: int, ratio: float) -> ShapeResult:
@@ -68,7 +69,7 @@ def test_counted_rounds_match_decoding(depth: int) -> None:
     args, accepted = TrainingArgs(draft_depth=depth), 0
     for at in range(6):
         prompt = [at, 3, at + 5]
-        run = decode_prompts(model, drafter, [prompt], Options(max_tokens=33, plan=(1, depth)))
+        run = decode_prompts(Pair(model, drafter), [prompt], Options(max_tokens=33, plan=(1, depth)))
         text = Text(np.array([*prompt, *run.texts[0]], np.int32), 3)
         found = find_accepted(model, drafter, text, args)
         assert count_rounds(text, found, None) == run.stats.rounds

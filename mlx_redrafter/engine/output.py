@@ -1,0 +1,46 @@
+"""The generated tokens of one text: cuts rounds where the text ends, and counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Literal
+
+from .decode import Round
+from .stats import Stats
+
+FinishReason = Literal["stop", "length"]
+
+
+class Output:
+    """The generated tokens of one text, its statistics, and where it ends.
+
+    Args:
+        max_tokens: most tokens; -1 for no limit.
+        end_tokens: end-of-text tokens. The first one ends the text and is part of `tokens`.
+
+    Attributes:
+        tokens: the generated tokens.
+        stats: statistics of the rounds after the one that made the first token.
+        finish_reason: "stop" after an end-of-text token, "length" after `max_tokens`; None before.
+    """
+
+    def __init__(self, max_tokens: int = -1, end_tokens: Container[int] = ()) -> None:
+        self._max_tokens, self._end_tokens = max_tokens, end_tokens
+        self.tokens: list[int] = []
+        self.stats = Stats()
+        self.finish_reason: FinishReason | None = None
+
+    def add(self, done: Round) -> Round:
+        """Adds a round's tokens, up to the end of the text; returns the round with these tokens only."""
+        room = len(done.tokens) if self._max_tokens < 0 else self._max_tokens - len(self.tokens)
+        tokens = done.tokens[:room]
+        size = next((i for i, token in enumerate(tokens, 1) if token in self._end_tokens), len(tokens))
+        tokens = tokens[:size]
+        if self.tokens:
+            self.stats = self.stats.add_round(done.plan, size - 1, done.replayed, from_context=done.from_context)
+        self.tokens += tokens
+        if tokens[-1] in self._end_tokens:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self._max_tokens:
+            self.finish_reason = "length"
+        return done._replace(tokens=tokens, logprobs=done.logprobs[:size], path=done.path[:size])

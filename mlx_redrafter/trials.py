@@ -1,0 +1,64 @@
+"""Decodes prompts one after another, and counts: to try a drafter, and to measure one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+from .engine.stats import Stats
+from .generate import encode_chat
+from .options import Options
+from .pair import Pair
+
+TRIAL_PROMPTS = (
+    "Write a function that reverses a linked list.\n\ndef reverse(",
+    "Explain in three sentences why the sky is blue.",
+    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
+    "List the planets of the solar system, with one fact about each.",
+)
+"""The prompts on which `doctor` and `convert` try a drafter."""
+
+
+class PromptRuns(NamedTuple):
+    """The result of decoding several prompts.
+
+    Attributes:
+        stats: statistics summed over all prompts.
+        texts: the generated token ids for each prompt.
+        seconds: the time from the first token to the last, summed over all prompts.
+    """
+
+    stats: Stats
+    texts: tuple[tuple[int, ...], ...]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed after the first token of each text; 0 if there are no further tokens."""
+        made = sum(len(text) - 1 for text in self.texts)
+        return made / self.seconds if self.seconds else 0.0
+
+
+def decode_prompts(
+    pair: Pair, prompts: Sequence[Sequence[int]], options: Options, end_tokens: Container[int] = ()
+) -> PromptRuns:
+    """Decodes prompts one after another."""
+    stats, texts, seconds = Stats(), [], 0.0
+    for prompt in prompts:
+        with closing(pair.open(prompt, options, pair.open_source(), end_tokens=end_tokens)) as text:
+            started = time.perf_counter()
+            for _ in text:
+                if len(text.output.tokens) == 1:
+                    started = time.perf_counter()
+            seconds += time.perf_counter() - started
+        stats += text.output.stats
+        texts.append(tuple(text.output.tokens))
+    return PromptRuns(stats, tuple(texts), seconds)
+
+
+def try_drafter(pair: Pair, tokenizer: Any, options: Options) -> Stats:
+    """Statistics of decoding `TRIAL_PROMPTS`, with the chat template if there is one."""
+    prompts = [encode_chat(tokenizer, text) for text in TRIAL_PROMPTS]
+    return decode_prompts(pair, prompts, options, set(tokenizer.eos_token_ids)).stats
