@@ -26,11 +26,8 @@ from mlx_redrafter.serving.command import check_args, make_parser
 from mlx_redrafter.serving.completion import Service
 from mlx_redrafter.serving.metrics import Metrics
 from mlx_redrafter.serving.process import Server, bind, format_url, load_service
-from mlx_redrafter.serving.types import (
-    Counters,
-    RequestError,
-    TokenEvent,
-)
+from mlx_redrafter.serving.request import TokenEvent
+from mlx_redrafter.serving.types import Counters, RequestError
 
 PATIENCE = 60.0
 """Timeout in seconds, generous for busy machines; passing tests never wait that long."""

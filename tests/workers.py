@@ -10,8 +10,7 @@ from typing import Any
 from toys import ids, make_model, make_tokenizer, run
 
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving.request import Request
-from mlx_redrafter.serving.types import TokenEvent
+from mlx_redrafter.serving.request import Request, TokenEvent
 from mlx_redrafter.serving.worker import Worker
 
 Asked = dict[str, Any]

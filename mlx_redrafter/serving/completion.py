@@ -23,11 +23,10 @@ from ..session.chat_template import render
 from .conversation import Message, Tool, Tools, arrange, list_variants
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
-from .request import Request
+from .request import FinishReason, Request, TokenEvent
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import Constraint, GrammarCompiler
 from .text_stream import Segment, TextStream
-from .types import TokenEvent
 from .worker import Worker
 
 Event = dict[str, Any]
@@ -196,29 +195,12 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
     return Prompt(prompt.tokens, prompt.state, grammar, prompt.prefix_lengths)
 
 
-class Piece(NamedTuple):
-    """One token of a choice.
-
-    Attributes:
-        choice: index of the choice.
-        text: the text that the token completes.
-        segments: the same text, divided by kind.
-        finish_reason: why the choice ends with this token; None if it continues.
-    """
-
-    choice: int
-    event: TokenEvent
-    text: str
-    segments: list[Segment]
-    finish_reason: str | None
-
-
 class Answer:
     """The submitted requests of a completion, one for each choice, and their texts. It must be closed.
 
     Attributes:
         n_tokens, n_reasoning: how many tokens were received so far, and how many of them are reasoning.
-        choice: index of the choice that `read_pieces` is reading.
+        choice: index of the choice that `read_events` is reading.
         finish_reason: "stop", "length" or "tool_calls" after the last token of a choice, None before.
     """
 
@@ -236,28 +218,30 @@ class Answer:
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
         self.choice = self.n_tokens = self.n_reasoning = 0
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         functions, is_call = describe_tools(completion.tools), bool(completion.forced_tools)
         for at in range(completion.choices):
             seed = {} if body.seed is None else {"seed": body.seed + at}
             self.requests.append(service.worker.submit(prompt.tokens, **asked | seed))
             self.texts.append(TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call))
 
-    async def read_pieces(self) -> AsyncIterator[Piece]:
-        """Yields the tokens of one choice after the other. A stop string ends a choice."""
+    async def read_events(self) -> AsyncIterator[TokenEvent]:
+        """Yields the tokens of one choice after the other, with their text. A stop string ends a choice."""
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
             self.choice = choice
             async for event in request.read_events():
                 self.n_tokens += 1
                 self.n_reasoning += text.is_reasoning
-                reason: str | None = event.finish_reason
-                shown, segments = text.add(None if reason == "stop" else event.token, is_last=reason is not None)
+                token = None if event.finish_reason == "stop" else event.token
+                event.text, event.segments = text.add(token, is_last=event.finish_reason is not None)
                 if text.stopped_by is not None:
-                    reason = "stop"
+                    event.finish_reason = "stop"
                     request.cancel()
-                self.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
-                yield Piece(choice, event, shown, segments, self.finish_reason)
-                if reason is not None:
+                if event.finish_reason == "stop" and text.has_tool_calls:
+                    event.finish_reason = "tool_calls"
+                self.finish_reason = event.finish_reason
+                yield event
+                if event.finish_reason is not None:
                     break
 
     async def read_blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
@@ -266,8 +250,8 @@ class Answer:
         Every tool call is a block of its own; otherwise a segment of another kind begins a new block.
         """
         last: Segment | None = None
-        async for piece in self.read_pieces():
-            for segment in piece.segments:
+        async for event in self.read_events():
+            for segment in event.segments:
                 if last is None or segment.kind != last.kind or segment.kind == "tool_call":
                     if last is not None:
                         yield "end", last

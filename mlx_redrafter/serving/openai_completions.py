@@ -11,12 +11,11 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar, TypeVar
 
 from ..generate import encode
-from .completion import Answer, Completion, Event, Piece, Prompt, Service
+from .completion import Answer, Completion, Event, Prompt, Service
 from .conversation import choose_tools, read_tools
-from .request import Request
+from .request import Request, TokenEvent
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment, find_bytes
-from .types import TokenEvent
 
 IMPOSSIBLE_LOGPROB = -9999.0
 """Log-probability of an impossible token, as in OpenAI's API: JSON has no infinity."""
@@ -52,16 +51,16 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
     async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
         """Yields the chunks of a stream; without a stream, puts whole choices into the reply."""
         choices, segments, logprobs, drafts = list[Event](), list[Segment](), list[Event](), Event()
-        async for piece in answer.read_pieces():
-            segments += piece.segments
+        async for event in answer.read_events():
+            segments += event.segments
             if self.top_logprobs is not None:
-                logprobs.append(self._describe_token(piece.event))
+                logprobs.append(self._describe_token(event))
             if self.include_drafts:
-                self._note_drafts(drafts, piece, answer.requests[piece.choice])
-            if piece.finish_reason is None and not (segments and self.body.stream):
+                self._note_drafts(drafts, event, answer.requests[answer.choice])
+            if event.finish_reason is None and not (segments and self.body.stream):
                 continue
-            choice: Event = {"index": piece.choice, "finish_reason": piece.finish_reason}
-            choice |= self.describe_text(piece.choice, segments)
+            choice: Event = {"index": answer.choice, "finish_reason": event.finish_reason}
+            choice |= self.describe_text(answer.choice, segments)
             choice |= {"logprobs": self.describe_logprobs(logprobs)} if logprobs else {}
             if self.body.stream:
                 yield self.reply | {"choices": [choice]} | ({"redrafter": drafts} if drafts else {})
@@ -87,9 +86,9 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         top = [describe(*each) for each in event.top_logprobs]
         return describe(event.token, event.logprob) | {"top_logprobs": top}
 
-    def _note_drafts(self, noted: Event, piece: Piece, request: Request) -> None:
-        source, drafts = piece.event.draft_source, piece.event.drafts
-        token = {"text": piece.text, "from_draft": source is not None, "draft_source": source}
+    def _note_drafts(self, noted: Event, event: TokenEvent, request: Request) -> None:
+        source, drafts = event.draft_source, event.drafts
+        token = {"text": event.text, "from_draft": source is not None, "draft_source": source}
         noted.setdefault("tokens", []).append(token)
         noted |= {name: getattr(request.decoding, name) for name in ("rounds", "drafted", "accepted")}
         noted["seconds"] = round(request.seconds, 6)

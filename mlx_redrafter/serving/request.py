@@ -1,4 +1,4 @@
-"""One request, from `Worker.submit` to its end, and its token events."""
+"""A request, from `Worker.submit` to its end, and its tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -19,9 +19,54 @@ from ..engine.grammar import Grammar
 from ..engine.source import Source
 from ..engine.stats import Stats
 from ..options import Options
-from .types import DraftedRound, DraftSource, FinishReason, TokenEvent
+from .text_stream import Segment
+
+DraftSource = Literal["drafter", "context"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 PENALTIES = signature(make_logits_processors).parameters.keys()
+
+
+class DraftedRound(NamedTuple):
+    """A round's draft tree, and what was accepted.
+
+    Attributes:
+        tokens: the token of each node; the first is the root, the token before the round.
+        parents: the index of each node's parent; the root is its own parent.
+        path: the accepted nodes from the root down.
+        next: the target's own token after them.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+    next: int
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """One generated token, as plain Python values.
+
+    Attributes:
+        logprob: its log-probability.
+        top_logprobs: (token, log-probability) of as many likeliest tokens as requested, likeliest first.
+        draft_source: what drafted it; None if the target chose it itself.
+        finish_reason: why the answer ends with it: "stop" for an end-of-text token, which is not part of the text, or a
+            stop string, "length" for the last of `max_tokens`, "tool_calls" after a call; None if it continues.
+        drafts: the draft tree of its round, on the round's first token if the request includes drafts; otherwise None.
+        text: the text that it completes.
+        segments: the same text, divided by kind.
+    """
+
+    token: int
+    logprob: float
+    top_logprobs: list[tuple[int, float]]
+    draft_source: DraftSource | None = None
+    finish_reason: FinishReason | None = None
+    drafts: DraftedRound | None = None
+    text: str = ""
+    segments: Sequence[Segment] = ()
+
 
 Item = list[TokenEvent] | Exception | None
 """Sent to the client: events, an error, or None at the end."""

@@ -32,9 +32,9 @@ from .batchable import count_prefill_rows
 from .cache_folder import CacheFolder
 from .pace import Pace
 from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix, find_default_bytes
-from .request import Request, read_logprobs
+from .request import FinishReason, Request, read_logprobs
 from .rows import Batch, Loops
-from .types import Counters, FinishReason, SchemaNotFollowed
+from .types import Counters, SchemaNotFollowed
 
 STEPS_BEFORE_LEAVING = 16
 """Tokens that the only row of a batch makes before it leaves the batch, as the next request may come soon."""

@@ -1,4 +1,4 @@
-"""Errors, token events and counters of the worker, as plain Python values without arrays.
+"""Errors and counters of the worker.
 
 An error may have a `status`, the HTTP status if that is not 400, and a `code`.
 """
@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 from ..engine.stats import Stats
 from ..errors import RedrafterError
-
-DraftSource = Literal["drafter", "context"]
-FinishReason = Literal["stop", "length"]
 
 
 class RequestError(RedrafterError):
@@ -42,42 +38,6 @@ class ServerClosing(GenerationFailed):
     """The worker is shutting down: the request is refused, or cut off at the timeout."""
 
     status = 503
-
-
-class DraftedRound(NamedTuple):
-    """A round's draft tree, and what was accepted.
-
-    Attributes:
-        tokens: the token of each node; the first is the root, the token before the round.
-        parents: the index of each node's parent; the root is its own parent.
-        path: the accepted nodes from the root down.
-        next: the target's own token after them.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    path: list[int]
-    next: int
-
-
-class TokenEvent(NamedTuple):
-    """One generated token.
-
-    Attributes:
-        logprob: its log-probability.
-        top_logprobs: (token, log-probability) of as many likeliest tokens as requested, likeliest first.
-        draft_source: what drafted it; None if the target chose it itself.
-        finish_reason: "stop" for an end-of-text token, which is not part of the text; "length" for the last of
-            `max_tokens`; None for all others.
-        drafts: the draft tree of its round, on the round's first token if the request includes drafts; otherwise None.
-    """
-
-    token: int
-    logprob: float
-    top_logprobs: list[tuple[int, float]]
-    draft_source: DraftSource | None = None
-    finish_reason: FinishReason | None = None
-    drafts: DraftedRound | None = None
 
 
 @dataclass

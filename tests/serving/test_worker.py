@@ -24,14 +24,13 @@ from mlx_redrafter.engine.model_parts import find_context_length
 from mlx_redrafter.serving import rows, scheduler
 from mlx_redrafter.serving.pace import Pace
 from mlx_redrafter.serving.prompt_cache import PromptCache
-from mlx_redrafter.serving.request import Request
+from mlx_redrafter.serving.request import Request, TokenEvent
 from mlx_redrafter.serving.structured_output import GrammarCompiler
 from mlx_redrafter.serving.types import (
     ContextLengthExceeded,
     GenerationFailed,
     RequestError,
     ServerClosing,
-    TokenEvent,
 )
 from mlx_redrafter.serving.worker import Worker
 
