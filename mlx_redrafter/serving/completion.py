@@ -222,8 +222,8 @@ class Answer:
         functions, is_call = describe_tools(completion.tools), bool(completion.forced_tools)
         for at in range(completion.choices):
             seed = {} if body.seed is None else {"seed": body.seed + at}
-            self.requests.append(service.worker.submit(prompt.tokens, **asked | seed))
             self.texts.append(TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call))
+            self.requests.append(service.worker.submit(prompt.tokens, **asked | seed))
 
     async def read_events(self) -> AsyncIterator[TokenEvent]:
         """Yields the tokens of one choice after the other, with their text. A stop string ends a choice."""

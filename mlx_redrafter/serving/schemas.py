@@ -19,10 +19,10 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import from_json
 
 from ..errors import RedrafterError
-from ..options import FLAGS, OPTION_NAMES
+from ..json_objects import parse_object
+from ..options import OPTION_NAMES
 from .request import PENALTIES
 
 DEFAULT_MODEL = "default_model"
@@ -30,8 +30,6 @@ DEFAULT_MODEL = "default_model"
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
-INT32_MAX = 2**31 - 1  # MLX indexes with 32 bits
-LARGEST_LOGIT = 1e18  # of biases and penalties: the product of two is still a float32
 CODES = {
     400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     503: "server_overloaded",
@@ -62,24 +60,9 @@ def unwrap_prompt(given: Any) -> Any:
 
 
 def refuse(given: Any) -> None:
-    """Refuses a field that would change the answer, unless it is empty.
-
-    Raises:
-        ValueError: it is not empty.
-    """
+    """Refuses a field that would change the answer, unless it is empty."""
     if given:
         raise ValueError("is not supported")
-
-
-def refuse_zero(given: int) -> int:
-    """Returns a length, where -1 means no limit.
-
-    Raises:
-        ValueError: the length is 0.
-    """
-    if given == 0:
-        raise ValueError("must be at least 1, or -1 for no limit")
-    return given
 
 
 def read_integer(given: Any) -> Any:
@@ -89,23 +72,13 @@ def read_integer(given: Any) -> Any:
 
 Refused = Annotated[Any, AfterValidator(refuse)]
 Integer = Annotated[int, BeforeValidator(read_integer)]
-Count = Annotated[Integer, Field(ge=0, le=INT32_MAX)]
-Length = Annotated[Integer, Field(ge=-1, le=INT32_MAX), AfterValidator(refuse_zero)]
-Logit = Annotated[float, Field(ge=-LARGEST_LOGIT, le=LARGEST_LOGIT)]
+TopK = Annotated[Integer, BeforeValidator(lambda given: 0 if given == -1 else given)]
 StopStrings = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=256)]],
-    Field(max_length=64),
-    BeforeValidator(lambda given: [given] if isinstance(given, str) and given else given or []),
+    list[str], BeforeValidator(lambda given: [given] if given and isinstance(given, str) else given or [])
 ]
 Objects = Annotated[list[dict[str, Any]], Field(min_length=1)]
 ToolList = list[dict[str, JsonValue]]
 ToolChoice = str | dict[str, JsonValue]
-
-
-def option(name: str, **more: Any) -> Any:
-    """Returns a field with the range that `Options` declares; None if the body does not have it."""
-    flag = FLAGS[name]
-    return Field(None, ge=flag.minimum, le=INT32_MAX if flag.kind is int else flag.maximum, **more)
 
 
 class Part(BaseModel):
@@ -140,29 +113,27 @@ class FormatAndEffort(Part):
 
 
 class Body(Part):
-    """The fields that all APIs share, named as in mlx-lm; None if not given."""
+    """The fields that all APIs share, named as in mlx-lm; None if not given. `Options` checks their ranges."""
 
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
     adapters: Refused = None
     stream: bool = False
     stop: StopStrings = []
-    max_tokens: Length | None = None
-    temp: float | None = option("temp", alias="temperature")
-    top_p: float | None = option("top_p")
-    top_k: Annotated[int | None, BeforeValidator(lambda given: 0 if given == -1 else read_integer(given))] = option(
-        "top_k"
-    )
-    min_p: float | None = option("min_p")
-    xtc_probability: float | None = option("xtc_probability")
-    xtc_threshold: float | None = option("xtc_threshold")
-    repetition_penalty: Annotated[float, Field(ge=0, le=LARGEST_LOGIT)] | None = None
-    repetition_context_size: Count | None = None
-    presence_penalty: Logit | None = None
-    presence_context_size: Count | None = None
-    frequency_penalty: Logit | None = None
-    frequency_context_size: Count | None = None
-    logit_bias: dict[Annotated[int, Field(ge=0, le=INT32_MAX, strict=False)], Logit] | None = None
+    max_tokens: Integer | None = None
+    temp: float | None = Field(None, alias="temperature")
+    top_p: float | None = None
+    top_k: TopK | None = None
+    min_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: Integer | None = None
+    presence_penalty: float | None = None
+    presence_context_size: Integer | None = None
+    frequency_penalty: float | None = None
+    frequency_context_size: Integer | None = None
+    logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None
     seed: Integer | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -175,7 +146,7 @@ class Body(Part):
 class OpenAIBody(Body):
     """The fields that OpenAI's chat and text completions share."""
 
-    max_completion_tokens: Length | None = None
+    max_completion_tokens: Integer | None = None
     n: Annotated[Integer, Field(ge=1, le=16)] = 1
     top_logprobs: Annotated[Integer, Field(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
     stream_options: dict[str, Any] = {}
@@ -183,7 +154,7 @@ class OpenAIBody(Body):
 
     @model_validator(mode="after")
     def _take_newer_name(self) -> OpenAIBody:
-        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self
 
 
@@ -204,9 +175,9 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions; `prompt` is a text, token ids, or a list of one of these."""
 
-    prompt: Annotated[str | list[Count], BeforeValidator(unwrap_prompt)]
+    prompt: Annotated[str | list[int], BeforeValidator(unwrap_prompt)]
     logprobs: bool | Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
-    best_of: Annotated[Integer, Field(ge=1, le=1)] = 1
+    best_of: Literal[1] = 1
     echo: Refused = None
     suffix: Refused = None
 
@@ -219,7 +190,7 @@ class ResponsesBody(Body):
         BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given),
     ]
     instructions: str | None = None
-    max_tokens: Length | None = Field(None, alias="max_output_tokens")
+    max_tokens: Integer | None = Field(None, alias="max_output_tokens")
     tools: ToolList = []
     tool_choice: ToolChoice = "auto"
     reasoning: FormatAndEffort = FormatAndEffort()
@@ -248,7 +219,7 @@ class CountTokensBody(Body):
 class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
-    max_tokens: Length
+    max_tokens: Integer
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -261,17 +232,11 @@ def log_once(message: str) -> None:
 
 
 def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """Parses and checks a request's body. Null fields other than `draft_model` count as missing.
-
-    Raises:
-        ApiError: the body is not a JSON object, or a field is missing, not supported or out of range.
-    """
-    try:
-        body = read_json(raw)
-    except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError(f"the body must be a JSON object, got {type(body).__name__}")
+    """Parses and checks a request's body. Null fields other than `draft_model` count as missing."""
+    body = parse_object(raw, "the body")
+    if SURROGATE.search(raw):  # halves of characters, which JavaScript clients send if they cut a text
+        text = json.dumps(body, ensure_ascii=False)
+        body = parse_object(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     known = {field.alias or name for name, field in kind.model_fields.items()}
     for name in body.keys() - known:
         log_once(f"{kind.__name__.removesuffix('Body')}: the field {name!r:.60} is ignored")
@@ -280,24 +245,6 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
         return kind.model_validate(given)
     except ValidationError as error:
         raise ApiError(describe(error)) from None
-
-
-def read_json(raw: bytes) -> Any:
-    """Parses JSON. Halves of characters, which JavaScript clients send if they cut a text, become U+FFFD.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
-    try:
-        return from_json(raw, allow_inf_nan=False)
-    except ValueError:
-        if not SURROGATE.search(raw):
-            raise
-    try:
-        text = json.dumps(json.loads(raw), ensure_ascii=False)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    return from_json(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), allow_inf_nan=False)
 
 
 def describe(error: ValidationError) -> str:

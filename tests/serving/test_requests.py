@@ -84,16 +84,15 @@ def test_all_sdk_fields_are_read_refused_or_ignored(scripted: Scripted, path: st
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"best_of": 2}, "best_of must be less than or equal to 1, got 2"),
+        ({"best_of": 2}, "best_of must be 1, got 2"),
         ({"echo": True}, "echo is not supported, got True"),
         ({"adapters": "x"}, "adapters is not supported, got 'x'"),
         ({"max_tokens": 2.5}, "max_tokens must be a valid integer, got 2.5"),
         ({"prompt": ["a", "b"]}, "prompt.str must be a valid string, got ['a', 'b']"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"n": 17}, "n must be less than or equal to 16, got 17"),
-        ({"temperature": -1}, "temperature must be greater than or equal to 0, got -1"),
         ({"max_tokens": "x"}, "max_tokens must be a valid integer, got 'x'"),
-        ({"stop": [""]}, "stop.0 string should have at least 1 character"),
+        ({"stop": [""]}, "stop must be non-empty strings, got ['']"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
         ({"top_logprobs": 21}, "top_logprobs must be less than or equal to 20"),
         ({"stream": 1}, "stream must be a valid boolean, got 1"),
@@ -150,9 +149,9 @@ def test_invalid_chat_fields_are_named(scripted: Scripted, fields: dict[str, Any
         (b"", "the body is not JSON"),
         (b"\xff\xfe", "the body is not JSON"),
         (b"[1]", "the body must be a JSON object, got list"),
-        (b'{"prompt": "x", "temperature": NaN}', "the body is not JSON"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature must be a finite number"),
         (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
-        (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion limit exceeded"),
+        (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "maximum recursion depth"),
     ],
 )
 def test_bodies_other_than_json_objects_are_refused(scripted: Scripted, raw: bytes, said: str) -> None:

@@ -1,0 +1,26 @@
+"""JSON objects in files, flags and requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .errors import RedrafterError, join_lines
+
+
+def parse_object(text: str | bytes, name: str = "the value") -> dict[str, Any]:
+    """Returns the JSON object in a text.
+
+    Args:
+        name: what the text is, for errors.
+
+    Raises:
+        RedrafterError: the text is not a JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RedrafterError(f"{name} is not JSON: {join_lines(error)}") from error
+    if not isinstance(value, dict):
+        raise RedrafterError(f"{name} must be a JSON object, got {type(value).__name__}")
+    return value
