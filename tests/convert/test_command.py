@@ -1,4 +1,4 @@
-"""The `convert` command: flags, report, and running from a clone and from a wheel."""
+"""The `convert` command: its report, and running from a clone and from a wheel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from checkpoints import apple, command, make, refused, same, tensors
+from checkpoints import apple, command, make, same, tensors
 
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert import conversion
@@ -21,30 +21,16 @@ from mlx_redrafter.trials import TRIAL_PROMPTS
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = (("-m", "mlx_redrafter.convert"), ("-m", "mlx_redrafter", "convert"))
 
-REFUSED: tuple[tuple[str, str], ...] = (
-    ("-q -d", "give either -q to quantize or -d .*"),
-    ("--q-bits 4", "bits, group size and mode need -q"),
-    ("-d", "IN is not quantized: leave out -d"),
-    ("--draft-depth 0", "draft_depth must be from 1 to 256, got 0"),
-    ("--upload-repo bad!name", "Repo id must .*"),
-)
-
-
-@pytest.mark.parametrize(("flags", "pattern"), REFUSED)
-def test_wrong_flags_are_refused_in_one_line(flags: str, pattern: str, tmp_path: Path) -> None:
-    source = apple(tmp_path / "in", tensors(make()))
-    refused(source, pattern.replace("IN", re.escape(str(source))), tmp_path / "result", *flags.split())
-
 
 def test_report_includes_the_cost_of_quantization(
     tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion, "NEW_TOKENS", 10)
-    monkeypatch.setattr("mlx_redrafter.trials.TRIAL_PROMPTS", TRIAL_PROMPTS[::2])  # those of code
+    monkeypatch.setattr("mlx_redrafter.trials.TRIAL_PROMPTS", TRIAL_PROMPTS[:1])
     said = {}
     flags = ("--hf-path", DIRECTORY / "drafter", "-q", "--q-group-size", "32", "--base-model", demo_target)
     pattern = (
-        r"\S+: recurrent_drafting_drafter, hidden size 512, .*; reads the hidden state after the final norm\n"
+        r"\S+: recurrent_drafting_drafter, hidden size 512, .*\n"
         r"size: \S+ MB before, (\S+) MB after, (\S+) bits per weight\n"
         r"outputs: differ by at most (\S+) \(largest logit \S+\) on random inputs\n"
         rf"tokens per round: (\S+) before, (\S+) after, greedy, {re.escape(str(demo_target))}\n"
@@ -101,5 +87,4 @@ def test_command_runs_from_a_wheel(tmp_path: Path) -> None:
     assert "mlx_redrafter/serving/race.html" in names
     assert not [name for name in names if name.startswith(("convert/", "tests/"))]
     assert run("-c", WHERE, cwd=tmp_path, path=site).startswith(str(site))
-    for at, words in enumerate(COMMANDS):
-        check_converts(words, tmp_path, tmp_path / f"{at}", path=site)
+    check_converts(COMMANDS[0], tmp_path, tmp_path / "converted", path=site)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -34,16 +33,18 @@ def contents(directory: Path) -> dict[str, bytes | str]:
     }
 
 
-def refused(pattern: str, root: Path, *arguments: str | Path) -> None:
-    """Asserts exit code 1, one line of error, and no changes below `root`."""
+def refused(names: str, root: Path, *arguments: str | Path) -> None:
+    """Asserts exit code 1, one line of error that contains `names`, and no changes below `root`."""
     was = contents(root)
     status, out, said = command(*arguments)
-    assert (status, out) == (1, "") and re.fullmatch(f"error: {pattern}\n", said), said
+    assert (status, out) == (1, "") and said.startswith("error: ") and said.count("\n") == 1 and names in said, said
     assert contents(root) == was
 
 
-def test_config_is_readable_by_apples_code(tmp_path: Path) -> None:
-    done = convert(apple(tmp_path / "in", tensors(make("input projection"))), tmp_path / "out")
+def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make("input projection")), base_model=str(tmp_path))
+    done = convert(source, tmp_path / "out")
+    assert {path.name for path in done.path.iterdir()} == {CONFIG, WEIGHTS, "README.md"}
     assert json.loads((done.path / CONFIG).read_text()) == {
         "model_type": "recurrent_drafting_drafter",
         "hidden_size": 24,
@@ -52,13 +53,9 @@ def test_config_is_readable_by_apples_code(tmp_path: Path) -> None:
         "num_draft_layers": 1,
         "rnn": True,
         "dtype": "float32",
+        "base_model": str(tmp_path),
     }
-    assert {path.name for path in done.path.iterdir()} == {CONFIG, WEIGHTS, "README.md"}
-
-
-def test_model_card_keeps_local_paths_out(tmp_path: Path) -> None:
-    source = apple(tmp_path / "in", tensors(make()), base_model=str(tmp_path))
-    card = (convert(source, tmp_path / "out").path / "README.md").read_text()
+    card = (done.path / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: mlx\n") and "base_model:" not in card and str(tmp_path) not in card
     assert "Converted from `in`" in card and f"--model {tmp_path.name} --drafter THIS" in card
 
@@ -99,9 +96,8 @@ KEPT: dict[str, Callable[[Path], Any]] = {
 def test_only_drafters_are_replaced_by_force(case: str, tmp_path: Path) -> None:
     source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
     KEPT[case](place)
-    arguments = ("--hf-path", source, "--mlx-path", place)
-    refused(f"{place} is not replaced, even with --force: it does not hold a drafter", tmp_path, *arguments, "--force")
-    refused(f"{place} exists already: give another --mlx-path, or --force to replace it", tmp_path, *arguments)
+    for flags in ((), ("--force",)):
+        refused("--force", tmp_path, "--hf-path", source, "--mlx-path", place, *flags)
 
 
 @pytest.mark.parametrize("name", ["training.json", INDEX, SHARD, None])
@@ -117,8 +113,7 @@ def test_force_replaces_a_drafter(name: str | None, tmp_path: Path) -> None:
 def test_source_is_never_replaced(given: str, tmp_path: Path) -> None:
     place = apple(tmp_path / "out", tensors(make()))
     (tmp_path / "link").symlink_to(place)
-    pattern = f"{place} is not replaced, even with --force: it contains the source"
-    refused(pattern, tmp_path, "--hf-path", tmp_path / given, "--mlx-path", place, "--force")
+    refused("the source", tmp_path, "--hf-path", tmp_path / given, "--mlx-path", place, "--force")
 
 
 @pytest.mark.parametrize("place", ["file/out", 300 * "x"])
@@ -126,7 +121,7 @@ def test_unwritable_places_are_refused(place: str, tmp_path: Path, monkeypatch: 
     source = apple(tmp_path / "in", tensors(make()))
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
-    refused("cannot write .*", tmp_path, "--hf-path", source, "--mlx-path", place)
+    refused("cannot write", tmp_path, "--hf-path", source, "--mlx-path", place)
 
 
 def limit_files() -> None:
@@ -147,13 +142,12 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
         timeout=100,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(f"error: cannot write the drafter to {tmp_path}/.*\n", done.stderr), done.stderr
+    assert done.stderr.startswith(f"error: cannot write the drafter to {tmp_path}/") and done.stderr.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
 
 SLOW = """import signal, sys, time
 import mlx.core as mx
-from mlx_redrafter.convert import output
 from mlx_redrafter.convert.conversion import convert
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
 real = mx.save_safetensors
@@ -167,7 +161,7 @@ convert(sys.argv[1], sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_leaves_nothing_loadable(how: signal.Signals, tmp_path: Path) -> None:
     source, into = apple(tmp_path / "in", tensors(make())), tmp_path / "result"
     into.mkdir()
@@ -180,11 +174,11 @@ def test_a_killed_run_leaves_nothing_loadable(how: signal.Signals, tmp_path: Pat
         assert process.stdout is not None and process.stdout.readline() == b"slow\n"
         process.send_signal(how)
     assert process.returncode != 0
-    assert all(path.name.startswith(".convert-unfinished-") for path in into.iterdir())
-    for left in into.glob("*/new"):
-        assert how != signal.SIGINT
-        with pytest.raises(CheckpointError, match=r"no config\.json in"):
-            load_drafter(left)
+    left = list(into.glob("*/new"))
+    assert bool(left) is (how == signal.SIGKILL) and not (into / "out").exists()
+    for unfinished in left:
+        with pytest.raises(CheckpointError):
+            load_drafter(unfinished)
     # Leftovers do not block the next run.
     assert is_identical(convert(source, into / "out"), make())
 
@@ -206,5 +200,4 @@ def test_result_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     source = apple(tmp_path / "in", tensors(make()))
     assert command("--hf-path", source, "--mlx-path", tmp_path / "out", "--upload-repo", "some/one")[0] == 0
     status, _, said = command("--hf-path", source, "--mlx-path", tmp_path / "out2", "--upload-repo", "some/closed")
-    reason = f"error: {tmp_path / 'out2'} is written, but not uploaded to some/closed: 403 Forbidden\n"
-    assert (status, said) == (1, reason) and (tmp_path / "out2").exists()
+    assert status == 1 and said.endswith(": 403 Forbidden\n") and said.count("\n") == 1 and (tmp_path / "out2").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,19 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import (
-    WEIGHTS,
-    Arrays,
-    Trap,
-    base,
-    is_identical,
-    make,
-    prefixed,
-    refused,
-    save,
-    tensors,
-    trap,
-)
+from checkpoints import WEIGHTS, Arrays, Trap, base, is_identical, make, prefixed, refused, save, tensors, trainer, trap
 
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError
@@ -97,22 +84,24 @@ def test_parameters_views_and_float64_are_read(torch: Any, tmp_path: Path) -> No
     assert is_identical(convert(pickled(torch, tmp_path / "in.pt", values), tmp_path / "out"), make())
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        (None, r"needs torch: pip install 'mlx_redrafter\[torch\]', or save it as safetensors"),
-        (SimpleNamespace(__version__="2.9.1+cpu"), r"safely needs torch >= 2.10, got 2.9.1\+cpu"),
-    ],
-    ids=["no torch", "an old torch"],
-)
-def test_pickles_need_a_safe_torch(module: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [None, SimpleNamespace(__version__="2.9.1+cpu")], ids=["no torch", "an old torch"])
+def test_pickles_need_a_safe_torch(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", module)
     mark = trap(tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=rf"^reading \S+pytorch_model.bin {reason}$"):
+    with pytest.raises(CheckpointError, match="needs torch"):
         convert(tmp_path, tmp_path / "out")
     assert not mark.exists() and not (tmp_path / "out").exists()
     save(tmp_path / WEIGHTS, tensors(make()))
     assert is_identical(convert(tmp_path, tmp_path / "out"), make()), "negative control: safetensors need no torch"
+
+
+def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing torch fails
+    directory = trainer(tmp_path / "in", tensors(make()))
+    assert is_identical(convert(directory, tmp_path / "out"), make())
+    (directory / WEIGHTS).unlink()
+    refused(directory, tmp_path / "result")
+    assert not list(directory.glob("*.executed"))
 
 
 @pytest.mark.torch
@@ -128,7 +117,7 @@ def test_no_pickle_is_executed(function: Any, how: str, torch: Any, tmp_path: Pa
         path.write_bytes(pickle.dumps(value))
     else:
         torch.save(value, path, _use_new_zipfile_serialization=how != "legacy")
-    refused(path, f"cannot read {path}: expected only tensors, as written by torch.save.*", tmp_path / "result")
+    refused(path, tmp_path / "result", names=str(path))
     assert not mark.exists()
     torch.load(path, weights_only=False) if how != "pickle" else pickle.loads(path.read_bytes())
     assert mark.exists(), "negative control: unpickling would have executed it"
@@ -137,37 +126,20 @@ def test_no_pickle_is_executed(function: Any, how: str, torch: Any, tmp_path: Pa
 ITSELF: dict[str, Any] = {}
 ITSELF["model"] = ITSELF
 
-PICKLED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a whole module": (lambda torch: torch.nn.Linear(2, 2), "cannot read IN: expected only tensors, .*"),
-    "an object beside the tensors": (
-        lambda torch: {"model": {}, "args": argparse.Namespace(lr=1)},
-        "cannot read IN: expected only tensors, .*",
-    ),
-    "tensors under another key": (
-        lambda torch: {"net": {"rnn_w.weight": torch.ones(2, 2)}},
-        "expected a dictionary of tensors in IN, or one under state_dict, .*",
-    ),
-    "a dictionary that holds itself": (lambda torch: ITSELF, "expected a dictionary of tensors in IN, .*"),
-    **{
-        name: (lambda torch, value=value: {"lm_head.0.weight": value(torch)}, "IN: cannot read lm_head.0.weight: .*")
-        for name, value in {
-            "a sparse tensor": lambda torch: torch.eye(4).to_sparse(),
-            "a tensor of one number": lambda torch: torch.ones(1).expand(2**30, 2**10),
-        }.items()
-    },
-    **{
-        f"{dtype}": (
-            lambda torch, dtype=dtype: {"lm_head.0.weight": torch.ones(4, 4).to(getattr(torch, dtype))},
-            f"IN: expected lm_head.0.weight in .*, got {dtype}",
-        )
-        for dtype in ("int8", "float8_e4m3fn")
-    },
+PICKLED: dict[str, Callable[[Any], Any]] = {
+    "a whole module": lambda torch: torch.nn.Linear(2, 2),
+    "an object beside the tensors": lambda torch: {"model": {}, "args": argparse.Namespace(lr=1)},
+    "tensors under another key": lambda torch: {"net": {"rnn_w.weight": torch.ones(2, 2)}},
+    "a dictionary that holds itself": lambda torch: ITSELF,
+    "a sparse tensor": lambda torch: {"lm_head.0.weight": torch.eye(4).to_sparse()},
+    "a tensor of one number": lambda torch: {"lm_head.0.weight": torch.ones(1).expand(2**30, 2**10)},
+    "int8": lambda torch: {"lm_head.0.weight": torch.ones(4, 4).to(torch.int8)},
+    "float8": lambda torch: {"lm_head.0.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)},
 }
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("case", PICKLED)
 def test_pickles_of_anything_else_are_refused(case: str, torch: Any, tmp_path: Path) -> None:
-    make_value, pattern = PICKLED[case]
-    torch.save(make_value(torch), tmp_path / "in.pt")
-    refused(tmp_path / "in.pt", pattern.replace("IN", re.escape(str(tmp_path / "in.pt"))), tmp_path / "result")
+    torch.save(PICKLED[case](torch), tmp_path / "in.pt")
+    refused(tmp_path / "in.pt", tmp_path / "result", names=str(tmp_path / "in.pt"))

@@ -1,0 +1,286 @@
+"""What published heads leave open or write in several ways: names of tensors, and settings of configs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cached import feed_states, make_target
+from checkpoints import base, load_golden, prefixed, same, tensors
+from heads import draft_logits
+from mlx.utils import tree_flatten
+from published import Arrays, publish, read_golden
+
+from mlx_redrafter.checkpoints import load_drafter
+from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.drafters.block import read_config
+from mlx_redrafter.errors import CheckpointError
+
+
+def vllm(arrays: Arrays) -> Arrays:
+    """vLLM's names of Medusa heads."""
+    renamed = {re.sub(r"^(\d)\.(\d)\.linear\.", r"blocks.\1.layers.\2.", name): x for name, x in arrays.items()}
+    return {re.sub(r"^(\d)\.\d\.weight", r"lm_heads.\1.weight", name): x for name, x in renamed.items()}
+
+
+VLLM = {
+    "architectures": ["MedusaModel"],
+    "hidden_size": 48,
+    "model_type": "medusa",
+    "num_heads": 5,
+    "num_hidden_layers": 1,
+    "truncated_vocab_size": None,
+    "vocab_size": 97,
+    **dict.fromkeys(("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path")),
+}
+"""vLLM's config of Medusa heads; None removes the authors' keys."""
+
+
+def all_names(arrays: Arrays) -> Arrays:
+    """Tied tensors under all of their published names."""
+    copies = {}
+    for name, array in arrays.items():
+        for stage in range(1, 4):
+            if re.search(r"(?<!_)\b(emb|ln|head)\.0\b", name):
+                copies[re.sub(r"\b(emb|ln|head)\.0\b", rf"\1.{stage}", name)] = array
+            elif stage > 1 and "proj.1" in name and "_proj" not in name:
+                copies[name.replace("proj.1", f"proj.{stage}")] = array
+    if "forget_emb.0.weight" in arrays:
+        gates = ("input", "cell", "output")
+        copies |= {f"{gate}_emb.0.weight": arrays["forget_emb.0.weight"] for gate in gates}
+    return arrays | copies
+
+
+def renamed(*pairs: tuple[str, str]) -> Callable[[Arrays], Arrays]:
+    """Replaces parts of names."""
+
+    def change(arrays: Arrays) -> Arrays:
+        for old, new in pairs:
+            arrays = {name.replace(old, new): array for name, array in arrays.items()}
+        return arrays
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("medusa", lambda arrays: prefixed("medusa_head.", arrays) | base()),
+        ("medusa_2layers", lambda arrays: prefixed("module.medusa_head.", arrays)),
+        ("medusa_2layers", vllm),
+        ("mlp_speculator", renamed(("speculator.", ""))),
+        ("mlp_speculator_tied", all_names),
+        ("arctic_sum_rnn", all_names),
+        ("arctic_lstm", lambda arrays: prefixed("speculator.", all_names(arrays))),
+        ("dflash", renamed(("layers.0.", "midlayer."))),
+        ("dflash2", renamed(("_codebook", "_codebook.weight"))),
+        ("dspark", renamed(("markov_head.", "logit_head.markov_head."))),
+        ("dspark_plain", lambda arrays: prefixed("model.", arrays)),
+        ("dspark_gemma4", lambda arrays: prefixed("module.", arrays)),
+    ],
+)
+def test_alternative_tensor_names_are_read(name: str, change: Callable[[Arrays], Arrays], tmp_path: Path) -> None:
+    other = load_drafter(publish(name, tmp_path / "other", arrays=change(read_golden(name)[0])))
+    assert same(tensors(other), tensors(load_golden(name, tmp_path)))
+
+
+def medusa_logits(directory: Path) -> np.ndarray:
+    """The heads' logits for the golden states."""
+    hidden = read_golden("medusa")[1]["hidden_states"].reshape(-1, 48)
+    return np.array(draft_logits(load_drafter(directory), hidden, mx.zeros((len(hidden), 5), mx.int32)))
+
+
+def test_vllms_config_of_medusa_heads_is_read(tmp_path: Path) -> None:
+    arrays, sound = vllm(read_golden("medusa")[0]), medusa_logits(publish("medusa", tmp_path / "sound"))
+    directory = publish("medusa", tmp_path / "in", arrays=arrays, **VLLM)
+    (directory / "medusa_lm_head.safetensors").rename(directory / "model.safetensors")
+    np.testing.assert_allclose(medusa_logits(directory), sound, atol=1e-5)
+    shared = {k: x for k, x in arrays.items() if not re.fullmatch(r"lm_heads\.[1-9]\.weight", k)}
+    found = medusa_logits(publish("medusa", tmp_path / "shared", arrays=shared, **VLLM, original_lm_head=True))
+    np.testing.assert_allclose(found[0], sound[0], atol=1e-5)
+    assert not np.allclose(found[1], sound[1], atol=1e-2), "its own matrix was dropped"
+
+
+def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path) -> None:
+    ids, arrays = np.random.default_rng(0).permutation(97)[:20], vllm(read_golden("medusa")[0])
+    arrays = {k: x[mx.array(ids)] if "lm_heads" in k else x for k, x in arrays.items()} | {"token_map": mx.array(ids)}
+    found = medusa_logits(publish("medusa", tmp_path / "some", arrays=arrays, vocab_size=97))
+    sound = medusa_logits(publish("medusa", tmp_path / "sound"))
+    np.testing.assert_allclose(found[..., ids], sound[..., ids], atol=1e-5)
+    assert np.isinf(np.delete(found, ids, axis=-1)).all()
+
+
+def test_medusa_heads_may_be_one_or_without_biases(tmp_path: Path) -> None:
+    arrays = read_golden("medusa")[0]
+    one = load_drafter(publish("medusa", tmp_path / "one", arrays={k: x for k, x in arrays.items() if k[0] == "0"}))
+    assert one.args.max_depth == 1
+    arrays = {k: x for k, x in vllm(arrays).items() if not k.endswith(".bias")}
+    drafter = load_drafter(publish("medusa", tmp_path / "bare", arrays=arrays))
+    biases: Any = [x for name, x in tree_flatten(drafter.parameters()) if name.endswith(".bias")]
+    assert len(biases) == 3 and not any(x.any().item() for x in biases)
+
+
+@pytest.mark.parametrize(
+    ("config", "captured"),
+    [
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 10]}}, (1, 5, 9)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}}, (1, 5, 9)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, (1, 5, 9)),
+        ({"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 6, 12]}}, (0, 5, 11)),
+        ({"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 6, 12]}, (0, 5, 11)),
+        ({}, (1, 5, 8)),
+    ],
+)
+def test_layer_ids_follow_each_projects_numbering(config: dict[str, Any], captured: tuple[int], tmp_path: Path) -> None:
+    drafter = load_golden("eagle3", tmp_path, **config)
+    assert drafter.open(make_target("eagle3", drafter)).capture == captured
+
+
+def test_speculators_layers_of_blocks_are_numbered_from_one(tmp_path: Path) -> None:
+    drafter = load_golden("dspark_speculators", tmp_path)
+    assert drafter.open(make_target("dspark_speculators", drafter)).capture == (1, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "least"), [("eagle3", None, 4), ("eagle3", [1, 5, 9], 10), ("dspark", None, 10)]
+)
+def test_a_target_with_too_few_layers_is_refused(name: str, layers: Any, least: int, tmp_path: Path) -> None:
+    source = publish(name, tmp_path / "in", **({"eagle_aux_hidden_state_layer_ids": layers} if layers else {}))
+    drafter = load_drafter(source)
+    with pytest.raises(CheckpointError, match=f"{least} layers"):
+        load_drafter(source, make_target(name, drafter, layers=least - 1))
+    load_drafter(source, make_target(name, drafter, layers=least))
+
+
+@pytest.mark.parametrize("name", ["eagle3_speculators", "eagle3_speculators_31"])
+def test_unspecified_settings_have_alternatives(name: str, tmp_path: Path) -> None:
+    drafter, golden = load_drafter(publish(name, tmp_path / "in")), read_golden(name)[1]
+    root = golden["context_tokens"][-1:]
+    for what, args in drafter.args.list_variants(12).items():
+        drafter.args = args
+        source: Any = drafter.open(make_target(name, drafter))
+        feed_states(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
+        advance = source.begin(root[0])
+        guess, _ = advance(golden["step_tokens"][:1], advance(root, None)[1])
+        is_same = np.allclose(guess[0, drafter.draft_ids], golden["step_logits"][0], atol=1e-3)
+        assert is_same is what.startswith("capture_layers"), what
+    silent = load_drafter(publish(name, tmp_path / "silent", norm_before_residual=None, norm_output=None))
+    assert (silent.args.norm_before_residual, silent.args.norm_output) == (False, False)  # type: ignore[attr-defined]
+
+
+def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path: Path) -> None:
+    """Baidu's own server applies the target's norm to the feature; others do not."""
+    drafter, golden = load_golden("ernie4_5_mtp", tmp_path), read_golden("ernie4_5_mtp")[1]
+    drafter.args = drafter.args.list_variants(12)["norm_output false"]
+    source: Any = drafter.open(make_target("ernie4_5_mtp", drafter))
+    feed_states(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
+    logits, _ = source.begin(golden["context_tokens"][-1])(golden["context_tokens"][-1:], None)
+    np.testing.assert_allclose(logits[0], golden["unnormed.context_logits"][-1], atol=1e-4, rtol=0)
+
+
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+OTHER_ROPES: tuple[dict[str, Any], ...] = (
+    YARN | {"factor": 8.0},
+    {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16},
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "is_same"),
+    [
+        ("eagle3", {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, True),
+        ("eagle3", {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 1.0}}, True),
+        ("eagle3", {"rope_scaling": {"type": "yarn", "factor": 1.0}}, True),
+        ("eagle3", {"num_hidden_layers": 24, "quantization": False, "quantization_config": "none"}, True),
+        ("eagle3", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, False),
+        ("dflash", {"rope_parameters": YARN | {"factor": 1.0, "rope_theta": 1e6}}, True),
+        *(("dflash", {"rope_parameters": rope | {"rope_theta": 1e6}}, False) for rope in OTHER_ROPES),
+    ],
+)
+def test_rope_settings_are_applied(name: str, config: dict[str, Any], is_same: bool, tmp_path: Path) -> None:
+    """A factor of 1 equals no scaling; the target's layer count does not matter."""
+    plain = {"eagle3": {"rope_scaling": None}, "dflash": {"rope_parameters": {"rope_theta": 1e6}}}[name]
+    sound = load_drafter(publish(name, tmp_path / "plain", **plain)).sample_logits()
+    found = load_drafter(publish(name, tmp_path / "in", **plain | config)).sample_logits()
+    assert mx.allclose(found, sound, atol=1e-4).item() is is_same
+
+
+def test_a_target_supplies_a_missing_vocabulary_size(tmp_path: Path) -> None:
+    name = "dflash_assistant"
+    target = make_target(name, load_golden(name, tmp_path))
+    source = publish(name, tmp_path / "bare")
+    with pytest.raises(CheckpointError, match="vocab_size"):
+        load_drafter(source)
+    assert load_drafter(source, target).args.vocab_size == 97
+
+
+def test_gemma_values_may_have_their_own_projection(tmp_path: Path) -> None:
+    """A scaled copy of the key projection changes nothing; a different projection does."""
+    weights, sound = read_golden("dspark_gemma4")[0], load_golden("dspark_gemma4", tmp_path).sample_logits()
+    keys = {name: array for name, array in weights.items() if name.endswith("k_proj.weight")}
+    for factor, is_same in ((2.0, True), (None, False)):
+        values = {name.replace("k_proj", "v_proj"): x * factor if factor else x[::-1] for name, x in keys.items()}
+        head = publish("dspark_gemma4", tmp_path / f"{factor}", arrays=weights | values, attention_k_eq_v=False)
+        assert mx.allclose(load_drafter(head).sample_logits(), sound, atol=1e-3).item() is is_same
+
+
+def test_an_assumed_block_size_is_noted(tmp_path: Path) -> None:
+    done = convert(publish("dflash", tmp_path / "in", block_size=None), tmp_path / "out")
+    assert len(done.notes) == 1 and "block_size" in done.notes[0] and done.args.max_depth == 15
+
+
+def test_block_heads_are_never_in_float16(tmp_path: Path) -> None:
+    weights = {name: array.astype(mx.float16) for name, array in read_golden("dflash")[0].items()}
+    done = convert(publish("dflash", tmp_path / "in", arrays=weights), tmp_path / "out")
+    assert [note for note in done.notes if "float16" in note] and load_drafter(done.path).dtype == mx.bfloat16
+    assert load_drafter(convert(tmp_path / "in", tmp_path / "whole", dtype="float32").path).dtype == mx.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "windows", "causal"),
+    [
+        ({}, [7, 7, 0], [True, True, False]),
+        ({"is_causal": False}, [7, 7, 0], None),
+        ({"is_causal": True}, [7, 7, 0], [True] * 3),
+        ({"dflash_config": {"causal": False, "target_layer_ids": [1]}}, [7, 7, 0], None),
+        ({"use_sliding_window": False}, None, [True, True, False]),
+        ({"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}, [7, 7, 0], None),
+        ({"architectures": ["Qwen3DSparkModel"]}, None, None),
+        ({"layer_types": None, "use_sliding_window": False, "use_swa": True, "swa_window_size": 4}, [4] * 3, None),
+        ({"speculators_model_type": "dflash2"}, [7, 7, 0], None),
+        ({"speculators_model_type": "dflash2", "sliding_window_non_causal": False}, [7, 7, 0], [True, True, False]),
+        ({"speculators_model_type": "dflash"}, [7, 7, 0], [True, True, False]),
+    ],
+)
+def test_windows_and_causal_masks_follow_from_the_config(
+    config: dict[str, Any], windows: list[int] | None, causal: list[bool] | None
+) -> None:
+    said = read_config(read_golden("dflash_sliding")[2] | config, 3, "it")
+    assert (said["layer_windows"], said["layer_causal"]) == (windows, causal)
+
+
+SPECULATORS = {"speculators_model_type": "dspark"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "from_anchor"),
+    [
+        ("dflash", {}, False),
+        ("dflash", {"dflash_config": {"sample_from_anchor": True}}, True),
+        ("dspark", {}, True),
+        ("dspark", {"sample_from_anchor": False}, False),
+        ("dspark", SPECULATORS, False),
+        ("dspark", SPECULATORS | {"sample_from_anchor": True}, True),
+        ("dspark", SPECULATORS | {"speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}}, True),
+        ("dspark", SPECULATORS | {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}}, False),
+    ],
+)
+def test_which_row_is_the_first_guess(kind: str, config: dict[str, Any], from_anchor: bool, tmp_path: Path) -> None:
+    said = {"dflash_config": read_golden(kind)[2].get("dflash_config", {}) | config.get("dflash_config", {})}
+    source = publish(kind, tmp_path / "in", **{"block_size": 5, "sample_from_anchor": None} | config | said)
+    assert load_drafter(source).args.from_anchor is from_anchor  # type: ignore[attr-defined]

@@ -1,0 +1,352 @@
+"""Incomplete, damaged and unsupported checkpoints: one line of error, nothing written, and never half a drafter."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cached import make_cached, name_as_published, save_base
+from checkpoints import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    Arrays,
+    apple,
+    base,
+    make,
+    prefixed,
+    ranks,
+    refused,
+    save,
+    tensors,
+)
+from published import publish, read_golden
+from small import partial_drafter, small_drafter
+
+from mlx_redrafter.checkpoints import load_drafter
+from mlx_redrafter.errors import RedrafterError
+
+MISSING = {
+    "medusa": ("1.1.weight", "1.0.linear.bias", "0.0.linear.weight"),
+    "mlp_speculator": ("speculator.emb.1.weight", "speculator.proj.2.weight"),
+    "arctic_lstm": ("cell_proj.1", "head.0.weight"),
+    "eagle1": ("fc.weight", "layers.0.self_attn.o_proj.weight"),
+    "eagle3": (
+        "fc.weight",
+        "midlayer.self_attn.o_proj.weight",
+        "lm_head.weight",
+        "midlayer.hidden_norm.weight",
+        "midlayer.mlp.down_proj.weight",
+    ),
+    "dflash": ("fc.weight", "hidden_norm.weight", "layers.1.self_attn.o_proj.weight"),
+    "dflash2": ("layers.1.mlp_conv.base_kernel", "candidate_selector.successor_codebook"),
+    "dflash_assistant": ("encoder.fc.weight",),
+    "dspark": ("hidden_norm.weight", "markov_head.markov_w2.weight"),
+    "dspark_speculators": ("lm_head.weight",),
+    "qwen3_5_mtp": ("mtp.norm.weight",),
+    "qwen3_next_mtp": ("mtp.layers.0.mlp.experts.2.up_proj.weight",),
+}
+"""Golden file -> tensors, each of which is left out."""
+
+
+@pytest.mark.parametrize(("name", "tensor"), [(name, each) for name, some in MISSING.items() for each in some])
+def test_a_head_without_one_tensor_is_refused(name: str, tensor: str, tmp_path: Path) -> None:
+    arrays = read_golden(name)[0]
+    left = {key: array for key, array in arrays.items() if tensor not in key}
+    assert len(left) < len(arrays)
+    refused(publish(name, tmp_path / "in", arrays=left), tmp_path / "result", names=str(tmp_path / "in"))
+
+
+@pytest.mark.parametrize("name", sorted(tensors(make("input projection"))))
+def test_a_recurrent_drafter_without_one_tensor_is_refused(name: str, tmp_path: Path) -> None:
+    arrays = tensors(make("input projection"))
+    del arrays[name]
+    refused(apple(tmp_path / "in", arrays), tmp_path / "result", names=str(tmp_path / "in"))
+
+
+MISSHAPEN = {
+    "medusa": ("1.0.linear.weight", "blocks.1.0"),
+    "mlp_speculator": ("speculator.ln.1.weight", "ln.1"),
+    "arctic_lstm": ("cell_ln.0.weight", "cell_ln"),
+    "eagle1": ("layers.0.mlp.down_proj.weight", "mlp.down_proj"),
+    "eagle3": ("midlayer.mlp.down_proj.weight", "mlp.down_proj"),
+    "dflash": ("layers.1.mlp.down_proj.weight", "layers.1.mlp.down_proj"),
+    "dspark": ("markov_head.markov_w2.weight", "markov_w2"),
+    "qwen3_5_mtp": ("mtp.layers.0.mlp.down_proj.weight", "mlp.down_proj"),
+}
+"""Golden file -> (a tensor, what the error calls it)."""
+
+
+@pytest.mark.parametrize("name", MISSHAPEN)
+def test_a_wrong_shape_names_the_tensor(name: str, tmp_path: Path) -> None:
+    stored, ours = MISSHAPEN[name]
+    arrays = read_golden(name)[0]
+    publish(name, tmp_path / "in", arrays=arrays | {stored: arrays[stored][1:]})
+    refused(tmp_path / "in", tmp_path / "result", names=ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("medusa", "gru\n\x1b[31m.weight"),
+        *((name, "gru.weight") for name in ("arctic_lstm", "eagle1", "eagle3", "dflash", "dspark")),
+        ("mlp_speculator", "speculator.gru.weight"),
+        ("qwen3_5_mtp", "mtp.layers.0.gru.weight"),
+    ],
+)
+def test_unknown_tensors_and_not_finite_ones_are_refused(name: str, tensor: str, tmp_path: Path) -> None:
+    arrays = read_golden(name)[0]
+    publish(name, tmp_path / "in", arrays=arrays | {tensor: mx.ones((3, 48))})
+    refused(tmp_path / "in", tmp_path / "result", names=repr(tensor))
+    odd = max(key for key in arrays if arrays[key].ndim == 2)
+    publish(name, tmp_path / "odd", arrays=arrays | {odd: mx.full(arrays[odd].shape, mx.nan)})
+    refused(tmp_path / "odd", tmp_path / "result", names="NaN")
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("mlp_speculator", {"n_predict": 4}),
+        ("arctic_lstm", {"tie_lstm_embs": False}),
+        ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}),
+        ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}),
+        ("eagle3", {"eagle_config": {"parallel_draft_step": 4}}),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}}),
+        ("eagle3", {"speculators_model_type": "peagle"}),
+        ("dspark", {"markov_head_type": "gated"}),
+        ("dspark", {"target_layer_ids": None}),
+        ("dspark", {"target_layer_ids": [1, 5, 9, 10, 11, 12, 13]}),
+        ("dflash", {"architectures": ["DominoDraftModel"]}),
+        ("dflash", {"projector_type": "domino"}),
+        ("dflash", {"attention_sink_bias": True}),
+        ("dflash", {"layer_types": ["full_attention"]}),
+        ("dspark_speculators", {"speculators_model_type": "peagle"}),
+        ("dspark_speculators", {"aux_hidden_state_layer_ids": None}),
+    ],
+)
+def test_what_would_draft_wrongly_is_refused(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    refused(publish(name, tmp_path / "in", **config), tmp_path / "result", names=str(tmp_path / "in"))
+
+
+ODD: tuple[Any, ...] = (None, -1, 0, "x", [1], {"y": 1})
+
+
+def vary(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config with each of its values, nested ones too, replaced by each of `ODD`."""
+    for key, value in config.items():
+        yield from ({**config, key: odd} for odd in ODD)
+        if isinstance(value, dict):
+            yield from ({**config, key: inner} for inner in vary(value))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mlp_speculator", "arctic_lstm", "eagle1", "eagle3", "eagle3_mlx", "dflash_sliding", "dflash2", "dspark_gemma4",
+     "deepseek_v3_mtp", "qwen3_next_mtp"],
+)  # fmt: skip
+def test_any_config_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    source, loaded, refusals = publish(name, tmp_path / "in"), 0, 0
+    for config in vary(json.loads((source / CONFIG).read_text())):
+        (source / CONFIG).write_text(json.dumps(config))
+        try:
+            load_drafter(source)
+            loaded += 1
+        except RedrafterError as error:
+            assert "\n" not in str(error)
+            refusals += 1
+    assert loaded and refusals
+
+
+Write = Callable[[Path], Any]
+"""Writes a checkpoint into a directory; returns another path to convert, if any."""
+
+
+def files(*names: str) -> Write:
+    """Writes files with these names."""
+
+    def write(directory: Path) -> None:
+        directory.mkdir()
+        for name in names:
+            (directory / name).write_bytes(b"{}")
+
+    return write
+
+
+def holding(change: Callable[[Arrays], Arrays], **config: Any) -> Write:
+    """Apple's layout with changed tensors."""
+    return lambda directory: apple(directory, change(tensors(make())), **config)
+
+
+def ranked(count: int, left: int, change: Callable[[Arrays], Arrays] = dict) -> Write:
+    """TensorRT-LLM's layout with the first `left` of `count` ranks, and changed tensors in the last of them."""
+
+    def write(directory: Path) -> None:
+        ranks(directory, tensors(make("no blocks", rnn=False) if left < count else make()), count)
+        for rank in range(left, count):
+            (directory / f"rank{rank}.safetensors").unlink()
+        last = directory / f"rank{left - 1}.safetensors"
+        arrays = dict(mx.load(str(last)))
+        mx.eval(arrays)
+        save(last, change(arrays))
+
+    return write
+
+
+GUESSED = np.array([0, 3, 5, 61], np.int32)
+
+
+def guessing(ids: Any = GUESSED, vocab_size: int | None = 64) -> Write:
+    """A drafter of 64 tokens that guesses `GUESSED`, with other `draft_ids` or `vocab_size`."""
+    arrays = tensors(partial_drafter(small_drafter(), GUESSED)) | {"draft_ids": mx.array(ids)}
+    return lambda directory: apple(directory, arrays, vocab_size=vocab_size)
+
+
+PATHS: dict[str, Write] = {
+    "an empty directory": Path.mkdir,
+    "no weights": files(CONFIG, "a.txt"),
+    "no such path": lambda directory: directory / "none",
+    "no such home": lambda _: "~nosuchuser/x",
+    "an empty name": lambda _: "",
+    "a shard missing": files("model-00002-of-00002.safetensors"),
+    "one of several ranks": files("rank1.safetensors"),
+    "another network": holding(lambda _: {"encoder.weight": mx.ones((4,))}),
+    "a language model": holding(lambda _: base(), model_type="llama"),
+    "an output matrix alone": holding(lambda _: {"lm_head.weight": mx.ones((60, 24))}),
+    "two drafters": holding(lambda sound: prefixed("drafter.", sound) | prefixed("module.drafter.", sound)),
+    "two names for one tensor": holding(lambda sound: sound | prefixed("model.", sound)),
+    "two heads": holding(lambda sound: sound | {"lm_head.weight": mx.ones((60, 48))}),
+    "a block without its matrix": holding(lambda sound: sound | {"lm_head.2.linear.bias": mx.ones((48,))}),
+    "bytes": holding(lambda sound: sound | {"rnn_w.weight": mx.ones((24, 24), mx.uint8)}),
+    "a narrow matrix": holding(lambda sound: sound | {"rnn_u.weight": mx.ones((24, 23))}),
+    "a vector for a matrix": holding(lambda sound: sound | {"lm_head.1.weight": mx.ones((48,))}),
+    "shards that overlap": lambda directory: (
+        save(directory / "model-2.safetensors", tensors(make())) or apple(directory, tensors(make()))
+    ),
+    "the last rank missing": ranked(4, 3),
+    "a rank without a tensor": ranked(2, 2, lambda arrays: {k: x for k, x in arrays.items() if "rnn_u.bias" not in k}),
+    "a rank of another width": ranked(2, 2, lambda arrays: arrays | {"drafter.rnn_w.weight": mx.ones((12, 23))}),
+    "a draft vocabulary without the whole one": guessing(vocab_size=None),
+    "a token beyond the vocabulary": guessing(vocab_size=60),
+    "a token twice": guessing([3, 3, 3, 3]),
+    "too few tokens": guessing([0, 1, 2]),
+    "tokens as floats": guessing([0.0, 1.0, 2.0, 3.0]),
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_anything_but_one_drafter_is_refused(case: str, tmp_path: Path) -> None:
+    source = PATHS[case](tmp_path / "in")
+    refused(tmp_path / "in" if source is None else source, tmp_path / "result")
+
+
+def test_a_sound_draft_vocabulary_is_read(tmp_path: Path) -> None:
+    """Negative control."""
+    assert load_drafter(guessing()(tmp_path / "in")).args.draft_vocab_size == 4
+
+
+Change = Callable[[bytes], bytes]
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Change:
+    """Replaces the header of a safetensors file."""
+
+    def changed(content: bytes) -> bytes:
+        size = struct.unpack("<Q", content[:8])[0]
+        entries = json.loads(content[8 : 8 + size])
+        text = json.dumps(change(entries) or entries).encode()
+        return struct.pack("<Q", len(text)) + text + content[8 + size :]
+
+    return changed
+
+
+def entry(**values: Any) -> Change:
+    """Changes one tensor's entry in the header."""
+    return header(lambda entries: entries["rnn_w.weight"].update(values))
+
+
+DAMAGED: dict[str, tuple[str, Change]] = {
+    "nothing": (WEIGHTS, lambda _: b""),
+    "a git-lfs pointer": (WEIGHTS, lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"),
+    "a web page": (WEIGHTS, lambda _: b"\n<!DOCTYPE html>\n<html><body>401</body></html>"),
+    "a pickle by that name": (WEIGHTS, lambda _: b"\x80\x04}."),
+    "without its last byte": (WEIGHTS, lambda content: content[:-1]),
+    "longer than it says": (WEIGHTS, lambda content: content + b"x"),
+    "a huge header": (WEIGHTS, lambda content: struct.pack("<Q", 2**64 - 1) + content[8:]),
+    "a header that is a list": (WEIGHTS, header(lambda _: [1])),
+    "another dtype than its size": (WEIGHTS, entry(dtype="F16")),
+    "an unknown dtype": (WEIGHTS, entry(dtype="F12")),
+    "another shape than its size": (WEIGHTS, entry(shape=[12, 12])),
+    **{f"config {text!r}": (CONFIG, lambda _, text=text: text) for text in (b"", b"[1]", b"\xff\xfe")},
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_is_named(case: str, tmp_path: Path) -> None:
+    name, change = DAMAGED[case]
+    file = apple(tmp_path / "in", tensors(make())) / name
+    file.write_bytes(change(file.read_bytes()))
+    refused(tmp_path / "in", tmp_path / "result", names=str(file))
+
+
+PackedChange = Callable[[mx.array], mx.array]
+
+
+@pytest.mark.parametrize("part", ["scales", "biases"])
+@pytest.mark.parametrize("change", [lambda x: x[:4], lambda x: x[0, 0], lambda x: x[:, :1]])
+def test_damaged_quantized_layers_are_refused(part: str, change: PackedChange, tmp_path: Path) -> None:
+    weights = read_golden("eagle3_mlx")[0]
+    name = next(name for name in sorted(weights) if name.endswith(f".{part}"))
+    publish("eagle3_mlx", tmp_path / "in", arrays=weights | {name: change(weights[name])})
+    refused(tmp_path / "in", tmp_path / "result", "-d", names=str(tmp_path / "in"))
+
+
+def replaced(name: str, change: PackedChange) -> Callable[[Arrays, dict[str, Any]], None]:
+    return lambda arrays, _: arrays.update({name: change(arrays[name])})
+
+
+LAYERS: dict[str, tuple[str, Callable[[Arrays, dict[str, Any]], Any]]] = {
+    "another model": ("mtp deepseek_v3", lambda _, config: config.update(model_type="step3p5")),
+    "its own embedding": ("mtp qwen3_5", lambda _, config: config.update(mtp_use_dedicated_embeddings=True)),
+    "packed weights": ("mtp qwen3_5", lambda arrays, _: arrays.update({"mtp.fc.scales": mx.ones((4, 4))})),
+    "scales alone": (
+        "mtp qwen3_5",
+        lambda arrays, _: arrays.update({"mtp.fc.weight_scale_inv": arrays.pop("mtp.fc.weight")}),
+    ),
+    "FP8 without scales": ("mtp qwen3_5", replaced("mtp.fc.weight", mx.to_fp8)),
+    "other heads": ("mtp deepseek_v3", lambda _, config: config.update(num_attention_heads=5)),
+    "another width": ("mtp qwen3_next", lambda _, config: config.update(hidden_size=32)),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_that_cannot_be_read_are_refused(case: str, tmp_path: Path) -> None:
+    kind, change = LAYERS[case]
+    layer: Any = make_cached(kind)
+    arrays, config = name_as_published(layer), layer.args.layer_config | {"num_hidden_layers": 3}
+    change(arrays, config)
+    refused(save_base(tmp_path / "in", config, arrays), tmp_path / "result", origin="--from-base")
+
+
+def test_models_without_such_a_layer_or_its_files_are_refused(tmp_path: Path) -> None:
+    """mlx-lm's conversions, with and without an index; and a model without one of its shards."""
+    for index in (False, True):
+        directory, arrays = tmp_path / f"{index}", base()
+        save(directory / WEIGHTS, arrays)
+        if index:
+            (directory / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(arrays, WEIGHTS)}))
+        (directory / CONFIG).write_text(json.dumps({"model_type": "qwen3_next"}))
+        refused(directory, tmp_path / "result", names=str(directory), origin="--from-base")
+    layer: Any = make_cached("mtp qwen3_5")
+    directory = save_base(tmp_path / "in", layer.args.layer_config | {"num_hidden_layers": 3}, name_as_published(layer))
+    shard = directory / "model-00003-of-00003.safetensors"
+    refused(shard, tmp_path / "result", names=str(shard), origin="--from-base")
+    shard.unlink()
+    refused(directory, tmp_path / "result", names=shard.name, origin="--from-base")
+    (directory / INDEX).write_text("{}")
+    refused(directory, tmp_path / "result", names=INDEX, origin="--from-base")
