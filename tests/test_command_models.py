@@ -13,8 +13,8 @@ from small import save_target, small_drafter, small_llama
 from toys import make_tokenizer
 
 from mlx_redrafter import checkpoints
+from mlx_redrafter.arguments import make_parser
 from mlx_redrafter.checkpoints import list_weights, load_pair, load_target, save_drafter
-from mlx_redrafter.cli.arguments import make_parser
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.training.settings import TrainingArgs

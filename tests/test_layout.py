@@ -18,7 +18,7 @@ from mlx_redrafter.drafters import TRAINABLE
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlx_redrafter"
 COMMANDS = {"cli", "serving", "training", "convert"}
-ABOVE = {"planning", "session", "generate", "options", "checkpoints", *COMMANDS}
+ABOVE = {"planning", "session", "generate", "options", "checkpoints", "arguments", *COMMANDS}
 
 
 @cache
@@ -189,6 +189,6 @@ for command in (("server", "--max-tokens", "0"), ("server",), ("race",)):
     result = python("-c", script)
     assert result.returncode == 0, result.stderr
     flag, *missing = result.stderr.splitlines()
-    assert flag == "error: --max-tokens must be -1 (no limit) or at least 1, got 0"
+    assert flag == "error: max_tokens must be -1 (no limit) or at least 1, got 0"
     assert len(missing) == 2
     assert all(" is not installed, " in line and 'pip install "mlx_redrafter[server]"' in line for line in missing)

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from .. import ranks
+from ..arguments import load_models, make_text_parser, read_options
 from ..checkpoints import find_drafter_name
 from ..errors import Parser, RedrafterError, join_lines
 from ..generate import GenerationResponse
 from ..session.session import Session
-from .arguments import load_models, make_text_parser, read_options
 from .generate import show_prompt_progress
 
 COLOURS, DEFAULT_COLOUR = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import __version__
+from ..arguments import make_parser
 from ..checkpoints import find_drafter_name, format_dtype, is_quantized, list_weights, load_pair
 from ..drafters import make_drafter
 from ..drafters.protocol import Drafter
@@ -26,7 +27,6 @@ from ..planning.machine import describe_machine, has_fast_blas
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
 from ..trials import TRIAL_PROMPTS
-from .arguments import make_parser
 
 TRIAL_DEPTH, TRIAL_TOKENS = 8, 48
 """The longest chain of a trial, and tokens decoded after each prompt."""

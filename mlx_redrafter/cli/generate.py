@@ -20,6 +20,7 @@ from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__, ranks
+from ..arguments import load_models, make_text_parser, read_options
 from ..checkpoints import find_drafter_name
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
@@ -31,7 +32,6 @@ from ..options import OFF, Options
 from ..pair import Pair, draw_seed, find_pair
 from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
 from ..session.chat_template import render
-from .arguments import load_models, make_text_parser, read_options
 
 DEMO_MAX_TOKENS = 400
 """Enough for the answer to the demo's own prompt, an edit."""

@@ -18,12 +18,12 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
+from ..arguments import load_models, make_text_parser, read_options
 from ..checkpoints import find_drafter_name
 from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, join_lines
 from ..generate import GenerationResponse
 from ..session.session import Session
-from .arguments import load_models, make_text_parser, read_options
 
 PROTOCOL = 1
 """The schema version."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from .. import ranks
-from ..checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES, check_demo_flags
+from ..arguments import make_text_parser, read_options
+from ..checkpoints import check_demo_flags
 from ..errors import Parser, RedrafterError
-from ..options import FLAGS, Options, add_options
+from ..options import Options
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -35,28 +34,13 @@ def run() -> int:
 def make_parser() -> Parser:
     """Returns the parser, with the flags and defaults of mlx-lm's server and more."""
     about = "Serve the OpenAI and Anthropic APIs with speculative decoding; without --model, serve the packaged demo."
-    parser = Parser(prog="mlx_redrafter.server", description=about)
+    parser = make_text_parser("server", about, without=REQUEST_OPTIONS)
+    parser.set_defaults(max_tokens=-1)
     add = parser.add_argument
-    add("--model", help="local directory or Hugging Face repo of the target (default: the packaged demo)")
-    drafters = parser.add_mutually_exclusive_group().add_argument
-    drafters("--drafter", help=f"{DRAFTER_HELP}; without one, only the context drafts")
-    drafters("--draft-model", help="draft with a smaller model that has the same tokenizer, as in mlx-lm")
-    drafters("--no-drafter", action="store_true", help="use no drafter, not even the demo's; the context still drafts")
-    add("--adapter-path", help="path of trained adapter weights and config")
-    add("--pipeline", action="store_true", help="on several ranks: split the model by layers, not within each layer")
-    add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
-    add("--dtype", dest="model_dtype", choices=DTYPES, help=DTYPE_HELP)
     add("--served-model-name", nargs="+", metavar="NAME",
         help="names that requests may use, * for any; replies use the first (default: the model's own)")  # fmt: skip
     add("--chat-template", help="chat template to use instead of the tokenizer's")
     add("--use-default-chat-template", action="store_true", help="the tokenizer's default template if it has no other")
-    add("--chat-template-args", type=json_object, default={}, help="JSON object of additional template arguments")
-    group = parser.add_argument_group("decoding defaults, unless a request sets its own")
-    add_options(group, without=(*REQUEST_OPTIONS, "max_tokens"))
-    group.add_argument("--max-tokens", "-m", type=int, default=-1,
-        help="maximum tokens of an answer (default: -1, the rest of the context)")  # fmt: skip
-    group.add_argument("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name for --draft-depth")
-    add = parser.add_argument_group("service").add_argument
     add("--host", default="127.0.0.1", help="address to listen on; needs a key unless loopback (default: %(default)s)")
     add("--port", type=int, default=8080, help="port to listen on; 0 picks a free one (default: %(default)s)")
     add("--allowed-origins", type=lambda text: [each.strip() for each in text.split(",")], default=["*"],
@@ -64,30 +48,19 @@ def make_parser() -> Parser:
     keys = parser.add_mutually_exclusive_group().add_argument
     keys("--api-key", help="key that clients must send; other users may see it in the list of processes")
     keys("--api-key-file", metavar="FILE", dest="api_key", type=read_key, help="file that holds the key")
-    add("--decode-concurrency", type=parse_count, default=32, help="maximum requests in a batch (default: %(default)s)")
+    add("--decode-concurrency", type=int, default=32, help="maximum requests in a batch (default: %(default)s)")
     add("--prompt-cache-bytes", type=parse_size,
         help="memory for the KV caches of earlier requests, such as 512MB or 2GB; 0 keeps none, otherwise the newest "
              "is always kept (default: half of the memory that the weights leave, at least 1GiB)")  # fmt: skip
     add("--prompt-cache-dir", metavar="DIR",
         help="save as many bytes of them in this folder for the next start; it contains conversations")  # fmt: skip
-    add("--context-length", type=parse_count, metavar="TOKENS",
+    add("--context-length", type=int, metavar="TOKENS",
         help="maximum tokens of prompt plus answer (default: from the model's config, or no limit)")  # fmt: skip
-    add("--drain-timeout", type=parse_count, default=120,
+    add("--drain-timeout", type=int, default=120,
         help="seconds to finish requests after the first SIGINT or SIGTERM (default: %(default)s)")  # fmt: skip
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     add("--log-level", default="INFO", choices=levels, help="logging level (default: %(default)s)")
     return parser
-
-
-def parse_count(text: str) -> int:
-    """Returns an integer of at least 1.
-
-    Raises:
-        ArgumentTypeError: the text is not one.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
 
 
 def parse_size(text: str) -> int:
@@ -101,15 +74,6 @@ def parse_size(text: str) -> int:
     if found is None or unit is None:
         raise argparse.ArgumentTypeError(f"expected a number of bytes, such as 512MB or 2GB, got {text!r}")
     return int(float(found[1]) * unit)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parses a JSON object.
-
-    Raises:
-        ValueError, TypeError: the text is not one.
-    """
-    return dict(json.loads(text))
 
 
 def read_key(name: str) -> str:
@@ -132,16 +96,13 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
     check_demo_flags(args.model, args)
     if args.chat_template and args.model is None:
         raise RedrafterError("--chat-template needs --model: the packaged demo takes no template")
-    if args.max_tokens == 0:
-        raise RedrafterError("--max-tokens must be -1 (no limit) or at least 1, got 0")
     if args.api_key is not None:
         args.api_key = args.api_key.strip()  # as it is in clients' headers
-        if not (args.api_key and args.api_key.isascii() and args.api_key.isprintable()):
-            raise RedrafterError("the key must be printable ASCII, and not empty")
+        if not args.api_key:
+            raise RedrafterError("the key must not be empty")
     elif args.host not in LOOPBACK:
         raise RedrafterError(f"--host {args.host} needs a key: expected --api-key-file or --api-key, got neither")
     if args.prompt_cache_dir is not None and ranks.count_ranks() > 1:
         raise RedrafterError(f"--prompt-cache-dir needs a single process, got {ranks.count_ranks()} ranks")
-    names = [name for name in FLAGS if name not in REQUEST_OPTIONS]
-    args.options = Options(**{name: getattr(args, name) for name in names})
+    args.options = Options(**read_options(args))
     return args

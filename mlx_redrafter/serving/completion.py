@@ -135,7 +135,7 @@ class Completion(ABC, Generic[AnyBody]):
         if not tokenizer.has_chat_template:
             return Prompt(list(tokenizer.encode(convert_chat(messages, self.role_mapping))), "normal")
         given = {name: value for name, value in self.template_args.items() if value is not None}
-        args = service.args.chat_template_args | given | own | {"tools": describe_tools(tools) or None}
+        args = (service.args.chat_template_config or {}) | given | own | {"tools": describe_tools(tools) or None}
         errors: list[RedrafterError] = []
         for variant in (messages, *list_variants(messages)):
             try:

@@ -235,8 +235,8 @@ def test_metrics_count_answers(demo: Running) -> None:
         (["--host", "0.0.0.0"], "--host 0.0.0.0 needs a key: expected --api-key-file or --api-key, got neither"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--chat-template", "x"], "--chat-template needs --model"),
-        (["--max-tokens", "0"], "--max-tokens must be -1 (no limit) or at least 1, got 0"),
-        (["--api-key", " "], "the key must be printable ASCII, and not empty"),
+        (["--max-tokens", "0"], "max_tokens must be -1 (no limit) or at least 1, got 0"),
+        (["--api-key", " "], "the key must not be empty"),
         (["--temp", "-1"], "temp must be at least 0, got -1"),
         (["--plan", "off", "--draft-depth", "3"], "give either plan or draft_depth"),
     ],
@@ -251,8 +251,7 @@ def test_wrong_flags_are_named(flags: list[str], said: str) -> None:
     ("flags", "said"),
     [
         (["--prompt-cache-bytes", "5 parsecs"], "expected a number of bytes, such as 512MB or 2GB"),
-        (["--decode-concurrency", "0"], "must be an integer of at least 1, got '0'"),
-        (["--chat-template-args", "[1]"], "invalid json_object value: '[1]'"),
+        (["--chat-template-args", "[1]"], "invalid parse_object value: '[1]'"),
         (["--api-key", "x", "--api-key-file", __file__], "--api-key-file: not allowed with argument --api-key"),
     ],
 )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 import mlx.nn as nn
 
-from ..checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES, find_drafter_name, load_pair
-from ..drafters.protocol import Drafter
-from ..errors import Parser, RedrafterError
-from ..options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
+from .checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES, find_drafter_name, load_pair
+from .drafters.protocol import Drafter
+from .errors import Parser, RedrafterError
+from .json_objects import parse_object
+from .options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
 
 
 def make_parser(command: str, about: str, without_drafter: str) -> Parser:
@@ -41,25 +41,11 @@ def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ())
     add = parser.add_argument
     add("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
     add("--pipeline", action="store_true", help="on several ranks: pipelining instead of tensor parallelism")
-    add("--chat-template-config", type=parse_object, help="additional chat template arguments, as JSON")
+    template_args = ("--chat-template-config", "--chat-template-args")  # mlx-lm's names in generate and in the server
+    add(*template_args, type=parse_object, help="additional chat template arguments, as JSON")
     add_options(parser, without)
     add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name for --draft-depth")
     return parser
-
-
-def parse_object(text: str) -> dict[str, Any]:
-    """Parses a flag's value as a JSON object.
-
-    Raises:
-        argparse.ArgumentTypeError: the value is not a JSON object.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text}")
-    return value
 
 
 def load_models(
@@ -80,7 +66,7 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RedrafterError: a flag is out of range, or flags contradict each other.
     """
-    options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS}
+    options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS if flag.name in args}
     checked = Options(**options).require_tokens()
     if args.no_drafter and (find_drafter_name(args) is not None or checked.shape not in (AUTO, None)):
         drafting = ", ".join(f"--{name.replace('_', '-')}" for name in ("drafter", "draft_model", *PLAN_OPTIONS[1:]))
