@@ -35,7 +35,7 @@ from .planning.acceptance import find_acceptance
 from .planning.costs import CostTable
 from .planning.history import History
 from .planning.planner import AutoPlanner, make_context_planner
-from .planning.store import keep_counts, load_table, read_counts
+from .planning.store import load_table
 
 Cache = kv_cache.Cache | None
 """A prompt cache to decode with; None for a new one of the model's own type."""
@@ -126,11 +126,7 @@ class Pair:
     def history(self, *, drafted: bool) -> History:
         """The statistics of earlier texts, with or without the drafter."""
         with _lock:
-            if drafted not in self.findings.histories:
-                drafter = self.drafter if drafted else None
-                counts = None if drafter is None else read_counts(self.model, drafter)
-                self.findings.histories[drafted] = History(counts)
-            return self.findings.histories[drafted]
+            return self.findings.histories.setdefault(drafted, History())
 
     def open_source(self) -> Source | None:
         """A new source of the drafter, which drafts for one text; None without a drafter."""
@@ -143,15 +139,14 @@ class Pair:
             trees: see `costs`.
             chains_only: draft chains for this text even if trees are possible.
         """
-        model, drafter, history = self.model, self.drafter, self.history(drafted=True)
+        drafter = self.drafter
         assert drafter is not None
         costs = self.costs(trees=trees)
         return AutoPlanner(
             costs.chains_only() if chains_only else costs,
             find_acceptance(drafter),
             can_merge=trees and not chains_only,
-            history=history,
-            keep=lambda: keep_counts(model, drafter, history.counts),
+            history=self.history(drafted=True),
         )
 
     def explain_chains(self, cache: Cache = None, states: tuple[StateName, ...] = ()) -> str | None:

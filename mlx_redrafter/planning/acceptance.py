@@ -88,13 +88,12 @@ class Counts:
     Attributes:
         overall: (hits, hits that the table predicts).
         by_depth: (K,) the same per depth; predictions include the text's acceptance scale before the round.
-        n_new: rounds added since the counts were last saved.
 
     `overall` and `by_depth` are replaced, never modified in place: several texts may share them.
     """
 
     def __init__(self, overall: Count = (0.0, 0.0), by_depth: Sequence[Count] = ()) -> None:
-        self.overall, self.by_depth, self.n_new = overall, tuple(by_depth), 0
+        self.overall, self.by_depth = overall, tuple(by_depth)
 
     @property
     def acceptance_scale(self) -> float:
@@ -128,7 +127,6 @@ class Counts:
             _add(count, depth < n_accepted, acceptance_scale * rates[depth]) if depth in reached else count
             for depth, count in enumerate((*self.by_depth, *missing))
         )
-        self.n_new += 1
 
 
 def _add(count: Count, hits: float, expected: float) -> Count:

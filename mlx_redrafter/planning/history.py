@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from .acceptance import Counts
 from .costs import find_lower_quartile
@@ -32,24 +33,18 @@ class Slowdown:
             self.value = min(max(ratio, self._least), MAX_SLOWDOWN)
 
 
+@dataclass
 class History:
-    """Observations from earlier texts of a target with its drafter, or with the context alone.
+    """What earlier texts of a target with its drafter, or with the context alone, showed; held in memory.
 
     Attributes:
-        counts: the drafter's hits, earlier processes included; all other attributes are from this process.
+        counts: the drafter's hits.
         slowdown: of the last text; None before the first.
-        pause: plain steps until the next probe, if the last text had stopped drafting; the next text waits for at most
-            `PROBE_EVERY` of them.
-        next_pause: the pause after the next failed probe.
         debts: lost time, in plain steps, that later texts must recover, by whether the drafter took part.
-        n_texts: number of texts so far.
 
     Concurrent texts may share it: values are replaced, so one text may overwrite another's.
     """
 
-    def __init__(self, counts: Counts | None = None) -> None:
-        self.counts = counts or Counts()
-        self.slowdown: Slowdown | None = None
-        self.pause = self.next_pause = 0
-        self.debts = {True: 0.0, False: 0.0}
-        self.n_texts = 0
+    counts: Counts = field(default_factory=Counts)
+    slowdown: Slowdown | None = None
+    debts: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})

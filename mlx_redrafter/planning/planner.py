@@ -6,7 +6,7 @@ slowdown. A budget limits the time lost in bad rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise, product
 from operator import attrgetter, itemgetter
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # acceptance scales for which candidate plans are found
 HYSTERESIS = 0.02  # a plan must be this much faster to replace the current one or plain decoding
 MAX_LOSS, MIN_TOKENS = 0.01, 512  # a source may lose this share of the plain decoding time of at least MIN_TOKENS
-WARM_UP = 4  # plain steps at the start of a text, as a baseline for its rounds
-WARM_UP_EVERY = 8  # texts
+WARM_UP = 4  # plain steps at the start of the first text, as a baseline for rounds
 PROBE_EVERY = 16  # plain steps before a probe round while no plan is faster; doubled by each rejected one, to 256
 CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # lengths to which a proposal may be cut
 MIN_ASSUMED_SLOWDOWN = 0.3  # lower limit of the slowdown if costs are assumed
@@ -146,7 +145,6 @@ class AutoPlanner(Planner):
         can_merge: whether one forward can verify both the drafter's tokens and the context's, see `Planner`.
         least_slowdown: lower limit of the slowdown, see `Slowdown`.
         history: of earlier texts; updated with this text.
-        keep: called when decoding ends.
     """
 
     def __init__(
@@ -158,20 +156,15 @@ class AutoPlanner(Planner):
         can_merge: bool = False,
         least_slowdown: float = 1.0,
         history: History | None = None,
-        keep: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(None, can_merge=can_merge)
         self._history = history = history or History()
-        self._keep = keep
         self.plans = list_candidate_plans(costs, history.counts.correct(table)) if plans is None else tuple(plans)
         self._costs, self._acceptance = costs, Acceptance(table, self.plans, history.counts)
         self._slowdown = Slowdown(least_slowdown, history.slowdown)
         self._steps: dict[tuple[Plan, int], float] = {}  # cost of a round in plain steps, by plan and context length
         self._pending: Plan | None = None
-        self._pause = min(history.pause, PROBE_EVERY)  # another text may be easier to draft
-        if history.n_texts % WARM_UP_EVERY == 0:
-            self._pause = max(self._pause, WARM_UP)
-        self._next_pause = history.next_pause or PROBE_EVERY
+        self._pause, self._next_pause = WARM_UP if history.slowdown is None else 0, PROBE_EVERY
         self._n_tokens = 0
         self._saved = {True: 0.0, False: 0.0}  # plain steps, by whether the drafter took part
         self._drafter_was_last = False
@@ -209,13 +202,11 @@ class AutoPlanner(Planner):
 
     def finish(self) -> None:
         history = self._history
-        history.slowdown, history.n_texts = self._slowdown, history.n_texts + 1
-        history.pause, history.next_pause = max(0, self._pause), self._next_pause
+        history.slowdown = self._slowdown
         history.debts = {
             source: max(0.0, debt - self._saved[source] - MAX_LOSS * self._n_tokens)
             for source, debt in history.debts.items()
         }
-        self._keep()
 
     def observe(
         self,
@@ -332,7 +323,7 @@ def make_context_planner(history: History | None, *, replays: bool) -> AutoPlann
     The assumed costs are corrected by the round times of the model's earlier texts in this process.
 
     Args:
-        history: of the earlier texts; None for a simulation.
+        history: of the earlier texts.
         replays: whether the model must replay tokens after a rejection.
     """
     costs = assume_costs(replays=replays)

@@ -1,10 +1,9 @@
-"""Stores the cost table and the acceptance counts of a model and its drafter on disk."""
+"""Stores the cost table of a model and its drafter on disk."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,13 +19,9 @@ from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
 from ..engine.model_parts import find_module_name
 from ..errors import join_lines, warn
-from .acceptance import Count, Counts
 from .costs import CostTable, is_disturbed, parse_costs
 from .machine import describe_machine, find_cache_directory
 from .measure import measure_costs
-
-MIN_NEW = 32
-"""Counts are written after at least this many new rounds."""
 
 
 def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool) -> CostTable:
@@ -72,41 +67,9 @@ def sample_tensors(module: Any) -> bytes:
     return np.array(sample).tobytes()
 
 
-def read_counts(model: nn.Module, drafter: Drafter) -> Counts | None:
-    """The drafter's acceptance counts from earlier processes; None if there are none."""
-    kept = ranks.share(_read_object(lambda: _find_file(model, drafter)))
-    with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
-        return Counts(_parse(kept["overall"]), [_parse(pair) for pair in kept["by_depth"]])
-    return None
-
-
 def _read_object(find_file: Callable[[], Path]) -> Any:
     """The JSON in a file; an empty object if it cannot be read."""
     try:
         return json.loads(find_file().read_text(encoding="utf-8"))
     except (OSError, RuntimeError, ValueError):
         return {}
-
-
-def _parse(pair: list[float]) -> Count:
-    hits, expected = map(float, pair)
-    if not (0 <= hits < math.inf and 0 <= expected < math.inf):
-        raise ValueError("expected finite counts of at least 0")
-    return hits, expected
-
-
-def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
-    """Saves the counts for the next process if enough are new; write errors are ignored."""
-    if counts.n_new >= MIN_NEW and ranks.get_rank() == 0:
-        counts.n_new = 0
-        with suppress(OSError, RuntimeError):
-            write_text(
-                _find_file(model, drafter), json.dumps({"overall": counts.overall, "by_depth": counts.by_depth}) + "\n"
-            )
-
-
-def _find_file(model: nn.Module, drafter: Drafter) -> Path:
-    """The file of the counts, named by both models and a sample of the drafter's tensors."""
-    described = [find_module_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + sample_tensors(drafter))
-    return find_cache_directory() / "acceptance" / f"{digest.hexdigest()[:24]}.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -21,13 +20,9 @@ from cost_curves import (
     simulate_auto,
 )
 from grids import pairs
-from mlx.utils import tree_map
-from sessions import make_drafter
-from toys import make_model
 
 from mlx_redrafter.engine import decode
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
-from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.acceptance import (
     MAX_RATE,
     UNKNOWN_ACCEPTANCE,
@@ -48,7 +43,6 @@ from mlx_redrafter.planning.planner import (
     predict_all,
     predict_replay,
 )
-from mlx_redrafter.planning.store import keep_counts
 
 LOSS = MAX_LOSS * MIN_TOKENS / 256
 BOUNDS = {0.7: 1 - LOSS - 0.005, 1.0: 1 - LOSS - 0.005, 1.3: 0.965, 2.0: 0.94}
@@ -228,36 +222,3 @@ def test_a_good_drafter_drafts_from_the_next_texts_first_token() -> None:
         assert (planner.next_plan(START) is None) is is_first
         simulate(planner, costs, TEXTS["all"], 64, 0)
         planner.finish()
-
-
-def test_an_abandoned_drafter_is_retried_in_the_next_text() -> None:
-    history, costs = History(), make_costs("gentle")
-    first = AutoPlanner(costs, ACCEPTANCE, history=history)
-    for _ in range(3):
-        simulate(first, costs, TEXTS["nothing"], 1500, 0)
-    first.finish()
-    assert history.pause > PROBE_EVERY, "the drafter was abandoned"
-    planner = AutoPlanner(costs, ACCEPTANCE, history=history)
-    plans = [planner.next_plan(START + at) for at in range(PROBE_EVERY + 1)]
-    assert plans[-1] is not None and plans[:-1] == [None] * PROBE_EVERY
-
-
-def test_counts_are_saved_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model = make_model()
-    drafter = make_drafter(model)
-    counts = Pair(model, drafter).history(drafted=True).counts
-    assert counts.acceptance_scale == 1
-    for _ in range(40):
-        counts.add([0.5, 0.5], 1.0, 2)
-    keep_counts(model, drafter, counts)
-    same, other = make_drafter(model), make_drafter(model)
-    same.update(drafter.parameters())
-    other.update(tree_map(lambda array: array + 1, drafter.parameters()))
-    assert Pair(model, same).history(drafted=True).counts.by_depth == counts.by_depth
-    assert Pair(model, other).history(drafted=True).counts.acceptance_scale == 1, "same shapes, different weights"
-    for file in tmp_path.rglob("*.json"):
-        file.write_text('{"overall": [1, "a"]}')
-    again = make_drafter(model)
-    again.update(drafter.parameters())
-    assert Pair(model, again).history(drafted=True).counts.acceptance_scale == 1, "damaged files are ignored"
