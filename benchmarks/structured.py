@@ -109,7 +109,7 @@ def time_schema(engine: Worker, tokenizer: Any, compiler: Any, name: str, args: 
         for draft, found in speeds.items():
             tokens, made = asyncio.run(generate(engine, draft=draft, **asked))
             texts.add(tuple(tokens))
-            found.append((made.generated_tokens - 1) / made.seconds)
+            found.append((len(made.output.tokens) - 1) / made.seconds)
     plain, drafted = median(speeds[False]), median(speeds[True])
     return {
         "schema": name,
@@ -117,7 +117,7 @@ def time_schema(engine: Worker, tokenizer: Any, compiler: Any, name: str, args: 
         "plain, tokens/s": plain,
         "drafted, tokens/s": drafted,
         "ratio": drafted / plain,
-        "tokens per round": (len(tokens) - 1) / made.decoding.rounds,
+        "tokens per round": (len(tokens) - 1) / made.output.stats.rounds,
         "same text": len(texts) == 1,
     }
 

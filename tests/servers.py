@@ -149,12 +149,12 @@ class ScriptedRequest:
     """A request answered with a fixed text."""
 
     asked: dict[str, Any]
+    prompt: list[int]
     events_to_come: list[TokenEvent | Exception | threading.Event]
     gate: threading.Event
-    prompt_tokens: int
     read: int = 0
     cached_tokens: int = 1
-    decoding: Stats = Stats(4, 8, 6)
+    output: Any = field(default_factory=lambda: SimpleNamespace(stats=Stats(4, 8, 6)))
     queue_seconds: float | None = None
     time_to_first_token: float | None = None
     seconds: float = 0.0
@@ -220,13 +220,13 @@ class ScriptedWorker:
             top = [(token, -0.5), (token + 1, -float("inf"))][: asked.get("top_logprobs")]
             last = "stop" if token == end else "length" if at + 1 == asked.get("max_tokens") else None
             events.append(TokenEvent(token, -0.5, top, finish_reason=last))  # type: ignore[arg-type]
-        self.requests.append(ScriptedRequest(asked | {"prompt": prompt}, events, self.gate, len(prompt)))
+        self.requests.append(ScriptedRequest(asked, prompt, events, self.gate))
         return self.requests[-1]
 
     @property
     def prompt(self) -> str:
         """Text of the last request's prompt."""
-        return str(self.tokenizer.decode(self.requests[-1].asked["prompt"]))
+        return str(self.tokenizer.decode(self.requests[-1].prompt))
 
     def close(self, timeout: float) -> None:
         """Nothing to close."""

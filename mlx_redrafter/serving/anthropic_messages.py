@@ -91,7 +91,7 @@ def describe_usage(answer: Answer) -> dict[str, Any]:
     """Returns the token counts so far in Anthropic's format."""
     request = answer.requests[0]
     return {
-        "input_tokens": request.prompt_tokens - request.cached_tokens,
+        "input_tokens": len(request.prompt) - request.cached_tokens,
         "cache_read_input_tokens": request.cached_tokens,
         "cache_creation_input_tokens": 0,
         "output_tokens": answer.n_tokens,

@@ -265,7 +265,7 @@ class Answer:
     def progress(self) -> str:
         """How many tokens of the prompt are prefilled, as READ/TOTAL."""
         request = self.requests[self.choice]
-        return f"{request.read}/{request.prompt_tokens}"
+        return f"{request.read}/{len(request.prompt)}"
 
     def describe_usage(self, read: str, made: str) -> dict[str, Any]:
         """Returns the token counts so far in OpenAI's format.
@@ -275,9 +275,9 @@ class Answer:
         """
         first = self.requests[0]
         return {
-            f"{read}_tokens": first.prompt_tokens,
+            f"{read}_tokens": len(first.prompt),
             f"{made}_tokens": self.n_tokens,
-            "total_tokens": first.prompt_tokens + self.n_tokens,
+            "total_tokens": len(first.prompt) + self.n_tokens,
             f"{read}_tokens_details": {"cached_tokens": first.cached_tokens, "cache_write_tokens": 0},
             f"{made}_tokens_details": {"reasoning_tokens": self.n_reasoning},
             **self.count_drafts(),
@@ -285,7 +285,7 @@ class Answer:
 
     def count_drafts(self) -> dict[str, Any]:
         """Returns speculative-decoding statistics so far: the fields of `USAGE_FIELDS`."""
-        total = sum((request.decoding for request in self.requests), Stats())
+        total = sum((request.output.stats for request in self.requests), Stats())
         return {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
 
     def cancel(self) -> None:

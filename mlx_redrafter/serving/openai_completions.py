@@ -90,7 +90,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         source, drafts = event.draft_source, event.drafts
         token = {"text": event.text, "from_draft": source is not None, "draft_source": source}
         noted.setdefault("tokens", []).append(token)
-        noted |= {name: getattr(request.decoding, name) for name in ("rounds", "drafted", "accepted")}
+        noted |= {name: getattr(request.output.stats, name) for name in ("rounds", "drafted", "accepted")}
         noted["seconds"] = round(request.seconds, 6)
         if drafts is not None:
             *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]

@@ -16,8 +16,8 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from ..engine.decode import Round
 from ..engine.grammar import Grammar
+from ..engine.output import Output
 from ..engine.source import Source
-from ..engine.stats import Stats
 from ..options import Options
 from .text_stream import Segment
 
@@ -78,6 +78,8 @@ class Request:
     Args:
         loop: the client's event loop; None on ranks other than 0.
         defaults: options for what the request does not set.
+        end_tokens: end-of-text tokens.
+        room: most tokens of the answer, whatever `max_tokens` is; None for no limit.
         prompt: token ids.
         grammar: makes the grammar that the answer must follow; None for any answer.
         top_logprobs: how many of the likeliest tokens each event contains.
@@ -88,21 +90,18 @@ class Request:
 
     Attributes:
         options: the request's sampling, logits processors and cache settings.
-        text: prompt and generated tokens.
+        output: the generated tokens and their statistics; in a batch each token is a plain step.
         prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is always prefilled.
         copy_lengths: prompt lengths at which a copy of the cache is kept, ascending.
-        prompt_tokens: the length of the prompt.
         read: how many tokens of the prompt are in the cache.
-        source: the drafter's state for this text; it has not seen tokens that a batch decoded.
-        drafter_failed: whether the drafter failed on this text, which then continues without it.
+        source: the drafter's state for this text, which has not seen tokens that a batch decoded; None without a
+            drafter, and after it failed.
         grammar: the state of the grammar once the request runs; None without one.
         may_run_ahead: whether its loop may enqueue a step before the previous one is read.
         error: if set, ends the request in the next step.
         cancelled: whether `cancel` was called.
         submitted: the time of submission, by `time.perf_counter`.
         cached_tokens: how many tokens of the prompt were in the prompt cache.
-        generated_tokens: includes the end-of-text token.
-        decoding: statistics of the rounds after the first token; in a batch each token is a plain step.
         queue_seconds, time_to_first_token: seconds from `submitted` to the start and to the first token; None before.
         seconds: from the first token to the latest one.
     """
@@ -111,6 +110,8 @@ class Request:
         self,
         loop: asyncio.AbstractEventLoop | None,
         defaults: Options,
+        end_tokens: Container[int],
+        room: int | None,
         prompt: list[int],
         *,
         grammar: Callable[[], Grammar] | None = None,
@@ -120,34 +121,43 @@ class Request:
         prefix_lengths: Iterable[int] = (),
         **sampling: Any,
     ) -> None:
-        self.make_grammar, self.top_logprobs, self.include_drafts = grammar, top_logprobs, include_drafts
-        self.draft, self.sampling = draft, sampling
+        self.prompt, self.make_grammar, self.top_logprobs = prompt, grammar, top_logprobs
+        self.draft, self.include_drafts, self.sampling = draft, include_drafts, sampling
         penalties = {name: sampling[name] for name in PENALTIES & sampling.keys()}
         given = {name: value for name, value in sampling.items() if name not in penalties}
         processors = make_logits_processors(**penalties)
-        self.options = replace(defaults, logits_processors=processors, **given).require_tokens()
-        self.text, self.prefix, self.prompt_tokens = list(prompt), np.array(prompt[:-1], np.int32), len(prompt)
+        options = replace(defaults, logits_processors=processors, **given).require_tokens()
+        if room is not None and not 0 < options.max_tokens <= room:
+            options = replace(options, max_tokens=room)
+        self.options, self.output = options, Output(options.max_tokens, end_tokens)
+        self.prefix = np.array(prompt[:-1], np.int32)
         self.copy_lengths = sorted({n for n in prefix_lengths if 0 < n < len(prompt)}) or [len(self.prefix)]
-        self.read = 0
+        self.read = self.cached_tokens = 0
         self.source: Source | None = None
-        self.drafter_failed = False
         self.grammar: Grammar | None = None
         self.may_run_ahead = True
         self.error: Exception | None = None
         self.cancelled = False
         self.submitted = time.perf_counter()
-        self.cached_tokens = self.generated_tokens = 0
-        self.decoding = Stats()
         self.queue_seconds: float | None = None
         self.time_to_first_token: float | None = None
         self.seconds = 0.0
         self._loop, self._items = loop, asyncio.Queue[Item]()
 
+    @property
+    def text(self) -> list[int]:
+        """Prompt and generated tokens."""
+        return self.prompt + self.output.tokens
+
+    @property
+    def length(self) -> int:
+        """The length of `text`."""
+        return len(self.prompt) + len(self.output.tokens)
+
     def describe(self) -> dict[str, Any]:
         """Returns keywords that make the same request on another rank: plain values, without the grammar."""
-        names = ("top_logprobs", "draft", "include_drafts")
-        own = {name: getattr(self, name) for name in names}
-        return {"prompt": self.text, "prefix_lengths": self.copy_lengths, **own, **self.sampling}
+        names = ("prompt", "top_logprobs", "draft", "include_drafts")
+        return {name: getattr(self, name) for name in names} | {"prefix_lengths": self.copy_lengths} | self.sampling
 
     async def read_events(self) -> AsyncIterator[TokenEvent]:
         """Yields each token, up to the one with a `finish_reason` or until the request is cancelled. Call it once."""
@@ -167,45 +177,22 @@ class Request:
             with suppress(RuntimeError):  # the client's loop is closed
                 self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
-    def take(self, tokens: list[int], end_tokens: Container[int]) -> tuple[list[int], FinishReason | None]:
-        """Appends to the text the tokens of a round that belong to it.
-
-        Returns:
-            These tokens, and why the text ends with them; None if it continues.
-        """
-        left = self.options.max_tokens - self.generated_tokens  # negative without a limit
-        tokens = tokens[:left] if left > 0 else tokens
-        size = next((i for i, token in enumerate(tokens, 1) if token in end_tokens), len(tokens))
-        self.text += tokens[:size]
-        is_end = tokens[size - 1] in end_tokens
-        return tokens[:size], "stop" if is_end else "length" if size == left else None
-
-    def make_events(
-        self, made: Round, tokens: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None
-    ) -> list[TokenEvent]:
-        """Returns the events of the tokens that `take` returned.
-
-        Args:
-            tokens, logprobs: at least one each.
-            reason: why the text ends with the last token; None if it continues.
-        """
-        drafts = None
+    def send_tokens(self, made: Round, logprobs: Sequence[float]) -> None:
+        """Sends the tokens of a round, which are the latest ones of `output`, with their log-probabilities."""
+        elapsed = time.perf_counter() - self.submitted
+        if self.time_to_first_token is None:
+            self.time_to_first_token = elapsed
+        self.seconds = elapsed - self.time_to_first_token
+        source: DraftSource = "context" if made.from_context else "drafter"
+        events = [
+            TokenEvent(token, logprob, find_likeliest(row, self.top_logprobs), source)
+            for token, logprob, row in zip(made.tokens, logprobs, made.logprobs, strict=True)
+        ]
+        events[-1].draft_source, events[-1].finish_reason = None, self.output.finish_reason
         if self.include_drafts and made.tree is not None:
             nodes, parents = cast(list[int], made.tree.tokens.tolist()), cast(list[int], made.tree.parents.tolist())
-            drafts = DraftedRound(nodes, parents, list(made.path[: len(tokens)]), tokens[-1])
-        source: DraftSource
-        last, source = len(tokens) - 1, "context" if made.from_context else "drafter"
-        return [
-            TokenEvent(
-                token,
-                logprobs[i],
-                find_likeliest(made.logprobs[i], self.top_logprobs),
-                source if i < last else None,
-                reason if i == last else None,
-                drafts if i == 0 else None,
-            )
-            for i, token in enumerate(tokens)
-        ]
+            events[0].drafts = DraftedRound(nodes, parents, list(made.path), made.tokens[-1])
+        self.send(events)
 
 
 def read_logprobs(pairs: Sequence[tuple[mx.array, int]]) -> list[float]:

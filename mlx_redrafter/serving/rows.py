@@ -68,37 +68,35 @@ class Loops:
         cache, held = start
         options = replace(
             row.options,
-            max_tokens=-1,
             context=row.options.context if row.draft else False,
             prompt_cache=cache,
             history=tuple(row.text[:held]),
             prefill_step_size=min(row.options.prefill_step_size, FIRST_PIECE if self._loops else NO_LIMIT),
             on_drafter_failure=partial(self._drop_drafter, row),
         )
-        if row.draft and row.source is None and not row.drafter_failed:
-            row.source = self._pair.open_source()
         if row.grammar is not None:  # it has not taken a batch's last token
-            for token in row.text[row.prompt_tokens + row.grammar.length :]:
+            for token in row.output.tokens[row.grammar.length :]:
                 row.grammar.take(token)
         row.may_run_ahead = True
         self._loops[row] = self._pair.open(
             row.text[held:],
             options,
             row.source,
+            output=row.output,
             grammar=row.grammar,
             may_run_ahead=lambda: row.may_run_ahead,
             stops=row.copy_lengths,
         )
 
     def _drop_drafter(self, row: Request, error: Exception) -> None:
-        row.source, row.drafter_failed = None, True
+        row.source = None
         self._on_drafter_failure(error)
 
     def step(self, row: Request) -> Round:
         """Returns the row's next round, or an empty one after a piece of its prompt."""
         text = self._loops[row]
         made = next(text)
-        row.read = min(max(row.read, text.length), row.prompt_tokens)
+        row.read = min(max(row.read, text.length), len(row.prompt))
         return made
 
     def copy_cache(self, row: Request) -> Start:
@@ -113,7 +111,7 @@ class Loops:
             Whether the row can move now; if not, it can after its next round.
         """
         row.may_run_ahead = False
-        return self._loops[row].length < len(row.text)
+        return self._loops[row].length < row.length
 
     def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
         """Removes the given rows; see `Batch.remove`. After an exception a row's cache is undefined."""
@@ -121,7 +119,7 @@ class Loops:
         for row in [row for row in rows if row in self._loops]:
             with closing(self._loops.pop(row)) as text:
                 if keep_caches:
-                    held = min(text.length, len(row.text))
+                    held = min(text.length, row.length)
                     if held:
                         text.finish(held, row.text[held - 1])
                     removed[row] = text.cache, held
@@ -184,14 +182,14 @@ class Batch:
     def add(self, row: Request, start: Start) -> None:
         """Adds a row, which continues at the first token that its cache does not hold."""
         (cache, held), sampler = start, self._greedy
-        ends = [n for n in row.copy_lengths if n > held] + [len(row.text)]
+        text, ends = row.text, [*(n for n in row.copy_lengths if n > held), row.length]
         if row.options.temp:
-            sampler = RowSampler(row.options.make_sampler(0), len(row.text))  # 0 is not used: its options have a seed
+            sampler = RowSampler(row.options.make_sampler(0), row.length)  # 0 is not used: its options have a seed
         (uid,) = self._generator.insert_segments(
-            [[row.text[start:end] for start, end in pairwise([held, *ends])]],
+            [[text[start:end] for start, end in pairwise([held, *ends])]],
             [NO_LIMIT],
             caches=[cache or make_prompt_cache(self._model)],
-            all_tokens=[row.text[:held]],
+            all_tokens=[text[:held]],
             samplers=[sampler],
             logits_processors=[[*(row.options.logits_processors or ()), *make_masks(row)]],
         )
@@ -200,7 +198,7 @@ class Batch:
     def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
         """Returns (rows whose cache should be copied now, one token of each row that is past its prompt)."""
         started = time.perf_counter()
-        reading = sum(row.read < row.prompt_tokens - 1 for row in self.rows)
+        reading = sum(row.read < len(row.prefix) for row in self.rows)
         others_wait, size = reading < len(self._rows), self._prefill_step_size
         if reading and others_wait:
             size = min(size, max(MIN_PIECE, self._piece // min(reading, self._prefill_rows)))
@@ -216,10 +214,10 @@ class Batch:
         read = []
         for each in prompts:
             row, (done, total) = self._rows[each.uid][0], each.progress
-            row.read = max(row.read, min(len(row.text) - total + done, row.prompt_tokens))
+            row.read = max(row.read, min(row.length - total + done, len(row.prompt)))
             if row.read in row.copy_lengths and not each.end_of_prompt:
                 read.append(row)
-        return read, [(self._rows[each.uid][0], Round([each.token], [each.logprobs])) for each in tokens]
+        return read, [self._add_token(self._rows[each.uid][0], each.token, each.logprobs) for each in tokens]
 
     def copy_cache(self, row: Request) -> Start:
         """Returns a copy of the row's cache during its prefill."""
@@ -257,13 +255,16 @@ class Batch:
             last = samplers[row].last
             assert last is not None
             index = at if len(distinct) == 1 else 0  # a shared sampler was called for all rows
-            following.append((last[0][index : index + 1], last[1][index]))
+            following.append((last[0][index], last[1][index]))
         starts = self.remove(stepped)
         mx.eval(following)
         return [
-            (row, Round(cast(list[int], tokens.tolist()), [logprobs]), starts[row])
-            for row, (tokens, logprobs) in zip(stepped, following, strict=True)
+            (*self._add_token(row, cast(int, token.item()), logprobs), starts[row])
+            for row, (token, logprobs) in zip(stepped, following, strict=True)
         ]
+
+    def _add_token(self, row: Request, token: int, logprobs: mx.array) -> tuple[Request, Round]:
+        return row, row.output.add(Round([token], [logprobs]))
 
     def close(self) -> None:
         """Frees mlx-lm's batch."""
@@ -272,14 +273,14 @@ class Batch:
 
 def make_masks(row: Request) -> list[Processor]:
     """Returns the logits processor of a row's grammar; none without one. Its errors end the row, not the batch."""
-    grammar, prompt_tokens = row.grammar, row.prompt_tokens
+    grammar, n_prompt = row.grammar, len(row.prompt)
     if grammar is None:
         return []
 
     def mask(tokens: mx.array, logits: mx.array) -> mx.array:
         if row.error is None:
             try:
-                for token in cast(list[int], tokens[prompt_tokens + grammar.length :].tolist()):
+                for token in cast(list[int], tokens[n_prompt + grammar.length :].tolist()):
                     grammar.take(token)
                 return mask_root(grammar, logits)
             except Exception as error:

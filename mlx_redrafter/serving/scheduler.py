@@ -14,17 +14,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import ranks
-from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.decode import Round
-from ..engine.stats import Stats
+from ..engine.output import FinishReason
 from ..generate import decode_tokens
 from ..options import Options
 from ..pair import Pair
@@ -32,7 +30,7 @@ from .batchable import count_prefill_rows
 from .cache_folder import CacheFolder
 from .pace import Pace
 from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix, find_default_bytes
-from .request import FinishReason, Request, read_logprobs
+from .request import Request, read_logprobs
 from .rows import Batch, Loops
 from .types import Counters, SchemaNotFollowed
 
@@ -44,8 +42,8 @@ class Scheduler:
     """Decodes the running rows step by step. Methods are called in the worker's thread.
 
     Args:
-        model, tokenizer, drafter, options: as for `Worker`.
-        size: its `decode_concurrency`.
+        pair: the target and its drafter.
+        options, size: the worker's `options` and `decode_concurrency`.
         cache_bytes, cache_dir: its `prompt_cache_bytes` and `prompt_cache_dir`.
         counters: updated by every step.
         on_end: called once for each row that ends, after its last tokens, with the row and the reason: "stop",
@@ -58,9 +56,7 @@ class Scheduler:
 
     def __init__(
         self,
-        model: nn.Module,
-        tokenizer: Any,
-        drafter: Drafter | None,
+        pair: Pair,
         options: Options,
         size: int,
         cache_bytes: int | None,
@@ -68,9 +64,8 @@ class Scheduler:
         counters: Counters,
         on_end: Callable[[Request, str | Exception], None],
     ) -> None:
-        self._model, self._drafter, self._options, self._size = model, drafter, options, size
+        self._pair, self._options, self._size, model = pair, options, size, pair.model
         self._counters, self._on_end, self.rows = counters, on_end, dict[Request, None]()
-        self._end_tokens = frozenset(tokenizer.eos_token_ids)
         folder = None if cache_dir is None else CacheFolder(cache_dir, model, options)
         max_bytes = min(ranks.gather(find_default_bytes() if cache_bytes is None else cache_bytes))
         self.prompt_cache = PromptCache(max_bytes, folder)
@@ -80,8 +75,7 @@ class Scheduler:
         self._prefill_rows = count_prefill_rows(model, options)
         prefill = max(1, self._prefill_rows), options.prefill_step_size
         self._make_batch = partial(Batch, model, size, *prefill)
-        self._pair = Pair(model, drafter)
-        self._loops, self._batch = Loops(self._pair, self._note_drafter_failure), self._make_batch()
+        self._loops, self._batch = Loops(pair, self._note_drafter_failure), self._make_batch()
         self._alone_steps, self._pace = 0, Pace()
 
     @property
@@ -180,8 +174,9 @@ class Scheduler:
         for row in started:
             row.queue_seconds = time.perf_counter() - row.submitted
             with self._catch_errors(row):
+                row.source = self._pair.open_source() if row.draft else None
                 row.grammar = None if row.make_grammar is None else row.make_grammar()
-                start = self.prompt_cache.fetch(row.text)
+                start = self.prompt_cache.fetch(row.prompt)
                 row.read = row.cached_tokens = start[1]
                 (self._batch if self._should_batch else self._loops).add(row, start)
 
@@ -209,11 +204,11 @@ class Scheduler:
     def _step_loops(self) -> None:
         """Decodes a round of every row in a loop. Several rows move into the batch if that is faster."""
         rows, started = self._loops.rows, time.perf_counter()
-        before = sum(row.generated_tokens for row in rows)
-        is_decoding = all(row.generated_tokens for row in rows)
+        before = sum(row.length for row in rows)
+        is_decoding = all(row.output.tokens for row in rows)
         for row in rows:
             self._step_alone(row)
-        made = sum(row.generated_tokens for row in rows) - before
+        made = sum(row.length for row in rows) - before
         may_batch = len(rows) > 1 and is_decoding and self._prefill_rows and not self._batch.rows
         if may_batch and not self._pace.observe_rounds(len(rows), made, time.perf_counter() - started):
             self._hand_to_batch(self._loops.rows)
@@ -255,26 +250,13 @@ class Scheduler:
                     self._end(ended)
 
     def _send_tokens(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
-        """Counts and sends the tokens that one forward made for each row. Returns the rows that end with them."""
-        now = time.perf_counter()
-        taken = [(row, each, *row.take(each.tokens, self._end_tokens)) for row, each in made]
+        """Sends the tokens that one forward made for each row. Returns the rows that end with them."""
         with mx.stream(self._host_stream):
-            pairs = [pair for _, each, tokens, _ in taken for pair in zip(each.logprobs, tokens, strict=False)]
+            pairs = [pair for _, each in made for pair in zip(each.logprobs, each.tokens, strict=True)]
             logprobs = iter(read_logprobs(pairs))
-            for row, each, tokens, reason in taken:
-                decoding = Stats()
-                if row.time_to_first_token is None:
-                    row.time_to_first_token = now - row.submitted
-                else:
-                    decoding = decoding.add_round(
-                        each.plan, len(tokens) - 1, each.replayed, from_context=each.from_context
-                    )
-                row.seconds = now - row.submitted - row.time_to_first_token
-                for counts in (row, self._counters):
-                    counts.decoding += decoding
-                    counts.generated_tokens += len(tokens)
-                row.send(row.make_events(each, tokens, [next(logprobs) for _ in tokens], reason))
-        return {row: reason for row, _, _, reason in taken if reason}
+            for row, each in made:
+                row.send_tokens(each, [next(logprobs) for _ in each.tokens])
+        return {row: reason for row, _ in made if (reason := row.output.finish_reason)}
 
     def _end(self, ended: Mapping[Request, str | Exception]) -> None:
         """Removes rows, and keeps the caches of those that ended without an error."""
@@ -282,7 +264,7 @@ class Scheduler:
         try:
             for way in (self._batch, self._loops):
                 for row, (cache, held) in way.remove(kept).items():
-                    self.prompt_cache.store(row.text[:held], cache or [], has_answer=row.generated_tokens > 0)
+                    self.prompt_cache.store(row.text[:held], cache or [], has_answer=bool(row.output.tokens))
                 way.remove(ended, keep_caches=False)
         finally:
             self._report_ended(ended)

@@ -46,7 +46,7 @@ class Counters:
 
     Attributes:
         prompt_tokens: prefilled tokens, without those found in the prompt cache.
-        cached_tokens, generated_tokens, decoding: sums over all requests, see `Request`.
+        cached_tokens, generated_tokens, decoding: of requests that have ended, see `Request`.
         rounds: rounds of decode loops, plain steps included.
         batch_steps: steps of a batch.
         mode_switches: rows that moved, by the mode that they moved to: "batch", "single" or "turns".

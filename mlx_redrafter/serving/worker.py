@@ -28,10 +28,11 @@ from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
 from ..engine.decode import on_stream
 from ..engine.model_parts import find_context_length
-from ..engine.request_checks import check_cache, find_vocab_size
+from ..engine.request_checks import check_cache
 from ..engine.wired_limit import wired_limit
 from ..errors import RedrafterError, join_lines
 from ..options import Options
+from ..pair import Pair
 from .request import Request
 from .scheduler import Scheduler
 from .types import (
@@ -86,7 +87,6 @@ class Worker:
         context_length: None for no limit, also with `max_kv_size`, whose caches drop old rows.
         counters: totals since the start, which the scheduler also updates.
         scheduler: holds the running requests.
-        vocab_size: the model's.
     """
 
     def __init__(
@@ -103,19 +103,16 @@ class Worker:
     ) -> None:
         tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         options = options or Options()
-        self._model, self._tokenizer = model, tokenizer
+        self._pair, self._tokenizer = Pair(model, drafter), tokenizer
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._defaults = replace(options, xtc_special_tokens=special)
         from_config = find_context_length(model) if options.max_kv_size is None else None
         self.context_length = from_config if context_length is None else context_length
-        self.vocab_size = find_vocab_size(model)
         check_cache(model, None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them
         self.counters = Counters()
         keep = prompt_cache_bytes, prompt_cache_dir
-        self.scheduler = Scheduler(
-            model, tokenizer, drafter, options, decode_concurrency, *keep, self.counters, self._end
-        )
+        self.scheduler = Scheduler(self._pair, options, decode_concurrency, *keep, self.counters, self._end)
         self._condition = threading.Condition()  # guards the queue and `_closing`
         self._queue: deque[Request] = deque()
         self._closing = self._aborting = False
@@ -126,6 +123,11 @@ class Worker:
     def is_alive(self) -> bool:
         """Whether the worker can serve requests."""
         return self._thread.is_alive()
+
+    @property
+    def vocab_size(self) -> int:
+        """The model's vocabulary size."""
+        return self._pair.vocab_size
 
     @property
     def n_queued(self) -> int:
@@ -185,17 +187,17 @@ class Worker:
                 f"prompt is too long: {len(prompt)} tokens > {length} maximum; the model's maximum context length is "
                 f"{length} tokens, including the answer"
             )
+        vocab_size = self._pair.vocab_size
         for name, ids in (("token ids", prompt), ("logit_bias token ids", asked.get("logit_bias") or ())):
             for extreme in (min(ids, default=0), max(ids, default=0)):
-                if not 0 <= extreme < self.vocab_size:
-                    raise RequestError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
+                if not 0 <= extreme < vocab_size:
+                    raise RequestError(f"{name} must be from 0 to {vocab_size - 1}, got {extreme}")
+        room = None if length is None else length - len(prompt)
         try:
-            request = Request(loop, self._defaults, prompt, **asked)
-            request.options.make_sampler(0).check(self.vocab_size)  # `asked` has a seed, so 0 is not used
+            request = Request(loop, self._defaults, self._tokenizer.eos_token_ids, room, prompt, **asked)
+            request.options.make_sampler(0).check(vocab_size)  # `asked` has a seed, so 0 is not used
         except ValueError as error:
             raise RequestError(join_lines(error)) from error
-        if length is not None and not 0 < request.options.max_tokens <= length - len(prompt):
-            request.options = replace(request.options, max_tokens=length - len(prompt))
         return request
 
     def _drop_waiting(self, error: Exception | None = None) -> None:
@@ -209,6 +211,8 @@ class Worker:
         counters = self.counters
         counters.finished[reason if isinstance(reason, str) else "failed"] += 1
         counters.cached_tokens += request.cached_tokens
+        counters.generated_tokens += len(request.output.tokens)
+        counters.decoding += request.output.stats
         counters.prompt_tokens += request.read - request.cached_tokens
         error = None if isinstance(reason, str) else reason
         if error is not None and not isinstance(error, GenerationFailed):
@@ -218,7 +222,7 @@ class Worker:
     # The methods below run in the worker's thread.
 
     def _run(self) -> None:
-        with on_stream(), wired_limit(self._model):
+        with on_stream(), wired_limit(self._pair.model):
             try:
                 self.scheduler.warm_up()
             except Exception as error:
@@ -285,7 +289,7 @@ class Worker:
             return own
         rows = list(self.scheduler.rows)
         if ranks.CHECK_VARIABLE in os.environ:
-            texts = ranks.gather([(len(row.text), row.text[-1], row.read) for row in rows])
+            texts = ranks.gather([(row.length, row.output.tokens[-1:], row.read) for row in rows])
             if any(each != texts[0] for each in texts):
                 raise RedrafterError(f"the ranks decode different texts: {texts}")
         sent = None

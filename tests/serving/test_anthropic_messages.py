@@ -94,7 +94,7 @@ def test_tokens_are_counted(scripted: Scripted, scripted_anthropic: anthropic.An
     counted = scripted_anthropic.messages.count_tokens(model="demo", messages=USER, tools=[SHELL], system="Be kind.")
     assert not scripted[1].requests
     scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=USER, tools=[SHELL], system="Be kind.")
-    assert counted.input_tokens == len(scripted[1].requests[-1].asked["prompt"])
+    assert counted.input_tokens == len(scripted[1].requests[-1].prompt)
 
 
 @pytest.mark.parametrize(

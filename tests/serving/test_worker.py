@@ -145,7 +145,7 @@ def test_a_draft_model_continues_after_a_batch(name: str) -> None:
         events, first = asyncio.run(finish(decode_around_a_batch(worker, long, short, 10)))
         assert tokens_of(events) == plain(long, model)
         assert worker.counters.mode_switches == {"batch": 1, "single": 1}
-        drafting = first.decoding
+        drafting = first.output.stats
         assert drafting.accepted > 60 and drafting.accepted > 2 * drafting.drafter_rounds
 
 
@@ -158,7 +158,7 @@ def test_a_head_with_a_cache_continues_after_a_batch(kind: str) -> None:
         events, first = asyncio.run(finish(decode_around_a_batch(worker, long, short, 8)))
         assert tokens_of(events) == plain(long, model)
         assert worker.counters.mode_switches == {"batch": 1, "single": 1}
-        assert first.decoding.drafter_rounds > 10
+        assert first.output.stats.drafter_rounds > 10
 
 
 def test_a_drafter_that_failed_is_not_used_after_a_batch() -> None:
@@ -315,7 +315,7 @@ def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any])
             events, first = asyncio.run(finish(decode_around_a_batch(worker, long, short, head)))
             assert tokens_of(events) == texts[0]
             assert worker.counters.mode_switches == {"batch": 1, "single": 1}
-            assert first.decoding.context_accepted > 30
+            assert first.output.stats.context_accepted > 30
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -370,7 +370,7 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
     with running(options={"context": None}) as worker:
         failing, (error, *answers) = asyncio.run(finish(main(worker)))
         assert isinstance(error, GenerationFailed) and "nothing may follow" in str(error)
-        assert failing.generated_tokens == 7
+        assert len(failing.output.tokens) == 7
         assert [tokens_of(events) for events in answers] == [follow_grammar(request) for request in good]
         assert tokens_of(generate(worker, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
         assert worker.counters.finished["failed"] == 1
@@ -434,7 +434,7 @@ def test_requests_can_be_cancelled_at_any_stage() -> None:
         assert tokens_of(await fourth_events) == plain(ask(PROMPTS[2], 10))
         first.cancel()  # alone or in the batch
         count = len([event async for event in stream])
-        assert first.generated_tokens == count + 1
+        assert len(first.output.tokens) == count + 1
         await wait_until(lambda: worker.scheduler.mode == "idle")
 
     with running(decode_concurrency=2, options={"prefill_step_size": 16}) as worker:
