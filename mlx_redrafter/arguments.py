@@ -61,11 +61,7 @@ def load_models(
 
 
 def read_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `Options` from flags, validated before anything is loaded.
-
-    Raises:
-        RedrafterError: a flag is out of range, or flags contradict each other.
-    """
+    """The keyword arguments of `Options` from flags, validated before anything is loaded."""
     options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS if flag.name in args}
     checked = Options(**options).require_tokens()
     if args.no_drafter and (find_drafter_name(args) is not None or checked.shape not in (AUTO, None)):

@@ -22,9 +22,6 @@ def replace_file(path: Path) -> Iterator[Path]:
     """Yields a temporary path next to `path`, and moves the file to `path` unless an exception is raised.
 
     Creates the folder. The temporary name keeps the suffix, as some writers choose the format by it.
-
-    Raises:
-        OSError: the folder or the file cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{PARTIAL}-{secrets.token_hex(4)}-{path.name}")
@@ -41,11 +38,7 @@ def find_final_name(name: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file, completely or not at all.
-
-    Raises:
-        OSError: see `replace_file`.
-    """
+    """Writes a UTF-8 file, completely or not at all."""
     with replace_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -68,10 +61,6 @@ def lock_file(path: Path, timeout: float = 0.0) -> AbstractContextManager[object
 
     Args:
         timeout: seconds to wait for another process.
-
-    Raises:
-        RedrafterError: another process holds the lock.
-        OSError: the file cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -81,11 +70,7 @@ def lock_file(path: Path, timeout: float = 0.0) -> AbstractContextManager[object
 
 
 def expand_path(name: str | Path) -> Path:
-    """The path with `~` expanded.
-
-    Raises:
-        RedrafterError: `~` names a user that does not exist.
-    """
+    """The path with `~` expanded."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:

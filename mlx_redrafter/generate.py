@@ -266,12 +266,7 @@ def choose_drafter(
     num_draft_tokens: int | None,
     options: dict[str, Any],
 ) -> tuple[Drafter | Source | None, Options]:
-    """(the drafter or None, the parsed options), from mlx-lm's keywords and ours.
-
-    Raises:
-        RedrafterError: two keywords contradict, an option is out of range, or `draft_model` is not a model.
-        UnsupportedModelError: see `DraftModel`.
-    """
+    """(the drafter or None, the parsed options), from mlx-lm's keywords and ours."""
     if num_draft_tokens is not None:
         if options.get("draft_depth") is not None:
             raise RedrafterError("give either num_draft_tokens or draft_depth, got both")
@@ -325,9 +320,6 @@ class StopStrings:
 
     Attributes:
         found: the stop string that ended the text; None until then.
-
-    Raises:
-        RedrafterError: `stop` is neither a string nor a list of strings, or one is empty.
     """
 
     def __init__(self, stop: str | Sequence[str] | None) -> None:
@@ -381,11 +373,7 @@ def format_summary(last: GenerationResponse) -> str:
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt. Special tokens are added to a text unless it begins with the beginning-of-text token.
-
-    Raises:
-        RedrafterError: the text is not UTF-8, or the ids are not a valid prompt.
-    """
+    """Token ids of a prompt. Special tokens are added to a text unless it begins with the beginning-of-text token."""
     if not isinstance(prompt, str):
         return cast(list[int], check_prompt(prompt).tolist())
     if not is_text(prompt):

@@ -193,11 +193,7 @@ class Options:
         object.__setattr__(self, "history", history)
 
     def require_tokens(self) -> Options:
-        """Returns itself.
-
-        Raises:
-            RedrafterError: `max_tokens` is 0; only `generate_step` accepts it, to read the prompt.
-        """
+        """Returns itself."""
         if self.max_tokens == 0:
             raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
         return self
@@ -214,11 +210,7 @@ class Options:
 
     @cached_property
     def shape(self) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
-        """(W, K or None, N or None) if the caller fixes the plan, "auto", or None for plain decoding.
-
-        Raises:
-            RedrafterError: the plan is invalid, or given in two ways.
-        """
+        """(W, K or None, N or None) if the caller fixes the plan, "auto", or None for plain decoding."""
         plan = self.plan
         given = {name: value for name in PLAN_OPTIONS[1:] if (value := getattr(self, name)) is not None}
         if isinstance(plan, str) and plan == AUTO:
@@ -239,9 +231,6 @@ class Options:
         """The plan of every round, "auto", or None for plain decoding.
 
         With logits processors no node is pruned, as the depth of each node must be known in advance.
-
-        Raises:
-            RedrafterError: the plan is wider than the drafter's vocabulary, or deeper than it can draft.
         """
         if self.shape is None or drafter is None:
             return None
@@ -275,11 +264,7 @@ PLAN_OPTIONS, SAMPLER_OPTIONS, CACHE_OPTIONS = (
 
 
 def check_option(name: str, value: Any) -> Any:
-    """The checked value of a flag, as a plain Python number: mlx-lm's filters do not accept NumPy's.
-
-    Raises:
-        RedrafterError: it has the wrong type or is out of range.
-    """
+    """The checked value of a flag, as a plain Python number: mlx-lm's filters do not accept NumPy's."""
     flag = FLAGS[name]
     if value is None and flag.is_optional:
         return None

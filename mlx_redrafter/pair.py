@@ -155,9 +155,6 @@ class Pair:
         Args:
             cache: the prompt cache to decode with.
             states: the hidden states that the drafter reads; none for drafts from the context.
-
-        Raises:
-            UnsupportedModelError: the model cannot verify drafts, or has no such states.
         """
         if cache is not None and kv_cache.has_ring(cache):
             check_verifiable(self.model, cache)
@@ -249,10 +246,6 @@ class Pair:
         Args:
             source, grammar: see `open`.
             cache: the prompt cache to decode with; None for a new one of the model's own type.
-
-        Raises:
-            RedrafterError: the plan does not fit the drafter.
-            UnsupportedModelError: the drafter cannot draft, or `context` is asked for and cannot.
         """
         model, drafter, shape, notes = self.model, self.drafter, options.shape, list[str]()
         plan = options.resolve_plan(drafter)

@@ -54,9 +54,6 @@ def gather(value: Any) -> list[Any]:
 
     Args:
         value: anything that can be pickled. A single process returns the object itself.
-
-    Raises:
-        RuntimeError: another rank has ended.
     """
     if count_ranks() == 1:
         return [value]
@@ -79,11 +76,7 @@ def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
 
 
 def share(value: Any) -> Any:
-    """Returns the value of rank 0; see `gather`.
-
-    Raises:
-        RuntimeError: another rank has ended.
-    """
+    """Returns the value of rank 0; see `gather`."""
     return gather(value if get_rank() == 0 else None)[0]
 
 
@@ -91,9 +84,6 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     """Checks that a command's parsed flags are the same on all ranks.
 
     Exceptions are `RANK_0_FLAGS` and the values of `PATH_FLAGS`.
-
-    Raises:
-        RedrafterError: a flag differs; raised on every rank.
     """
     compared = {name: value for name, value in flags.items() if name not in RANK_0_FLAGS}
     compared |= {name: "a path" for name in PATH_FLAGS if compared.get(name) is not None}

@@ -71,10 +71,6 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
     """Prints an answer while it is generated. In a terminal an error ends the turn, not the conversation.
 
     Ctrl-C cancels the answer; pressed again, it raises as usual. With several ranks it ends them all.
-
-    Raises:
-        RedrafterError: the turn failed, for instance out of memory, and this is not a terminal.
-        KeyboardInterrupt: Ctrl-C was pressed twice.
     """
     messages = [{"role": "user", "content": query}]
     if system_prompt is not None and not session.messages:
@@ -122,11 +118,7 @@ class Screen(ChatUI):
         print_chat_help(self._console)
 
     def prompt(self) -> str:
-        """Reads a line from the user, on rank 0.
-
-        Raises:
-            EOFError: the input has ended.
-        """
+        """Reads a line from the user, on rank 0."""
         line = None
         if ranks.get_rank() == 0:
             with suppress(EOFError):

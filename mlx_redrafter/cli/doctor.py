@@ -52,11 +52,7 @@ def run() -> int:
 def diagnose(
     model: nn.Module, tokenizer: Any, drafter: Drafter | None = None, *, refresh: bool = False
 ) -> dict[str, Any]:
-    """The object of `--json` without `settings`. Without a drafter, measures one of the size that training chooses.
-
-    Raises:
-        UnsupportedModelError: the model does not support drafting.
-    """
+    """The object of `--json` without `settings`. Without a drafter, measures one of the size that training chooses."""
     no_trees, stand_in, trial = check_draftable(model, tree=True), None, None
     if drafter is None:
         print("no drafter given: measuring a random one of the size that training would choose", file=sys.stderr)

@@ -49,11 +49,7 @@ Stream = partial[Generator[GenerationResponse, None, None]]
 
 
 def run() -> int:
-    """Runs the command with `sys.argv`; returns the exit status, 1 if `--compare` finds a different token.
-
-    Raises:
-        RedrafterError: a flag or an input is invalid.
-    """
+    """Runs the command with `sys.argv`; returns the exit status, 1 if `--compare` finds a different token."""
     parser = make_parser()
     args = parser.parse_args()
     shows_edit = args.prompt is None and args.model is None and args.prompt_cache_file is None
@@ -134,22 +130,14 @@ def make_parser() -> Parser:
 
 
 def parse_bool(text: str) -> bool:
-    """Parses a boolean as mlx-lm does: True or T, False or F, in any case.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is something else.
-    """
+    """Parses a boolean as mlx-lm does: True or T, False or F, in any case."""
     if text.lower() not in ("true", "t", "false", "f"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
     return text.lower().startswith("t")
 
 
 def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
-    """Loads (the cache in `--prompt-cache-file`, its tokenizer's config); sets `args.model` to the cache's model.
-
-    Raises:
-        RedrafterError: the file cannot be read, or was made with a model other than `--model`.
-    """
+    """Loads (the cache in `--prompt-cache-file`, its tokenizer's config); sets `args.model` to the cache's model."""
     file = args.prompt_cache_file
     try:
         cache, metadata = load_prompt_cache(file, return_metadata=True)
@@ -164,11 +152,7 @@ def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, An
 
 
 def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
-    """The prompt's token ids, with the chat template if there is one, as in mlx-lm.
-
-    Raises:
-        RedrafterError: the prompt is not UTF-8, or the template rejects it.
-    """
+    """The prompt's token ids, with the chat template if there is one, as in mlx-lm."""
     if args.prompt is None:
         text = DEFAULT_PROMPT if args.model else demo_prompts("edits")[0]
     else:

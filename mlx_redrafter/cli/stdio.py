@@ -102,11 +102,7 @@ class SessionServer:
         self._sessions = {"main": make_session(None)}
 
     def write(self, kind: str, name: str | None, **fields: Any) -> None:
-        """Writes an event, from any thread.
-
-        Raises:
-            OSError: the client has closed the stream.
-        """
+        """Writes an event, from any thread."""
         line = json.dumps({"type": kind, "id": name, **fields}).encode() + b"\n"
         with self._lock:
             self._events.write(line)
@@ -143,11 +139,7 @@ class SessionServer:
             self._queue.put(request)
 
     def answer_requests(self) -> None:
-        """Answers requests in order until stdin has ended.
-
-        Raises:
-            BrokenPipeError: the client has closed the stream.
-        """
+        """Answers requests in order until stdin has ended."""
         while (request := self._queue.get()) is not None:
             try:
                 kind, fields = self._answer(request)
@@ -202,11 +194,7 @@ class SessionServer:
 
 
 def parse_line(line: bytes) -> Request:
-    """Parses a line as a request.
-
-    Raises:
-        RedrafterError: the line is not a JSON object with an id.
-    """
+    """Parses a line as a request."""
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -217,11 +205,7 @@ def parse_line(line: bytes) -> Request:
 
 
 def check_request(request: Request) -> None:
-    """Checks the type and field names of a request; the session checks the values.
-
-    Raises:
-        RedrafterError: the type or a field is not in the schema, or a required field is missing.
-    """
+    """Checks the type and field names of a request; the session checks the values."""
     kind, names = request.get("type"), request.keys() - {"type", "id"}
     if not isinstance(kind, str) or kind not in FIELDS:
         raise RedrafterError(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}")

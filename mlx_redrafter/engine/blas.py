@@ -68,11 +68,7 @@ def _find(package: str) -> Path | None:
 
 
 def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
-    """Redirects the calls of the library in `file` to functions of the same names in `library`.
-
-    Raises:
-        OSError: `file` cannot be loaded, or does not call `cblas_sgemm` through a pointer.
-    """
+    """Redirects the calls of the library in `file` to functions of the same names in `library`."""
     # In glibc and musl, the handle points to the library's base address.
     base = ctypes.c_size_t.from_address(ctypes.CDLL(str(file))._handle).value
     libc = ctypes.CDLL(None, use_errno=True)
@@ -91,11 +87,7 @@ def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
 
 
 def find_pointers(file: Path) -> Iterator[tuple[str, int]]:
-    """Yields (the name of an external function that a library calls, the offset of the library's pointer to it).
-
-    Raises:
-        OSError: see `read_sections`.
-    """
+    """Yields (the name of an external function that a library calls, the offset of the library's pointer to it)."""
     sections = read_sections(file)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for kind, at, size, symbols in sections:
@@ -108,11 +100,7 @@ def find_pointers(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def read_sections(file: Path) -> list[tuple[int, int, int, int]]:
-    """(type, offset, size, number of the linked section) of each section of a library.
-
-    Raises:
-        OSError: it is not a complete 64-bit ELF library; loading a truncated one would end the process.
-    """
+    """(type, offset, size, number of the linked section) of each section of a library."""
     with file.open("rb") as opened:
         try:
             header = opened.read(HEADER_SIZE)

@@ -28,22 +28,14 @@ class Grammar(Protocol):
         """Takes the next token; returns False if it is not allowed. After an end-of-text token, any is allowed."""
 
     def find_mask(self) -> NDArray[np.bool_] | None:
-        """(V,) whether each token may come next; None if all may.
-
-        Raises:
-            Exception: the answer cannot continue.
-        """
+        """(V,) whether each token may come next; None if all may."""
 
     def find_forced(self) -> list[int]:
         """The tokens that must come next; [] if there is a choice."""
 
 
 def mask_root(grammar: Grammar, logits: mx.array) -> mx.array:
-    """Logits (1, V) after the text, set to minus infinity for tokens that are not allowed.
-
-    Raises:
-        Exception: see `Grammar.find_mask`.
-    """
+    """Logits (1, V) after the text, set to minus infinity for tokens that are not allowed."""
     mx.async_eval(logits)
     mask = grammar.find_mask()
     return logits if mask is None else mx.where(mx.array(mask), logits, -mx.inf)
@@ -58,9 +50,6 @@ def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array,
     Args:
         grammar: its state after the root.
         tree: its tokens and parents were enqueued before the logits.
-
-    Raises:
-        Exception: see `Grammar.find_mask`.
     """
     mx.async_eval(logits)
     tokens, parents = cast(list[int], tree.tokens.tolist()), cast(list[int], tree.parents.tolist())

@@ -34,9 +34,6 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
 
     Args:
         cache: the caller's prompt cache, whose rotating caches may differ from the model's own.
-
-    Raises:
-        UnsupportedModelError: rounds would not be exact; the message says why.
     """
     name = find_module_name(model)
     if reason := REFUSED.get(name):
@@ -62,9 +59,6 @@ def check_draftable(
         tree: whether trees are wanted; if not, None is returned.
         cache: see `check_verifiable`.
         states: the hidden states that the drafter reads.
-
-    Raises:
-        UnsupportedModelError: a drafter cannot draft; the message says why.
     """
     check_verifiable(model, cache)
     check_states(model, states)

@@ -71,11 +71,7 @@ class ModelParts(NamedTuple):
 
 
 def find_parts(model: nn.Module) -> ModelParts:
-    """The parts of `model`, found without computing anything.
-
-    Raises:
-        UnsupportedModelError: it has no token embedding at a known place.
-    """
+    """The parts of `model`, found without computing anything."""
     for path in _walk_modules(model):
         holder = path[-1].parent[path[-1].name]
         embedding = next((holder[key] for key in EMBEDDINGS if _is_embedding(holder.get(key))), None)
@@ -95,11 +91,7 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def find_output_layer(model: nn.Module) -> nn.Module:
-    """The layer of a model's (V, D) output matrix: its head, or its embedding.
-
-    Raises:
-        UnsupportedModelError: see `find_parts`.
-    """
+    """The layer of a model's (V, D) output matrix: its head, or its embedding."""
     embedding: Any = find_parts(model).embedding
     for name, module in model.named_modules():
         is_matrix = name.rpartition(".")[2] in HEADS and isinstance(module, (nn.Linear, nn.QuantizedLinear, *SHARDED))
@@ -122,9 +114,6 @@ def find_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
     """The function from hidden states (..., D) after the final norm to logits (..., V).
 
     Later changes of the logits, such as a cap, are left out, as they do not change the ranking.
-
-    Raises:
-        UnsupportedModelError: see `find_parts`.
     """
     layer: Any = find_output_layer(model)
     if isinstance(layer, SHARDED):
@@ -181,11 +170,7 @@ def find_compute_dtype(model: nn.Module) -> mx.Dtype:
 
 
 def find_model_sizes(model: nn.Module) -> tuple[int, int]:
-    """(hidden size D, vocabulary size V) of a model; nothing is computed.
-
-    Raises:
-        UnsupportedModelError: see `find_parts`.
-    """
+    """(hidden size D, vocabulary size V) of a model; nothing is computed."""
     token = mx.zeros((1, 1), mx.int32)
     return find_parts(model).embedding(token).shape[-1], model(token).shape[-1]
 
@@ -203,11 +188,7 @@ class CapturePoint(NamedTuple):
 
 
 def find_capture_points(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, CapturePoint]:
-    """The places where a model's hidden states are read.
-
-    Raises:
-        UnsupportedModelError: no module has such an input or output.
-    """
+    """The places where a model's hidden states are read."""
     points: dict[StateName, CapturePoint] = {}
     if not names:
         return points
@@ -293,11 +274,7 @@ def capture(points: Sequence[CapturePoint], call: Callable[[], T]) -> tuple[T, l
 
 
 def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
-    """Refuses a model that lacks one of these hidden states, or whose state has no row for each token.
-
-    Raises:
-        UnsupportedModelError: a state is missing or has the wrong shape; the message says which.
-    """
+    """Refuses a model that lacks one of these hidden states, or whose state has no row for each token."""
     if not names:
         return
     points, token, cache = find_capture_points(model, names), mx.zeros((1, 1), mx.int32), make_prompt_cache(model)

@@ -76,9 +76,6 @@ def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_si
         draft_depth: K drafted tokens, 1 <= K <= MAX_DRAFT_DEPTH.
         tree_size: N, 2 <= N <= 1 + W * K, counting the root; None keeps every node.
         vocab_size: V, the widest possible beam; None if not known.
-
-    Raises:
-        RedrafterError: a number is out of range.
     """
     if beam_width < 1 or (vocab_size is not None and beam_width > vocab_size):
         bounds = "at least 1" if vocab_size is None else f"from 1 to the vocabulary's {vocab_size}"

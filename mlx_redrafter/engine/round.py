@@ -153,9 +153,6 @@ def process_rows(
     Args:
         history: (T,) tokens that all rows share; None for none.
         paths: for each row, the tokens after `history`.
-
-    Raises:
-        RedrafterError: a processor returns something other than logits of the shape it was given.
     """
     rows = [_process(processors, extend(history, path), logits[i : i + 1]) for i, path in enumerate(paths)]
     return mx.concatenate(rows)

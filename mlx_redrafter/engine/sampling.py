@@ -35,11 +35,7 @@ class Sampler:
     """Chooses a token after each of N nodes. This base class is greedy."""
 
     def check(self, vocab_size: int) -> None:
-        """Checks the options against a vocabulary size.
-
-        Raises:
-            RedrafterError: an option does not fit; the message names it.
-        """
+        """Checks the options against a vocabulary size."""
 
     def draw(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
         """The noise of positions `position` .. `position + count - 1`; None without shared noise."""

@@ -98,11 +98,7 @@ class Offsets:
         return self.positions - mx.arange(self.positions.shape[0])
 
     def columns(self, first: int) -> mx.array:
-        """(C + N,) int32: the positions from `first` to the prefix's end, then the nodes' own.
-
-        Raises:
-            UnsupportedModelError: the offset is not the position after the last node.
-        """
+        """(C + N,) int32: the positions from `first` to the prefix's end, then the nodes' own."""
         nodes = self._nodes
         if self._added != nodes.depths.shape[0]:
             raise UnsupportedModelError(f"its positions end {self._added} after its cache, not at the last node")
@@ -192,9 +188,6 @@ def build_with_nodes(cache: kv_cache.Cache, nodes: Nodes, call: Callable[[list[A
 
     Args:
         call: runs the model on the given views of its cache.
-
-    Raises:
-        UnsupportedModelError: a layer of the model can only read its tokens as a chain.
     """
     masks: list[mx.array] = []
     calls: list[str] = []

@@ -23,11 +23,7 @@ ANCHORS = ("a", "\n", ".", "0")
 
 
 def parse_messages(given: str | Sequence[Message]) -> list[Message]:
-    """Converts a user's text or a sequence of messages to a list of messages.
-
-    Raises:
-        RedrafterError: `given` is neither, or a text is not valid UTF-8.
-    """
+    """Converts a user's text or a sequence of messages to a list of messages."""
     messages: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, Sequence) or not messages or not all(isinstance(each, dict) for each in messages):
         raise RedrafterError(f"expected a text or messages with role and content, got {given!r:.100}")
@@ -45,9 +41,6 @@ def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any
     Args:
         tools: functions or their JSON schemas, or None.
         config: a dictionary of other arguments, such as `enable_thinking`, or None.
-
-    Raises:
-        RedrafterError: an argument has another type, or tools are given without a chat template.
     """
     if not isinstance(config, dict | None):
         raise RedrafterError(f"chat_template_config must be a dictionary of arguments, got {config!r:.100}")
@@ -65,9 +58,6 @@ def encode_conversation(
 
     Args:
         template: from `make_template_args`.
-
-    Raises:
-        RedrafterError: the template rejects the messages.
     """
     if not tokenizer.has_chat_template:
         return encode(tokenizer, _join_texts(messages))
@@ -92,9 +82,6 @@ def encode_turn(
     Returns:
         None if the template changes the text before the answer, or does not render the answer exactly once. The whole
         conversation must then be prefilled again.
-
-    Raises:
-        RedrafterError: the template rejects the messages.
     """
     if not tokenizer.has_chat_template:
         return encode_continuation(tokenizer, _join_texts(new))
@@ -136,9 +123,6 @@ def render(
 
     Args:
         prefilled: whether the last message is the start of that answer.
-
-    Raises:
-        RedrafterError: the template rejects the messages.
     """
     try:
         text = tokenizer.apply_chat_template(

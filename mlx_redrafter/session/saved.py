@@ -39,9 +39,6 @@ def write_conversation(
         path: a file name that ends in .safetensors.
         cache: covers all of `tokens`.
         template: the chat template arguments that the messages were rendered with.
-
-    Raises:
-        RedrafterError: the file cannot be written, or mlx-lm cannot load a cache of this type.
     """
     file = expand_path(path)
     if file.suffix != ".safetensors":
@@ -63,11 +60,7 @@ def write_conversation(
 def read_conversation(
     path: str | Path, model: nn.Module
 ) -> tuple[kv_cache.Cache, list[int], list[Message], dict[str, Any]]:
-    """Loads (cache, tokens, messages, template); the cache is evaluated.
-
-    Raises:
-        RedrafterError: the file is missing or damaged, or it was saved with another model.
-    """
+    """Loads (cache, tokens, messages, template); the cache is evaluated."""
     file = expand_path(path)
     try:
         cache, metadata = load_prompt_cache(str(file), return_metadata=True)
