@@ -30,18 +30,14 @@ from ..errors import Parser, RedrafterError
 from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, format_summary, is_text, stream_generate
 from ..options import OFF, Options
 from ..pair import Pair, draw_seed, find_pair
-from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
+from ..planning.machine import PACKAGES
 from ..session.chat_template import render
 
 DEMO_MAX_TOKENS = 400
 """Enough for the answer to the demo's own prompt, an edit."""
 NOTHING_DRAFTED = "nothing was drafted: it is not faster here, or the text was short; mlx_redrafter.doctor measures it"
-SHORT_RUN = 2.0
-"""Seconds; the ratio of a shorter run is printed with a warning."""
 WARM_UP_TOKENS = 16
 """Prompt tokens, and generated tokens, of the warm-up of each side of `--compare`."""
-TF32 = "MLX_ENABLE_TF32"
-"""Environment variable; 0 disables TF32 for MLX's float32 products on GPUs."""
 ProgressBar = partial(tqdm, unit="token", leave=False, delay=1.0, disable=None, position=0)
 """A progress bar on stderr, in terminals only; appears after a second and disappears at the end."""
 Stream = partial[Generator[GenerationResponse, None, None]]
@@ -99,8 +95,7 @@ def run() -> int:
             notes = pair.choose(Options(**options), source).notes
             print("\n".join([NOTHING_DRAFTED][: not decoded.last.drafted] + notes), file=sys.stderr)
         if verdict:
-            drawn = f"--seed {options['seed']}" if args.seed is None and args.temp > 0 else ""
-            print(describe(verdict, decoded.last, drawn, args.kv_bits), file=sys.stderr)
+            print(describe(verdict, decoded.last), file=sys.stderr)
             last, rounds = decoded.last, decoded.last.rounds - decoded.last.plain_steps
             # If context tokens were accepted, the drafter may have had no chance.
             is_useless = last.drafted > last.context_drafted and not last.accepted
@@ -260,54 +255,17 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
     }
 
 
-def describe(
-    verdict: dict[str, Any], last: GenerationResponse, more_flags: str = "", kv_bits: int | None = None
-) -> str:
-    """The result of `compare` in words, with warnings; for `more_flags` and `kv_bits` see `judge_rounding`."""
-    plain, drafted, tokens = verdict["plain_generation_tps"], verdict["generation_tps"], last.generation_tokens
-    text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {verdict['ratio']:.2f} times\n"
-    if verdict["ratio"] < 1 and last.rounds:
-        made = (tokens - 1) / last.rounds
-        steps = made / verdict["ratio"]
-        text += f"slower, as a round made {made:.2f} tokens and took {steps:.2f} plain steps; {find_cause()}\n"
-    if (seconds := tokens / max(plain, drafted)) < SHORT_RUN:
-        text += f"(a run of {seconds:.1f} s is easily disturbed by other work: raise --max-tokens)\n"
+def describe(verdict: dict[str, Any], last: GenerationResponse) -> str:
+    """The result of `compare` in words."""
+    plain, drafted, ratio = verdict["plain_generation_tps"], verdict["generation_tps"], verdict["ratio"]
+    text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {ratio:.2f} times\n"
     if verdict["identical"]:
-        return f"{text}all {tokens} tokens identical"
+        return f"{text}all {last.generation_tokens} tokens identical"
     token, distance, margin, rounding = verdict["difference"].values()
     text += f"token {token} differs: the log-probabilities there are {distance:.2g} apart, "
-    return f"{text}rounding explains {margin:.2g}: {judge_rounding(rounding, last.logprobs.dtype, more_flags, kv_bits)}"
-
-
-def judge_rounding(rounding: bool, dtype: mx.Dtype, more_flags: str = "", kv_bits: int | None = None) -> str:
-    """The verdict on a difference and, if it is not certain, how to settle it.
-
-    Args:
-        rounding: whether rounding explains the difference.
-        dtype: of the log-probabilities.
-        more_flags: flags that the command needs to decode the same text again.
-        kv_bits: bits of the KV cache; None if it is not quantized.
-    """
-    # On an M5 and on CUDA, MLX multiplies several float32 rows in TF32, with a mantissa of 10 bits, unless disabled.
-    in_tf32 = mx.default_device().type == mx.gpu and os.environ.get(TF32) != "0"
-    flags = f"{'' if dtype == mx.float32 else '--dtype float32 '}{more_flags}".strip()
-    front, end = f"{TF32}=0 in front" if in_tf32 else "", f"{flags} at the end" if flags else ""
-    again = f"run the same command again with {' and '.join(filter(None, (front, end)))}"
     if rounding:
-        return "a tie" if dtype == mx.float32 else f"probably a tie. To settle it, {again}: most ties disappear"
-    if kv_bits is not None:
-        return "more than rounding explains, except that of a quantized KV cache: compare without --kv-bits"
-    if dtype == mx.float32 and in_tf32:
-        return f"more than float32 explains, but some GPUs use TF32. To settle it, {again}"
-    return "more than rounding explains: please report it"
-
-
-def find_cause() -> str:
-    """A likely reason for slow rounds on this machine, or how to find it."""
-    machine = describe_machine()
-    if platform.system() == "Linux" and not has_fast_blas(machine.get("blas", "openblas")):
-        return f"MLX computes with {machine['blas']}, which is slow for several rows"
-    return "python -m mlx_redrafter.doctor measures what it costs here"
+        return f"{text}which rounding explains; with --dtype float32 most such ties disappear"
+    return f"{text}rounding explains {margin:.2g}: please report it, unless the KV cache is quantized or TF32 is on"
 
 
 def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

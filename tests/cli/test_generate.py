@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
-from mlx_redrafter import GenerationResponse, generate_step, load, load_demo
+from mlx_redrafter import generate_step, load, load_demo
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import judge_difference, make_parser
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
@@ -109,48 +109,10 @@ def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: 
     real = command.stream_generate
     monkeypatch.setattr(command, "stream_generate", corrupt)
     status, out, err = run("generate", *flags)
-    assert (
-        status == 1
-        and "token 5 differs: " in err
-        and "--seed" not in err
-        and "more than rounding explains: please report it" in err
-    )
+    assert status == 1 and "token 5 differs: " in err and "please report it" in err
     status, out, _ = run("generate", *flags, "--json")
     difference = json.loads(out)["compare"]["difference"]
     assert status == 1 and difference["token"] == 5 and difference["rounding"] is False
-
-
-def test_compare_explains_a_slower_ratio() -> None:
-    fields: dict[str, Any] = {"text": "", "token": 0, "logprobs": mx.zeros(1), "from_draft": False, "prompt_tokens": 1}
-    fields |= {"prompt_tps": 1.0, "generation_tps": 10.0, "peak_memory": 0.0, "rounds": 10}
-    verdict = {"plain_generation_tps": 20.0, "generation_tps": 10.0, "ratio": 0.5, "identical": True}
-    text = command.describe(verdict, GenerationResponse(**fields, generation_tokens=13))
-    assert "0.50 times" in text and "a round made 1.20 tokens and took 2.40 plain steps" in text
-    assert "a run of 0.7 s" in text
-    verdict |= {"generation_tps": 40.0, "ratio": 2.0}
-    faster = command.describe(verdict, GenerationResponse(**fields, generation_tokens=800))
-    assert faster == "plain 20.0, drafted 40.0 tokens-per-sec: 2.00 times\nall 800 tokens identical"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "device", "tf32", "rounding", "expected"),
-    [
-        (mx.float32, mx.cpu, "1", True, "a tie"),
-        (mx.float32, mx.cpu, "1", False, "more than rounding explains: please report it"),
-        (mx.float32, mx.gpu, "0", False, "more than rounding explains: please report it"),
-        (mx.float32, mx.gpu, "1", False, "run the same command again with MLX_ENABLE_TF32=0 in front and --seed 7 at"),
-        (mx.bfloat16, mx.gpu, "0", True, "probably a tie. To settle it, run the same command again with --dtype float"),
-        (mx.bfloat16, mx.gpu, "1", True, "with MLX_ENABLE_TF32=0 in front and --dtype float32 --seed 7 at the end: "),
-        (mx.bfloat16, mx.gpu, "1", False, "more than rounding explains: please report it"),
-    ],
-)
-def test_the_verdict_says_how_to_settle_it(
-    dtype: mx.Dtype, device: Any, tf32: str, rounding: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command.mx, "default_device", lambda: mx.Device(device))
-    monkeypatch.setenv("MLX_ENABLE_TF32", tf32)
-    assert expected in command.judge_rounding(rounding, dtype, "--seed 7")
-    assert "compare without --kv-bits" in command.judge_rounding(False, dtype, kv_bits=4)
 
 
 @pytest.mark.parametrize(
