@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from .. import ranks
+from .cuda_attention import avoid_cudnn
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
 from .round import Draft, Outcome, TokenChooser, extend, process_rows, step, verify
 from .source import Forecast, Source
@@ -325,9 +326,9 @@ class Decoder:
 
         try:
             in_level_order, adjusts = bool(self._chooser.processors), processors or draws is not None
-            self._draft = Draft(
-                drafter.propose(root, plan, adjust if adjusts else None, in_level_order=in_level_order), draws
-            )
+            with avoid_cudnn():
+                tree = drafter.propose(root, plan, adjust if adjusts else None, in_level_order=in_level_order)
+            self._draft = Draft(tree, draws)
             mx.async_eval(self._draft, drafter.state)
         except Exception as error:
             self._drop_drafter(error)

@@ -22,8 +22,6 @@ from .tree import chain
 from .tree_attention import Nodes, build_with_nodes
 from .types import Tree
 
-avoid_cudnn()
-
 MIN_RING_SIZE = 8
 """The fewest rows of a rotating cache: 4 that stay, a token, and a few more."""
 
@@ -144,7 +142,8 @@ class Target:
             self._compare_ranks(tokens)
 
         def call() -> mx.array:
-            logits: mx.array = self._model(tokens[None], cache=cache)
+            with avoid_cudnn():
+                logits: mx.array = self._model(tokens[None], cache=cache)
             return logits
 
         if not (want_hidden and self._capture_points):

@@ -1,19 +1,21 @@
 """Attention over a few rows on CUDA, on a CPU: the module believes that CUDA is there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from small import small_drafter, small_llama
 
+from mlx_redrafter import generate_step
 from mlx_redrafter.engine.cuda_attention import MOST_ROWS, avoid_cudnn
 
 KEYS = 80
 
 
 @pytest.fixture
-def dtypes(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
-    """The dtypes in which MLX's own attention is called, after `avoid_cudnn`."""
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
+    """The dtypes in which MLX's own attention is called, on a machine that seems to have CUDA."""
     attention, seen = mx.fast.scaled_dot_product_attention, list[mx.Dtype]()
 
     def record(queries: mx.array, *args: Any, **kwargs: Any) -> mx.array:
@@ -22,8 +24,16 @@ def dtypes(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", record)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    avoid_cudnn()
     return seen
+
+
+@pytest.fixture
+def dtypes(recorded: list[mx.Dtype]) -> Iterator[list[mx.Dtype]]:
+    """The same in `avoid_cudnn`, whose change is undone afterwards."""
+    attention = mx.fast.scaled_dot_product_attention
+    with avoid_cudnn():
+        yield recorded
+    assert mx.fast.scaled_dot_product_attention is attention
 
 
 def attend(
@@ -66,5 +76,13 @@ def test_one_row_and_prompts_are_left_alone(dtypes: list[mx.Dtype], rows: int) -
 def test_nothing_is_replaced_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
-    avoid_cudnn()
-    assert mx.fast.scaled_dot_product_attention is attention
+    with avoid_cudnn():
+        assert mx.fast.scaled_dot_product_attention is attention
+
+
+@pytest.mark.parametrize("plan", [(1, 3), (3, 3)], ids=str)
+def test_drafted_forwards_avoid_cudnn(recorded: list[mx.Dtype], plan: Any) -> None:
+    model, attention = small_llama(), mx.fast.scaled_dot_product_attention
+    model.set_dtype(mx.bfloat16)
+    assert len(list(generate_step([1, 2, 3, 4], model, small_drafter(), plan=plan, max_tokens=8))) == 8
+    assert mx.float32 in recorded and mx.fast.scaled_dot_product_attention is attention
