@@ -5,13 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from families import make_family
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from toys import make_prompt
 
 from mlx_redrafter.engine.cached_tokens import find_tokens
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "phi3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "phi3"])
 def test_tokens_are_recovered(name: str) -> None:
     model, text = make_family(name), make_prompt(6, vocab=50)
     cache = make_prompt_cache(model)
@@ -19,16 +19,6 @@ def test_tokens_are_recovered(name: str) -> None:
     model(mx.array(text)[None], cache=cache)
     assert find_tokens(model, cache) == text
     assert cache[0].offset == len(text)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_most_tokens_are_recovered_from_a_quantized_cache(bits: int) -> None:
-    model, text = make_family("qwen3"), make_prompt(60, vocab=50)
-    cache = make_prompt_cache(model)
-    model(mx.array(text)[None], cache=cache)
-    quantized: list[QuantizedKVCache] = [layer.to_quantized(group_size=32, bits=bits) for layer in cache]
-    found = find_tokens(model, quantized)
-    assert found is not None and sum(map(int.__eq__, found, text)) >= 57
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba2", "deepseek_v3"])
