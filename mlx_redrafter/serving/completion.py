@@ -48,6 +48,7 @@ class Service:
         drafter_name: the drafter's name; None without one.
         prompt_thread: encodes prompts, one at a time, so that a long one does not delay other streams.
         items: the latest items of the Responses API by id, which clients may reference.
+        shows_drafts: whether chunks of chat and text completions contain the rounds' drafts, for the race.
     """
 
     worker: Worker
@@ -59,6 +60,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     prompt_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prompts"))
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shows_drafts: bool = False
 
     def __post_init__(self) -> None:
         self.grammars = GrammarCompiler(self.tokenizer, self.worker.vocab_size)

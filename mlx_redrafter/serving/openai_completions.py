@@ -32,7 +32,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
     def __init__(self, service: Service, body: AnyOpenAIBody) -> None:
         super().__init__(service, body)
         self.answer_format, self.choices = body.response_format, body.n
-        self.include_drafts = body.stream and bool(body.stream_options.get("include_drafts"))
+        self.include_drafts = body.stream and service.shows_drafts
         self.reply = {
             "id": f"chatcmpl-{uuid.uuid4()}",
             "object": self.kinds[body.stream],

@@ -70,7 +70,7 @@ def make_race_app(service: Service) -> Starlette:
 
     from .app import make_app
 
-    args = service.args
+    args, service.shows_drafts = service.args, True
     shape = [f"{name.replace('_', ' ')} {getattr(args, name)}" for name in PLAN_OPTIONS[1:] if getattr(args, name)]
     about = {
         "model": service.model_name,

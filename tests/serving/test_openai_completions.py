@@ -132,19 +132,6 @@ def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> Non
         assert texts[at] == expected_text(demo_models, f"# {at}\n", max_tokens=60, temp=1.0, seed=at)
 
 
-def test_drafts_are_reported_while_streaming(demo: Running, demo_models: Any) -> None:
-    options = {"include_drafts": True, "include_usage": True}
-    body = {"prompt": PROMPT, "max_tokens": 30, "stream": True, "stream_options": options}
-    *pieces, usage = events_of(ask(demo, TEXT, body))
-    drafts = [each["redrafter"] for each in pieces]
-    tokens = [token for each in drafts for token in each["tokens"]]
-    assert "".join(each["text"] for each in tokens) == expected_text(demo_models, PROMPT, max_tokens=30)
-    assert len(tokens) == 30 and usage["usage"]["accepted"] >= sum(each["from_draft"] for each in tokens) > 0
-    trees = [each["tree"] for each in drafts if "tree" in each]
-    assert trees and all(len(each["parents"]) == len(each["tokens"]) and each["path"][0] == 0 for each in trees)
-    assert drafts[-1]["drafted"] == usage["usage"]["drafted"] and drafts[-1]["seconds"] > 0
-
-
 def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     _, engine = scripted
     engine.texts = [["I ", "am fine."]]

@@ -15,7 +15,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from servers import Running, ScriptedWorker, ask, parse_flags, start_scripted, start_server, until
+from servers import Running, ScriptedWorker, ask, events_of, parse_flags, start_scripted, start_server, until
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.demo import demo_prompts
@@ -77,6 +77,22 @@ def test_only_a_race_serves_the_page(scripted: tuple[Running, ScriptedWorker], c
     assert ask(scripted[0], "/").status == 404
     with start_scripted(chat_tokenizer, "--api-key", "secret", make=make_race_app) as (server, _):
         assert ask(server, "/").status == 200 and ask(server, TEXT, {"prompt": "x"}).status == 401
+
+
+def test_the_page_gets_every_draft(demo_models: Any) -> None:
+    model, tokenizer, _ = demo_models
+    prompt = "class Stack:\n    def __init__(self):\n"
+    text = "".join(each.text for each in stream_generate(model, tokenizer, prompt, max_tokens=30))
+    with start_race("--draft-depth", "3") as server:
+        body = {"prompt": prompt, "max_tokens": 30, "stream": True, "stream_options": {"include_usage": True}}
+        *pieces, usage = events_of(ask(server, TEXT, body))
+    drafts = [each["redrafter"] for each in pieces]
+    tokens = [token for each in drafts for token in each["tokens"]]
+    assert "".join(each["text"] for each in tokens) == text and len(tokens) == 30
+    assert usage["usage"]["accepted"] >= sum(each["from_draft"] for each in tokens) > 0
+    trees = [each["tree"] for each in drafts if "tree" in each]
+    assert trees and all(len(each["parents"]) == len(each["tokens"]) and each["path"][0] == 0 for each in trees)
+    assert drafts[-1]["drafted"] == usage["usage"]["drafted"] and drafts[-1]["seconds"] > 0
 
 
 def test_other_pages_are_refused(page_server: tuple[Running, ScriptedWorker]) -> None:
