@@ -4,7 +4,7 @@
   templates accept a system message only at the beginning. They keep their place as the conversation grows.
 - Images, audio and files become placeholders, so that an attachment does not end a conversation. A last turn that has
   nothing else is refused.
-- `custom`, `namespace` and `local_shell` tools are shown to the model as functions. Other types are ignored; most of
+- `custom` and `namespace` tools are shown to the model as functions. Other types are ignored; most of
   them run on the API's own servers. Calls in earlier turns are shown as calls.
 
 Malformed input raises an `ApiError` that names its place.
@@ -34,27 +34,13 @@ PLACEHOLDER = re.compile(rf"{MARK}\[\w{{1,40}} omitted\]")
 CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Parameters of a `custom` tool, whose input is one text."""
 
-LOCAL_SHELL = {
-    "name": "local_shell",
-    "description": "Runs a command on the user's machine.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "command": {"type": "array", "items": {"type": "string"}},
-            "working_directory": {"type": "string"},
-            "timeout_ms": {"type": "integer"},
-        },
-        "required": ["command"],
-    },
-}
-
 
 class Tool(NamedTuple):
     """A tool that the client runs.
 
     Attributes:
         function: what the model sees: `name`, `description`, `parameters`.
-        kind: "function", "custom" (its input is a text) or "local_shell".
+        kind: "function", or "custom": its input is a text.
         name, namespace: as the client gave them.
     """
 
@@ -237,8 +223,6 @@ def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespa
             if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
                 raise ApiError(f"{place}.tools must be a list of objects, got {inner!r:.100}")
             tools |= read_tools(inner, f"{place}.tools", str(tool.get("name")))
-        elif kind == "local_shell":
-            tools[kind] = Tool(LOCAL_SHELL, kind, kind)
         elif kind in ("function", "custom"):
             read = read_function(tool, kind, place, namespace)
             tools[read.function["name"]] = read
@@ -290,19 +274,8 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
             return {}, {}
         case "required" | "any":
             if not tools:
-                expected = "needs tools of type function, custom, namespace or local_shell, got none"
-                raise ApiError(f"tool_choice {kind!r} {expected}")
+                raise ApiError(f"tool_choice {kind!r} needs tools of type function, custom or namespace, got none")
             return tools, tools
-        case "allowed_tools":
-            inner = choice.get(kind, choice)
-            try:
-                names = [(each.get(each.get("type")) or each).get("name") for each in inner["tools"]]
-            except (AttributeError, KeyError, TypeError) as error:
-                raise ApiError(f"tool_choice.tools must be a list of tools, got {choice!r:.100}") from error
-            allowed = {shown: tool for name in names for shown, tool in find_tool(tools, name).items()}
-            return allowed, allowed if inner.get("mode") == "required" else {}
-        case "local_shell":
-            return tools, find_tool(tools, kind)
         case "function" | "custom" | "tool":
             own = choice.get(kind, choice)
             return tools, find_tool(tools, own.get("name") if isinstance(own, dict) else None)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ..generate import encode
 from .completion import Answer, Completion, Event, Prompt, Service
-from .conversation import choose_tools, read_tools
+from .conversation import Tool, choose_tools, read_tools
 from .request import Request, TokenEvent
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment, find_bytes
@@ -130,11 +130,8 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
 
     def _describe_call(self, segment: Segment) -> dict[str, Any]:
         tool = self.find_tool(segment)
-        if tool.kind == "custom":
-            own = {"name": tool.name, "input": read_input(segment)}
-        else:
-            own = {"name": segment.name, "arguments": segment.text}
-        return {"id": segment.id, "type": tool.kind, tool.kind: own}
+        name = tool.name if tool.kind == "custom" else segment.name
+        return {"id": segment.id, "type": tool.kind, tool.kind: {"name": name, **read_input(tool, segment)}}
 
 
 class Completions(OpenAICompletions[CompletionBody]):
@@ -168,7 +165,9 @@ class Completions(OpenAICompletions[CompletionBody]):
         }
 
 
-def read_input(segment: Segment) -> str:
-    """Returns the input of a custom tool's call."""
-    given = json.loads(segment.text).get("input")
-    return given if isinstance(given, str) else "" if given is None else json.dumps(given, ensure_ascii=False)
+def read_input(tool: Tool, segment: Segment) -> dict[str, str]:
+    """Returns a call's `arguments` as JSON; of a custom tool its `input`."""
+    if tool.kind != "custom":
+        return {"arguments": segment.text}
+    given = json.loads(segment.text).get("input") or ""
+    return {"input": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}

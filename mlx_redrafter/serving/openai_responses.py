@@ -82,12 +82,10 @@ class Responses(Completion[ResponsesBody]):
 
     def _begin_call(self, segment: Segment) -> dict[str, Any]:
         tool = self.find_tool(segment)
-        if tool.kind == "local_shell":
-            action = {"type": "exec", "env": {}} | json.loads(segment.text)
-            return {"type": "local_shell_call", "call_id": segment.id, "action": action}
-        kind, field = ("custom_tool_call", "input") if tool.kind == "custom" else ("function_call", "arguments")
+        kind = "custom_tool_call" if tool.kind == "custom" else "function_call"
         namespace = {"namespace": tool.namespace} if tool.namespace else {}
-        return {"type": kind, "call_id": segment.id, "name": tool.name, field: "", **namespace}
+        empty = dict.fromkeys(read_input(tool, segment), "")
+        return {"type": kind, "call_id": segment.id, "name": tool.name, **empty, **namespace}
 
     def _add_segment(self, segment: Segment) -> Iterator[Event]:
         item = self._output[-1]
@@ -95,14 +93,11 @@ class Responses(Completion[ResponsesBody]):
             (part,) = item["content"]
             part["text"] += segment.text
             yield self._make_item_event(f"{part['type']}.delta", delta=segment.text, logprobs=[])
-        elif item["type"] == "custom_tool_call":
-            item["input"] = read_input(segment)
-            yield self._make_item_event("custom_tool_call_input.delta", delta=item["input"])
-            yield self._make_item_event("custom_tool_call_input.done", input=item["input"])
-        elif item["type"] == "function_call":
-            item["arguments"] = segment.text
-            yield self._make_item_event("function_call_arguments.delta", delta=segment.text)
-            yield self._make_item_event("function_call_arguments.done", name=item["name"], arguments=segment.text)
+        else:
+            for field, text in read_input(self.find_tool(segment), segment).items():
+                item[field] = text
+                yield self._make_item_event(f"{item['type']}_{field}.delta", delta=text)
+                yield self._make_item_event(f"{item['type']}_{field}.done", name=item["name"], **{field: text})
 
     def _end_item(self, *, is_cut: bool) -> Iterator[Event]:
         item = self._output[-1]
@@ -164,7 +159,7 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
             messages.append({"role": "tool", "tool_call_id": item.get("call_id", item.get("id")), "content": text})
         elif kind.endswith("_call") and "call_id" in item:
             name = join_name(str(item.get("name") or kind.removesuffix("_call")), item.get("namespace"))
-            arguments = {"input": item["input"]} if "input" in item else item.get("arguments", item.get("action"))
+            arguments = {"input": item["input"]} if "input" in item else item.get("arguments")
             assistant().setdefault("tool_calls", []).append(make_call(item["call_id"], name, arguments))
         else:
             log_once(f"items of this type are ignored: {kind:.60}")

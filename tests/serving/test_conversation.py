@@ -114,33 +114,28 @@ HOSTED = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "tool_s
 
 
 def test_tools_of_all_kinds_are_shown_as_functions(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
-    tools: Any = [CUSTOM, NAMESPACE, {"type": "local_shell"}, *HOSTED]
+    tools: Any = [CUSTOM, NAMESPACE, *HOSTED]
     scripted[1].texts = [
         [
             "</think>",
             CALL % ("apply_patch", '{"input": "*** Begin"}'),
             CALL % ("mcp__files__read", '{"path": "a"}'),
-            CALL % ("local_shell", '{"command": ["ls"]}'),
         ]
     ]
     with scripted_openai.responses.stream(model="demo", input="Edit.", tools=tools) as stream:
         kinds = [event.type.removeprefix("response.") for event in stream]
         made: Any = stream.get_final_response()
-    shown = "".join(
-        f"<tool_call> is how to call {name}\n" for name in ("apply_patch", "mcp__files__read", "local_shell")
-    )
+    shown = "".join(f"<tool_call> is how to call {name}\n" for name in ("apply_patch", "mcp__files__read"))
     assert scripted[1].prompt.startswith(f"{shown}<user>Edit.")
-    patch, read, shell = made.output
+    patch, read = made.output
     assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", "*** Begin")
     assert (read.type, read.name, read.namespace) == ("function_call", "read", "mcp__files")
-    assert (shell.type, shell.action.command, shell.action.type) == ("local_shell_call", ["ls"], "exec")
     assert kinds.count("custom_tool_call_input.done") == kinds.count("function_call_arguments.done") == 1
     history: Any = [
         say("user", "Edit."),
         *[item.model_dump(exclude_none=True) for item in made.output],
         {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "Done."},
         {"type": "function_call_output", "call_id": read.call_id, "output": [{"type": "input_text", "text": "A"}]},
-        {"type": "local_shell_call_output", "id": shell.call_id, "output": "a.py"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
     ]
     scripted[1].texts = [["</think>ok"]]
@@ -148,8 +143,8 @@ def test_tools_of_all_kinds_are_shown_as_functions(scripted: Scripted, scripted_
     calls = (
         '<tool_call>apply_patch {"input": "*** Begin"}</tool_call><tool_call>mcp__files__read {"path": "a"}</tool_call>'
     )
-    assert f"<assistant>{calls}<tool_call>local_shell" in scripted[1].prompt
-    assert scripted[1].prompt.endswith("<tool>Done.<tool>A<tool>a.py<assistant><think>")
+    assert f"<assistant>{calls}<tool>" in scripted[1].prompt
+    assert scripted[1].prompt.endswith("<tool>Done.<tool>A<assistant><think>")
 
 
 @pytest.mark.parametrize(("written", "given"), [("null", ""), ('{"a": "é"}', '{"a": "é"}'), ("[1, true]", "[1, true]")])
@@ -246,11 +241,6 @@ def test_items_may_be_referenced(scripted: Scripted, scripted_openai: openai.Ope
         ),
         ("/v1/responses", {"type": "function", "name": "f"}, "required"),
         ("/v1/responses", {"type": "function", "name": "f"}, {"type": "function", "name": "f"}),
-        (
-            "/v1/responses",
-            {"type": "function", "name": "f"},
-            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]},
-        ),
         ("/v1/messages", {"name": "f", "input_schema": {"type": "object"}}, {"type": "any"}),
         ("/v1/messages", {"name": "f", "input_schema": {"type": "object"}}, {"type": "tool", "name": "f"}),
     ],
@@ -274,11 +264,8 @@ def test_a_forced_call_is_one_object(scripted: Scripted, path: str, tool: Any, c
         assert made["stop_reason"] == "tool_use"
 
 
-def test_tools_that_are_not_allowed_are_not_shown(scripted: Scripted) -> None:
+def test_tools_are_not_shown_if_none_may_be_called(scripted: Scripted) -> None:
     tools = [{"type": "function", "name": name} for name in "fgh"]
-    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}
-    assert post(scripted[0], "/v1/responses", [say("user", "x")], tools=tools, tool_choice=choice).status == 200
-    assert scripted[1].prompt.startswith("<tool_call> is how to call g\n<user>x")
     assert post(scripted[0], "/v1/responses", [say("user", "x")], tools=tools, tool_choice="none").status == 200
     assert scripted[1].prompt.startswith("<user>x")
 

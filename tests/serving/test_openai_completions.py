@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from servers import Running, ScriptedWorker, ask, events_of, start_scripted
+from servers import Running, ScriptedWorker, ask, start_scripted
 
 from mlx_redrafter import stream_generate
 
