@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cached import BLOCK_KINDS, Reading, make_cached
-from cost_curves import make_costs
 from families import make_family
 from small import small_llama
 from toys import ids, make_model, make_prompt, run
@@ -18,9 +17,6 @@ from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import AFTER_NORM, find_model_sizes
 from mlx_redrafter.engine.types import Kept
-from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.acceptance import find_acceptance, scale_row
-from mlx_redrafter.planning.planner import list_candidate_plans
 
 FEW = 8
 """Small enough that random drafters are often right."""
@@ -97,29 +93,6 @@ def test_selector_and_markov_heads_depend_on_the_previous_token(kind: str) -> No
     _, state = advance(mx.array([5]), None)
     logits, _ = advance(mx.array([1, 2]), state)
     assert differ(*logits) == (kind not in ("dflash", "sliding dflash"))
-
-
-def test_a_draft_is_no_deeper_than_a_block() -> None:
-    model, prompt = make_model(), make_prompt(9)
-    for kind, most in (("dflash", 5), ("dspark", 6)):
-        drafter = make_cached(kind)
-        assert drafter.args.max_depth == most
-        run(model, prompt, drafter, max_tokens=8, plan=(1, most))
-        with pytest.raises(RedrafterError, match=f"draft_depth must be from 1 to {most} with this drafter, got 7"):
-            run(model, prompt, drafter, plan=(1, 7))
-
-
-@pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_auto_plans_no_deeper_than_a_block(kind: str) -> None:
-    model, drafter, depths = make_model(vocab=FEW), make_cached(kind, vocab=FEW), [0]
-    on_round = {"on_round": lambda tree, path, chosen: depths.append(tree.depths.max().item())}
-    prompt = make_prompt(9, vocab=FEW)
-    steps = run(model, prompt, drafter, max_tokens=60, context=False, **on_round)
-    assert ids(steps) == ids(run(model, prompt, max_tokens=60))
-    assert max(depths) <= drafter.args.max_depth
-    costs = make_costs("flat")._replace(level=(1e-3,) * 3, first=(0.1,) * 3)
-    table = [scale_row(row, 1.5) for row in find_acceptance(drafter)]
-    assert max(plan.depth for plan in list_candidate_plans(costs, table)) == drafter.args.max_depth
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3"])

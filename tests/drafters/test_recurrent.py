@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from small import hypotheses, partial_drafter, small_drafter, small_llama
@@ -19,11 +18,6 @@ from mlx_redrafter.errors import CheckpointError
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("no-blocks", "rnn", "rnn-input-proj", "sum")
-VARIANTS = {
-    "rnn": {"exit_dim": 64, "layers": 2, "rnn": True},
-    "input_proj": {"exit_dim": 32, "layers": 1, "rnn": True},
-    "sum, input_proj, no blocks": {"exit_dim": 32, "layers": 0, "rnn": False},
-}
 
 
 def keep_top(logits: mx.array, count: int) -> mx.array:
@@ -93,26 +87,6 @@ def test_golden_files_detect_a_wrong_drafter(tmp_path: Path) -> None:
     assert not np.allclose(drafter.logits(golden["hidden"], state), golden["chain_logits"][:, 0], atol=1e-3)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("mode", "bits"), [("affine", 4), ("affine", 8), ("mxfp4", 4)])
-def test_a_quantized_drafter_is_saved_and_loaded(variant: str, mode: str, bits: int, tmp_path: Path) -> None:
-    quantization = {"group_size": 32, "bits": bits, "mode": mode}
-    drafter = small_drafter(**VARIANTS[variant])
-    embedding = mx.random.normal((64, 32), key=mx.random.key(1))
-    hidden = mx.random.normal((32,), key=mx.random.key(2))
-
-    def logits(of: Drafter) -> mx.array:
-        return of.logits(hidden, of.advance(embedding[9], of.advance(embedding[4], None)))
-
-    plain = logits(drafter)
-    nn.quantize(drafter, **quantization)
-    save_drafter(tmp_path, drafter, extra={"quantization": quantization})
-    loaded = load_drafter(tmp_path)
-    assert "scales" in loaded.lm_head[-1] and loaded.args == drafter.args
-    assert mx.array_equal(logits(loaded), logits(drafter))
-    assert not mx.allclose(logits(loaded), plain, atol=1e-3), "weights are rounded"
-
-
 VOCAB = 64
 GUESSED = np.array([0, 3, 5, 8, 13, 21, 34, 55, 61, 60, 1, 2])
 
@@ -140,5 +114,5 @@ def test_a_draft_vocabulary_is_saved_and_loaded(tmp_path: Path) -> None:
     assert found.lm_head[-1].weight.dtype == mx.float16 and found.args == drafter.args
     found.set_dtype(mx.float32)
     assert found.draft_ids.dtype == mx.int32 and "draft_ids" not in found.trainable_parameters()
-    with pytest.raises(CheckpointError, match="vocabulary size 64, the target has 70"):
+    with pytest.raises(CheckpointError, match="64, the target has 70"):
         load_drafter(tmp_path, small_llama(vocab=70))
