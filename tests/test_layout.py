@@ -16,50 +16,85 @@ import mlx_redrafter
 from mlx_redrafter.drafters import TRAINABLE
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "mlx_redrafter"
-COMMANDS = {"cli", "serving", "training", "convert"}
+COMMANDS = {"cli", "serving", "training"}
 ABOVE = {"planning", "session", "generate", "options", "checkpoints", "arguments", *COMMANDS}
+Imports = dict[str, set[str]]
 
 
 @cache
-def imports(folder: str) -> frozenset[tuple[str, str]]:
-    """(file, imported module) pairs of a package folder, including imports in functions but not those for types."""
-    files, found = sorted((PACKAGE / folder).glob("*.py")), set[tuple[str, str]]()
-    assert files, folder
-    for file in files:
+def read_imports() -> Imports:
+    """Module of the package -> names of the modules that it imports, or of something in them.
+
+    Includes imports in functions and those for types, but not the block that runs a module as a command.
+    """
+    found = Imports()
+    for file in sorted([*(ROOT / "mlx_redrafter").rglob("*.py"), *(ROOT / "convert").glob("*.py")]):
         parts = file.relative_to(ROOT).with_suffix("").parts
+        parts = parts if parts[0] == "mlx_redrafter" else ("mlx_redrafter", *parts)
+        names = found[".".join(parts).removesuffix(".__init__")] = set[str]()
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node).split("\n")[0]]
+        tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if __name__ == ")]
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                found |= {(file.name, alias.name) for alias in node.names}
+                names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 base = [*parts[: len(parts) - node.level]] if node.level else []
                 module = ".".join([*base, *([node.module] if node.module else [])])
-                found |= {(file.name, f"{module}.{alias.name}") for alias in node.names}
-    return frozenset(found)
+                names |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
 
 
 def importers(folder: str, *modules: str) -> set[str]:
-    """Files of a folder that import one of these modules, or something in them."""
+    """Modules of a folder that import one of these modules, or something in them."""
     below = tuple(f"{name}." for name in modules)
-    return {file for file, module in imports(folder) if f"{module}.".startswith(below)}
+    inside = [module for module in read_imports() if f"{module}.".startswith(f"{folder}.")]
+    assert inside, folder
+    return {module for module in inside if any(f"{name}.".startswith(below) for name in read_imports()[module])}
 
 
 def test_no_module_imports_a_layer_above() -> None:
-    kinds = [f"mlx_redrafter.drafters.{name}" for name in TRAINABLE]
-    above = [f"mlx_redrafter.{name}" for name in ABOVE]
-    assert not importers("engine", *above) and not importers("drafters", *above)
-    for folder in ("cli", "serving", "training"):
-        assert not importers(folder, *(f"mlx_redrafter.{other}" for other in COMMANDS - {folder})), folder
-    for folder in {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}:
-        assert not importers(folder, "benchmarks", "mlx_redrafter.benchmarks", "tests"), folder
-        assert folder == "drafters" or not importers(folder, *kinds), folder
+    package = "mlx_redrafter"
+    for folder in ("engine", "drafters"):
+        assert not importers(f"{package}.{folder}", *(f"{package}.{name}" for name in ABOVE)), folder
+    for folder in COMMANDS:
+        assert not importers(f"{package}.{folder}", *(f"{package}.{other}" for other in COMMANDS - {folder})), folder
+    assert all(name.startswith("mlx_redrafter.convert") for name in importers(package, f"{package}.convert"))
+    assert not importers(package, "benchmarks", "tests")
+    kinds = [f"{package}.drafters.{name}" for name in TRAINABLE]
+    assert all(name.startswith("mlx_redrafter.drafters") for name in importers(package, *kinds))
     # Two measure, one identifies a model by its tensors, one asks for the device.
-    assert importers("planning", "mlx", "mlx_lm", "numpy") == {"measure.py", "store.py", "sizing.py", "machine.py"}
+    device = {f"{package}.planning.{name}" for name in ("measure", "store", "sizing", "machine")}
+    assert importers(f"{package}.planning", "mlx", "mlx_lm", "numpy") <= device
     # Negative control: imports are found.
-    assert "arctic_lstm.py" in importers("drafters", *kinds)
-    assert "round.py" in importers("engine", "mlx_redrafter.engine.accept") & importers("engine", "mlx.core")
+    assert "mlx_redrafter.drafters.arctic_lstm" in importers(package, *kinds)
+    assert "mlx_redrafter.engine.round" in importers("mlx_redrafter.engine", "mlx_redrafter.engine.accept")
+
+
+def find_circle(imports: Imports) -> list[str]:
+    """Modules each of which imports the next, from one module back to it; empty if there is no circle."""
+    done = set[str]()
+
+    def follow(path: list[str]) -> list[str]:
+        for name in sorted(imports[path[-1]]):
+            if name in path:
+                return [*path[path.index(name) :], name]
+            if name not in done and (found := follow([*path, name])):
+                return found
+        done.add(path[-1])
+        return []
+
+    return next(filter(None, (follow([module]) for module in imports if module not in done)), [])
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither directly nor through others, nor for types, nor in functions."""
+    modules, inside = read_imports(), Imports()
+    for module, names in modules.items():
+        files = {name if name in modules else name.rpartition(".")[0] for name in names}
+        inside[module] = files & modules.keys()
+    assert find_circle(inside) == []
+    # Negative control.
+    assert find_circle(inside | {"mlx_redrafter.engine.accept": {"mlx_redrafter.engine.round"}})
 
 
 def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
