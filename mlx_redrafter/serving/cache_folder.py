@@ -1,7 +1,7 @@
 """Prompt caches on disk, to reuse after a restart: mlx-lm's format, in files that only the owner can read.
 
-A file's name identifies the model, options and versions that made it, and its tokens. Only names are read at startup,
-metadata at the first lookup, and arrays when a prompt matches.
+A file's name identifies the model, options and versions that made it, and its tokens. Metadata
+is read at startup, arrays when a prompt matches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,6 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 MAX_FILES = 500
 """Files that are kept and read: arrays that are not loaded yet keep theirs open, and mlx-lm allows 2,048."""
 
-HEADER_BYTES = 1 << 16
-"""Upper bound of what a file holds besides its arrays and tokens."""
-
 
 class CacheFolder:
     """A folder of prompt caches, used by one process at a time. Files of other models and versions are ignored.
@@ -48,15 +45,10 @@ class CacheFolder:
     """
 
     def __init__(self, name: str | Path, model: nn.Module, options: Options) -> None:
-        if not str(name).strip():
-            raise RedrafterError("expected the name of a folder for prompt caches, got an empty one")
         self._path = path = expand_path(name)
         self._lock = FileLock(path / ".lock", timeout=0, mode=FILE_MODE, thread_local=False)
         try:
             path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            other = next((each for each in os.listdir(path) if not (each[0] == "." or FILE_NAME.fullmatch(each))), None)
-            if other is not None:
-                raise RedrafterError(f"expected a folder of prompt caches only, got {path}, which holds {other}")
             self._lock.acquire()
             for each in path.iterdir():
                 if each.name != find_final_name(each.name) and FILE_NAME.fullmatch(find_final_name(each.name)):
@@ -75,15 +67,7 @@ class CacheFolder:
 
         Arrays are loaded lazily. Damaged files are removed.
         """
-        files = self._list_files()
-        own = [each for each in files if each.name.startswith(self._key)][-MAX_FILES:]
-        if n_others := sum(not each.name.startswith(self._key) for each in files):
-            logging.info(
-                "%d prompt caches in %s are ignored: made for another model, quantization or version",
-                n_others,
-                self._path,
-            )
-        for file in own:
+        for file in [each for each in self._list_files() if each.name.startswith(self._key)]:
             try:
                 cache, metadata = load_prompt_cache(str(file), return_metadata=True)
                 tokens = np.array(json.loads(metadata["tokens"]), np.int32)
@@ -91,49 +75,34 @@ class CacheFolder:
                     raise RedrafterError(f"expected {len(tokens)} tokens, got {kv_cache.length(cache)}")
             except Exception as error:  # damaged files raise many types
                 self.remove_damaged(file, error)
-                continue
-            yield file, tokens, cache
+            else:
+                yield file, tokens, cache
 
-    def write(
-        self,
-        tokens: np.ndarray[Any, Any],
-        cache: kv_cache.Cache,
-        used: float,
-        replaced: Sequence[Path],
-        max_bytes: int,
-    ) -> Path | None:
-        """Writes a cache atomically, and deletes the least recently used files if there is no room.
+    def write(self, tokens: np.ndarray[Any, Any], cache: kv_cache.Cache, used: float, max_bytes: int) -> Path:
+        """Writes a cache atomically, then deletes the least recently used files.
 
         Args:
             tokens: (T,) int32, the tokens that the cache holds.
             used: when it was last used, in seconds since the epoch; the file gets this time.
-            replaced: files that it makes useless, which are deleted after it is written.
-            max_bytes: limit of all other files together, which are deleted before.
+            max_bytes: limit of all files together. The most recently used one is kept in any case.
 
         Returns:
-            The file; None if the cache and those used after it exceed `max_bytes`.
+            The file, which is deleted again if those used after it leave no room.
         """
         if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
             raise RedrafterError(f"mlx-lm cannot load a {odd[0]}")
-        text = json.dumps(tokens.tolist())
-        room = max_bytes - sum(c.nbytes for c in cache) - len(text) - HEADER_BYTES
-        files = [(each, each.stat()) for each in self._list_files() if each not in replaced]
-        for count, (each, stat) in enumerate(reversed(files), 1):  # the most recently used first
-            room -= stat.st_size
-            if room < 0 and stat.st_mtime > used:
-                return None
-            if room < 0 or count >= MAX_FILES:
-                each.unlink()
         file = self._path / f"{self._key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.safetensors"
         with replace_file(file) as partial:
             partial.touch(FILE_MODE)
-            save_prompt_cache(str(partial), cache, {"tokens": text})
+            save_prompt_cache(str(partial), cache, {"tokens": json.dumps(tokens.tolist())})
             with partial.open("rb") as written:
                 os.fsync(written.fileno())  # otherwise a power failure may leave a file of zeros
             os.utime(partial, (used, used))
-        for each in replaced:
-            if each != file:
-                each.unlink(missing_ok=True)
+        files = self._list_files()
+        sizes = [each.stat().st_size for each in files]
+        while len(files) > 1 and (len(files) > MAX_FILES or sum(sizes) > max_bytes):
+            files.pop(0).unlink()
+            del sizes[0]
         return file
 
     def remove_damaged(self, file: Path, error: Exception) -> None:

@@ -30,10 +30,7 @@ Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(eq=False)
 class _Entry:
-    """A cache. `file` is where it is saved; `replaced` are files that become useless once it is saved.
-
-    `used` is when it was last used, in seconds since the epoch.
-    """
+    """A cache, the file in which it is saved, and when it was last used, in seconds since the epoch."""
 
     tokens: Tokens
     cache: kv_cache.Cache
@@ -42,7 +39,6 @@ class _Entry:
     is_saved: bool = False
     file: Path | None = None
     used: float = field(default_factory=time.time)
-    replaced: list[Path] = field(default_factory=list)
 
 
 def find_default_bytes() -> int:
@@ -57,12 +53,11 @@ class PromptCache:
 
     Args:
         max_bytes: limit of all caches together, and of all files; 0 keeps none.
-        folder: where `save_next` writes caches. Its files are listed at the first lookup; None for no folder.
+        folder: where `save_next` writes caches; None for no folder.
     """
 
     def __init__(self, max_bytes: int, folder: CacheFolder | None = None) -> None:
-        self.max_bytes, self._has_warned = max_bytes, False
-        self._folder, self._is_listed = folder, folder is None or not max_bytes
+        self.max_bytes, self._folder = max_bytes, folder
         self._entries: list[_Entry] = []  # least recently used first
 
     def __len__(self) -> int:
@@ -72,6 +67,14 @@ class PromptCache:
     def nbytes(self) -> int:
         """Size of all caches together."""
         return sum(entry.nbytes for entry in self._entries)
+
+    def read_folder(self) -> None:
+        """Adds the caches of the folder. Call it first, and in the thread that uses them."""
+        if self._folder is not None and self.max_bytes:
+            for file, tokens, cache in self._folder.read():
+                nbytes = sum(c.nbytes for c in cache)
+                self._entries.append(_Entry(tokens, cache, nbytes, is_evaluated=False, is_saved=True, file=file))
+            self._drop_oldest()
 
     def fetch(self, tokens: Sequence[int]) -> tuple[kv_cache.Cache | None, int]:
         """Returns (a copy of the cache with the longest prefix of `tokens`, or None; the length of the prefix).
@@ -121,16 +124,7 @@ class PromptCache:
                 self._folder.remove_damaged(entry.file, error)
         return entry.is_evaluated
 
-    def _list_files(self) -> None:
-        if not self._is_listed and self._folder is not None:
-            self._is_listed = True
-            for file, tokens, cache in self._folder.read():
-                nbytes = sum(c.nbytes for c in cache)
-                self._entries.append(_Entry(tokens, cache, nbytes, is_evaluated=False, is_saved=True, file=file))
-            self._drop_oldest()
-
     def _find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
-        self._list_files()
         best, most = None, 0
         for entry in reversed(self._entries):
             if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:
@@ -148,27 +142,19 @@ class PromptCache:
                 before the caches of its prompt.
         """
         nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))  # all ranks must drop the same caches
-        new = _Entry(np.array(tokens, np.int32), cache, nbytes)
         if not tokens or not self.max_bytes:
             return
-        if new.nbytes > self.max_bytes and not self._has_warned:
-            self._has_warned = True
-            logging.warning(
-                "The prompt cache is limited to %d bytes, but %d tokens take %d: only the newest cache is kept. "
-                "See --prompt-cache-bytes", self.max_bytes, len(tokens), new.nbytes,
-            )  # fmt: skip
+        new = _Entry(np.array(tokens, np.int32), cache, nbytes)
         mx.async_eval([c.state for c in cache])  # otherwise its whole graph stays in memory
-        self._list_files()
-        can_trim = _can_trim(cache)
-
-        def is_useless(old: _Entry) -> bool:
-            return _is_prefix(old.tokens, new.tokens) and (can_trim or len(old.tokens) == len(tokens))
-
-        useless = [old for old in self._entries if is_useless(old)]
-        new.replaced = [file for old in useless for file in (*old.replaced, old.file) if file is not None]
-        self._entries = [old for old in self._entries if old not in useless] + [new]
+        for old in [each for each in self._entries if _is_prefix(each.tokens, new.tokens)]:
+            if _can_trim(cache) or len(old.tokens) == len(tokens):
+                self._entries.remove(old)
+                if old.file is not None:
+                    with suppress(OSError):
+                        old.file.unlink()
         if has_answer:
-            self._mark_used([old for old in self._entries[:-1] if _is_prefix(old.tokens, new.tokens)])
+            self._mark_used([old for old in self._entries if _is_prefix(old.tokens, new.tokens)])
+        self._entries.append(new)
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -187,13 +173,13 @@ class PromptCache:
             return
         entry.is_saved = True
         try:
-            entry.file = self._folder.write(entry.tokens, entry.cache, entry.used, entry.replaced, self.max_bytes)
+            entry.file = self._folder.write(entry.tokens, entry.cache, entry.used, self.max_bytes)
         except (OSError, RuntimeError, ValueError, RedrafterError) as error:
             logging.warning("Could not save a prompt cache of %d tokens: %s", len(entry.tokens), join_lines(error))
 
     def clear(self) -> None:
         """Drops all caches in memory."""
-        self._entries, self._is_listed = [], self._folder is None or not self.max_bytes
+        self._entries = []
 
     def close(self) -> None:
         """Saves unsaved caches, drops all, and releases the folder."""
