@@ -44,8 +44,6 @@ def load_service(args: argparse.Namespace) -> Service:
     flags: dict[str, Any] = {name: getattr(args, name) for name in getfullargspec(Worker).kwonlyargs}
     worker = Worker(model, tokenizer, drafter, **flags)
     worker.start()
-    if worker.context_length is None and args.options.max_tokens == -1:
-        logging.info("The model's context length is unknown: answers have no limit. See --max-tokens, --context-length")
     drafter_name = None if drafter is None else find_served_name(find_drafter_name(args))
     return Service(worker, tokenizer, args, find_served_name(args.model), drafter_name, Metrics(worker))
 

@@ -7,7 +7,6 @@ prefilled twice. Everything here runs in one thread, on mlx-lm's generation stre
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -30,12 +29,8 @@ from ..pair import Generation, Pair
 from .request import Request
 from .types import SchemaNotFollowed
 
-MAX_PAUSE = 0.5
-"""Maximum seconds that a prefill should delay the next token of other rows; above it the pieces get smaller."""
-
-MIN_PIECE, FIRST_PIECE = 128, 256
-"""Prompt tokens in one forward while other rows wait: the minimum for each row, and the initial total of a batch, which
-is also the limit for a row that takes turns."""
+PIECE = 512
+"""Prompt tokens in one forward while other rows wait for their next token."""
 
 DRAWS_AT_ONCE = 8
 """Positions whose sampling noise is computed at once, which takes fewer operations than one by one."""
@@ -71,7 +66,7 @@ class Loops:
             context=row.options.context if row.draft else False,
             prompt_cache=cache,
             history=tuple(row.text[:held]),
-            prefill_step_size=min(row.options.prefill_step_size, FIRST_PIECE if self._loops else NO_LIMIT),
+            prefill_step_size=min(row.options.prefill_step_size, PIECE if self._loops else NO_LIMIT),
             on_drafter_failure=partial(self._drop_drafter, row),
         )
         if row.grammar is not None:  # it has not taken a batch's last token
@@ -159,7 +154,7 @@ class Batch:
     Args:
         size: maximum number of rows.
         prefill_rows: maximum number of prompts in one forward.
-        prefill_step_size: maximum prompt tokens of a row in one forward; fewer while other rows wait, see `MAX_PAUSE`.
+        prefill_step_size: maximum prompt tokens of a row in one forward; fewer while other rows wait, see `PIECE`.
     """
 
     def __init__(self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int) -> None:
@@ -170,7 +165,7 @@ class Batch:
             prefill_batch_size=min(prefill_rows, size),
             prefill_step_size=prefill_step_size,
         )
-        self._prefill_rows, self._prefill_step_size, self._piece = prefill_rows, prefill_step_size, FIRST_PIECE
+        self._prefill_rows, self._prefill_step_size = prefill_rows, prefill_step_size
         self._greedy = RowSampler(Sampler(), 0)  # shared, so that mlx-lm calls it once for all rows
         self._rows: dict[int, tuple[Request, RowSampler]] = {}
 
@@ -197,20 +192,12 @@ class Batch:
 
     def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
         """Returns (rows whose cache should be copied now, one token of each row that is past its prompt)."""
-        started = time.perf_counter()
         reading = sum(row.read < len(row.prefix) for row in self.rows)
-        others_wait, size = reading < len(self._rows), self._prefill_step_size
-        if reading and others_wait:
-            size = min(size, max(MIN_PIECE, self._piece // min(reading, self._prefill_rows)))
+        size = self._prefill_step_size
+        if 0 < reading < len(self._rows):
+            size = min(size, PIECE // min(reading, self._prefill_rows))
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
-        # Several ranks would measure different times, so their piece size stays fixed.
-        if others_wait and ranks.count_ranks() == 1 and any(not each.end_of_prompt for each in prompts):
-            seconds = time.perf_counter() - started
-            if seconds > MAX_PAUSE:
-                self._piece = max(MIN_PIECE, self._piece // 2)
-            elif seconds < MAX_PAUSE / 2:
-                self._piece = min(self._prefill_step_size, self._piece * 2)
         read = []
         for each in prompts:
             row, (done, total) = self._rows[each.uid][0], each.progress

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from servers import PATIENCE, Running, ScriptedWorker, ask, events_of, parse_flags, start_demo, start_scripted, until
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.serving import worker
 from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.types import (
     ContextLengthExceeded,
@@ -118,18 +116,6 @@ def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], mos
             read = usage.get("prompt_tokens", usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0))
             made = usage.get("completion_tokens", usage.get("output_tokens"))
             assert made == (7 if most == 7 and path != "/v1/messages" else 150 - read), path
-
-
-def test_the_log_says_when_the_length_of_the_context_is_unknown(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(worker, "find_context_length", lambda model: None)
-    said = "The model's context length is unknown: answers have no limit."
-    for flags in ((), ("--max-tokens", "9"), ("--context-length", "100")):
-        caplog.clear()
-        with start_demo("--draft-depth", "3", *flags):
-            assert bool([each for each in caplog.messages if each.startswith(said)]) is (flags == ())
 
 
 def test_a_prompt_that_is_too_long_has_its_own_error_code(scripted: Scripted) -> None:

@@ -469,8 +469,8 @@ def test_a_cancelled_prefill_is_reused(together: int) -> None:
 
 
 def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MAX_PAUSE", 0.0)
-    long = ask(make_prompt(rows.FIRST_PIECE + 3 * rows.MIN_PIECE), 4)
+    monkeypatch.setattr(rows, "PIECE", 128)
+    long = ask(make_prompt(4 * 128), 4)
 
     async def main(worker: Worker) -> None:
         streaming = worker.submit(**ask(PROMPTS[0], -1))
