@@ -13,9 +13,11 @@ from tqdm import tqdm
 from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.engine.model_parts import find_parts
 from mlx_redrafter.options import Options
 from mlx_redrafter.training.data import Text, find_most_frequent, make_batches
 from mlx_redrafter.training.evaluation import add_results, compare_shapes, measure_guesses
+from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import initialize_drafter
 from mlx_redrafter.training.trainer import train_drafter
@@ -81,8 +83,9 @@ def train(
     count = args.draft_vocab_size
     ids = None if count is None else find_most_frequent(texts, count, args.vocab_size)
     drafter = initialize_drafter(model, args, ids)
-    batches = make_batches(texts, settings.batch_size, settings.seed)
-    train_drafter(model, drafter, batches, settings, checkpoint=directory / "checkpoint.safetensors")
+    batches = make_batches(add_hidden_states(model, texts), settings.batch_size, settings.seed)
+    embedding, checkpoint = find_parts(model).embedding, directory / "checkpoint.safetensors"
+    train_drafter(embedding, drafter, batches, settings, checkpoint=checkpoint)
     save_drafter(directory, drafter, dtype=mx.float16)
     return drafter
 
@@ -101,7 +104,8 @@ def describe(
     drafter.set_dtype(mx.float32)
     texts = [Text(row.astype(np.int32), PROMPT) for row in write_texts(model, held_out, directory / "texts", batches=1)]
     settings = TrainingArgs(draft_depth=depth, batch_size=16)
-    acceptance = measure_guesses(model, drafter, texts, settings)[1]
+    read = add_hidden_states(model, texts)
+    acceptance = measure_guesses(find_parts(model).embedding, drafter, read, settings)[1]
     chains = [(1, k) for k in range(1, depth + 1)]
     results = compare_shapes(model, drafter, prompts, chains, Options(max_tokens=128, seed=0), ends)
     drafter.args = add_results(drafter.args, None, acceptance, results)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,6 +26,9 @@ from .targets import Batch
 MAX_BATCH_SIZE = 32
 """Maximum batch size for generating answers; each batch is saved."""
 
+VALIDATION_BATCHES = 25
+"""The most batches of held-out texts."""
+
 PAD_TO, PAD_POSITIONS_TO = 32, 128
 """Texts in a batch are padded to a multiple of the first plus 1, learned positions to a multiple of the second, so that
 few shapes occur."""
@@ -41,16 +43,13 @@ class Text(NamedTuple):
     Attributes:
         ids: (L,) integers.
         offset: the number of prompt tokens at its start, which are not learned.
-        hidden: (L - 1, D) float16, the target's hidden states at all tokens except the last; None before the target
+        states: (L - 1,) what the target computed at all tokens except the last, see `make_row_dtype`; None before it
             has read the text.
-        likeliest: (L - 1, M) int32 and (L - 1, M) float16, the target's M likeliest next tokens after each learned
-            token, the likeliest first, and their probabilities; None if not stored.
     """
 
     ids: np.ndarray
     offset: int
-    hidden: np.ndarray | None = None
-    likeliest: tuple[np.ndarray, np.ndarray] | None = None
+    states: np.ndarray | None = None
 
     @property
     def first_learned(self) -> int:
@@ -63,9 +62,6 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
 
     Args:
         what: what the lines are, for error messages.
-
-    Raises:
-        RedrafterError: the file cannot be read, or is empty.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -78,11 +74,7 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
 
 
 def parse_object(line: str, place: str) -> dict[str, Any]:
-    """Parses a line as a JSON object.
-
-    Raises:
-        RedrafterError: the line is not a JSON object.
-    """
+    """Parses a line as a JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -93,11 +85,7 @@ def parse_object(line: str, place: str) -> dict[str, Any]:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Reads prompts from a file: one per line, or JSONL with `prompt` or `messages`. A final answer is dropped.
-
-    Raises:
-        RedrafterError: the file cannot be read or is empty, or a line is not a prompt.
-    """
+    """Reads prompts from a file: one per line, or JSONL with `prompt` or `messages`. A final answer is dropped."""
     path = expand_path(path)
     found: list[Prompt] = []
     for line, place in read_lines(path, "prompts"):
@@ -117,11 +105,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-    """The token ids of prompts, with the chat template if there is one.
-
-    Raises:
-        RedrafterError: the tokenizer rejects a prompt, or a prompt has no tokens.
-    """
+    """The token ids of prompts, with the chat template if there is one."""
     found = []
     for number, prompt in enumerate(prompts, start=1):
         try:
@@ -134,33 +118,8 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]
 
 
 def load_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
-    """The prompts in a file as token ids.
-
-    Raises:
-        RedrafterError: see `read_prompts` and `encode_prompts`.
-    """
+    """The prompts in a file as token ids."""
     return encode_prompts(read_prompts(path), tokenizer)
-
-
-def check_data(data: str) -> None:
-    """Checks, without a tokenizer or the network, that `load_texts` can read `data`.
-
-    Raises:
-        RedrafterError: there is no such data, or a line is not a JSON object.
-    """
-    path = expand_path(data)
-    problem = "expected a directory of train.jsonl and valid.jsonl, or a data set's hub id, got " + repr(data)
-    if path.is_dir():
-        for file in (path / "train.jsonl", path / "valid.jsonl"):
-            if file.exists() or file.name == "train.jsonl":
-                for line, place in read_lines(file, "texts"):  # mlx-lm's errors do not name the line
-                    parse_object(line, place)
-    elif path.exists():
-        raise RedrafterError(f"{problem}, a file")
-    elif data.count("/") > 1 or data.startswith((".", "~", "/")):  # not a hub id
-        raise RedrafterError(f"{problem}: no such folder")
-    elif find_spec("datasets") is None:
-        raise RedrafterError(f'{problem}: no such folder; to read data sets of the hub, pip install ".[train]"')
 
 
 def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Text], list[Text]]:
@@ -168,11 +127,7 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
 
     Args:
         data: a directory with {train, valid}.jsonl, or a data set on the Hugging Face hub.
-
-    Raises:
-        RedrafterError: there is no such data, or mlx-lm cannot read its format.
     """
-    check_data(data)
     path = expand_path(data)
     name = str(path) if path.exists() else data
     settings = SimpleNamespace(data=name, train=True, test=False, mask_prompt=mask_prompt)
@@ -208,20 +163,13 @@ class AnswerFile:
 
     def __init__(self, path: Path, args: TrainingArgs, prompts: Sequence[Sequence[int]]) -> None:
         self.path, self.prompts, self.args = path, prompts, args
-        settings = args.to_json()
-        self.header = {name: settings[name] for name in ("model", "adapter_path", "temp", "max_tokens", "seed")}
+        self.header = {name: getattr(args, name) for name in ("model", "adapter_path", "temp", "max_tokens", "seed")}
         # Prompts of similar length need little padding. The longest come first, as they need the most memory.
         self._order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         self.header |= {"prompts": digest(prompts), "order": "longest prompt first"}
-        # Small enough that every temperature gets a group.
-        self.group_size = max(1, min(MAX_BATCH_SIZE, -(-len(prompts) // len(args.temp))))
 
     def read(self) -> list[list[int]]:
-        """The answers in the file, longest prompt first; empty if there is no file.
-
-        Raises:
-            RedrafterError: the file cannot be read, or has answers for other prompts or settings.
-        """
+        """The answers in the file, longest prompt first; empty if there is no file."""
         try:
             header, *done = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
             done = [list(map(int, answer)) for answer in done]
@@ -234,40 +182,21 @@ class AnswerFile:
                 raise RedrafterError(f"{self.path} has the answers of another run, with a different {key}")
         return done[: len(self.prompts)]
 
-    def count_missing(self) -> int:
-        """The number of answers that are not in the file yet.
-
-        Raises:
-            RedrafterError: see `read`.
-        """
-        return len(self.prompts) - len(self.read())
-
     def complete(self, model: nn.Module, tokenizer: Any) -> list[Text]:
-        """Generates the missing answers; returns each prompt with its answer, the prompt masked.
+        """Generates the missing answers; returns each prompt with its answer.
 
         A stopped run loses at most one group. An answer includes its end-of-text token.
-
-        Raises:
-            RedrafterError: see `read`.
-            OSError: the file cannot be written.
         """
         done = self.read()
         with tqdm(total=len(self.prompts), initial=len(done), desc="answers") as bar:
-            while places := self._order[len(done) : len(done) + self.group_size]:
+            while places := self._order[len(done) : len(done) + MAX_BATCH_SIZE]:
                 group = [self.prompts[i] for i in places]
-                number = len(done) // self.group_size
-                mx.random.seed(self.args.seed + number)
-                temp = self.args.temp[number % len(self.args.temp)]
-                done += generate_answers(model, tokenizer, group, temp, self.args.max_tokens)
+                mx.random.seed(self.args.seed + len(done) // MAX_BATCH_SIZE)
+                done += generate_answers(model, tokenizer, group, self.args.temp, self.args.max_tokens)
                 bar.update(len(group))
                 write_text(self.path, "".join(json.dumps(line) + "\n" for line in [self.header, *done]))
         answers = dict(zip(self._order, done, strict=True))
-        return [join_text(prompt, answers[i]) for i, prompt in enumerate(self.prompts)]
-
-
-def join_text(prompt: Sequence[int], answer: Sequence[int]) -> Text:
-    """A prompt and its answer, the prompt masked."""
-    return Text(np.array([*prompt, *answer], np.int32), len(prompt))
+        return [Text(np.array([*prompt, *answers[i]], np.int32), len(prompt)) for i, prompt in enumerate(self.prompts)]
 
 
 def generate_answers(
@@ -290,25 +219,11 @@ def count_held_out(count: int) -> int:
 
 
 def select_prompts(args: TrainingArgs, prompts: list[list[int]], say: Callable[[str], None]) -> list[list[int]]:
-    """The first `max_prompts` prompts that leave room for an answer, without duplicates.
-
-    Raises:
-        RedrafterError: there are too few for a batch and the held-out texts.
-    """
+    """The prompts that leave room for an answer, without duplicates."""
     unique = {tuple(prompt): prompt for prompt in prompts}.values()  # else the same one may be learned and held out
     found = [prompt for prompt in unique if len(prompt) < args.max_seq_length - args.draft_depth]
     if dropped := len(prompts) - len(found):
         say(f"skipped {dropped} of {len(prompts)} prompts: duplicates, or too long for --max-seq-length")
-    found = found[: args.max_prompts]
-    held_out = count_held_out(len(found))
-    if len(found) < args.batch_size + held_out:
-        raise RedrafterError(
-            f"expected at least {args.batch_size + held_out} prompts for a batch size of {args.batch_size} and "
-            f"{held_out} held out, got {len(found)}"
-        )
-    used, count = args.iters * args.batch_size, len(found)
-    if used < count - held_out:
-        say(f"note: {args.iters} iterations use at most {used} of {count} answers: --max-prompts limits them")
     return found
 
 
@@ -324,30 +239,26 @@ def cut_texts(args: TrainingArgs, texts: Sequence[Text], name: str, say: Callabl
 def split_texts(
     args: TrainingArgs, training: list[Text], validation: list[Text], say: Callable[[str], None]
 ) -> tuple[list[Text], list[Text]]:
-    """(training, validation) texts after `cut_texts`; validation texts beyond `val_batches` are dropped.
+    """(training, validation) texts after `cut_texts`; validation texts beyond `VALIDATION_BATCHES` are dropped.
 
     Without validation texts, a random part of the training texts is held out.
-
-    Raises:
-        RedrafterError: there are too few texts to learn from or to hold out.
     """
     training, validation = (
         cut_texts(args, texts, name, say) for texts, name in ((training, "training"), (validation, "validation"))
     )
     if not validation:
-        if len(training) < 2:
-            raise RedrafterError(f"expected at least 2 texts that are long enough, got {len(training)}")
         order = np.random.default_rng(args.seed).permutation(len(training)).tolist()
-        held_out = set(order[: count_held_out(len(training))])
+        held_out = set(order[: min(max(1, round(0.05 * len(training))), 256)])
         validation = [training[i] for i in sorted(held_out)]
         training = [text for i, text in enumerate(training) if i not in held_out]
     if len(training) < args.batch_size:
         raise RedrafterError(
-            f"expected at least as many texts as the batch size {args.batch_size}, got {len(training)}"
+            f"expected at least as many texts as the batch size {args.batch_size}, got {len(training)} that are long "
+            f"enough, besides {len(validation)} held out"
         )
-    if args.learn_prompts:
+    if not args.mask_prompt:
         training = [text._replace(offset=0) for text in training]
-    return training, validation[: args.val_batches * args.batch_size] if args.val_batches > 0 else validation
+    return training, validation[: VALIDATION_BATCHES * args.batch_size]
 
 
 def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[[int], Batch]:
@@ -371,34 +282,31 @@ def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[
 
 
 def collate(texts: Sequence[Text]) -> Batch:
-    """Makes a batch of texts, padded at the end, with hidden states if the texts have them."""
+    """Makes a batch of texts that the target has read, padded at the end."""
 
     def pad(size: int, multiple: int) -> int:
         return multiple * max(1, -(-size // multiple))
 
     width = 1 + pad(max(len(text.ids) for text in texts) - 1, PAD_TO)
     ids = np.zeros((len(texts), width), np.int32)
+    read = [text.states for text in texts if text.states is not None]
+    hidden = np.zeros((len(texts), width - 1, read[0]["hidden"].shape[-1]), np.float16)
     positions: list[int] = []
-    for row, text in enumerate(texts):
+    for row, (text, states) in enumerate(zip(texts, read, strict=True)):
         ids[row, : len(text.ids)] = text.ids
+        hidden[row, : len(states)] = states["hidden"]
         positions += range(row * (width - 1) + text.first_learned, row * (width - 1) + len(text.ids) - 1)
-    padded = np.full(pad(len(positions), PAD_POSITIONS_TO), -1, np.int32)
+    size = pad(len(positions), PAD_POSITIONS_TO)
+    padded = np.full(size, -1, np.int32)
     padded[: len(positions)] = positions
-    hidden: mx.array | None = None
-    if (first_states := texts[0].hidden) is not None:
-        states = np.zeros((len(texts), width - 1, first_states.shape[-1]), first_states.dtype)
-        for row, text in enumerate(texts):
-            assert text.hidden is not None
-            states[row, : len(text.hidden)] = text.hidden
-        hidden = mx.array(states)
-    likeliest: tuple[mx.array, mx.array] | None = None
-    if texts[0].likeliest is not None:
-        # Only of learned positions, in the order of `positions`.
-        found = [[column[text.first_learned :] for column in text.likeliest or ()] for text in texts]
-        columns = map(np.concatenate, zip(*found, strict=True))
-        tokens, probs = (mx.array(np.resize(column, (len(padded), column.shape[1]))) for column in columns)
-        likeliest = tokens, probs
-    return Batch(mx.array(ids), mx.array(padded), hidden, likeliest)
+
+    def find_learned(name: str) -> np.ndarray:
+        """(N, M) a field of the states at the learned positions, in their order; repeated where padded."""
+        parts = [states[name][text.first_learned :] for text, states in zip(texts, read, strict=True)]
+        return np.resize(np.concatenate(parts), (size, parts[0].shape[1]))
+
+    likeliest, probs = mx.array(find_learned("ids")), mx.array(find_learned("probs"))
+    return Batch(mx.array(ids), mx.array(padded), mx.array(hidden), likeliest, probs)
 
 
 def find_most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:

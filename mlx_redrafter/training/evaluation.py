@@ -2,57 +2,49 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
-from ..checkpoints import load_pair
-from ..demo import demo_prompts
 from ..drafters.config import DrafterArgs
-from ..drafters.context import ContextSource
 from ..drafters.protocol import Drafter
 from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
 from ..engine.stats import Stats
-from ..errors import RedrafterError
-from ..generate import encode_chat
 from ..options import Options
 from ..pair import Pair
 from ..trials import PromptRuns, decode_prompts
-from .data import Text, check_data, collate, encode_prompts, load_texts, read_prompts
+from .data import Text, collate
 from .loss import draft_loss
 from .settings import TrainingArgs
-from .targets import Teacher, compute_targets
+from .targets import compute_targets
 
 N_RANKS = 8  # ranks of guesses whose acceptance is recorded; wider beams gain little
 MIN_PROMPTS = 8  # with fewer prompts, a table is marked as unreliable
 PROMPT_TOKENS = 64  # length of the prompt taken from a text without a masked prompt
-SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (4, 3), (4, 5), (4, 5, 9))
+COMPARED_PROMPTS, COMPARED_TOKENS = 8, 64  # prompts of the final comparison, and tokens decoded after each
 
 
 def measure_guesses(
-    target: nn.Module | Teacher, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
+    embedding: nn.Module, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
 ) -> tuple[float, list[list[float]]]:
     """Measures a drafter's guesses on held-out texts, each made after a correct prefix.
 
     Returns:
         The loss (see `DraftLoss`, with equal weights for all depths), and (K, R) the share of positions where the guess
-        of each rank is the target's choice.
+        of each rank is the target's likeliest token.
     """
-    loss, positions, teacher = 0.0, 0, Teacher.of(target)
+    loss, positions = 0.0, 0
     hits, tried = np.zeros((args.draft_depth, N_RANKS)), np.zeros((args.draft_depth, 1))
     by_length = sorted(texts, key=lambda text: len(text.ids))
     for start in range(0, len(by_length), args.batch_size):
         batch = collate(by_length[start : start + args.batch_size])
-        targets = compute_targets(teacher, batch, args, drafter.get("draft_ids"), args.seed)
+        targets = compute_targets(embedding, batch, drafter.get("draft_ids"))
         found = draft_loss(drafter, targets, args.draft_depth, [1.0] * args.draft_depth)
         ranks, size = np.array(found.ranks), int((np.array(batch.positions) >= 0).sum())
         loss, positions = loss + size * float(np.array(found.loss)), positions + size
@@ -61,7 +53,7 @@ def measure_guesses(
     return loss / max(positions, 1), (hits / np.maximum(tried, 1)).tolist()
 
 
-def find_accepted(target: nn.Module | Teacher, drafter: TrainableDrafter, text: Text, args: TrainingArgs) -> np.ndarray:
+def find_accepted(embedding: nn.Module, drafter: TrainableDrafter, text: Text, args: TrainingArgs) -> np.ndarray:
     """(L,) the number of guesses of a chain that would be accepted after each token, without decoding.
 
     All positions are computed at once: guesses after a wrong one do not count, so each may be made after a correct
@@ -72,10 +64,7 @@ def find_accepted(target: nn.Module | Teacher, drafter: TrainableDrafter, text: 
             guess is the target's likeliest token; otherwise it is the text's own token.
     """
     batch, depth = collate([text]), args.draft_depth
-    targets = compute_targets(target, batch, args, drafter.get("draft_ids"), of_text=True)
-    assert targets.ids is not None
-    if not args.data:
-        targets = targets._replace(choices=mx.where(targets.probs[:, 0] > 0, targets.ids[:, 0], -1))
+    targets = compute_targets(embedding, batch, drafter.get("draft_ids"), of_text=not args.data)
     ranks = np.array(draft_loss(drafter, targets, depth, [1.0] * depth).ranks)
     positions = np.array(batch.positions)
     right = np.zeros((depth, len(text.ids) + depth), bool)
@@ -85,37 +74,25 @@ def find_accepted(target: nn.Module | Teacher, drafter: TrainableDrafter, text: 
     return accepted  # after c: the token at c + 1 is the draft's root
 
 
-def count_rounds(text: Text, accepted: np.ndarray | None, context: ContextSource | None) -> int:
+def count_rounds(text: Text, accepted: np.ndarray) -> int:
     """The number of rounds to generate an answer after its first token, if whole drafts are verified.
 
     Args:
-        accepted: from `find_accepted`; None without a drafter.
-        context: a new source that also drafts from the context; None without one.
+        accepted: from `find_accepted`.
     """
-    ids, offset = text.ids.tolist(), max(text.offset, 1)
-    rounds, at = 0, offset
-    if context is not None:
-        context.read(ids[:offset])
-        context.confirm(ids[offset : at + 1])
-    while at < len(ids) - 1:
-        longest = 0 if accepted is None else int(accepted[at - 1])
-        if context is not None and (forecast := context.forecast(0)) is not None:
-            pairs = zip(context.find(len(forecast.cumulative_acceptance)), ids[at + 1 :], strict=False)
-            longest = max(longest, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        made = ids[at + 1 : at + longest + 2]
-        if context is not None:
-            context.confirm(made)
-        rounds, at = rounds + 1, at + len(made)
+    rounds, at = 0, max(text.offset, 1)
+    while at < len(text.ids) - 1:
+        rounds, at = rounds + 1, at + 1 + int(accepted[at - 1])
     return rounds
 
 
 def count_texts(
-    target: nn.Module | Teacher, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
+    embedding: nn.Module, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
 ) -> list[Stats]:
     """For each text, the statistics of generating its answer with chains of the drafter."""
-    teacher, each = Teacher.of(target), list[Stats]()
+    each = []
     for text in texts:
-        rounds = count_rounds(text, find_accepted(teacher, drafter, text, args), None)
+        rounds = count_rounds(text, find_accepted(embedding, drafter, text, args))
         each.append(Stats(rounds=rounds, accepted=len(text.ids) - max(text.offset, 1) - 1 - rounds))
     return each
 
@@ -228,39 +205,3 @@ def format_table(results: Sequence[ShapeResult]) -> str:
     prompts = results[0].prompts if results else 0
     doubt = "" if prompts >= MIN_PROMPTS else ": too few for reliable numbers"
     return "\n".join([*lines, f"± is the standard error over the prompts, {prompts}{doubt}"])
-
-
-def evaluate_only(args: TrainingArgs, shapes: Sequence[tuple[int, ...]] | None) -> int:
-    """`--eval-only`: measures `args.drafter` and prints a table.
-
-    Returns:
-        The exit status: 1 if a token differs from plain decoding.
-
-    Raises:
-        RedrafterError: no drafter is given, or the prompts or texts cannot be read.
-    """
-    args.check_sources()
-    if args.model and not args.drafter:
-        raise RedrafterError("--eval-only needs the --drafter that was trained for --model")
-    if args.data:
-        check_data(args.data)
-    given = read_prompts(args.prompts) if args.prompts else []
-    model, tokenizer, drafter = load_pair(args, args.model, args.drafter)
-    assert drafter is not None
-    if args.data:
-        training, validation = load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt)
-        prompts = make_prompts(validation or training, args.val_prompts)
-    else:
-        prompts = encode_prompts(given, tokenizer) or [encode_chat(tokenizer, text) for text in demo_prompts()]
-        prompts = prompts[: args.max_prompts]
-    shapes = shapes or [shape for shape in SHAPES if shape[1] <= (drafter.args.max_depth or shape[1])]
-    same = True
-    for temp in args.temp:
-        options = Options(max_tokens=args.max_tokens, temp=temp, seed=args.seed)
-        results = compare_shapes(model, drafter, prompts, shapes, options, set(tokenizer.eos_token_ids))
-        print(f"temperature {temp}, {len(prompts)} prompts, at most {args.max_tokens} tokens each")
-        print(format_table(results), flush=True)
-        same = same and all(result.same_tokens for result in results)
-    if not same:
-        print("error: a token differs from plain decoding", file=sys.stderr)
-    return 0 if same else 1

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_map
 
 from ..drafters.trainable import TrainableDrafter
@@ -77,7 +76,6 @@ def draft_loss(
     *,
     axes: mx.array | None = None,
     regression_weight: float = 0.0,
-    grad_checkpoint: bool = False,
     chunk: int | None = None,
 ) -> DraftLoss:
     """The teacher-forced loss of `depth` guesses from every position that has enough tokens after it.
@@ -96,7 +94,6 @@ def draft_loss(
         weights: K numbers, one per depth, instead of the default weights.
         axes: (D, R) projection of a hidden state to the features it should give, see `TrainableDrafter.axes`.
         regression_weight: of the second term.
-        grad_checkpoint: recompute the drafter's activations for the gradient instead of storing them.
         chunk: the number of guesses whose logits are in memory at a time; None for as many as `LOGITS_IN_MEMORY`
             allows. It does not change the result.
 
@@ -113,7 +110,6 @@ def draft_loss(
         learned, at = (tree_map(lambda array: array.flatten(0, 1)[targets.positions], each) for each in (state, hidden))
         return state, drafter.features(at, learned, depth)
 
-    step = nn.utils.checkpoint(drafter, read) if grad_checkpoint else read
     fixed = mx.ones((depth,)) if weights is None else mx.array(list(weights))
     wanted: mx.array | None = None
     if axes is not None and regression_weight:
@@ -129,7 +125,7 @@ def draft_loss(
         # Column c of these belongs to the draft from position c - k - 1; without such a position, its weight is 0.
         hidden = mx.roll(hidden, 1, 1)
         before = None if state is None else tree_map(lambda array: mx.roll(array, 1, 1), state)
-        state, features = step(hidden, before, k)
+        state, features = read(hidden, before, k)
         head: Any = drafter.output_layer(k)
         each = is_guess[k] * fixed[k] * reached[targets.positions]
         loss, rank, overlap = head_loss(features, head.weight, each, targets, chunk, total)

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..atomic_files import expand_path, write_text
+from ..atomic_files import expand_path, explain_unwritable, write_text
+from ..checkpoints import read_object
+from ..errors import RedrafterError, join_lines
+from .settings import TrainingArgs
+
+CHANGEABLE_SETTINGS = {"dtype", "minutes", "output", "trust_remote_code"}
+"""Settings that may change on resume, as they do not affect what is learned."""
 
 
 @dataclass
@@ -17,22 +23,20 @@ class Record:
     Attributes:
         settings: the settings as JSON values.
         args: the drafter's config; None until its size is chosen.
-        reports: training losses, one every `steps_per_report` iterations.
-        validations: results, one every `steps_per_eval` iterations.
-        ended: the iteration of early stopping; None without it.
-        texts: a digest of the texts, or of the prompts to answer.
+        texts: a digest of the texts; None before they are complete.
         iters: the planned number of iterations; None before planning.
         before: tokens per round of the initial drafter on the held-out texts; None for a new drafter.
+        reports: training losses.
+        validations: the results of validations.
     """
 
     settings: dict[str, Any]
     args: dict[str, Any] | None = None
-    reports: list[dict[str, Any]] = field(default_factory=list)
-    validations: list[dict[str, Any]] = field(default_factory=list)
-    ended: int | None = None
     texts: str | None = None
     iters: int | None = None
     before: float | None = None
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
 
     def drop_after(self, iteration: int) -> None:
         """Drops the entries after an iteration."""
@@ -51,10 +55,28 @@ class Files:
         self.directory = expand_path(output)
         self.work = self.directory / "training"
         self.record, self.answers, self.lock = self.work / "run.json", self.work / "answers.jsonl", self.work / "lock"
-        self.checkpoint, self.best = self.work / "checkpoint.safetensors", self.work / "best"
-        self.states = self.work / "hidden_states.f16"
+        self.checkpoint, self.states = self.work / "checkpoint.safetensors", self.work / "hidden_states.f16"
 
-    def restart(self) -> None:
-        """Removes the files of an earlier run that a new one must not use."""
-        for path in (self.record, self.checkpoint):  # the record first: without it nothing is resumed
-            path.unlink(missing_ok=True)
+    def start_record(self, args: TrainingArgs) -> Record:
+        """The record of a new run. A folder that only has the answers of another run is free."""
+        if why := explain_unwritable(self.directory / "config.json"):  # one of the files to write
+            raise RedrafterError(f"--output cannot be {self.directory}: {why}")
+        found = {path.name for path in self.directory.iterdir()} if self.directory.is_dir() else set()
+        if found - {self.work.name} or self.checkpoint.exists():
+            raise RedrafterError(
+                f"{self.directory} exists already: give another --output, or --resume to continue its run"
+            )
+        return Record(vars(args))
+
+    def read_record(self, args: TrainingArgs) -> Record:
+        """The record of the run to resume."""
+        if not self.record.exists():
+            raise RedrafterError(f"there is no run to resume in {self.directory}: leave out --resume")
+        try:
+            record = Record(**read_object(self.record))
+        except TypeError as error:
+            raise RedrafterError(f"{self.record} is not the record of a run: {join_lines(error)}") from error
+        for name, value in vars(args).items():
+            if name not in CHANGEABLE_SETTINGS and (before := record.settings.get(name)) != value:
+                raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")
+        return record

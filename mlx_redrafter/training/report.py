@@ -24,7 +24,7 @@ def write_report(
     names = ("model", "adapter_path", "data", "prompts", "drafter")
     paths: dict[str, Any] = {name: strip_folders(path) for name in names if (path := getattr(args, name))}
     settings = replace(args, output=place.name, **paths)
-    summary = {**vars(record), "settings": settings.to_json(), "measured": [result._asdict() for result in results]}
+    summary = {**vars(record), "settings": vars(settings), "measured": [result._asdict() for result in results]}
     write_text(place / "training.json", json.dumps(summary, indent=1) + "\n")
     card = f"""{make_card_header(args.model)}
 # A drafter for {settings.model or "the demo of mlx_redrafter"}
@@ -64,11 +64,7 @@ def make_command(args: TrainingArgs, drafter: str) -> str:
 
 
 def draw(path: Path, record: Record) -> None:
-    """Plots loss and acceptance.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Plots loss and acceptance."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

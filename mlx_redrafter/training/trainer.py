@@ -1,11 +1,9 @@
-"""The training loop: updates, gradient accumulation, and checkpoints to resume from."""
+"""The training loop: updates, and checkpoints to resume from."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from ..atomic_files import replace_file
@@ -23,99 +21,96 @@ from ..drafters.trainable import TrainableDrafter
 from ..errors import CheckpointError, RedrafterError, join_lines
 from .loss import TrainingTargets, draft_loss
 from .settings import TrainingArgs
-from .targets import Batch, Teacher, compute_targets
+from .targets import Batch, compute_targets
 
-Loss = Callable[..., tuple[mx.array, dict[str, mx.array]]]
-"""Arrays of a batch -> (the loss (), scalar arrays to display by name, including "loss")."""
+REGRESSION_WEIGHT = 3.0
+"""The loss weight of the distance between features and the target's next hidden states."""
+
+WARMUP = 0.1
+"""The share of iterations in which the learning rate rises."""
+
+SAVE_EVERY = 100
+"""Iterations between checkpoints."""
 
 OnIteration = Callable[[int, dict[str, float]], bool]
-"""(iterations done, displayed values of the last one) -> whether to stop after the next update."""
+"""(iterations done, displayed values of the last one) -> whether to stop."""
 
 
 def train_drafter(
-    target: nn.Module | Teacher,
+    embedding: nn.Module,
     drafter: TrainableDrafter,
     batches: Callable[[int], Batch],
     args: TrainingArgs,
     *,
     checkpoint: Path | None = None,
     on_iteration: OnIteration | None = None,
-    show: bool = True,
 ) -> int:
-    """Trains a drafter of any kind in place for a target, with AdamW.
+    """Trains a drafter of any kind in place, with AdamW, for `args.iters` iterations or until it is stopped.
 
     Args:
-        target: an mlx-lm model or a `Teacher`. It is never modified, and runs once per batch without hidden states.
-        batches: iteration -> texts like those that the target will generate, ideally its own.
-        checkpoint, on_iteration, show: see `fit`.
+        embedding: the target's.
+        batches: iteration -> texts like those that the target will generate, ideally its own. It must depend only on
+            the iteration, so that resuming changes nothing.
+        checkpoint: the file to save to, and to continue from if it exists.
+        on_iteration: called after every iteration.
 
     Returns:
-        The number of iterations done, including those before a checkpoint.
-
-    Raises:
-        CheckpointError: the drafter's sizes do not fit the target, or the checkpoint cannot be loaded.
-        RedrafterError: the loss is not finite, or a checkpoint cannot be written.
-        UnsupportedModelError: see `Teacher`.
+        The number of iterations done, including those before the checkpoint.
     """
-    if isinstance(target, nn.Module):
-        drafter.check_fit(target)
-        evaluate(target)  # another thread uses it, and cannot evaluate it
     evaluate(drafter)
-    teacher = Teacher.of(target)
-    draft_ids = drafter.get("draft_ids")  # taken now, as an update replaces all arrays of the drafter
-    return fit(
-        drafter,
-        make_optimizer(args),
-        make_loss(drafter, args),
-        lambda iteration: make_target_arrays(teacher, draft_ids, batches(iteration), args, iteration),
-        args,
-        checkpoint=checkpoint,
-        on_iteration=on_iteration,
-        show=show,
-    )
+    optimizer = make_optimizer(args)
+    optimizer.init(drafter.trainable_parameters())
+    saved = done = load_checkpoint(checkpoint, drafter, optimizer) if checkpoint else 0
+    smooth, stop = dict[str, float](), False
+    loss_and_grads, state = nn.value_and_grad(drafter, make_loss(drafter, args)), [drafter.state, optimizer.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def update(*arrays: mx.array) -> dict[str, mx.array]:
+        """Changes the weights; returns the values to display."""
+        (_, shown), grads = loss_and_grads(*arrays)
+        grads, norm = optim.clip_grad_norm(grads, 1.0)
+        optimizer.update(drafter, grads)
+        return shown | {"gradient": norm}
+
+    bar = tqdm(range(done + 1, args.iters + 1), initial=done, total=args.iters, desc="drafter", mininterval=10)
+    for done in bar:
+        targets = compute_targets(embedding, batches(done - 1), drafter.get("draft_ids"))
+        found = update(*(array for array in targets if array is not None))
+        mx.eval(found, state)
+        shown = {key: float(np.array(value)) for key, value in found.items()}
+        if odd := [key for key, value in shown.items() if not math.isfinite(value)]:
+            kept = f"the checkpoint of iteration {saved} is kept" if saved else "nothing was saved before"
+            raise RedrafterError(
+                f"{odd[0]} is {shown[odd[0]]} at iteration {done}; {kept}: start again with a lower learning rate"
+            )
+        smooth = {key: 0.98 * smooth.get(key, value) + 0.02 * value for key, value in shown.items()}
+        bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
+        stop = on_iteration is not None and on_iteration(done, shown)
+        if checkpoint and (stop or done == args.iters or done % SAVE_EVERY == 0):
+            save_checkpoint(checkpoint, drafter, optimizer, done)
+            saved = done
+        if stop:
+            break
+    bar.close()
+    return done
 
 
 def make_optimizer(args: TrainingArgs) -> optim.Optimizer:
     """AdamW with linear warm-up and cosine decay of the learning rate."""
-    updates = -(-args.iters // args.grad_accumulation_steps)
-    rise = max(1, round(args.warmup * updates))
+    rise = max(1, round(WARMUP * args.iters))
     rising = optim.linear_schedule(args.learning_rate / rise, args.learning_rate, rise)
-    falling = optim.cosine_decay(args.learning_rate, max(1, updates - rise))
+    falling = optim.cosine_decay(args.learning_rate, max(1, args.iters - rise))
     schedule = optim.join_schedules([rising, falling], [rise])
-    return optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=args.weight_decay)
+    return optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=0.0)
 
 
-def make_target_arrays(
-    teacher: Teacher, draft_ids: mx.array | None, batch: Batch, args: TrainingArgs, iteration: int
-) -> list[mx.array]:
-    """The input arrays of `make_loss` for an iteration; they depend only on the iteration."""
-    targets = compute_targets(teacher, batch, args, draft_ids, (args.seed << 32) + iteration)
-    if dtype := args.mixed_dtype:
-        targets = targets._replace(hidden=targets.hidden.astype(dtype), embeddings=targets.embeddings.astype(dtype))
-    return [array for array in targets if array is not None]
-
-
-def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Loss:
-    """The loss of the arrays of `TrainingTargets`; also displays the accuracy at the first and the last depth.
-
-    In 16 bits, forward and gradients use rounded weights; updates apply to the float32 weights.
-    """
-    dtype = args.mixed_dtype
+def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Callable[..., tuple[mx.array, dict[str, mx.array]]]:
+    """The loss of the arrays of `TrainingTargets`, and the values to display: also first guesses that are right."""
 
     def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-        weights = drafter.trainable_parameters()
-        if dtype is not None:
-            drafter.update(tree_map(lambda weight: weight.astype(dtype), weights))
+        axes = drafter.axes  # read here, as an update replaces all arrays of the drafter
         targets = TrainingTargets(*arrays)
-        found = draft_loss(
-            drafter,
-            targets,
-            args.draft_depth,
-            axes=drafter.axes,  # read here, as an update replaces all arrays of the drafter
-            regression_weight=args.regression_weight,
-            grad_checkpoint=args.grad_checkpoint,
-        )
-        drafter.update(weights)
+        found = draft_loss(drafter, targets, args.draft_depth, axes=axes, regression_weight=REGRESSION_WEIGHT)
         # With one depth both would be the same element, and MLX would fail to compile the loss.
         last = found.accuracy[-1] if args.draft_depth > 1 else found.accuracy.sum()
         return found.loss, {"loss": found.loss, "first": found.accuracy[0], "last": last}
@@ -123,104 +118,8 @@ def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Loss:
     return loss
 
 
-def fit(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    loss: Loss,
-    batch: Callable[[int], Sequence[mx.array]],
-    args: TrainingArgs,
-    *,
-    name: str = "drafter",
-    checkpoint: Path | None = None,
-    on_iteration: OnIteration | None = None,
-    show: bool = True,
-) -> int:
-    """Trains `model` for `args.iters` iterations, including those before a checkpoint, or until it is stopped.
-
-    Args:
-        batch: iteration -> arrays. Must depend only on the iteration, so that resuming changes nothing. Called in
-            another thread, during the previous update.
-        name: label of the progress bar.
-        checkpoint: the file to save to, and to continue from if it exists.
-        on_iteration: called after every iteration.
-        show: whether to show a progress bar.
-
-    Returns:
-        The number of iterations done.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be loaded.
-        RedrafterError: the loss or its gradient is not finite, or a checkpoint cannot be written; the last checkpoint
-            is kept.
-    """
-    iters, accumulate = args.iters, args.grad_accumulation_steps
-    optimizer.init(model.trainable_parameters())
-    saved = done = first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
-    stop, smooth, grads = False, dict[str, float](), None
-    loss_and_grads, state = nn.value_and_grad(model, loss), [model.state, optimizer.state]
-
-    @partial(mx.compile, inputs=state, outputs=state)
-    def update(arrays: Sequence[mx.array], before: Any, last: bool) -> tuple[dict[str, mx.array], Any]:
-        """(values to display, accumulated gradients or None after an update)."""
-        (_, shown), grads = loss_and_grads(*arrays)
-        if before is not None:
-            grads = tree_map(mx.add, before, grads)
-        if not last:
-            return shown, grads
-        grads, norm = optim.clip_grad_norm(tree_map(lambda grad: grad / accumulate, grads), 1.0)
-        optimizer.update(model, grads)
-        return shown | {"gradient": norm}, None
-
-    def prepare(step: int) -> Sequence[mx.array]:
-        arrays = batch(step) if step < iters else []
-        mx.eval(arrays)
-        return arrays
-
-    bar = tqdm(range(first + 1, iters + 1), initial=first, total=iters, desc=name, mininterval=10, disable=not show)
-    with start_helper_thread() as helper:
-        following = helper.submit(prepare, first)
-        for done in bar:
-            arrays, following = following.result(), helper.submit(prepare, done)
-            is_update = done % accumulate == 0 or done == iters
-            found, grads = update(arrays, grads, is_update)
-            mx.eval(found, state, grads)
-            shown = {key: float(np.array(value)) for key, value in found.items()}
-            if odd := [key for key, value in shown.items() if not math.isfinite(value)]:
-                kept = f"the checkpoint of iteration {saved} is kept" if saved else "nothing was saved before"
-                raise RedrafterError(
-                    f"{odd[0]} is {shown[odd[0]]} at iteration {done}; {kept}: start again with a lower learning rate"
-                )
-            smooth = {key: 0.98 * smooth.get(key, value) + 0.02 * value for key, value in shown.items()}
-            bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
-            stop = (on_iteration is not None and on_iteration(done, shown)) or stop  # takes effect after the update
-            if not is_update:
-                continue
-            if checkpoint and (stop or done == iters or done // args.save_every > saved // args.save_every):
-                save_checkpoint(checkpoint, model, optimizer, done)
-                saved = done
-            if stop:
-                break
-        bar.close()
-        following.result()
-    return done
-
-
-@contextmanager
-def start_helper_thread() -> Iterator[ThreadPoolExecutor]:
-    """Yields a second thread. Its MLX streams are destroyed before it ends, or the process could abort at exit."""
-    with ThreadPoolExecutor(max_workers=1) as helper:
-        try:
-            yield helper
-        finally:
-            helper.submit(mx.clear_streams).result()
-
-
 def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
-    """Writes model, optimizer and step to one file, completely or not at all.
-
-    Raises:
-        RedrafterError: the file cannot be written; an earlier checkpoint is kept.
-    """
+    """Writes model, optimizer and step to one file, completely or not at all."""
     arrays: Any = dict(tree_flatten({"model": model.parameters(), "optimizer": optimizer.state}))
     kept = "the previous checkpoint is kept" if path.exists() else "nothing was saved before"
     try:
@@ -231,11 +130,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:
-    """Returns the step of a checkpoint, 0 without one; restores model and optimizer if both are given.
-
-    Raises:
-        CheckpointError: the file is damaged, or from another model.
-    """
+    """Returns the step of a checkpoint, 0 without one; restores model and optimizer if both are given."""
     if not path.exists():
         return 0
     try:

@@ -1,7 +1,10 @@
-"""Targets, texts and drafters shared by the trainer's tests."""
+"""Targets, texts and short runs shared by the trainer's tests."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +14,20 @@ import pytest
 from small import make_byte_tokenizer, save_target, small_llama
 
 from mlx_redrafter import load_demo
+from mlx_redrafter.demo import demo_prompts
+from mlx_redrafter.training import run, trainer
+from mlx_redrafter.training.command import parse_args
 from mlx_redrafter.training.data import Text
 
 VOCAB = 23
+QUICK = ("--iters", "8", "--batch-size", "2", "--max-tokens", "10", "--draft-depth", "3")
+PATCHES = {
+    "run.REPORT_EVERY": 2,
+    "run.VALIDATE_EVERY": 4,
+    "run.COMPARED_PROMPTS": 1,
+    "run.COMPARED_TOKENS": 8,
+    "trainer.SAVE_EVERY": 2,
+}
 
 
 @pytest.fixture
@@ -48,3 +62,45 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     table.weight = table.weight * mx.where(mx.arange(vocab) % 30 == 5, 8.0, 1.0)[:, None]
     save_target(place, model, tokenizer, eos_token_id=0)
     return str(place)
+
+
+@pytest.fixture(scope="package")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of 16 prompts."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts("code")))
+    return str(path)
+
+
+@pytest.fixture(scope="package")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of 32 given texts."""
+    place = tmp_path_factory.mktemp("texts")
+    (place / "train.jsonl").write_text("".join(json.dumps({"text": text[:80]}) + "\n" for text in demo_prompts()))
+    return str(place)
+
+
+@pytest.fixture(scope="package")
+def script() -> str:
+    """The Python code of a short run in another process; "{patch}" can change it."""
+    patches = "\n".join(f"{name} = {value}" for name, value in PATCHES.items())
+    start = "import os, runpy, signal\nfrom mlx_redrafter.training import run, trainer"
+    return f'{start}\n{patches}\n{{patch}}\nrunpy.run_module("mlx_redrafter.train", run_name="__main__")\n'
+
+
+Train = Callable[..., tuple[int, list[str]]]
+"""(output, *flags, resume, dry_run) -> (exit status, messages)."""
+
+
+@pytest.fixture
+def train(target: str, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """A short run in this process."""
+    for name, value in PATCHES.items():
+        monkeypatch.setattr({"run": run, "trainer": trainer}[name.split(".")[0]], name.split(".")[1], value)
+
+    def train(output: Path, *flags: str | Path, **options: bool) -> tuple[int, list[str]]:
+        said: list[str] = []
+        args = parse_args(["--model", target, "--output", str(output), *QUICK, *map(str, flags)])[0]
+        return run.train(args, say=said.append, **options), said
+
+    return train

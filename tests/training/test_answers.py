@@ -23,34 +23,22 @@ def prompts(demo: tuple[Any, Any]) -> list[list[int]]:
 
 
 def answer_file(path: Path, prompts: list[list[int]], **changes: Any) -> AnswerFile:
-    return AnswerFile(path, TrainingArgs(**{"temp": (0.0, 0.8), "max_tokens": 6, "seed": 3} | changes), prompts)
+    return AnswerFile(path, TrainingArgs(**{"temp": 0.8, "max_tokens": 6, "seed": 3} | changes), prompts)
 
 
 def test_answers_match_the_target(demo: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path) -> None:
     model, tokenizer = demo
-    found = answer_file(tmp_path / "answers.jsonl", prompts[:3], temp=(0.0,)).complete(model, tokenizer)
+    found = answer_file(tmp_path / "answers.jsonl", prompts[:3], temp=0.0).complete(model, tokenizer)
     for text, prompt in zip(found, prompts, strict=False):
         plain = [token for token, _, _ in generate_step(prompt, model, max_tokens=6)]
         assert text.ids.tolist() == prompt + plain and text.offset == len(prompt)
     ended = plain[2]
     tokenizer.add_eos_token(str(tokenizer.convert_ids_to_tokens(ended)))
     try:
-        short = answer_file(tmp_path / "short.jsonl", prompts[2:3], temp=(0.0,)).complete(model, tokenizer)[0]
+        short = answer_file(tmp_path / "short.jsonl", prompts[2:3], temp=0.0).complete(model, tokenizer)[0]
         assert short.ids.tolist()[short.offset :] == plain[: plain.index(ended) + 1], "includes the end token"
     finally:
         tokenizer.eos_token_ids.discard(ended)
-
-
-def test_all_temperatures_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    temps = []
-
-    def write(model: Any, tokenizer: Any, group: Any, temp: float, max_tokens: int) -> list[list[int]]:
-        temps.append((temp, len(group)))
-        return [[1] for _ in group]
-
-    monkeypatch.setattr(data, "generate_answers", write)
-    answer_file(tmp_path / "answers.jsonl", [[n] for n in range(5)]).complete(None, None)  # type: ignore[arg-type]
-    assert temps == [(0.0, 3), (0.8, 2)]
 
 
 def test_prompts_of_similar_length_are_grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

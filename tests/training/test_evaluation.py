@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,13 +9,10 @@ import numpy as np
 import pytest
 from small import small_drafter, small_llama
 
-from mlx_redrafter.checkpoints import save_drafter
-from mlx_redrafter.demo import demo_prompts
-from mlx_redrafter.drafters.context import ContextSource
-from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
-from mlx_redrafter.training import command, evaluation
+from mlx_redrafter.training import evaluation
 from mlx_redrafter.training.data import Text, collate
 from mlx_redrafter.training.evaluation import (
     ShapeResult,
@@ -31,6 +25,7 @@ from mlx_redrafter.training.evaluation import (
     make_prompts,
     measure_guesses,
 )
+from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.trainer import train_drafter
 from mlx_redrafter.trials import decode_prompts
@@ -42,7 +37,9 @@ def result(width: int, depth: int, ratio: float) -> ShapeResult:
 
 def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
     drafter = small_drafter(hidden=16, vocab=23, exit_dim=12)
-    loss, shares = measure_guesses(model, drafter, texts, TrainingArgs(draft_depth=2, batch_size=4))
+    read = add_hidden_states(model, texts)
+    settings = TrainingArgs(draft_depth=2, batch_size=4)
+    loss, shares = measure_guesses(model.model.embed_tokens, drafter, read, settings)
     hits, tried = np.zeros((2, 8)), np.zeros(2)
     for ids, offset, *_ in texts:
         hidden, logits = model.model(mx.array(ids[None]))[0], model(mx.array(ids[None]))[0]
@@ -65,31 +62,20 @@ def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
 def test_counted_rounds_match_decoding(depth: int) -> None:
     """Greedy texts: rounds counted on a finished text equal those of decoding it with chains."""
     model, drafter = small_llama(vocab=12), small_drafter(vocab=12)
-    train_drafter(model, drafter, lambda at: collate([Text(np.arange(40) % 12, 1)]), TrainingArgs(iters=60))
+    embedding, (known,) = model.model.embed_tokens, add_hidden_states(model, [Text(np.arange(40) % 12, 1)])
+    train_drafter(embedding, drafter, lambda at: collate([known]), TrainingArgs(iters=60))
     args, accepted = TrainingArgs(draft_depth=depth), 0
     for at in range(6):
         prompt = [at, 3, at + 5]
         run = decode_prompts(Pair(model, drafter), [prompt], Options(max_tokens=33, plan=(1, depth)))
-        text = Text(np.array([*prompt, *run.texts[0]], np.int32), 3)
-        found = find_accepted(model, drafter, text, args)
-        assert count_rounds(text, found, None) == run.stats.rounds
-        assert count_rounds(text, None, None) == 32, "a round for each token"
+        (text,) = add_hidden_states(model, [Text(np.array([*prompt, *run.texts[0]], np.int32), 3)])
+        found = find_accepted(embedding, drafter, text, args)
+        assert count_rounds(text, found) == run.stats.rounds
+        assert count_rounds(text, 0 * found) == 32, "a round for each token"
         accepted += run.stats.accepted
-        (stats,) = count_texts(model, drafter, [text], args)
+        (stats,) = count_texts(embedding, drafter, [text], args)
         assert stats.tokens_per_round == pytest.approx(32 / run.stats.rounds)
     assert accepted > 10
-
-
-def test_the_context_counts_if_it_gets_further() -> None:
-    text = Text(np.array([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 9], np.int32), 8)
-    assert count_rounds(text, None, None) == 6
-    alone = count_rounds(text, None, ContextSource())
-    assert alone < 6
-    right = np.zeros(len(text.ids), int)
-    right[7] = 5  # after the prompt: five right tokens, all but the last
-    assert count_rounds(text, right, None) == 1 < alone and count_rounds(text, right, ContextSource()) == 1
-    right[7] = 0
-    assert count_rounds(text, right, ContextSource()) == alone
 
 
 def test_shapes_are_compared_with_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,35 +118,3 @@ def test_prompts_are_the_masked_part_or_the_start_of_a_text() -> None:
     ids = np.arange(200)
     texts = [Text(ids, 3), Text(ids, 3), Text(ids, 0), Text(ids[:5], 0), Text(ids, 9)]
     assert [len(prompt) for prompt in make_prompts(texts, 3)] == [3, 64, 2]
-
-
-def test_eval_only_measures_a_drafter(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts()[:4]))
-    flags = ("--shapes", "1,3", "2,3,5", "--max-tokens", "10", "--temp", "0.8", "--prompts", str(path))
-    monkeypatch.setattr(sys, "argv", ["train", "--eval-only", *flags])
-    assert command.run() == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "temperature 0.8, 4 prompts, at most 10 tokens each"
-    assert [line.split()[:3] for line in out[2:4]] == [["1", "3", "4"], ["2", "3", "5"]]
-    assert all(line.split()[6] == "yes" and float(line.split()[3].partition("±")[0]) > 1.1 for line in out[2:4])
-    assert "the prompts, 4: too few" in out[4]
-    monkeypatch.setattr(evaluation, "compare_shapes", lambda *parts: [])
-    monkeypatch.setattr(sys, "argv", ["train", "--eval-only", *flags, "--max-prompts", "2"])
-    assert command.run() == 0 and capsys.readouterr().out.startswith("temperature 0.8, 2 prompts")
-
-
-def test_eval_only_warns_of_another_targets_drafter(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluation, "compare_shapes", lambda *parts: [])
-    (tmp_path / "prompts.txt").write_text("def main(\n")
-    vocab_size = json.loads((Path(target) / "config.json").read_text())["vocab_size"]
-    for base, warns in (("some/other", True), (Path(target).name, False)):
-        save_drafter(tmp_path / "drafter", Drafter(DrafterArgs(32, vocab_size, 16, 0, base_model=base)))
-        flags = ("--model", target, "--drafter", tmp_path / "drafter", "--prompts", tmp_path / "prompts.txt")
-        monkeypatch.setattr(sys, "argv", ["train", "--eval-only", *map(str, flags)])
-        assert command.run() == 0
-        assert (f"was trained for {base}, not for {target}" in capsys.readouterr().err) == warns

@@ -1,4 +1,4 @@
-"""The target reads each text once: cached states match a forward, and a killed run resumes."""
+"""The target reads each text once: stored states match a forward, and a killed run resumes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from families import make_family
-from small import partial_drafter, small_drafter
 
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedModelError
 from mlx_redrafter.training import hidden_states
-from mlx_redrafter.training.data import Text, collate
-from mlx_redrafter.training.hidden_states import add_hidden_states
-from mlx_redrafter.training.loss import draft_loss
-from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.targets import Teacher, compute_targets, find_scale_and_cap, read_states
+from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.hidden_states import Teacher, add_hidden_states, find_scale_and_cap, read_states
 
 SETTINGS = {"model": "a"}
 
@@ -34,42 +30,14 @@ def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_states_match_a_forward(model: nn.Module, texts: list[Text], in_file: bool, tmp_path: Path) -> None:
     read = add_hidden_states(model, texts, tmp_path / "states.f16" if in_file else None, SETTINGS)
     for text, given in zip(read, texts, strict=True):
-        assert text.ids is given.ids and text.offset == given.offset and text.hidden is not None
-        expected = read_states(model, mx.array(given.ids[None, :-1]))[0]
-        assert text.hidden.dtype == np.float16
-        assert np.allclose(text.hidden, np.array(expected), rtol=2e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("labels", ["distribution", "sampled"])
-def test_the_loss_with_cached_states_matches_a_forward(model: nn.Module, texts: list[Text], labels: str) -> None:
-    args, drafter = TrainingArgs(labels=labels), small_drafter(hidden=16, vocab=23)
-    unread = compute_targets(model, collate(texts[:3]), args)
-    read = compute_targets(Teacher(model, reads=False), collate(add_hidden_states(model, texts)[:3]), args)
-    losses = [draft_loss(drafter, targets, 3).loss.item() for targets in (unread, read)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    with pytest.raises(AssertionError, match="expected texts that the target has read"):
-        compute_targets(Teacher(model, reads=False), collate(texts[:3]), args)
-
-
-@pytest.mark.parametrize("draft_vocab", [None, 9])
-def test_the_loss_with_cached_top_tokens_matches_a_forward(
-    model: nn.Module, texts: list[Text], draft_vocab: int | None
-) -> None:
-    """First all 23 tokens of the vocabulary are kept, so nothing is lost; then 4, so little is."""
-    drafter = small_drafter(hidden=16, vocab=23)
-    if draft_vocab:
-        drafter = partial_drafter(drafter, np.arange(0, 2 * draft_vocab, 2))
-    ids, losses, choices = drafter.get("draft_ids"), [], []
-    for top_k, kept in ((0, 0), (23, 30), (4, 0), (4, 4)):
-        args = TrainingArgs(teacher_top_k=top_k if top_k < 23 else 0)
-        batch = collate(add_hidden_states(model, texts, top_k=kept)[:3])
-        assert (batch.likeliest is not None) is bool(kept)
-        targets = compute_targets(Teacher(model, reads=False), batch, args, ids)
-        losses.append(draft_loss(drafter, targets, 3).loss.item())
-        choices.append(np.array(targets.choices)[np.array(batch.positions) >= 0].tolist())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert draft_vocab or losses[3] == pytest.approx(losses[2], rel=1e-3), "a draft vocabulary loses others"
-    assert choices[0] == choices[1] == choices[2] == choices[3]
+        assert text.ids is given.ids and text.offset == given.offset and text.states is not None
+        hidden, logits = read_states(model, mx.array(given.ids[None, :-1]))[0], model(mx.array(given.ids[None, :-1]))[0]
+        assert np.allclose(text.states["hidden"], np.array(hidden), rtol=2e-3, atol=1e-3)
+        first, law = text.first_learned, np.array(mx.softmax(logits, axis=-1))
+        order, vocab = np.argsort(-law, axis=-1), law.shape[-1]
+        assert np.array_equal(text.states["ids"][first:, :vocab], order[first:])
+        assert np.allclose(text.states["probs"][first:, :vocab], np.take_along_axis(law, order, -1)[first:], atol=2e-3)
+        assert not text.states["probs"][:first].any(), "nothing is learned there"
 
 
 @pytest.mark.usefixtures("few_at_once")
@@ -78,18 +46,18 @@ def test_a_killed_run_reads_only_the_rest(
     model: nn.Module, texts: list[Text], kept: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, calls = tmp_path / "states.f16", list[int]()
-    whole = [np.array(text.hidden) for text in add_hidden_states(model, texts, path, SETTINGS)]
+    whole = [np.array(text.states) for text in add_hidden_states(model, texts, path, SETTINGS)]
     data = path.read_bytes()
-    path.write_bytes(data[: int(kept * len(data)) // 32 * 32 + (3 if kept < 1 else 0)])
-    real = hidden_states.read_group
+    path.write_bytes(data[: int(kept * len(data)) + (3 if kept < 1 else 0)])
+    real = Teacher.read
 
-    def count(model: nn.Module, group: list[Text], *how: Any) -> Any:
+    def count(teacher: Teacher, group: list[Text]) -> Any:
         calls.append(len(group))
-        return real(model, group, *how)
+        return real(teacher, group)
 
-    monkeypatch.setattr(hidden_states, "read_group", count)
+    monkeypatch.setattr(Teacher, "read", count)
     again = add_hidden_states(model, texts, path, SETTINGS)
-    assert path.read_bytes() == data and all(map(np.array_equal, whole, [text.hidden for text in again]))
+    assert path.read_bytes() == data and all(map(np.array_equal, whole, [text.states for text in again]))
     assert sum(calls) == 6 if kept == 0 else 0 < sum(calls) < 6 if kept < 1 else not calls
 
 
@@ -105,12 +73,10 @@ def test_states_of_other_texts_are_recomputed(model: nn.Module, texts: list[Text
         path.with_suffix(".json").write_text("{")
     path.write_bytes(bytes(len(path.read_bytes())))
     read = add_hidden_states(model, texts, path, settings)
-    assert all(text.hidden is not None and np.abs(text.hidden).max() > 0 for text in read)
+    assert all(text.states is not None and np.abs(text.states["hidden"]).max() > 0 for text in read)
 
 
-def test_unsavable_states_are_a_one_line_error(
-    model: Any, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsavable_states_are_a_one_line_error(model: Any, texts: list[Text], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RedrafterError, match=r"cannot store the hidden states in .*states\.f16: "):
         add_hidden_states(model, texts, tmp_path / "file" / "states.f16", SETTINGS)
@@ -123,8 +89,7 @@ def test_unsavable_states_are_a_one_line_error(
 def test_logits_match_the_model(name: str) -> None:
     """Some models scale or cap the output matrix's logits."""
     model, tokens = make_family(name), mx.array([[3, 5, 9, 1, 2, 8, 4]])
-    found = Teacher(model, reads=False).logits(read_states(model, tokens))
-    assert mx.allclose(found, model(tokens), atol=1e-4)
+    assert mx.allclose(Teacher(model).logits(read_states(model, tokens)), model(tokens), atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,18 @@ from mlx_lm.utils import load
 
 from mlx_redrafter import generate_step, load_drafter
 from mlx_redrafter.demo import demo_prompts
+from mlx_redrafter.drafters import TRAINABLE
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.generate import encode
-from mlx_redrafter.training import run
 from mlx_redrafter.training.data import Text, collate, make_batches
+from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import compute_targets, initialize_drafter
 from mlx_redrafter.training.trainer import train_drafter
 
 HIDDEN, VOCAB, DEPTH = 16, 23, 4
-FLAGS: dict[str, dict[str, Any]] = {
-    "recurrent": {"exit_dim": 32},
-    "medusa": {},
-    "untied medusa": {"num_draft_layers": 2, "untied": True},
-    "mlp_speculator": {"inner_dim": 32},
-    "untied mlp_speculator": {"untied": True, "draft_vocab_size": 100},
-    "arctic_lstm": {"draft_vocab_size": 100},
-    "eagle": {"intermediate_size": 24},
-}
-"""Kind, after an optional variant name -> settings."""
+TRAINED = ("recurrent", "medusa", "mlp_speculator", "arctic_lstm")
 
 
 def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array:
@@ -51,13 +42,9 @@ def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_matches_its_drafts(kind: str, model: Any, texts: list[Text]) -> None:
-    drafter, args = make_head(kind, HIDDEN, VOCAB), TrainingArgs(draft_depth=DEPTH)
-    targets = compute_targets(model, collate(texts[:2]), args)
-
-    def loss(grad_checkpoint: bool) -> mx.array:
-        return draft_loss(drafter, targets, DEPTH, [1.0] * DEPTH, grad_checkpoint=grad_checkpoint).loss
-
-    found = [nn.value_and_grad(drafter, loss)(each) for each in (False, True)]
+    drafter: Any = make_head(kind, HIDDEN, VOCAB)
+    targets = compute_targets(model.model.embed_tokens, collate(add_hidden_states(model, texts[:2])))
+    value, grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH, [1.0] * DEPTH).loss)()
     total, count = 0.0, 0
     for ids, offset, *_ in texts[:2]:
         wanted = mx.softmax(model(mx.array(ids[None]))[0], axis=-1)
@@ -65,62 +52,45 @@ def test_the_loss_matches_its_drafts(kind: str, model: Any, texts: list[Text]) -
             rows = nn.log_softmax(draft(drafter, model, ids, start), axis=-1)
             for k, row in enumerate(rows):
                 if max(offset, 2) - 1 <= (last := start + 1 + k) < len(ids) - 1:
-                    total, count = total - (wanted[last] * row).sum().item(), count + 1  # type: ignore[operator]
-    for value, grads in found:
-        assert count and value.item() == pytest.approx(total / count, abs=1e-4)
-        flat: Any = tree_flatten(grads)
-        assert all(mx.abs(grad).max().item() > 0 for _, grad in flat), "all parameters learn"
+                    total, count = total - float(np.array((wanted[last] * row).sum())), count + 1
+    assert count and value.item() == pytest.approx(total / count, rel=1e-3)
+    flat: Any = tree_flatten(grads)
+    assert all(mx.abs(grad).max().item() > 0 for _, grad in flat), "all parameters learn"
 
 
-@pytest.mark.parametrize("kind", FLAGS)
-def test_it_learns_and_resumes_to_the_same_weights(
-    kind: str, model: nn.Module, texts: list[Text], tmp_path: Path
-) -> None:
-    flags = {name: value for name, value in FLAGS[kind].items() if name != "draft_vocab_size"}
-    args = TrainingArgs(drafter_type=kind.split()[-1], draft_depth=3, iters=60, learning_rate=1e-2, **flags)
-    sizes = {name: getattr(args, name) for name in args.kind.SIZES}
-    batches, drafters = make_batches(texts, 2, seed=1), []
-    made = args.kind.for_training(HIDDEN, VOCAB, depth=3, draft_vocab_size=None, **sizes)
+@pytest.mark.parametrize("kind", TRAINED)
+def test_it_learns_and_resumes_to_the_same_weights(kind: str, model: Any, texts: list[Text], tmp_path: Path) -> None:
+    args = TrainingArgs(draft_depth=3, iters=60, learning_rate=1e-2)
+    sizes = dict.fromkeys(TRAINABLE[kind].SIZES) | ({"exit_dim": 32} if kind == "recurrent" else {})
+    batches, drafters = make_batches(add_hidden_states(model, texts), 2, seed=1), []
+    made = TRAINABLE[kind].for_training(HIDDEN, VOCAB, depth=3, draft_vocab_size=None, **sizes)
     for _ in range(4):
         mx.random.seed(5)
         drafters.append(initialize_drafter(model, made))
     untrained, whole, stopped, resumed = drafters
-    train_drafter(model, whole, batches, args)
+    embedding = model.model.embed_tokens
+    train_drafter(embedding, whole, batches, args)
     path = tmp_path / "checkpoint.safetensors"
-    train_drafter(model, stopped, batches, args, checkpoint=path, on_iteration=lambda done, shown: done == 20)
-    assert train_drafter(model, resumed, batches, args, checkpoint=path) == 60
+    train_drafter(embedding, stopped, batches, args, checkpoint=path, on_iteration=lambda done, shown: done == 20)
+    assert train_drafter(embedding, resumed, batches, args, checkpoint=path) == 60
     assert same(tensors(resumed), tensors(whole)) and not same(tensors(stopped), tensors(whole))
-    targets = compute_targets(model, batches(0), args)
+    targets = compute_targets(embedding, batches(0))
     before, after = (draft_loss(drafter, targets, 3, [1.0] * 3).loss.item() for drafter in (untrained, whole))
     assert after < before - 0.05
 
 
-@pytest.mark.parametrize("kind", FLAGS)
-def test_a_run_of_each_kind_decodes_exactly(kind: str, target: str, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts())
-    )
-    said: list[str] = []
-    quick: dict[str, Any] = {"iters": 4, "batch_size": 2, "max_tokens": 10, "draft_depth": 3, "val_prompts": 1}
-    args = TrainingArgs(
-        model=target,
-        prompts=str(tmp_path / "prompts.jsonl"),
-        output=str(tmp_path / "drafter"),
-        drafter_type=kind.split()[-1],
-        val_tokens=8,
-        **quick,
-        **FLAGS[kind],
-    )
-    assert run.train(args, say=said.append) == 0
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_run_of_each_kind_decodes_exactly(kind: str, train: Any, prompts: str, target: str, tmp_path: Path) -> None:
+    size = ("--exit-dim", "32") if kind == "recurrent" else ("--draft-vocab-size", "100")
+    status, said = train(tmp_path / "drafter", "--prompts", prompts, "--drafter-type", kind, *size, "--iters", "4")
+    assert status == 0
     model, tokenizer = load(target)
     drafter = load_drafter(tmp_path / "drafter", model)
     assert drafter.args.model_type in next(line for line in said if line.startswith("drafter: "))
-    assert drafter.args.draft_vocab_size == FLAGS[kind].get("draft_vocab_size")
+    assert drafter.args.draft_vocab_size == (None if kind == "recurrent" else 100)
     assert drafter.args.max_depth in (None, 3)
     ids = encode(tokenizer, demo_prompts()[1])
     for temp in (0.0, 0.8):
         plain = [token for token, _, _ in generate_step(ids, model, max_tokens=12, temp=temp, seed=1)]
         steps = list(generate_step(ids, model, drafter, max_tokens=12, temp=temp, seed=1, plan=(2, 3)))
         assert [token for token, _, _ in steps] == plain
-    assert run.train(args, resume=True) == 0
-    assert same(tensors(load_drafter(tmp_path / "drafter")), tensors(drafter))
