@@ -125,7 +125,8 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         The exit status: 0; 1 if a token differs from plain decoding; `INTERRUPTED` after Ctrl-C, when the run can be
         resumed; `REFUSED` if no drafter was written.
     """
-    end = time.perf_counter() + (math.inf if args.minutes is None else 60 * args.minutes)
+    seconds = math.inf if args.minutes is None else 60 * args.minutes
+    end = time.perf_counter() + seconds
     args.check_run()
     files = Files(args.output)
     record = files.read_record(args) if resume else files.start_record(args)
@@ -140,7 +141,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     source = find_source(args, files, tokenizer, say)
     estimate = estimate_source(args, files, source, model, sizes)
     say(estimate.describe())
-    if time.perf_counter() + sum(estimate[:3]) > end:
+    if sum(estimate[:3]) > seconds:
         raise RedrafterError(f"expected more --minutes: of {args.minutes:g} no time is left to train")
     if dry_run:
         return 0

@@ -242,11 +242,11 @@ LONG = ("--iters", str(2**31 - 1))
 
 def test_minutes_limit_a_run(train: Any, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails if the time is too short for anything."""
-    status, said = train(tmp_path / "new", "--data", data, *SIZE, *LONG, "--minutes", "0.1")
-    assert status == 0 and any(re.fullmatch(r"\d+ iterations of \S+ s fit into 0\.1 minutes", line) for line in said)
+    status, said = train(tmp_path / "new", "--data", data, *SIZE, *LONG, "--minutes", "0.2")
+    assert status == 0 and any(re.fullmatch(r"\d+ iterations of \S+ s fit into 0\.2 minutes", line) for line in said)
     monkeypatch.setattr(estimate, "COMPARED_TOKENS", 10**6)
-    with pytest.raises(RedrafterError, match=r"expected more --minutes: of 0\.1 no time is left to train"):
-        train(tmp_path / "other", "--data", data, *SIZE, *LONG, "--minutes", "0.1")
+    with pytest.raises(RedrafterError, match=r"expected more --minutes: of 0\.2 no time is left to train"):
+        train(tmp_path / "other", "--data", data, *SIZE, *LONG, "--minutes", "0.2")
     assert not (tmp_path / "other").exists()
 
 
