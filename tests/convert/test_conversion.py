@@ -14,7 +14,7 @@ from cached import CACHED_KINDS, make_cached
 from checkpoints import CONFIG, WEIGHTS, apple, command, is_identical, make, refused, same, tensors
 from heads import KINDS, draft_logits, make_head
 from mlx_lm.utils import dequantize_model
-from published import publish, read_golden
+from published import publish
 
 from mlx_redrafter import generate_step, load_demo, load_drafter
 from mlx_redrafter.checkpoints import save_drafter
@@ -77,21 +77,6 @@ def test_a_quantized_head_guesses_nearly_the_same(kind: str, tmp_path: Path) -> 
     assert unpacked <= {*mtp.ROUTERS} and len(found) > 1
     plain = convert(done.path, tmp_path / "back", dequantize=True, dtype="float32")
     assert plain.difference[0] < 1e-3 * largest and not quantized_layers(plain.path)
-
-
-@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
-def test_every_mode_of_mlx_is_read(mode: str, tmp_path: Path) -> None:
-    (group_size, bits), weights = MODES[mode], read_golden("eagle3_fcnorm")[0]
-    packed = dict(weights)
-    for name, array in weights.items():
-        if array.ndim == 2 and array.dtype == mx.float32 and array.shape[1] % group_size == 0:
-            codes, scales = mx.quantize(array, group_size=group_size, bits=bits, mode=mode)
-            packed |= {name: codes, name.replace(".weight", ".scales"): scales}
-    said = {"group_size": group_size, "bits": bits, "mode": mode}
-    source = publish("eagle3_fcnorm", tmp_path / "in", arrays=packed, quantization_config=said)
-    plain = load_drafter(publish("eagle3_fcnorm", tmp_path / "plain")).sample_logits()
-    found = load_drafter(source).sample_logits()
-    assert 0 < mx.abs(found - plain).max().item() < 0.7 * mx.abs(plain).max().item()
 
 
 @pytest.mark.parametrize(
@@ -227,17 +212,16 @@ def test_wrong_token_counts_are_refused(counts: Any, size: int, tmp_path: Path) 
         convert(publish("medusa", tmp_path / "in"), tmp_path / "out", draft_vocab_size=size, token_counts=file)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
 def test_tokens_per_round_at_the_recorded_depth(
-    depth: int, tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion, "NEW_TOKENS", 6)
-    done = convert(DRAFTER, tmp_path / "out", dtype="float32", base_model=str(demo_target), draft_depth=depth)
+    done = convert(DRAFTER, tmp_path / "out", dtype="float32", base_model=str(demo_target), draft_depth=1)
     assert done.tokens_per_round is not None
     before, after = done.tokens_per_round
-    assert before == after and 1 < before <= 1 + depth
+    assert before == after and 1 < before <= 2
     again = convert(done.path, tmp_path / "again")
-    assert (again.args.base_model, again.args.draft_depth) == (str(demo_target), depth)
+    assert (again.args.base_model, again.args.draft_depth) == (str(demo_target), 1)
 
 
 def test_base_model_of_another_size_is_refused(tmp_path: Path, demo_target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Randomly damaged checkpoints convert correctly or are rejected with one line and no output."""
+"""Randomly damaged files convert correctly or are rejected with one line and no output."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ TINY = tensors(make(hidden=4, vocab=6, exit_dim=8))
 
 # Derandomised, so that the result never depends on the draw.
 fuzzed = settings(
-    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 Change = Callable[[bytes], bytes]
 
 
-def check(write: Callable[[Path], Path]) -> bool:
+def check(write: Callable[[Path], Any]) -> bool:
     """Whether a checkpoint converts. Asserts that any output loads."""
     with tempfile.TemporaryDirectory() as scratch:
-        source = write(Path(scratch, "in"))
-        into = Path(scratch, "result")
+        source, into = Path(scratch, "in"), Path(scratch, "result")
         into.mkdir()
+        write(source)
         status, out, said = command("--hf-path", source, "--mlx-path", into / "out")
         if status == 0:
             load_drafter(into / "out")
             assert [path.name for path in into.iterdir()] == ["out"] and out.count("\n") == 3
-            assert all(line.startswith("note: ") for line in said.splitlines())
         else:
             assert (status, out) == (1, "") and said.startswith("error: ") and said.count("\n") == 1
             assert not list(into.iterdir())
@@ -59,21 +58,21 @@ def cuts_and_flips(draw: Any) -> Change:
     return change
 
 
-@fuzzed
-@given(cuts_and_flips(), st.sampled_from([WEIGHTS, "rank0.safetensors", "rank1.safetensors", CONFIG]))
-def test_damaged_file_is_refused_or_sound(change: Change, name: str) -> None:
-    def write(directory: Path) -> Path:
+@pytest.mark.parametrize("name", [WEIGHTS, "rank0.safetensors", "rank1.safetensors", CONFIG])
+def test_damaged_file_is_refused_or_sound(name: str) -> None:
+    def write(directory: Path, change: Change = bytes) -> None:
         apple(directory, TINY) if name == WEIGHTS else ranks(directory, TINY, 2)
         (directory / name).write_bytes(change((directory / name).read_bytes()))
-        return directory
 
-    check(write)
+    found = [check(write)]  # negative control: sound as it was
 
+    @fuzzed
+    @given(cuts_and_flips())
+    def damage(change: Change) -> None:
+        found.append(check(lambda directory: write(directory, change)))
 
-def test_undamaged_checkpoints_are_converted() -> None:
-    """Negative control."""
-    assert check(lambda directory: apple(directory, TINY))
-    assert check(lambda directory: ranks(directory, TINY, 2))
+    damage()
+    assert found[0] and not all(found)
 
 
 @pytest.mark.torch
@@ -85,9 +84,8 @@ def test_damaged_pickle_is_refused_or_sound(change: Change, new: bool) -> None:
     values = {name: torch.tensor(array.tolist()) for name, array in TINY.items()}
     torch.save(values, saved, _use_new_zipfile_serialization=new)
 
-    def write(directory: Path) -> Path:
+    def write(directory: Path) -> None:
         directory.mkdir()
         (directory / "pytorch_model.bin").write_bytes(change(saved.getvalue()))
-        return directory
 
     check(write)

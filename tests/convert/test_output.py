@@ -84,7 +84,6 @@ def link(directory: Path) -> None:
 KEPT: dict[str, Callable[[Path], Any]] = {
     "other files": foreign,
     "a drafter and a folder": filled("notes/a.txt"),
-    "a drafter and its training": filled("training/checkpoint.safetensors"),
     "a base model": lambda place: apple(place, tensors(make()), model_type="llama"),
     "a trainer's checkpoint": lambda place: trainer(place, tensors(make())),
     "a file": lambda place: place.write_text("mine"),
@@ -116,14 +115,6 @@ def test_source_is_never_replaced(given: str, tmp_path: Path) -> None:
     refused("the source", tmp_path, "--hf-path", tmp_path / given, "--mlx-path", place, "--force")
 
 
-@pytest.mark.parametrize("place", ["file/out", 300 * "x"])
-def test_unwritable_places_are_refused(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = apple(tmp_path / "in", tensors(make()))
-    (tmp_path / "file").write_text("")
-    monkeypatch.chdir(tmp_path)
-    refused("cannot write", tmp_path, "--hf-path", source, "--mlx-path", place)
-
-
 def limit_files() -> None:
     """Limits files to 10 kB, as a full disk would."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -146,23 +137,20 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
 
-SLOW = """import signal, sys, time
+SLOW = """import sys, time
 import mlx.core as mx
 from mlx_redrafter.convert.conversion import convert
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
 real = mx.save_safetensors
 def slow(*args):
     real(*args)
     print("slow", flush=True)
-    for _ in range(600):  # a signal just before a long sleep would not end it
-        time.sleep(0.1)
+    time.sleep(60)
 mx.save_safetensors = slow
 convert(sys.argv[1], sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_run_leaves_nothing_loadable(how: signal.Signals, tmp_path: Path) -> None:
+def test_a_killed_run_leaves_nothing_loadable(tmp_path: Path) -> None:
     source, into = apple(tmp_path / "in", tensors(make())), tmp_path / "result"
     into.mkdir()
     with subprocess.Popen(
@@ -172,13 +160,11 @@ def test_a_killed_run_leaves_nothing_loadable(how: signal.Signals, tmp_path: Pat
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"slow\n"
-        process.send_signal(how)
-    assert process.returncode != 0
-    left = list(into.glob("*/new"))
-    assert bool(left) is (how == signal.SIGKILL) and not (into / "out").exists()
-    for unfinished in left:
-        with pytest.raises(CheckpointError):
-            load_drafter(unfinished)
+        process.kill()
+    (left,) = into.glob("*/new")
+    assert not (into / "out").exists()
+    with pytest.raises(CheckpointError):
+        load_drafter(left)
     # Leftovers do not block the next run.
     assert is_identical(convert(source, into / "out"), make())
 
