@@ -87,18 +87,19 @@ def measure(
     return row
 
 
-def add_plans(parser: argparse.ArgumentParser, shapes: Sequence[Sequence[int]]) -> None:
-    """Adds the `--plans` flag, with `shapes` as the default."""
-    default = " ".join(",".join(map(str, shape)) for shape in shapes)
-    help = f"W,K or W,K,N (default: {default})"
-    parser.add_argument("--plans", type=parse_shape, nargs="+", default=shapes, metavar="PLAN", help=help)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add_workload(parser, draft_model=False, prompts=("demo",))
-    add_plans(parser, SHAPES)
     add = parser.add_argument
+    default = " ".join(",".join(map(str, shape)) for shape in SHAPES)
+    add(
+        "--plans",
+        type=parse_shape,
+        nargs="+",
+        default=SHAPES,
+        metavar="PLAN",
+        help=f"W,K or W,K,N (default: {default})",
+    )
     add("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
     add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     add("--max-tokens", type=parse_positive, default=128, help="tokens per text (default: %(default)s)")

@@ -18,7 +18,6 @@ COMMANDS = {
     "predict": "predict",
     "report": "report",
     "acceptance": "acceptance",
-    "round": "round_time",
     "serving": "serving",
     "structured": "structured",
     "soak": "soak",

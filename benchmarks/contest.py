@@ -23,7 +23,7 @@ from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.acceptance import find_acceptance
-from mlx_redrafter.planning.costs import CostTable, is_disturbed
+from mlx_redrafter.planning.costs import is_disturbed
 from mlx_redrafter.planning.planner import list_candidate_plans
 
 from .command import parse_output, parse_positive
@@ -134,13 +134,6 @@ def make_settings(args: argparse.Namespace) -> Settings:
     return Settings(max_tokens, getattr(args, "temp", DEFAULTS.temp), args.seed, repeats)
 
 
-def warn_if_disturbed(name: str, costs: CostTable) -> None:
-    """Prints a warning to stderr if the times of a workload contradict each other."""
-    if is_disturbed(costs):
-        why = "the measured times contradict each other: the machine was busy with other work"
-        print(f"{name}: {why}. Run this again when it is idle", file=sys.stderr)
-
-
 def measure_costs(workload: Workload) -> Record:
     """Measures the parts of a round and returns them as a record; plan "auto" then uses the same times.
 
@@ -150,7 +143,9 @@ def measure_costs(workload: Workload) -> Record:
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None
     costs = Pair(workload.model, drafter).costs(trees=trees, refresh=True)
-    warn_if_disturbed(workload.name, costs)
+    if is_disturbed(costs):
+        why = "the measured times contradict each other: the machine was busy with other work"
+        print(f"{workload.name}: {why}. Run this again when it is idle", file=sys.stderr)
     acceptance = find_acceptance(drafter)
     return workload.describe() | {
         "schema": SCHEMA,

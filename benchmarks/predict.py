@@ -1,7 +1,6 @@
 """Predicts speeds on Apple chips from published results; measures nothing.
 
     python -m benchmarks predict
-    python -m benchmarks predict --chip m2-ultra --beam-width 1 --draft-depth 4 --tokens-per-round 2.5
 
 A cost model of a round is fitted to Apple's published ReDrafter results on three chips (benchmarks/data/README.md):
 
@@ -25,11 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mlx_redrafter.engine.plan import DRAFT_DEPTH, Plan
-from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, predict_tokens
 
-from .command import parse_above_zero
 from .tables import format_markdown
 
 RUNS = Path(__file__).parent / "data" / "apple-mlx-2024"
@@ -238,49 +235,11 @@ def format_study(found: dict[str, Any]) -> str:
     )
 
 
-def predict_plan(args: argparse.Namespace) -> dict[str, Any]:
-    """The predicted speed of a plan on a chip, by default with Apple's tokens per round."""
-    width, depth = args.beam_width or 1, args.draft_depth or DRAFT_DEPTH
-    plan = Plan(width, depth, 1 + width * depth)
-    if args.chip is None:
-        raise RedrafterError(f"expected the --chip of the plan, one of {', '.join(CHIPS)}")
-    published = read_published()
-    each = next(each for each in published if (each.chip, each.dtype) == (args.chip, args.dtype))
-    same_text = (cell for other in published if other.dtype == args.dtype for cell in other.cells)
-    made = {cell.plan[:2]: cell.tokens_per_round for cell in same_text}
-    tokens = args.tokens_per_round or made[width, depth]
-    if not 1 <= tokens <= depth + 1:
-        raise RedrafterError(f"expected from 1 to {depth + 1} tokens per round at draft depth {depth}, got {tokens:g}")
-    model = fit_model(each.cells, each.plain_ms)
-    ms, verify = model.round_ms(plan), model.round_ms(plan._replace(depth=0))
-    return {
-        "source": SOURCE,
-        "chip": f"{each.chip} {each.dtype}",
-        "plan": list(plan.shape),
-        "tokens per round": tokens,
-        "published plain tokens/s": 1e3 / each.plain_ms,
-        "predicted verify ms": verify,
-        "predicted draft ms": ms - verify,
-        "predicted round ms": ms,
-        "predicted tokens/s": 1e3 * tokens / ms,
-        "predicted x plain": tokens * each.plain_ms / ms,
-        "predicted tokens per round to break even": ms / each.plain_ms,
-    }
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags."""
-    parser.add_argument("--chip", choices=CHIPS, help="predict a plan on this chip")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype for --chip (default: %(default)s)")
-    parser.add_argument("--beam-width", type=int, choices=range(1, MAX_WIDTH + 1), help="default: 1")
-    parser.add_argument("--draft-depth", type=int, choices=range(1, MAX_DEPTH + 1), help=f"default: {DRAFT_DEPTH}")
-    parser.add_argument("--tokens-per-round", type=parse_above_zero, help="of your drafter (default: Apple's)")
+    """There are no flags."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints tables; returns the exit status."""
-    if any((args.chip, args.beam_width, args.draft_depth, args.tokens_per_round)):
-        print(format_markdown([{"of": name, "is": value} for name, value in predict_plan(args).items()]))
-    else:
-        print(format_study(study()))
+    print(format_study(study()))
     return 0

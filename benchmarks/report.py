@@ -70,7 +70,7 @@ def find_limit(costs: Record | None, record: Record) -> float | None:
     if costs is None or not is_fixed(record):
         return None
     table, plan = parse_costs(costs["costs"]), Plan(*record["plan"])
-    if not table.has(plan):
+    if plan.size not in table.counts:
         return None
     length = record["prompt_tokens"] + record["tokens"] // 2
     columns = zip(table.counts, zip(*table.verify, strict=True), strict=True)

@@ -63,10 +63,6 @@ class CostTable(NamedTuple):
         """The same table, for chains only."""
         return self._replace(widths=self.widths[:1], level=self.level[:1], first=self.first[:1])
 
-    def has(self, plan: Plan) -> bool:
-        """Whether the plan's tree size and beam width were measured."""
-        return plan.size in self.counts and plan.width in self.widths
-
     def plain_ms(self, length: int) -> float:
         """Milliseconds of a plain step at context length `length`."""
         return interpolate(self.contexts, self.plain, length)

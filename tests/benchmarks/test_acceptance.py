@@ -6,14 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from bench_records import MACHINE, make_costs, parse_flags
+from bench_records import MACHINE, parse_flags
 from small import small_drafter, small_llama
 
-from benchmarks import acceptance, round_time, run, tables
+from benchmarks import acceptance, run, tables
 from benchmarks.models import Prompt, Workload
 from mlx_redrafter.cli.generate import Difference
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.costs import parse_costs
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 
@@ -23,8 +22,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Workload:
     """Replaces the loaded models with a small random pair."""
     prompts = [Prompt(f"code/{number}", "code", ids) for number, ids in enumerate(PROMPTS)]
     found = Workload("small", small_llama(layers=1), small_drafter(), "random", None, None, prompts)
-    for module in (acceptance, round_time):
-        monkeypatch.setattr(module, "open_workload", lambda args: found)
+    monkeypatch.setattr(acceptance, "open_workload", lambda args: found)
     monkeypatch.setattr(tables, "stamp", lambda: MACHINE)
     return found
 
@@ -63,20 +61,7 @@ def test_differences_beyond_rounding_are_errors(
     assert (row["differ"], row["errors"], row["largest gap"]) == (2, 0 if rounding else 2, 1.0)
 
 
-def test_round_parts_are_measured(
-    pair: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured = parse_costs(make_costs()["costs"])
-    monkeypatch.setattr(round_time, "measure_costs", lambda *args, **settings: measured)
-    first, second = run_json(capsys, round_time, "--plans", "1,3", "2,3")
-    assert (first["plan"], first["plain ms"], first["verify ms"], first["draft ms"]) == ("1 x 3", 10.0, 14.0, 3.0)
-    assert first["round ms"] == 17.0 and first["round / (verify + draft)"] == 1.0 and second["verify ms"] == 17.0
-    assert first["context"] == 64 and first["round, in plain steps"] == 1.7
-    with pytest.raises(RedrafterError, match="expected plans of at most 7 nodes and widths 1, 2, got 2,4,9"):
-        round_time.run(parse_flags(round_time, "--plans", "2,4"))
-
-
-@pytest.mark.parametrize("module", [acceptance, round_time, run])
+@pytest.mark.parametrize("module", [acceptance, run])
 def test_plans_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = Workload("small", small_llama(), None, None, None, None, [Prompt("code/one", "code", [1])])
     monkeypatch.setattr(module, "open_workload", lambda args: bare)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bench_records import parse_flags
 
-from benchmarks import predict
 from benchmarks.predict import (
     CHIPS,
     NO_CLIFF,
@@ -20,7 +18,6 @@ from benchmarks.predict import (
     split_shapes,
 )
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.errors import RedrafterError
 
 PLANS = [Plan(width, depth, width * (depth + 1)) for width in (1, 2, 3, 4) for depth in (1, 2, 3, 4)]
 
@@ -76,21 +73,3 @@ def test_all_changes_combined_help_most(published: list[Published]) -> None:
         assert max(cut, small) <= most < everything
         best = max(cell.tokens_per_round / cell.round_ms for cell in published[start // 7].cells)
         assert now == pytest.approx(best * published[start // 7].plain_ms, rel=0.02)
-
-
-def test_a_plan_is_predicted_from_its_parts(published: list[Published], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--chip", "m2-ultra", "--beam-width", "1", "--draft-depth", "4")
-    found = predict.predict_plan(parse_flags(predict, *words, "--tokens-per-round", "2.5"))
-    ms = fit_model(published[4].cells, published[4].plain_ms).round_ms(Plan(1, 4, 5))
-    assert found["predicted round ms"] == pytest.approx(ms) and found["plan"] == [1, 4, 5]
-    assert found["predicted tokens/s"] == pytest.approx(2500 / ms)
-    assert found["predicted x plain"] == pytest.approx(2.5 * published[4].plain_ms / ms)
-    assert predict.run(parse_flags(predict, *words)) == 0
-    assert f"| tokens per round | {200 / 86:.2f} |" in capsys.readouterr().out, "86 rounds in Apple's run"
-
-
-def test_unpredictable_plans_are_refused() -> None:
-    with pytest.raises(RedrafterError, match="expected the --chip of the plan, one of m1-max, m2, m2-ultra"):
-        predict.run(parse_flags(predict, "--draft-depth", "2"))
-    with pytest.raises(RedrafterError, match="expected from 1 to 3 tokens per round"):
-        predict.run(parse_flags(predict, "--chip", "m2", "--draft-depth", "2", "--tokens-per-round", "3.5"))

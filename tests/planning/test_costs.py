@@ -88,8 +88,6 @@ def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
 
 def test_invalid_tables_are_refused() -> None:
     costs = make_costs()
-    assert costs.has(Plan(2, 3, 7)) and not costs.chains_only().has(Plan(2, 3, 7))
-    assert not costs.has(chain_plan(16)) and not costs.has(Plan(3, 2, 7)), "only measured sizes"
     for change in ({"plain": (1.0, float("nan"))}, {"widths": (1, 2)}, {"verify": ((1.0,) * 16, (-1.0,) * 16)}):
         with pytest.raises(RedrafterError, match="costs must be a table"):
             costs._replace(**change).check()
