@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, predict_tokens
+from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, cumulative_acceptance
 
 from .tables import format_markdown
 
@@ -163,10 +163,10 @@ def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
     acceptance table.
     """
     width, depth, whole = plan.shape
-    full = predict_tokens(UNKNOWN_ACCEPTANCE, plan)
+    full = sum(cumulative_acceptance(UNKNOWN_ACCEPTANCE, plan))
     for size in [whole] if width == 1 else range(max(width, depth) + 1, min(whole, CLIFF - 1) + 1):
         pruned = Plan(width, depth, size)
-        yield pruned, tokens * predict_tokens(UNKNOWN_ACCEPTANCE, pruned) / full
+        yield pruned, tokens * sum(cumulative_acceptance(UNKNOWN_ACCEPTANCE, pruned)) / full
 
 
 def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:

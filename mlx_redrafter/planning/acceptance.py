@@ -13,16 +13,13 @@ from operator import mul
 from ..drafters.protocol import Drafter
 from ..engine.plan import Plan
 
-AcceptanceTable = Sequence[Sequence[float]]
+AcceptanceTable = tuple[tuple[float, ...], ...]
 """(K, R): the rate at which the guess of each rank is right, by depth."""
 
 Cumulative = tuple[float, ...]
 """(1 + K,): the probability that a round accepts at least 0, 1, ..., K drafted tokens."""
 
 NO_DRAFT: Cumulative = (1.0,)  # no draft
-
-Count = tuple[float, float]
-"""(hits, expected hits)."""
 
 UNKNOWN_ACCEPTANCE: AcceptanceTable = ((0.6, 0.1, 0.05, 0.03),)
 """The assumed table of a drafter whose config has none."""
@@ -31,24 +28,23 @@ MAX_RATE = 0.98  # upper limit of an expected rate
 STEPS = 20  # corrections are rounded to 1 / STEPS, so that small changes leave the table unchanged
 
 DECAY, PRIOR_HITS = 0.96, 2.5  # of a text's acceptance scale: decay per round, and weight of the prior in hits
-SLOW_DECAY, PRIOR_COUNT = 0.998, 25.0  # the same for the counts shared by all texts
-DEPTH_PRIOR = 25.0  # weight of the prior at one depth, in expected hits
+SLOW_DECAY, PRIOR_COUNT = 0.998, 8.0  # the same at each depth for the counts shared by all texts
 CONTEXT_WON_WEIGHT = 0.5  # weight of a miss when the context was accepted further
 
 
 def find_acceptance(drafter: Drafter) -> AcceptanceTable:
     """The table in a drafter's config, or the assumed one; 0 beyond the drafter's maximum depth."""
-    rows, most = drafter.args.acceptance or UNKNOWN_ACCEPTANCE, drafter.args.max_depth
-    if most is None:
-        return rows
-    return [*(rows[min(depth, len(rows) - 1)] for depth in range(most)), (0.0,)]
+    rows, most = list(map(tuple, drafter.args.acceptance or UNKNOWN_ACCEPTANCE)), drafter.args.max_depth
+    if most is not None:
+        rows = [*(rows[min(depth, len(rows) - 1)] for depth in range(most)), (0.0,)]
+    return tuple(rows)
 
 
-def scale_row(row: Sequence[float], acceptance_scale: float) -> list[float]:
+def scale_row(row: Sequence[float], acceptance_scale: float) -> tuple[float, ...]:
     """Scales the first rate, up to `MAX_RATE`, and the others within the remaining probability."""
     first = min(acceptance_scale * row[0], max(MAX_RATE, row[0]))
     others = min(acceptance_scale, (1 - first) / (1 - row[0])) if row[0] < 1 else 0.0
-    return [first, *(others * rate for rate in row[1:])]
+    return (first, *(others * rate for rate in row[1:]))
 
 
 def cumulative_acceptance(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> Cumulative:
@@ -77,60 +73,37 @@ def cumulative_acceptances(
     return found
 
 
-def predict_tokens(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> float:
-    """Mean tokens per round: 1 for the root, plus the acceptance probability of each node in the plan's tree."""
-    return sum(cumulative_acceptance(table, plan, acceptance_scale))
+def find_rates(table: AcceptanceTable, plan: Plan) -> list[float]:
+    """(K,) the rate at each depth of a plan's tree at which a round goes on."""
+    return [now / (last or 1.0) for last, now in pairwise(cumulative_acceptance(table, plan))]
 
 
 class Counts:
     """A drafter's hits in all texts, as decayed counts.
 
     Attributes:
-        overall: (hits, hits that the table predicts).
-        by_depth: (K,) the same per depth; predictions include the text's acceptance scale before the round.
-
-    `overall` and `by_depth` are replaced, never modified in place: several texts may share them.
+        by_depth: (K,) hits and the hits that the table predicts; replaced, never modified in place, as several texts
+            may share them.
     """
 
-    def __init__(self, overall: Count = (0.0, 0.0), by_depth: Sequence[Count] = ()) -> None:
-        self.overall, self.by_depth = overall, tuple(by_depth)
-
-    @property
-    def acceptance_scale(self) -> float:
-        """Hits over expected hits; near 1 while counts are few."""
-        return (self.overall[0] + PRIOR_COUNT) / (self.overall[1] + PRIOR_COUNT)
-
-    @property
-    def shape(self) -> list[float]:
-        """(K,) hits over expected hits at each depth with counts, relative to `acceptance_scale`."""
-        return [(hits + DEPTH_PRIOR) / (expected + DEPTH_PRIOR) for hits, expected in self.by_depth]
+    def __init__(self) -> None:
+        self.by_depth: tuple[tuple[float, float], ...] = ()
 
     def correct(self, table: AcceptanceTable) -> AcceptanceTable:
-        """The table, corrected by the counts in steps of 1 / `STEPS`."""
-        shape = [*self.shape, *[1.0] * (len(table) - len(self.by_depth))]
-        rows = (table[min(depth, len(table) - 1)] for depth in range(len(shape)))
-        scales = (round(STEPS * self.acceptance_scale * times) / STEPS for times in shape)
-        return list(map(scale_row, rows, scales))
-
-    def add(self, rates: Sequence[float], acceptance_scale: float, n_accepted: int) -> None:
-        """Adds a round.
-
-        Args:
-            rates: the table's rates for the round's plan at depth 1, 2, ...
-            acceptance_scale: the text's, before the round.
-            n_accepted: accepted drafted tokens.
-        """
-        reached = range(min(n_accepted + 1, len(rates)))
-        self.overall = _add(self.overall, n_accepted, sum(rates[: n_accepted + 1]))
-        missing = [(0.0, 0.0)] * (len(rates) - len(self.by_depth))
-        self.by_depth = tuple(
-            _add(count, depth < n_accepted, acceptance_scale * rates[depth]) if depth in reached else count
-            for depth, count in enumerate((*self.by_depth, *missing))
+        """The table times hits over expected hits, in steps of 1 / `STEPS`; deeper rows as the last with counts."""
+        scales = [(hits + PRIOR_COUNT) / (expected + PRIOR_COUNT) for hits, expected in self.by_depth] or [1.0]
+        return tuple(
+            scale_row(table[min(depth, len(table) - 1)], round(STEPS * scales[min(depth, len(scales) - 1)]) / STEPS)
+            for depth in range(max(len(table), len(scales)))
         )
 
-
-def _add(count: Count, hits: float, expected: float) -> Count:
-    return SLOW_DECAY * count[0] + hits, SLOW_DECAY * count[1] + expected
+    def add(self, rates: Sequence[float], n_accepted: int) -> None:
+        """Adds a round that accepted `n_accepted` tokens; `rates` are the table's for its plan, by depth."""
+        counts = [*self.by_depth, *[(0.0, 0.0)] * (len(rates) - len(self.by_depth))]
+        for depth, rate in enumerate(rates[: n_accepted + 1]):
+            hits, expected = counts[depth]
+            counts[depth] = SLOW_DECAY * hits + (depth < n_accepted), SLOW_DECAY * expected + rate
+        self.by_depth = tuple(counts)
 
 
 class Acceptance:
@@ -142,19 +115,19 @@ class Acceptance:
         counts: of earlier texts; updated with this text.
     """
 
-    def __init__(self, table: AcceptanceTable, plans: Sequence[Plan], counts: Counts | None = None) -> None:
-        self._rates = {
-            plan: [now / (last or 1.0) for last, now in pairwise(cumulative_acceptance(table, plan))] for plan in plans
-        }
-        self._counts = counts or Counts()
-        self._hits, self._expected = PRIOR_HITS * self._counts.acceptance_scale, PRIOR_HITS
+    def __init__(self, table: AcceptanceTable, plans: Sequence[Plan], counts: Counts) -> None:
+        corrected = counts.correct(table)
+        self._counts = counts
+        self._table_rates = {plan: find_rates(table, plan) for plan in plans}
+        self._rates = {plan: find_rates(corrected, plan) for plan in plans}
+        self._hits = self._expected = PRIOR_HITS
         self._cumulative: dict[Plan, Cumulative] = {}
 
     def cumulative(self, plan: Plan) -> Cumulative:
         """The expected cumulative acceptance of the plan's next rounds."""
         if plan not in self._cumulative:
             scale = round(50 * self._hits / self._expected) / 50
-            chances = (min(MAX_RATE, scale * rate) for rate in self._correct(plan))
+            chances = (min(MAX_RATE, scale * rate) for rate in self._rates[plan])
             self._cumulative[plan] = tuple(accumulate(chances, mul, initial=1.0))
         return self._cumulative[plan]
 
@@ -164,18 +137,12 @@ class Acceptance:
         Args:
             context_won: whether the context was accepted further; how far the drafter was right is then unknown.
         """
-        rates, scale = self._correct(plan), self._hits / self._expected
+        rates = self._rates[plan]
         self._hits, self._expected = DECAY * self._hits, DECAY * self._expected
         if context_won:
             self._expected += CONTEXT_WON_WEIGHT * rates[0]
         else:
             self._hits += n_accepted
             self._expected += sum(rates[: n_accepted + 1])
-            self._counts.add(self._rates[plan], scale, n_accepted)
+            self._counts.add(self._table_rates[plan], n_accepted)
         self._cumulative.clear()
-
-    def _correct(self, plan: Plan) -> list[float]:
-        """The plan's rates, corrected by the counts of each depth."""
-        rates = self._rates[plan]
-        corrected = [rate * times for rate, times in zip(rates, self._counts.shape, strict=False)]
-        return corrected + rates[len(corrected) :]

@@ -13,7 +13,6 @@ from ..errors import RedrafterError
 
 MEASURED_NODES = 16  # the largest measured forward
 ASSUMED_ROW, ASSUMED_OVERHEAD = 0.15, 0.1  # plain steps per extra row and per round, if not measured
-OLD_NAMES = {"rest": "overhead_ms", "again": "replay_row_ms"}  # field names in records of earlier versions
 
 
 class CostTable(NamedTuple):
@@ -42,11 +41,7 @@ class CostTable(NamedTuple):
     first: tuple[float, ...] = ()
 
     def check(self) -> CostTable:
-        """Returns the table itself if it is valid.
-
-        Raises:
-            RedrafterError: shapes are inconsistent, or a time is not positive and finite.
-        """
+        """Returns the table itself if its shapes are consistent and its times positive and finite."""
         fits = (
             len(self.contexts) == len(self.verify) == len(self.plain)
             and {len(row) for row in self.verify} == {len(self.counts)}
@@ -123,17 +118,12 @@ def assume_costs(*, replays: bool) -> CostTable:
 
 
 def parse_costs(fields: dict[str, Any]) -> CostTable:
-    """Parses `CostTable._asdict()` as read from JSON; field names of earlier versions are accepted.
-
-    Raises:
-        KeyError, TypeError, ValueError: the fields are not a cost table.
-    """
+    """Parses `CostTable._asdict()` as read from JSON."""
 
     def freeze(value: Any) -> Any:
         return tuple(map(freeze, value)) if isinstance(value, list) else value
 
-    fields = {"first": [], **{OLD_NAMES.get(name, name): value for name, value in dict(fields).items()}}
-    return CostTable(**{name: freeze(fields[name]) for name in CostTable._fields}).check()
+    return CostTable(**{name: freeze(value) for name, value in fields.items()}).check()
 
 
 def is_disturbed(costs: CostTable) -> bool:

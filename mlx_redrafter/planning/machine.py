@@ -72,9 +72,5 @@ def has_fast_blas(libraries: str) -> bool:
 
 
 def find_cache_directory() -> Path:
-    """The cache directory of this package.
-
-    Raises:
-        RuntimeError: the user has no home directory.
-    """
+    """The cache directory of this package; fails if the user has no home directory."""
     return user_cache_path("mlx_redrafter")

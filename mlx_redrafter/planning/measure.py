@@ -189,25 +189,20 @@ def time_parts(
     return found
 
 
-def measure_costs(
-    model: nn.Module, drafter: Drafter, *, trees: bool, contexts: tuple[int, ...] | None = None
-) -> CostTable:
+def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
     """Measures a model and its drafter in about `SECONDS`; slow ones in about `SLOW_STEPS`, with fewer nodes.
 
     Args:
         trees: whether the model takes trees.
-        contexts: ascending context lengths; None for `CONTEXTS`, of which slow models use only the first. Lengths
-            beyond the model's learned positions are dropped.
     """
     with wired_limit(model), mx.stream(generation_stream):
         step_seconds = max(ranks.gather(time_step(model)))
     is_slow = step_seconds >= SLOW_STEP
     length = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds" if is_slow else "a few seconds"
     _log.info("measuring this machine for these models: %s", length)
-    contexts = contexts or (CONTEXTS[:1] if is_slow else CONTEXTS)
     limit = getattr(getattr(model, "args", None), "n_positions", None)  # of a table of learned positions
-    room = limit - MEASURED_NODES if isinstance(limit, int) else contexts[-1]
-    contexts = tuple(context for context in contexts if context <= room) or (max(1, room),)
+    room = limit - MEASURED_NODES if isinstance(limit, int) else CONTEXTS[-1]
+    contexts = tuple(each for each in CONTEXTS[: 1 if is_slow else None] if each <= room) or (max(1, room),)
     widths = WIDTHS if trees else WIDTHS[:1]
     with wired_limit(model), mx.stream(generation_stream):
         times = [

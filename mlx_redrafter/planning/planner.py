@@ -6,7 +6,7 @@ slowdown. A budget limits the time lost in bad rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise, product
 from operator import attrgetter, itemgetter
@@ -106,24 +106,12 @@ def find_cumulative(costs: CostTable, table: AcceptanceTable, acceptance_scale: 
     return found
 
 
-def predict_all(
-    costs: CostTable, table: AcceptanceTable, length: int, acceptance_scale: float = 1.0
-) -> Iterator[Prediction]:
-    """The prediction for every measured plan."""
-    for plan, cumulative in find_cumulative(costs, table, acceptance_scale).items():
-        yield predict(costs, plan, length, cumulative)
-
-
+@lru_cache(maxsize=16)
 def list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
     """The plans that are fastest, plain decoding included, at some acceptance scale and context length.
 
     There are few, so graphs and kernels are reused.
     """
-    return _list_candidate_plans(costs, tuple(map(tuple, table)))
-
-
-@lru_cache(maxsize=16)
-def _list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
     best = set[Plan]()
     for scale in SCALES:
         found = [(plan, each) for plan, each in find_cumulative(costs, table, scale).items() if each[-1] > 0]

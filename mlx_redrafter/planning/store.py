@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +36,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         described["ranks"] = ranks.gather(describe_machine())
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
     file, tries = Path("costs", f"{name}.json"), 0
-    found = ranks.share({} if refresh else _read_object(lambda: find_cache_directory() / file))
+    found = ranks.share({} if refresh else read_object(file))
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         kept, tries = parse_costs(found["costs"]), int(found["tries"])
         if tries >= 3 or not is_disturbed(kept):
@@ -67,9 +66,9 @@ def sample_tensors(module: Any) -> bytes:
     return np.array(sample).tobytes()
 
 
-def _read_object(find_file: Callable[[], Path]) -> Any:
-    """The JSON in a file; an empty object if it cannot be read."""
+def read_object(file: Path) -> Any:
+    """The JSON in a file of the cache directory; an empty object if it cannot be read."""
     try:
-        return json.loads(find_file().read_text(encoding="utf-8"))
+        return json.loads((find_cache_directory() / file).read_text(encoding="utf-8"))
     except (OSError, RuntimeError, ValueError):
         return {}

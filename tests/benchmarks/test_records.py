@@ -15,7 +15,6 @@ from bench_records import MACHINE, make_costs, make_line, make_speed
 from benchmarks import records
 from benchmarks.records import CONTRIBUTED, find_problem, read_records, read_results, stamp, write_records
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.costs import parse_costs
 
 
 def test_records_survive_a_round_trip(tmp_path: Path) -> None:
@@ -79,17 +78,6 @@ def test_damaged_or_unsigned_contributions_are_refused(tmp_path: Path, more: dic
     path.write_text(json.dumps(suite | more))
     with pytest.raises(RedrafterError, match=message):
         read_results(tmp_path)
-
-
-def test_costs_of_earlier_versions_are_read() -> None:
-    record = make_costs()
-    new = parse_costs(record["costs"])
-    costs = record["costs"] = dict(record["costs"])
-    costs |= {"rest": [0.5, 0.75], "again": 0.25}
-    assert find_problem(record) is not None, "both the old and the new name"
-    del costs["overhead_ms"], costs["replay_row_ms"]
-    assert find_problem(record) is None
-    assert parse_costs(costs) == new._replace(overhead_ms=(0.5, 0.75), replay_row_ms=0.25)
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])

@@ -96,7 +96,7 @@ def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
     steps = run(model, prompt, drafter, max_tokens=60, context=False, **on_round)
     assert ids(steps) == ids(run(model, prompt, max_tokens=60))
     costs = make_costs("flat")._replace(level=(1e-3,) * 3, first=(0.1,) * 3)
-    table = [scale_row(row, 1.5) for row in find_acceptance(drafter)]
+    table = tuple(scale_row(row, 1.5) for row in find_acceptance(drafter))
     deepest = max(plan.depth for plan in list_candidate_plans(costs, table))
     assert find_default_depth(drafter) == min(3, most or 3)
     if most is None:

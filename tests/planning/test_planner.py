@@ -28,8 +28,8 @@ from mlx_redrafter.planning.acceptance import (
     UNKNOWN_ACCEPTANCE,
     AcceptanceTable,
     cumulative_acceptance,
-    predict_tokens,
 )
+from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.history import History
 from mlx_redrafter.planning.planner import (
     MAX_LOSS,
@@ -37,10 +37,11 @@ from mlx_redrafter.planning.planner import (
     PROBE_EVERY,
     WARM_UP,
     AutoPlanner,
+    Prediction,
+    find_cumulative,
     list_candidate_plans,
     list_measured_plans,
     predict,
-    predict_all,
     predict_replay,
 )
 
@@ -49,8 +50,18 @@ BOUNDS = {0.7: 1 - LOSS - 0.005, 1.0: 1 - LOSS - 0.005, 1.3: 0.965, 2.0: 0.94}
 """Minimum speed relative to plain decoding, by actual round time divided by the table's."""
 
 
+def predict_tokens(table: AcceptanceTable, plan: Plan, scale: float = 1.0) -> float:
+    """Mean tokens per round."""
+    return sum(cumulative_acceptance(table, plan, scale))
+
+
+def predict_all(costs: CostTable, length: int, scale: float = 1.0) -> list[Prediction]:
+    """The prediction for every measured plan."""
+    return [predict(costs, plan, length, each) for plan, each in find_cumulative(costs, ACCEPTANCE, scale).items()]
+
+
 def test_expected_tokens_of_the_running_example() -> None:
-    table = [[0.5, 0.25], [0.4, 0.2]]
+    table = ((0.5, 0.25), (0.4, 0.2))
     assert predict_tokens(table, Plan(1, 2, 3)) == pytest.approx(1 + 0.5 + 0.5 * 0.4)
     # Level 1: .5, .25. Level 2 keeps the best two of .5 * .4, .5 * .2, .25 * .4, .25 * .2.
     assert predict_tokens(table, Plan(2, 2, 5)) == pytest.approx(1 + 0.75 + 0.2 + 0.1)
@@ -88,7 +99,7 @@ def test_candidates_are_close_to_the_best_of_all_plans(curve: str) -> None:
     candidates = list_candidate_plans(costs, ACCEPTANCE)
     assert len(candidates) <= 12
     for length, scale in ((10, 0.3), (500, 0.7), (500, 1.0), (4000, 1.3)):
-        speedups = {found.plan: found.speedup for found in predict_all(costs, ACCEPTANCE, length, scale)}
+        speedups = {found.plan: found.speedup for found in predict_all(costs, length, scale)}
         fastest = max(speedups.values())
         assert speedups[every[3]] == pytest.approx(
             predict_tokens(ACCEPTANCE, every[3], scale) * costs.plain_ms(length) / costs.round_ms(every[3], length)
@@ -98,12 +109,12 @@ def test_candidates_are_close_to_the_best_of_all_plans(curve: str) -> None:
     measured = (1, 2, 4, 9)
     gaps = costs._replace(counts=measured, verify=tuple(tuple(row[n - 1] for n in measured) for row in costs.verify))
     assert all(plan.size in measured for plan in list_measured_plans(gaps)), "only measured sizes are planned"
-    assert list_candidate_plans(costs, [[0.0]]) == ()
+    assert list_candidate_plans(costs, ((0.0,),)) == ()
 
 
 def test_the_starting_plan_is_the_fastest_affordable() -> None:
     costs = make_costs("gentle")
-    fastest = max(predict_all(costs, ACCEPTANCE, START), key=lambda found: found.speedup)
+    fastest = max(predict_all(costs, START), key=lambda found: found.speedup)
     for curve, first in (("gentle", fastest.plan), ("every row", None)):
         planner = AutoPlanner(make_costs(curve), ACCEPTANCE)
         assert [planner.next_plan(START) for _ in range(WARM_UP + 1)][-1] == first
