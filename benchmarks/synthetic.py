@@ -23,7 +23,7 @@ import mlx.nn as nn
 from mlx_lm.utils import quantize_model
 
 from mlx_redrafter.checkpoints import set_blas_threads
-from mlx_redrafter.drafters import arctic_lstm, dflash, dspark, eagle, make_drafter, medusa, mlp_speculator, mtp
+from mlx_redrafter.drafters import arctic_lstm, block, eagle, make_drafter, medusa, mlp_speculator, mtp
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
@@ -110,8 +110,11 @@ HEADS: dict[str, Callable[[dict[str, Any]], tuple[type[DrafterArgs], dict[str, A
         make_layer(shape, version=3, draft_vocab_size=min(32000, shape["vocab_size"]), capture_layers=spread(shape, 3)),
     ),
     "mtp": lambda shape: (mtp.DrafterArgs, {"layer_config": make_mtp_config(shape)}),
-    "dflash": lambda shape: (dflash.DrafterArgs, make_block(shape, block_size=16)),
-    "dspark": lambda shape: (dspark.DrafterArgs, make_block(shape, block_size=7, from_anchor=True, markov_rank=256)),
+    "dflash": lambda shape: (block.DrafterArgs, make_block(shape, block_size=16)),
+    "dspark": lambda shape: (
+        block.DrafterArgs,
+        make_block(shape, model_type="dspark", block_size=7, from_anchor=True, markov_rank=256),
+    ),
 }
 """Kind -> function from a target's shape to (config class, its arguments for published heads)."""
 

@@ -25,9 +25,10 @@ from mlx_redrafter.checkpoints import (
     load_drafter,
     save_drafter,
 )
+from mlx_redrafter.checkpoints import is_quantized as has_quantized_layers
 from mlx_redrafter.drafters.checkpoint import MODES
 from mlx_redrafter.drafters.config import DrafterArgs
-from mlx_redrafter.drafters.loading import find_base, find_source, read_drafter
+from mlx_redrafter.drafters.loading import find_files, read_drafter
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError, join_lines
 from mlx_redrafter.options import Options, check_option
@@ -126,11 +127,11 @@ def convert(
         raise RedrafterError("give either a drafter (--hf-path) or a model that contains one (--from-base)")
     place = expand_path(mlx_path).absolute()
     check_destination(place, origin, force)
-    source = (find_source if from_base is None else find_base)(origin, revision, choose_files)
+    source = find_files(origin, revision, choose_files, is_base=from_base is not None)
     models = load(base_model) if base_model is not None else None
     checkpoint = read_checkpoint(source)
     drafter = read_drafter(checkpoint, models[0] if models else None)
-    is_quantized, notes = checkpoint.is_quantized, tuple(checkpoint.notes)
+    is_quantized, notes = has_quantized_layers(drafter), tuple(checkpoint.notes)
     if dtype == "float16" and not drafter.takes_float16:
         raise RedrafterError(f"the range of float16 is too small for {drafter.args.model_type}: give bfloat16")
     if dequantize and not is_quantized:

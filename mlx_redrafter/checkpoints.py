@@ -26,7 +26,7 @@ from .drafters.checkpoint import find_not_finite as find_not_finite
 from .drafters.checkpoint import list_weights as list_weights
 from .drafters.draft_model import DraftModel
 from .drafters.loading import PACKAGED as PACKAGED
-from .drafters.loading import find_source, read_checkpoint, read_drafter
+from .drafters.loading import find_files, read_checkpoint, read_drafter
 from .drafters.loading import read_object as read_object
 from .drafters.protocol import Drafter
 from .engine import kv_cache
@@ -158,8 +158,8 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
         CheckpointError: it is missing, damaged or not a drafter, does not fit `model`, or holds NaN.
     """
     refuse_builtin(path_or_hf_repo)
-    source = find_source(path_or_hf_repo)
-    if not (config := source.files[0].with_name("config.json")).is_file():  # written last; `convert` needs none
+    source = find_files(path_or_hf_repo)
+    if not (config := source.tensors[0].with_name("config.json")).is_file():  # written last; `convert` needs none
         raise CheckpointError(f"no config.json in {config.parent}")
     checkpoint = read_checkpoint(source)
     drafter = read_drafter(checkpoint, model)

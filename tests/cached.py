@@ -15,7 +15,8 @@ from mlx.utils import tree_flatten
 from published import Arrays, read_golden
 from small import randomised, small_llama
 
-from mlx_redrafter.drafters import dflash, dspark, eagle, mtp
+from mlx_redrafter.drafters import block as blocks
+from mlx_redrafter.drafters import eagle, mtp
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.source import Source
 from mlx_redrafter.engine.target import Target
@@ -163,11 +164,13 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
     }
 
     def make_dflash(**options: Any) -> Drafter:
-        return dflash.Drafter(dflash.DrafterArgs(hidden, vocab, hidden, **sizes, **block, **options))
+        return blocks.Drafter(blocks.DrafterArgs(hidden, vocab, hidden, **sizes, **block, **options))
 
     def make_dspark(**options: Any) -> Drafter:
-        args = dspark.DrafterArgs(hidden, vocab, hidden, **sizes, **block, from_anchor=True, **options)
-        return dspark.Drafter(args)
+        args = blocks.DrafterArgs(
+            hidden, vocab, hidden, model_type="dspark", **sizes, **block, from_anchor=True, **options
+        )
+        return blocks.Drafter(args)
 
     made: dict[str, Any] = {
         "dflash": make_dflash,

@@ -1,26 +1,31 @@
 """The kinds of drafters, one file each, and drafting from the context.
 
-Modules shared by the kinds: config.py (configs), protocol.py (the interface for decoding), trainable.py (the interface
-for training), cached.py (heads with a KV cache), block.py (block drafters).
+Modules shared by the kinds: config.py (configs), checkpoint.py (tensors), protocol.py (the interface for decoding),
+trainable.py (the interface for training), cached.py (heads with a KV cache).
 """
 
+from types import ModuleType
 from typing import Any
 
-from . import arctic_lstm, dflash, dspark, eagle, medusa, mlp_speculator, mtp, recurrent
+from . import arctic_lstm, block, eagle, medusa, mlp_speculator, mtp, recurrent
 from .config import DrafterArgs
 from .protocol import Drafter
 from .trainable import TrainableArgs
 
-MODULES = (recurrent, medusa, mlp_speculator, arctic_lstm, eagle, mtp, dflash, dspark)
-
-KINDS: dict[str, tuple[type[Drafter], type[DrafterArgs]]] = {
-    kind.MODEL_TYPE: (kind.Drafter, kind.DrafterArgs) for kind in MODULES
+KINDS: dict[str, ModuleType] = {
+    recurrent.MODEL_TYPE: recurrent,
+    medusa.MODEL_TYPE: medusa,
+    mlp_speculator.MODEL_TYPE: mlp_speculator,
+    arctic_lstm.MODEL_TYPE: arctic_lstm,
+    eagle.MODEL_TYPE: eagle,
+    mtp.MODEL_TYPE: mtp,
+    **dict.fromkeys(block.MODEL_TYPES, block),
 }
-"""`model_type` in a drafter's config -> its classes."""
+"""`model_type` in a drafter's config -> its module. The last one that recognises a published head reads it."""
 
 TRAINABLE: dict[str, type[TrainableArgs]] = {
     module.__name__.rpartition(".")[2]: module.DrafterArgs
-    for module in MODULES
+    for module in KINDS.values()
     if issubclass(module.DrafterArgs, TrainableArgs)
 }
 """Name of a kind that can be trained, as in `--drafter-type` -> the class of its config."""
@@ -30,20 +35,16 @@ DEFAULT = next(iter(TRAINABLE))
 
 
 def is_converted(config: dict[str, Any]) -> bool:
-    """Whether a config is in our format, not in that of the drafter's authors."""
+    """Whether a config is in our format, not in that of the drafter's authors. That of recurrent drafters is both."""
     if "medusa_num_heads" in config or "speculators_model_type" in config:
         return False
     model_type = config.get("model_type", recurrent.MODEL_TYPE)
     if model_type == recurrent.MODEL_TYPE:
         return True
-    return (
-        isinstance(model_type, str)
-        and model_type in KINDS
-        and "hidden_size" in config
-        and "architectures" not in config
-    )
+    return str(model_type) in KINDS and "hidden_size" in config and "architectures" not in config
 
 
 def make_drafter(args: DrafterArgs) -> Drafter:
     """An untrained drafter of these sizes."""
-    return KINDS[args.model_type][0](args)
+    drafter: Drafter = KINDS[args.model_type].Drafter(args)
+    return drafter

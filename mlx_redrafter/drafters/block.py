@@ -1,26 +1,46 @@
-"""Block drafters: one forward guesses a whole block of tokens.
+"""Block drafters, DFlash and DSpark: one forward guesses a whole block of tokens.
 
 For the text they cache only keys and values, computed from the outputs u_i of some target layers at position i:
 
     c_i = norm(fc(u_i))            shared by all layers; each has its own keys k_proj(c_i) and values v_proj(c_i)
 
 After p positions, a block is the root at p and mask tokens at p + 1, p + 2, ... Its rows run through the layers
-together, and see the text and each other. Each row guesses the token at its own position, or at the next one. The
-block's keys and values are then dropped. The plan sets the length of a block. As its rows see each other, a shorter
-draft is not a prefix of a longer one.
+together, and see the text and each other. The block's keys and values are then dropped. The plan sets the length of a
+block. As its rows see each other, a shorter draft is not a prefix of a longer one.
 
-Layers are Qwen3's unless a kind defines others. Their dtype is the file's, not the target's.
+    x_0 = embedding of the root, x_j = embedding of the mask token
+    h   = norm(layers(x))
+    row j guesses from h_j: logits = U h_j, U: an output matrix, its own or the target's
 
-Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036.
+A row guesses the token at its own position, so that the root's is not used (DFlash), or at the next one (DSpark). Heads
+have some of these parts:
+
+    DSpark      a correction by the token e before: logits_j + W2 W1[e], after the multiplier and the cap
+    DFlash 2    convolutions over the rows of the block before and after attention and MLP, and a selector
+    Gemma 4     Gemma's layers. Values are the keys before their norm, or have their own projection, and are normed
+                without a weight. The outputs of attention and MLP are normed, too. Embeddings are scaled
+
+The coefficients of a convolution depend on the normed input rows y:
+
+    conv(a)_j = sum_t (base_t + D_{j,t}) * a_{j-t}          D_j = projection(y_j), a number per group of channels
+
+The selector ranks the K likeliest tokens c of a row, given the token e before it:
+
+    score(c) = logit(c) + <predecessor(e) * P h_j, successor(c)>        minus infinity for all other tokens
+
+Published DSpark heads also estimate how likely each row is right, to end a draft early. This is left out, as the plan
+fixes the length of a draft before anything is computed. A head's dtype is the file's, not the target's.
+
+Source: z-lab/dflash, dflash/model.py, arXiv 2602.06036; deepseek-ai/DeepSpec, deepspec/modeling/dspark/, arXiv
+2607.05147. Tensors are named as there, except the selector's codebooks.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,42 +49,26 @@ from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
-from ..engine.beam_search import Advance, State
-from ..engine.model_parts import AFTER_NORM, find_compute_dtype, find_head, find_model_sizes, find_module_name
+from ..engine.beam_search import Advance, State, top_w
+from ..engine.model_parts import find_compute_dtype, find_head, find_module_name
 from ..engine.source import Source
-from ..errors import CheckpointError
+from .block_configs import MODEL_TYPES as MODEL_TYPES
+from .block_configs import recognises as recognises
+from .block_configs import sanitize as sanitize
 from .cached import CachedSource
-from .checkpoint import DRAFT_IDS, MAX_COUNT, Checkpoint, Config, Names, is_count, matches_any
-from .config import (
-    LayerArgs,
-    check_states,
-    count,
-    declare,
-    find_rope_type,
-    flag,
-    flatten,
-    is_list_of,
-    is_positive,
-    number,
-    size,
-)
-from .protocol import Drafter, Head
-
-ROPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "proportional": (),
-}
-"""RoPE type -> the numbers that it needs in the config."""
+from .config import LayerArgs
+from .protocol import Drafter as BaseDrafter
+from .protocol import Head
 
 Guess = Callable[[mx.array, int], mx.array]
 """(tokens (W,), row) -> (W, V') float32 logits of a row's guess after each of these tokens."""
 
+Attend = Callable[[mx.array], mx.array]
+"""Normed rows (B, H) -> attention's output (B, H)."""
+
 
 @dataclass(frozen=True)
-class BlockArgs(LayerArgs):
+class DrafterArgs(LayerArgs):
     """The config of a block drafter.
 
     Attributes:
@@ -80,88 +84,41 @@ class BlockArgs(LayerArgs):
         embedding_scale: a factor for embeddings; None for the target's.
         output_multiplier: a factor for logits.
         final_logit_softcapping: the cap of the multiplied logits; None for none.
+        markov_rank: the rank of W1 and W2; None without them.
+        conv_kernel_size: how many rows a convolution reads; None without convolutions.
+        conv_group_size: how many channels share a coefficient.
+        selector_rank, selector_top_k: the rank of the selector's codebooks, and K, the number of candidates; None
+            without a selector.
+        gemma: whether its layers are Gemma 4's.
+        own_values: whether Gemma's layers have a projection for values; if not, values are made from the keys.
     """
 
-    num_layers: int = count()
-    block_size: int = count()
-    mask_token_id: int = size(least=0)
+    num_layers: int
+    block_size: int
+    mask_token_id: int
     _: KW_ONLY
-    from_anchor: bool = flag(False)
-    attention_bias: bool = flag(False)
-    own_embedding: bool = flag(False)
-    own_head: bool = flag(False)
-    layer_windows: list[int] | None = declare(None, lambda value: is_list_of(int, value), "as numbers of positions")
-    layer_causal: list[bool] | None = declare(None, lambda value: is_list_of(bool, value), "as a list of true or false")
-    embedding_scale: float | None = number(None)
-    output_multiplier: float = number(1.0)
-    final_logit_softcapping: float | None = number(None)
+    from_anchor: bool = False
+    attention_bias: bool = False
+    own_embedding: bool = False
+    own_head: bool = False
+    layer_windows: list[int] | None = None
+    layer_causal: list[bool] | None = None
+    embedding_scale: float | None = None
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    markov_rank: int | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    gemma: bool = False
+    own_values: bool = False
+    model_type: str = MODEL_TYPES[0]
 
-    def check(self, where: str) -> None:
-        rope = self.rope_scaling or {}
-        needed = ROPES.get(find_rope_type(rope))
-        if needed is None or not all(is_positive(rope.get(key)) for key in needed):
-            expected = f"a RoPE of type {', '.join(ROPES)} with its numbers"
-            raise CheckpointError(f"{where}/config.json: expected {expected}, got {rope!r:.80}")
-        super().check(where)
-        for name in ("layer_windows", "layer_causal"):
-            if (given := getattr(self, name)) is not None and len(given) != self.num_layers:
-                expected = f"{name} to have an entry for each of {self.num_layers} layers"
-                raise CheckpointError(f"{where}/config.json: expected {expected}, got {given!r:.40}")
-        if not self.capture_layers:
-            raise CheckpointError(f"expected capture_layers, the layers to read, in {where}/config.json, got none")
-        if self.max_depth < 1:
-            raise CheckpointError(
-                f"{where}/config.json: expected block_size from 2 to {MAX_COUNT}, got {self.block_size}"
-            )
-        if self.mask_token_id >= self.vocab_size:
-            raise CheckpointError(
-                f"{where}/config.json: expected mask_token_id below {self.vocab_size}, got {self.mask_token_id}"
-            )
-        if self.draft_vocab_size is not None and not self.own_head:
-            raise CheckpointError(f"incomplete drafter: {where} has a draft vocabulary, and holds no lm_head.weight")
-        if self.width != self.hidden_size and not (self.own_embedding and self.own_head):
-            raise CheckpointError(
-                f"{where}: a head of width {self.width} needs its own embedding and output matrix for a target of "
-                f"width {self.hidden_size}"
-            )
-
-    @classmethod
-    def from_block(cls, checkpoint: Checkpoint, model: nn.Module | None, own: Config) -> Self:
-        """The arguments of a published head after `prepare`, see `DrafterArgs.from_published`.
-
-        Args:
-            own: the kind's own fields.
-
-        Raises:
-            CheckpointError: the config does not fit the tensors.
-        """
-        tensors, config, where = checkpoint.tensors, checkpoint.config, checkpoint.where
-        (width, n_inputs), n_states = checkpoint.matrix("fc.weight"), len(config["capture_layers"])
-        hidden_size, vocab_size = find_model_sizes(model) if model is not None else (None, None)
-        needs_target = not {"embed_tokens.weight", "lm_head.weight"} <= tensors.keys()
-        known = (config.get("target_hidden_size"), hidden_size, width if needs_target else None)
-        check_states(n_inputs, n_states, known if n_inputs != n_states * width else (), where)
-        if n_inputs % n_states:
-            expected = f"fc.weight to read the outputs of {n_states} target_layer_ids side by side"
-            raise CheckpointError(f"{where}: expected {expected}, got shape {(width, n_inputs)}")
-        by_token = ["embed_tokens.weight", "markov_w1.weight", "selector.predecessor.weight"]
-        vocab_size = checkpoint.find_vocab_size(by_token) or vocab_size
-        if vocab_size is None:
-            raise CheckpointError(f"expected vocab_size in {where}/config.json, got none: give --base-model")
-        checkpoint.add_row_numbers(vocab_size)
-        fields = config | cls.read_layer(checkpoint, "layers.0") | own
-        args = cls.derive(
-            checkpoint.shapes,
-            fields | {"vocab_size": vocab_size, "hidden_state": AFTER_NORM},
-            where,
-            width=width,
-            hidden_size=n_inputs // n_states,
-            own_embedding="embed_tokens.weight" in tensors,
-            own_head="lm_head.weight" in tensors,
-            attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
-        )
-        checkpoint.compare(args.list_config_values())
-        return args
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.mask_token_id < self.vocab_size:  # MLX reads beyond an embedding without an error
+            raise ValueError(f"expected mask_token_id below {self.vocab_size}, got {self.mask_token_id}")
 
     @property
     def max_depth(self) -> int:
@@ -174,11 +131,9 @@ class BlockArgs(LayerArgs):
         windows, causal = (given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal))
         return list(zip(windows, map(bool, causal), strict=True))
 
-    def list_config_values(self) -> dict[str, Any]:
-        return super().list_config_values() | {"num_hidden_layers": self.num_layers}
-
     def describe(self) -> str:
-        return f"block {self.block_size}, layers {self.num_layers}, {super().describe()}"
+        kind = "DFlash 2, " if self.conv_kernel_size else ""
+        return f"{kind}block {self.block_size}, layers {self.num_layers}, {super().describe()}"
 
 
 def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any] | None) -> Any:
@@ -202,7 +157,7 @@ def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any]
 class Attention(nn.Module):
     """Attention of a block's rows to the text's rows and to each other, with one KV cache."""
 
-    def __init__(self, args: BlockArgs) -> None:
+    def __init__(self, args: DrafterArgs) -> None:
         super().__init__()
         width, head_dim, bias = args.width, args.head_dim, args.attention_bias
         self.head_dim, self.scale = head_dim, head_dim**-0.5
@@ -235,10 +190,6 @@ class Attention(nn.Module):
         return rows.reshape(1, len(rows), -1, self.head_dim).swapaxes(1, 2)
 
 
-Attend = Callable[[mx.array], mx.array]
-"""Normed rows (B, H) -> attention's output (B, H)."""
-
-
 class Layer(nn.Module):
     """A layer of Qwen3."""
 
@@ -255,32 +206,130 @@ class Layer(nn.Module):
         return rows + self.mlp(self.post_attention_layernorm(rows))
 
 
-class BlockDrafter(Drafter):
-    """A block drafter. A kind defines its layers, and how a guess depends on the token drafted before it.
+class Convolution(nn.Module):
+    """The two convolutions around a part of a layer, attention or MLP."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        taps, self.group_size = args.conv_kernel_size, args.conv_group_size
+        self.base_kernel = mx.zeros((2, taps, args.width))
+        self.kernel_projection = nn.Linear(args.width, 2 * taps * args.width // self.group_size, bias=False)
+
+    def __call__(self, rows: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
+        """(B, H): rows (B, H) after a convolution, `part` and another convolution."""
+        taps = self.base_kernel.shape[1]
+        changes = self.kernel_projection(rows).reshape(len(rows), 2, taps, -1)
+        before, after = (self.base_kernel + mx.repeat(changes, self.group_size, axis=-1)).swapaxes(0, 1)
+        return convolve(part(convolve(rows, before)), after)
+
+
+def convolve(rows: mx.array, kernels: mx.array) -> mx.array:
+    """(B, H) the sum of each row and the rows before it, weighted by kernels (B, taps, H); zeros precede row 0."""
+    taps = kernels.shape[1]
+    padded = mx.pad(rows, [(taps - 1, 0), (0, 0)])
+    moved = [padded[taps - 1 - tap : taps - 1 - tap + len(rows)] for tap in range(taps)]
+    return (mx.stack(moved, axis=1) * kernels).sum(axis=1)
+
+
+class ConvolvedLayer(Layer):
+    """A layer of DFlash 2."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.attention_conv, self.mlp_conv = Convolution(args), Convolution(args)
+
+    def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
+        rows = rows + self.attention_conv(self.input_layernorm(rows), attend)
+        return rows + self.mlp_conv(self.post_attention_layernorm(rows), self.mlp)
+
+
+class Selector(nn.Module):
+    """Low-rank scores of pairs of tokens."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.predecessor = nn.Embedding(args.vocab_size, args.selector_rank)
+        self.successor = nn.Embedding(args.vocab_size, args.selector_rank)
+        self.hidden_projection = nn.Linear(args.width, args.selector_rank, bias=False)
+
+    def __call__(self, tokens: mx.array, candidates: mx.array, state: mx.array) -> mx.array:
+        """(W, K) float32 scores of each candidate (K,) after each token (W,), for a row's final state (H,)."""
+        scores: mx.array = (self.predecessor(tokens) * self.hidden_projection(state)) @ self.successor(candidates).T
+        return scores.astype(mx.float32)
+
+
+class GemmaAttention(Attention):
+    """Attention of Gemma 4's full layers."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        if not args.own_values:
+            del self.v_proj
+        self.scale = 1.0
+
+    def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
+        values = super().make_values(rows, keys) if "v_proj" in self else keys
+        return mx.fast.rms_norm(values, None, self.k_norm.eps)
+
+
+class GemmaMLP(nn.Module):
+    """The MLP of Gemma 4."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def __call__(self, rows: mx.array) -> mx.array:
+        """(..., H) the output for rows (..., H)."""
+        return self.down_proj(nn.gelu_approx(self.gate_proj(rows)) * self.up_proj(rows))
+
+
+class GemmaLayer(Layer):
+    """A layer of Gemma 4."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.self_attn, self.mlp = GemmaAttention(args), GemmaMLP(args.width, args.intermediate_size)
+        self.pre_feedforward_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
+        self.layer_scalar = mx.ones((1,))
+
+    def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
+        rows = rows + self.post_attention_layernorm(attend(self.input_layernorm(rows)))
+        made = self.mlp(self.pre_feedforward_layernorm(rows))
+        return self.layer_scalar * (rows + self.post_feedforward_layernorm(made))
+
+
+class Drafter(BaseDrafter):
+    """A block drafter.
 
     It computes in its own dtype. Outputs of a target's layers may overflow float16, so heads stored in float16 are read
     as bfloat16.
     """
 
     takes_float16 = False
-    args: BlockArgs
+    args: DrafterArgs
 
-    def __init__(self, args: BlockArgs) -> None:
+    def __init__(self, args: DrafterArgs) -> None:
         super().__init__(args)
         width = args.width
         self.fc = nn.Linear(self.n_inputs, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, args.rms_norm_eps)
-        self.layers: list[Layer] = [self.make_layer() for _ in range(args.num_layers)]
+        kind = GemmaLayer if args.gemma else Layer if args.conv_kernel_size is None else ConvolvedLayer
+        self.layers: list[Layer] = [kind(args) for _ in args.layer_masks]
         self.norm = nn.RMSNorm(width, args.rms_norm_eps)
         if args.own_embedding:
             self.embed_tokens = nn.Embedding(args.vocab_size, width)
         if args.own_head:
             self.lm_head = nn.Linear(width, args.n_guesses, bias=False)
+        if args.markov_rank is not None:
+            self.markov_w1 = nn.Embedding(args.vocab_size, args.markov_rank)
+            self.markov_w2 = nn.Linear(args.markov_rank, args.n_guesses, bias=False)
+        if args.selector_rank is not None:
+            self.selector = Selector(args)
         self.hold_draft_ids()
-
-    def make_layer(self) -> Layer:
-        """A new layer of this kind."""
-        return Layer(self.args)
 
     @property
     def n_inputs(self) -> int:
@@ -332,13 +381,25 @@ class BlockDrafter(Drafter):
         return cast(mx.array, self.norm(rows))
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
-        """The guesses of rows with final states (D, H). In this class they do not depend on the token before.
+        """The guesses of rows with final states (D, H); with W1 and W2 or a selector they depend on the token before.
 
         Args:
             head: its own or the target's output matrix.
         """
-        logits = self.make_logits(states, head)
-        return lambda tokens, row: mx.broadcast_to(logits[row], (len(tokens), logits.shape[1]))
+        logits, count = self.make_logits(states, head), min(self.args.selector_top_k or 1, self.args.n_guesses)
+
+        def guess(tokens: mx.array, row: int) -> mx.array:
+            guesses = mx.broadcast_to(logits[row], (len(tokens), logits.shape[1]))
+            if "markov_w1" in self:
+                guesses = guesses + self.markov_w2(self.markov_w1(tokens))
+            if "selector" not in self:
+                return guesses
+            candidates = top_w(logits[row], count)
+            scores = guesses[:, candidates] + self.selector(tokens, candidates, states[row])
+            everything = mx.full(guesses.shape, -mx.inf)
+            return mx.put_along_axis(everything, mx.broadcast_to(candidates, scores.shape), scores, axis=-1)
+
+        return guess
 
     def make_logits(self, states: mx.array, head: Head) -> mx.array:
         """(D, V') float32 logits of final states, multiplied and capped by the config."""
@@ -364,6 +425,15 @@ class BlockDrafter(Drafter):
         guess, tokens = self.make_guess(rows, self.lm_head), mx.arange(count) % args.vocab_size
         return mx.concatenate([guess(tokens[row : row + 1], row) for row in range(count)])
 
+    @property
+    def output_layers(self) -> list[nn.Module]:
+        own = super().output_layers
+        return [*own, self.markov_w2] if own and "markov_w2" in self else own
+
+    def find_part(self, name: str) -> str:
+        tables = ("markov_w1", "selector.predecessor", "selector.successor")
+        return "embedding" if name in tables else "head" if name == "markov_w2" else super().find_part(name)
+
 
 class BlockSource(CachedSource):
     """The source of a block drafter: each layer's cache holds the text's keys and values, then a block's.
@@ -373,9 +443,9 @@ class BlockSource(CachedSource):
         model: the target.
     """
 
-    drafter: BlockDrafter
+    drafter: Drafter
 
-    def __init__(self, drafter: BlockDrafter, model: nn.Module) -> None:
+    def __init__(self, drafter: Drafter, model: nn.Module) -> None:
         args = drafter.args
         super().__init__(drafter, model, args.capture_layers or [], args.num_layers)
         windows = [window for window, _ in args.layer_masks]
@@ -449,135 +519,3 @@ def make_mask(sees: mx.array, positions: mx.array, own: mx.array, window: int, c
 def _cast_input(head: Head, dtype: mx.Dtype) -> Head:
     """The target's output matrix applied in its own dtype, to avoid a copy in another one."""
     return lambda states: head(states.astype(dtype))
-
-
-BLOCK_NAMES = (
-    (r"(?:encoder\.)?fc\.weight", "fc.weight"),
-    (r"hidden_norm\.weight|encoder\.output_norm_enc\.weight", "hidden_norm.weight"),
-    (r"norm\.weight|lm_head\.weight|embed_tokens\.weight", r"\g<0>"),
-    (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
-    (r"(?:midlayer|layers\.0)\.(.*)", r"layers.0.\1"),
-    (r"layers\.\d{1,3}\..*", r"\g<0>"),
-    ("d2t", DRAFT_IDS),
-)
-"""The tensors of all block drafters, with the names of DFlash's and Muse's authors and of SpecForge."""
-
-ARCHITECTURE = re.compile(r".*(DFlash|DSpark|MuseGlimmerAssistant).*")
-
-DEEPSPEC = re.compile(r"(Qwen3|Gemma4)DSpark.*")
-"""Heads whose layers all see the whole text, even if the target's layers do not."""
-
-SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-def find_architecture(config: Config) -> str:
-    """The architecture in a config; empty if it names no architecture."""
-    names = config.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else ""
-
-
-def recognises_block(names: Collection[str], config: Config, marks: str) -> bool:
-    """Whether a checkpoint holds a block drafter. (EAGLE's `hidden_norm` is inside its layer.)
-
-    Args:
-        marks: a pattern of tensors that only the kind has.
-    """
-    pattern = rf"hidden_norm\.weight|encoder\.(?:fc|output_norm_enc)\.weight|{marks}"
-    return matches_any(pattern, names) or ARCHITECTURE.fullmatch(find_architecture(config)) is not None
-
-
-def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
-    """Renames the tensors of a published head to our names, and reads its config, see `read_config`.
-
-    Args:
-        names: the kind's names.
-        kind: its `model_type`.
-
-    Raises:
-        CheckpointError: it is another kind of block drafter, or has parts that are not supported.
-    """
-    config, where = checkpoint.config, checkpoint.where
-    flat, name = flatten(config, "dflash_config", where), find_architecture(config)
-    kinds = list_kinds(flat)
-    unknown = [kind for kind in kinds if kind.lower() not in ("dflash", "dflash2", "dspark")]
-    if name and not ARCHITECTURE.fullmatch(name):
-        unknown.append(name)
-    head = flat.get("markov_head_type", "vanilla")
-    for is_other, what in (
-        (bool(unknown), f"is a {' '.join(unknown)!s:.60}"),
-        (head != "vanilla" and flat.get("markov_rank") != 0, f"has a Markov head of type {head!r:.40}"),
-        (bool(flat.get("attention_sink_bias")), "has attention sinks"),
-    ):
-        if is_other:
-            raise CheckpointError(f"{where} {what}: supported block drafters are DFlash, DFlash 2 and plain DSpark")
-    checkpoint.rename(names, kind)
-    for part in ("fc.weight", "hidden_norm.weight"):
-        if part not in checkpoint.tensors:
-            raise CheckpointError(f"incomplete drafter: {where} is of kind {kind}, and has no {part}")
-    checkpoint.config = read_config(config, checkpoint.count(r"layers\.(\d+)\..*"), where)
-
-
-def list_kinds(flat: Config) -> list[str]:
-    """The names of the head's kind in a config."""
-    return [str(flat[key]) for key in ("speculators_model_type", "projector_type") if key in flat]
-
-
-def read_config(config: Config, n_layers: int, where: str) -> Config:
-    """A flat published config with the fields of `BlockArgs`, except tensor sizes, `from_anchor` and `block_size`.
-
-    Projects store the config differently. DFlash's keys are next to those of a Qwen3 model, or under `dflash_config`.
-    DeepSpec's are next to the target's whole config, which does not apply to the drafter. In speculators' configs, the
-    keys of layers are under `transformer_layer_config`.
-
-    Args:
-        n_layers: how many layers the head has.
-
-    Raises:
-        CheckpointError: the target's layers that it reads are missing, or a value is not supported.
-    """
-    flat = flatten(config, "dflash_config", where)
-    layers, entering = flat.get("target_layer_ids"), flat.get("aux_hidden_state_layer_ids")
-    if layers is None and isinstance(entering, list) and all(type(layer) is int for layer in entering):
-        layers = [layer - 1 for layer in entering]  # a layer's input is the output of the one before
-    if not isinstance(layers, list) or not layers:
-        what = "target_layer_ids, the target's layers to read"
-        raise CheckpointError(f"expected {what}, in {where}/config.json, got none")
-    return flat | {
-        "capture_layers": layers,
-        "num_layers": n_layers,
-        "embedding_scale": flat.get("input_embedding_scale"),
-        # Gemma's keys for full-attention layers, the only layers in its drafters
-        "head_dim": flat.get("global_head_dim", flat.get("head_dim")),
-        "num_key_value_heads": flat.get("num_global_key_value_heads", flat.get("num_key_value_heads")),
-        **_find_layer_masks(flat, config, n_layers, where),
-    }
-
-
-def _find_layer_masks(flat: Config, config: Config, n_layers: int, where: str) -> Config:
-    """`layer_windows` and `layer_causal`, each None if no layer has a window or is causal.
-
-    Sliding layers are causal unless the config says otherwise. In Qwen3's configs they have a window only with
-    `use_sliding_window`. If all layers have full attention, `use_swa` makes all of them sliding.
-    """
-    types, name = flat.get("layer_types"), find_architecture(config)
-    if DEEPSPEC.fullmatch(name):
-        types = None
-    elif types is None and flat.get("use_sliding_window"):
-        raise CheckpointError(f"{where}/config.json: expected layer_types with use_sliding_window, got none")
-    types = types or [FULL] * n_layers
-    if not isinstance(types, list) or len(types) != n_layers or any(each not in (FULL, SLIDING) for each in types):
-        known = f"{n_layers} layer_types, each {FULL} or {SLIDING}"
-        raise CheckpointError(f"{where}/config.json: expected {known}, got {types!r:.80}")
-    has_window = flat.get("model_type") != "qwen3" or flat.get("use_sliding_window") is True
-    window, is_causal = flat.get("sliding_window"), "Assistant" not in name
-    if "speculators_model_type" in config:
-        is_causal = not flat.get("sliding_window_non_causal", flat.get("speculators_model_type") == "dflash2")
-    if flat.get("use_swa") and SLIDING not in types:
-        types, window, is_causal = [SLIDING] * n_layers, flat.get("swa_window_size", window), False
-        has_window = True
-    if has_window and SLIDING in types and not is_count(window):
-        raise CheckpointError(f"{where}/config.json: expected sliding_window to be at least 1, got {window!r:.40}")
-    explicit = flat.get("is_causal", flat.get("causal"))
-    windows = [window if has_window and each == SLIDING else 0 for each in types]
-    causal = [each == SLIDING and is_causal if explicit is None else explicit is True for each in types]
-    return {"layer_windows": windows if any(windows) else None, "layer_causal": causal if any(causal) else None}

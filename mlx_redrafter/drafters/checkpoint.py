@@ -1,7 +1,7 @@
 """A drafter's checkpoint, in its authors' layout or in ours: its config and its tensors.
 
-A kind recognises its checkpoints by tensor names and config, renames tensors and derives its arguments; `fill` loads
-the weights. No tensor is read until all shapes fit. Layers that are quantized with MLX stay quantized.
+A kind renames the tensors and derives its config, see `loading.py`; `fill` loads the weights strictly. Layers that are
+quantized with MLX stay quantized.
 """
 
 from __future__ import annotations
@@ -10,37 +10,24 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 
-from ..errors import CheckpointError, join_lines
-
-MAX_SIZE, MAX_COUNT = 2**24, 256
-"""The largest width or vocabulary, and the largest number of heads or layers, that a config may have."""
+from ..errors import CheckpointError
 
 DRAFT_IDS = "draft_ids"
 """The name of the tensor with the token ids that a drafter can guess."""
 
 Config = dict[str, Any]
 
-Tensor = Any
-"""A lazy MLX array, a `Packed` one, or another library's with `shape`, `dtype` and `read()`."""
-
 Names = Sequence[tuple[str, str]]
 """(pattern of published names, our name); the name is empty for tensors that are left out."""
 
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 """Mode of quantization -> mlx-lm's default (group size, bits)."""
-
-FLOATS = ("float64", "float32", "float16", "bfloat16")
-"""The dtypes in which a drafter may be stored."""
-
-INTEGERS = ("int64", "int32")
-"""The dtypes in which token ids may be stored; int64 is read as int32."""
 
 INSERTED = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod)\.")
 """Prefixes that DDP and torch.compile add at any depth."""
@@ -55,35 +42,6 @@ CHUNK = 1 << 21
 """How many numbers of a tensor are checked at a time."""
 
 
-class Packed(NamedTuple):
-    """One or several matrices of a layer that is quantized with MLX.
-
-    Attributes:
-        arrays: `weight`, `scales` and, in the affine mode, `biases`.
-        group_size, bits, mode: of the quantization.
-    """
-
-    arrays: dict[str, mx.array]
-    group_size: int
-    bits: int
-    mode: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape before quantization."""
-        *rows, words = self.arrays["weight"].shape
-        return (*rows, words * 32 // self.bits)
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """The keyword arguments of MLX's quantization."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
-
-    def dequantize(self) -> mx.array:
-        """The dequantized array."""
-        return mx.dequantize(self.arrays["weight"], self.arrays["scales"], self.arrays.get("biases"), **self.how)
-
-
 @dataclass
 class Checkpoint:
     """A config and tensors.
@@ -91,7 +49,7 @@ class Checkpoint:
     Attributes:
         where: its path or hub id, for errors.
         config: its `config.json`; empty without one.
-        tensors: by their names in the files without wrapping prefixes; after `rename`, by our names.
+        tensors: lazy, by their names in the files without wrapping prefixes; after `rename`, by our names.
         stored: the keys of `tensors` -> the names in the files.
         is_base: whether it is a model of which only the multi-token-prediction layer is read.
         n_ranks: the number of slices that its tensors were joined from; 0 if they were whole.
@@ -100,30 +58,19 @@ class Checkpoint:
 
     where: str
     config: Config
-    tensors: dict[str, Tensor]
+    tensors: dict[str, mx.array]
     stored: dict[str, str]
     is_base: bool = False
     n_ranks: int = 0
     notes: list[str] = field(default_factory=list)
 
-    def rename(self, names: Names | None, kind: str) -> None:
-        """Renames the tensors to a kind's names, and packs those of quantized layers together.
-
-        Args:
-            names: the kind's names; None if the tensors already have our names.
-            kind: its name, for errors.
-
-        Raises:
-            CheckpointError: the kind has no such tensor, two tensors get the same name, or the config does not
-                describe the quantization.
-        """
-        found, stored = dict[str, Tensor](), dict[str, str]()
+    def rename(self, names: Names) -> None:
+        """Renames the tensors to a kind's names. Those that match no pattern keep theirs."""
+        found, stored = dict[str, mx.array](), dict[str, str]()
         for name in sorted(self.tensors):
             layer, _, part = name.rpartition(".")
             is_packed = part in ("scales", "biases") and f"{layer}.weight" in self.tensors
             ours = rename(f"{layer}.weight" if is_packed else name, names)
-            if ours is None:
-                raise CheckpointError(f"{self.where} holds a tensor that no {kind} has: {self.stored[name]!r}")
             if ours and is_packed:
                 ours = f"{ours.removesuffix('weight')}{part}"
             if ours in found:
@@ -132,162 +79,81 @@ class Checkpoint:
             if ours:
                 found[ours], stored[ours] = self.tensors[name], self.stored[name]
         self.tensors, self.stored = found, stored
-        self.pack()
 
-    def pack(self) -> None:
-        """Joins the tensors of each quantized layer into one `Packed`.
+    def find_quantization(self, layer: str) -> dict[str, Any] | None:
+        """The keyword arguments of MLX's quantization of a layer; None if it is not quantized."""
+        if f"{layer}.scales" not in self.tensors:
+            return None
+        said = self.config.get("quantization") or self.config.get("quantization_config")
+        said = said if isinstance(said, dict) else {}
+        own = said.get(self.stored[f"{layer}.scales"].removesuffix(".scales"))
+        how = own if isinstance(own, dict) else said
+        mode = how.get("mode", "affine")
+        group_size, bits = (
+            how.get(key, default) for key, default in zip(("group_size", "bits"), MODES[mode], strict=True)
+        )
+        if not (type(group_size) is type(bits) is int and group_size > 0 and bits > 0):  # MLX divides by them
+            raise ValueError(f"expected {layer} quantized to some bits in groups, got {how!r:.80}")
+        return {"group_size": group_size, "bits": bits, "mode": mode}
 
-        Raises:
-            CheckpointError: the config does not describe the quantization, or contradicts the shapes.
-        """
-        quantization = self.config.get("quantization") or self.config.get("quantization_config")
-        quantization = quantization if isinstance(quantization, dict) else {}
-        for scales in [name for name in self.tensors if name.endswith(".scales")]:
-            layer = scales.removesuffix(".scales")
-            if f"{layer}.weight" not in self.tensors or find_dtype_name(self.tensors[f"{layer}.weight"]) != "uint32":
-                continue
-            names = (f"{layer}.{part}" for part in ("weight", "scales", "biases"))
-            arrays = {name[len(layer) + 1 :]: self.tensors.pop(name) for name in names if name in self.tensors}
-            own = quantization.get(self.stored[scales].removesuffix(".scales"))
-            how = own if isinstance(own, dict) else quantization
-            mode = how.get("mode", "affine")
-            if not isinstance(mode, str) or mode not in MODES:
-                got = f"{', '.join(MODES)}, got mode {mode!r:.40}"
-                raise CheckpointError(f"{self.where}: expected {layer} quantized in mode {got}")
-            sizes = [how.get(key, default) for key, default in zip(("group_size", "bits"), MODES[mode], strict=True)]
-            words, groups = (arrays[part].shape[-1:] or (0,) for part in ("weight", "scales"))
-            others = {arrays[part].shape for part in arrays if part != "weight"}
-            fits = all(map(is_count, sizes)) and 32 * words[0] == sizes[0] * sizes[1] * groups[0]
-            fits = fits and others == {(*arrays["weight"].shape[:-1], *groups)}
-            if not fits or (mode == "affine") != ("biases" in arrays):
-                expected = f"{sizes[1]!r:.20} bits in groups of {sizes[0]!r:.20}, mode {mode}"
-                got = ", ".join(f"{part} of shape {array.shape}" for part, array in arrays.items())
-                raise CheckpointError(f"{self.where}/config.json says {expected} of {layer}, which has {got}")
-            self.tensors[f"{layer}.weight"] = Packed(arrays, sizes[0], sizes[1], mode)
-            self.stored[f"{layer}.weight"] = self.stored[scales]
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether a layer is quantized with MLX."""
-        return any(isinstance(tensor, Packed) for tensor in self.tensors.values())
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor, before quantization.
-
-        Raises:
-            CheckpointError: a tensor is empty, or a single number.
-        """
-        found = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        for name, shape in found.items():
-            if not shape or 0 in shape:
-                raise CheckpointError(f"{self.where}: expected {name} to be a matrix or a vector, got shape {shape}")
-        return found
-
-    def matrix(self, name: str) -> tuple[int, ...]:
-        """The shape of a matrix.
-
-        Raises:
-            CheckpointError: there is no tensor of that name, or it is not a matrix.
-        """
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, before quantization."""
         if name not in self.tensors:
             begin = f"its tensors begin {sorted(self.tensors)[:3]}"
             raise CheckpointError(f"incomplete drafter: {self.where} holds no {name}; {begin}")
-        shape = tuple(self.tensors[name].shape)
-        if len(shape) != 2 or 0 in shape:
-            raise CheckpointError(f"{self.where}: expected {name} to be a matrix, got shape {shape}")
-        return shape
+        shape, how = self.tensors[name].shape, self.find_quantization(name.removesuffix(".weight"))
+        return shape if how is None else (*shape[:-1], shape[-1] * 32 // how["bits"])
+
+    def pop(self, name: str) -> mx.array:
+        """Removes a weight, and returns it dequantized."""
+        layer = name.removesuffix(".weight")
+        how, weight = self.find_quantization(layer), self.tensors.pop(name)
+        if how is None:
+            return weight
+        return mx.dequantize(
+            weight, self.tensors.pop(f"{layer}.scales"), self.tensors.pop(f"{layer}.biases", None), **how
+        )
 
     def count(self, pattern: str) -> int:
         """1 + the largest number that `pattern` finds in tensor names; 0 without a match."""
         return max((1 + int(found[1]) for name in self.tensors if (found := re.fullmatch(pattern, name))), default=0)
 
-    def read_tensor(self, name: str) -> mx.array:
-        """A tensor, evaluated: float64 as float32, token ids as int32.
-
-        Raises:
-            CheckpointError: it cannot be read, has the wrong dtype, or holds NaN or infinity.
-        """
-        tensor, dtypes = self.tensors[name], INTEGERS if name == DRAFT_IDS else FLOATS
-        if find_dtype_name(tensor) not in dtypes:
-            got = f"{', '.join(dtypes)}, got {find_dtype_name(tensor)}"
-            raise CheckpointError(f"{self.where}: expected {name} in {got}")
-        try:
-            array: mx.array = tensor if isinstance(tensor, mx.array) else tensor.read()
-            mx.eval(array)
-        except (RuntimeError, TypeError) as error:
-            raise CheckpointError(f"{self.where}: cannot read {name}: {join_lines(error)[:200]}") from error
-        if name == DRAFT_IDS:
-            return array.astype(mx.int32)
-        if find_not_finite({name: array}) is not None:
-            raise CheckpointError(f"{self.where}: {name} holds NaN or infinity")
-        return array
-
     def find_vocab_size(self, names: Sequence[str]) -> Any:
-        """V: the rows of the first of these tensors that exists, or of a full output matrix; else from the config."""
+        """V of the config; else the rows of the first of these tensors that exists, or of a full output matrix."""
+        if self.config.get("vocab_size") is not None:
+            return self.config["vocab_size"]
         names = [*names, *(() if DRAFT_IDS in self.tensors else ("lm_head.weight",))]
-        return next((self.matrix(name)[0] for name in names if name in self.tensors), self.config.get("vocab_size"))
+        return next((self.shape(name)[0] for name in names if name in self.tensors), None)
 
     def add_row_numbers(self, vocab_size: Any) -> None:
         """Turns a draft vocabulary of offsets from row numbers into token ids; drops one that has all tokens."""
-        if DRAFT_IDS not in self.tensors:
+        if (offsets := self.tensors.pop(DRAFT_IDS, None)) is None:
             return
-        offsets = self.read_tensor(DRAFT_IDS)
-        if len(offsets) == vocab_size and not offsets.any().item():
-            del self.tensors[DRAFT_IDS]
-        else:
+        if len(offsets) != vocab_size or offsets.any().item():
             self.tensors[DRAFT_IDS] = mx.arange(len(offsets), dtype=mx.int32) + offsets
-
-    def compare(self, sizes: Mapping[str, Any]) -> None:
-        """Compares config values with `sizes`, which come from the tensors; -1 and null in the config are ignored.
-
-        Raises:
-            CheckpointError: a value contradicts the tensors.
-        """
-        for key, value in sizes.items():
-            given = self.config.get(key, -1)
-            if given not in (-1, None, value, str(value), [value], [str(value)]):  # Snowflake writes these forms
-                got = join_lines(repr(given))[:40]
-                raise CheckpointError(f"{self.where}/config.json says {key} {got}, its tensors say {value}")
 
     def fill(self, drafter: Any) -> None:
         """Quantizes a drafter's layers as they are stored, and loads all tensors.
 
-        Raises:
-            CheckpointError: a tensor is missing, unknown, invalid or has the wrong shape.
+        A tensor that is missing or has another shape is named by MLX's own error.
         """
-        shapes, kind = self.shapes, drafter.args.model_type
-        expected = {name: array.shape for name, array in list_weights(drafter).items()}
-        for name in sorted(expected.keys() | shapes.keys()):
-            if name not in shapes:
-                raise CheckpointError(f"incomplete drafter: {self.where} is of kind {kind}, and has no {name}")
+        if (ids := self.tensors.get(DRAFT_IDS)) is not None and not is_float(ids):
+            self.tensors[DRAFT_IDS] = ids = ids.astype(mx.int32)
+            found: list[Any] = ids.tolist()  # type: ignore[assignment]
+            if len(set(found)) < len(found) or min(found) < 0 or max(found) >= drafter.args.vocab_size:
+                vocab_size = drafter.args.vocab_size
+                raise CheckpointError(f"{self.where}: expected {DRAFT_IDS} below {vocab_size}, each once")
+        nn.quantize(drafter, class_predicate=lambda name, _: self.find_quantization(name) or False)
+        expected = list_weights(drafter)
+        for name, array in self.tensors.items():
             if name not in expected:
-                raise CheckpointError(f"{self.where} holds a tensor that this {kind} does not have: {name!r}")
-            if shapes[name] != expected[name]:
-                wanted = f"expected {name} of shape {expected[name]}, got {shapes[name]}"
-                raise CheckpointError(f"{self.where}: {wanted}")
-        packed = {
-            name.removesuffix(".weight"): tensor for name, tensor in self.tensors.items() if isinstance(tensor, Packed)
-        }
-        try:
-            nn.quantize(drafter, class_predicate=lambda name, layer: packed[name].how if name in packed else False)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{self.where}: MLX does not support its quantization: {join_lines(error)}"
-            ) from error
-        arrays = {f"{layer}.{part}": array for layer, tensor in packed.items() for part, array in tensor.arrays.items()}
-        scales = {name: x for name, x in arrays.items() if mx.issubdtype(x.dtype, mx.floating)}
-        if (odd := find_not_finite(scales)) is not None:
-            raise CheckpointError(f"{self.where}: {odd} holds NaN or infinity")
-        arrays |= {
-            name: self.read_tensor(name) for name, tensor in self.tensors.items() if not isinstance(tensor, Packed)
-        }
-        if DRAFT_IDS in arrays:
-            check_draft_ids(arrays[DRAFT_IDS], drafter.args.vocab_size, self.where)
-        try:
-            drafter.load_weights(list(arrays.items()))
-        except ValueError as error:
-            raise CheckpointError(f"{self.where}: quantized layers do not fit: {join_lines(error)}") from error
+                odd = self.stored.get(name, name)
+                raise CheckpointError(f"{self.where} holds a tensor that this kind of drafter lacks: {odd!r}")
+            if is_float(array) != is_float(expected[name]):
+                raise CheckpointError(f"{self.where}: expected {name} as {expected[name].dtype}, got {array.dtype}")
+        drafter.load_weights(list(self.tensors.items()))
+        if (bad := find_not_finite(list_weights(drafter))) is not None:
+            raise CheckpointError(f"{self.where}: {bad} holds NaN or infinity")
 
 
 def unwrap(names: Iterable[str]) -> dict[str, str]:
@@ -298,11 +164,9 @@ def unwrap(names: Iterable[str]) -> dict[str, str]:
     return inside or tails
 
 
-def rename(name: str, names: Names | None) -> str | None:
-    """Our name for a tensor, or "" if it is left out; None if no pattern matches."""
-    if names is None:
-        return name
-    return next((match.expand(ours) for pattern, ours in names if (match := re.fullmatch(pattern, name))), None)
+def rename(name: str, names: Names) -> str:
+    """Our name for a tensor, or "" if it is left out; the same name if no pattern matches."""
+    return next((match.expand(ours) for pattern, ours in names if (match := re.fullmatch(pattern, name))), name)
 
 
 def matches_any(pattern: str, names: Collection[str]) -> bool:
@@ -310,14 +174,14 @@ def matches_any(pattern: str, names: Collection[str]) -> bool:
     return any(re.fullmatch(pattern, name) for name in names)
 
 
-def find_dtype_name(tensor: Tensor) -> str:
-    """The name of a tensor's dtype, the same for torch and MLX; "packed" for a `Packed`."""
-    return "packed" if isinstance(tensor, Packed) else str(tensor.dtype).rpartition(".")[2]
-
-
 def list_weights(module: nn.Module) -> dict[str, mx.array]:
     """A module's weights by name."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
+
+
+def is_float(array: mx.array) -> bool:
+    """Whether an array holds floating-point numbers."""
+    return bool(mx.issubdtype(array.dtype, mx.floating))
 
 
 def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
@@ -329,24 +193,3 @@ def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
         if not all(mx.isfinite(part).all().item() for part in parts):
             return name
     return None
-
-
-def is_count(value: Any) -> TypeGuard[int]:
-    """Whether a value is an integer from 1 to `MAX_SIZE`."""
-    return type(value) is int and 0 < value <= MAX_SIZE
-
-
-def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
-    """Checks a draft vocabulary.
-
-    Raises:
-        CheckpointError: it is not (V',) int32 of distinct token ids.
-    """
-    expected = f"{where}: expected {DRAFT_IDS} "
-    if ids.dtype != mx.int32 or ids.ndim != 1:
-        raise CheckpointError(f"{expected}as a row of int32, got {ids.dtype} of shape {ids.shape}")
-    known = np.array(ids)
-    if known.min() < 0 or known.max() >= vocab_size:
-        raise CheckpointError(f"{expected}from 0 to {vocab_size - 1}, got {known.min()} to {known.max()}")
-    if len(np.unique(known)) != len(known):
-        raise CheckpointError(f"{where}: {DRAFT_IDS} holds a token twice")

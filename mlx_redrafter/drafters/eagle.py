@@ -21,22 +21,19 @@ Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama, qwen3
 
-from ..engine.beam_search import State
-from ..engine.model_parts import AFTER_NORM, find_output_matrix
 from ..engine.source import Source
-from ..errors import CheckpointError, RedrafterError, join_lines
+from ..errors import CheckpointError
 from .cached import LayerCache, PairDrafter, PairSource
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
-from .config import LayerArgs, check_states, declare, flag, flatten, get_object, is_list_of
+from .config import LayerArgs, flatten, get_object, read_layer
 from .protocol import Embed, Head
-from .trainable import Project, TrainableArgs, TrainableDrafter
 
 MODEL_TYPE = "eagle"
 
@@ -46,11 +43,17 @@ N_DEFAULT_STATES = 3
 NAMES = (
     (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
     (r"(?:midlayer|layers\.0)\.(.*)", r"layer.\1"),
-    (r"layers\.[1-9]\d{0,2}\..*", r"\g<0>"),  # `from_published` refuses these
-    (r"fc\.(?:weight|bias)|(?:input_)?norm\.weight|lm_head\.weight|embed_tokens\.weight|fc_norm\.\d\.weight", r"\g<0>"),
     ("d2t", DRAFT_IDS),
 )
 """The authors' names, and those of SpecForge, vLLM and speculators."""
+
+SUPPORTED = {
+    "speculators_model_type": "eagle3",
+    "use_aux_hidden_state": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+"""The supported values of config keys whose effect no tensor shows."""
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
@@ -58,8 +61,58 @@ def recognises(names: Collection[str], config: Config) -> bool:
     return matches_any(r"fc\.weight|(?:midlayer|layers\.0)\.hidden_norm\.weight", names)
 
 
+def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
+    """Renames a published head's tensors to our names; returns our config.
+
+    Norms before attention mean version 3. An embedding in version 1 is a copy of the target's, and dropped.
+    """
+    checkpoint.rename(NAMES)
+    config = checkpoint.config = flatten(checkpoint.config, "eagle_config")
+    tensors = checkpoint.tensors
+    version = (
+        3 if {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"} & tensors.keys() else 1
+    )
+    for key, value in SUPPORTED.items():
+        if config.get(key, value) != value:
+            raise CheckpointError(f"{checkpoint.where}: {key} {config[key]!r:.40} is not supported in EAGLE heads")
+    layers = find_capture_layers(config) if version == 3 else None
+    width, n_inputs = checkpoint.shape("fc.weight")
+    vocab_size = checkpoint.find_vocab_size(["embed_tokens.weight"])
+    if version == 1 and "embed_tokens.weight" in tensors:
+        checkpoint.pop("embed_tokens.weight")
+    checkpoint.add_row_numbers(vocab_size)
+    own_embedding = "embed_tokens.weight" in tensors
+    return read_layer(checkpoint, config, "layer") | {
+        "model_type": MODEL_TYPE,
+        "vocab_size": vocab_size,
+        "width": width,
+        "hidden_size": n_inputs // len(layers or [0] * N_DEFAULT_STATES) if own_embedding else width,
+        "version": version,
+        "capture_layers": layers,
+        "own_embedding": own_embedding,
+        "fc_bias": "fc.bias" in tensors,
+        "qkv_bias": "layer.self_attn.q_proj.bias" in tensors,
+        "o_bias": "layer.self_attn.o_proj.bias" in tensors,
+        "qk_norm": "layer.self_attn.q_norm.weight" in tensors,
+        "fc_norm": "fc_norm.0.weight" in tensors,
+        "norm_before_fc": "input_norm.weight" in tensors,
+    }
+
+
+def find_capture_layers(flat: Config) -> list[int] | None:
+    """The target's layers whose outputs a head reads; None if its config does not name them.
+
+    In configs of speculators and NVIDIA, layer numbers mean the inputs of layers. In other configs, a list that begins
+    with 1 means outputs and any other list inputs, as in SGLang.
+    """
+    if not (layers := flat.get("eagle_aux_hidden_state_layer_ids")):
+        return None
+    says_inputs = "speculators_model_type" in flat or "use_aux_hidden_state" in get_object(flat, "eagle_config")
+    return [layer - 1 for layer in layers] if says_inputs or layers[0] != 1 else layers
+
+
 @dataclass(frozen=True)
-class DrafterArgs(LayerArgs, TrainableArgs):
+class DrafterArgs(LayerArgs):
     """The config of an EAGLE head.
 
     Attributes:
@@ -73,94 +126,18 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         norm_output: whether the normed feature replaces the state of the next position.
     """
 
-    version: int = declare(MISSING, lambda value: value in (1, 3), "1 or 3")
+    version: int
     _: KW_ONLY
-    qkv_bias: bool = flag(False)
-    fc_bias: bool = flag(False)
-    own_embedding: bool = flag(False)
-    o_bias: bool = flag(False)
-    fc_norm: bool = flag(False)
-    norm_before_fc: bool = flag(False)
-    qk_norm: bool = flag(False)
-    norm_before_residual: bool = flag(False)
-    norm_output: bool = flag(False)
+    qkv_bias: bool = False
+    fc_bias: bool = False
+    own_embedding: bool = False
+    o_bias: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    qk_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
     model_type: str = field(default=MODEL_TYPE)
-
-    SIZES = ("intermediate_size",)
-
-    @classmethod
-    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """The arguments of a published head; renames its tensors to our names.
-
-        Norms before attention mean version 3. An embedding in version 1 is a copy of the target's, and dropped.
-
-        Raises:
-            CheckpointError: the head is not supported, or its config does not fit its tensors.
-        """
-        checkpoint.rename(NAMES, MODEL_TYPE)
-        tensors, where = checkpoint.tensors, checkpoint.where
-        if others := sorted(name for name in tensors if name.startswith("layers.")):
-            raise CheckpointError(f"{where}: only EAGLE heads with one layer are supported, got {others[0]}")
-        of_version_3 = {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"}
-        version = 3 if of_version_3 & tensors.keys() else 1
-        config = checkpoint.config = read_config(checkpoint.config, where)
-        layers = config["capture_layers"] if version == 3 else None
-        width, n_inputs = checkpoint.matrix("fc.weight")
-        n_states = 2 if version == 1 else len(layers or [0] * N_DEFAULT_STATES)
-        known = [config.get("target_hidden_size"), None if "embed_tokens.weight" in tensors else width]
-        check_states(n_inputs, n_states, known if version == 3 else (), where)
-        vocab_size = checkpoint.find_vocab_size(["embed_tokens.weight"])
-        if version == 1:
-            tensors.pop("embed_tokens.weight", None)
-        checkpoint.add_row_numbers(vocab_size)
-        fields = config | cls.read_layer(checkpoint, "layer") | {"vocab_size": vocab_size, "capture_layers": layers}
-        args = cls.derive(
-            checkpoint.shapes,
-            fields | {"hidden_state": AFTER_NORM},
-            where,
-            width=width,
-            hidden_size=n_inputs // n_states,
-            version=version,
-            qkv_bias="layer.self_attn.q_proj.bias" in tensors,
-            fc_bias="fc.bias" in tensors,
-            own_embedding="embed_tokens.weight" in tensors,
-            o_bias="layer.self_attn.o_proj.bias" in tensors,
-            qk_norm="layer.self_attn.q_norm.weight" in tensors,
-            fc_norm="fc_norm.0.weight" in tensors,
-            norm_before_fc="input_norm.weight" in tensors,
-        )
-        checkpoint.compare(args.list_config_values())
-        return args
-
-    @classmethod
-    def for_training(
-        cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
-    ) -> Self:
-        """The sizes of an EAGLE-1 head to train.
-
-        Raises:
-            RedrafterError: a draft vocabulary is given.
-        """
-        if draft_vocab_size is not None:
-            raise RedrafterError("an EAGLE-1 head uses the target's output matrix: leave out draft_vocab_size")
-        heads = next(count for count in range(max(1, hidden_size // 64), 0, -1) if hidden_size % (2 * count) == 0)
-        inner = sizes["intermediate_size"] or 2 * hidden_size
-        head_dim = hidden_size // heads
-        return cls(hidden_size, vocab_size, hidden_size, inner, heads, heads, head_dim, version=1, fc_bias=True)
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        if self.version == 1 and self.norm_output:
-            raise CheckpointError(
-                f"{where}/config.json: expected norm_output false for EAGLE-1, which has no norm there"
-            )
-        if self.fc_norm and self.norm_before_fc:
-            raise CheckpointError(f"{where}/config.json: expected fc_norm or norm_before_fc, got both")
-        if self.width != self.hidden_size and not self.own_embedding:
-            raise CheckpointError(
-                f"{where}: a head of width {self.width} needs its own embedding for a target of width "
-                f"{self.hidden_size}, and has none"
-            )
 
     @property
     def n_states(self) -> int:
@@ -187,38 +164,8 @@ class DrafterArgs(LayerArgs, TrainableArgs):
                 others[f"{name} {str(other[name]).lower()}"] = replace(self, **other)
         return others
 
-    def explain_fixed(self) -> str | None:
-        if self.version == 3 or self.own_embedding:
-            return f"expected an EAGLE-1 head that reads the target's embedding, got {self.describe()}"
-        return super().explain_fixed()
-
     def describe(self) -> str:
         return f"EAGLE-{self.version}, {super().describe()}"
-
-
-def read_config(config: Config, where: str) -> Config:
-    """A flat published config, with `capture_layers`: the layers whose outputs it reads, or None.
-
-    In configs of speculators and NVIDIA, layer numbers mean the inputs of layers. In other configs, a list that begins
-    with 1 means outputs and any other list inputs, as in SGLang. Flags default to false, as in speculators.
-
-    Raises:
-        CheckpointError: the head is of a kind that is not supported.
-    """
-    own, flat = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
-    if (kind := flat.get("speculators_model_type", "eagle3")) != "eagle3":
-        raise CheckpointError(f"{where} is a {join_lines(kind)[:40]}: only EAGLE-3 heads of speculators are supported")
-    for key, expected in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False), ("parallel_draft_step", 1)):
-        if flat.get(key, expected) != expected:
-            got = f"{expected}, got {flat[key]!r:.40}"
-            raise CheckpointError(f"{where}/config.json: expected {key} of an EAGLE head to be {got}")
-    layers = flat.get("eagle_aux_hidden_state_layer_ids")
-    if layers is not None and not (is_list_of(int, layers) and layers):
-        raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
-    enters = "speculators_model_type" in flat or "use_aux_hidden_state" in own or (layers and layers[0] != 1)
-    if layers is not None and enters:
-        layers = [layer - 1 for layer in layers]
-    return flat | {"capture_layers": layers}
 
 
 def find_default_layers(n_layers: int) -> list[int]:
@@ -232,7 +179,11 @@ class Layer(nn.Module):
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__()
         home: Any = qwen3 if args.qk_norm else llama
-        own = home.ModelArgs.from_dict(args.for_mlx_lm() | {"model_type": "llama"})
+        names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+        sizes = {name: getattr(args, name) for name in (*names, "rope_theta", "rope_traditional", "rope_scaling")}
+        fixed = {"model_type": "llama", "num_hidden_layers": 1, "max_position_embeddings": 2**24}
+        fixed |= {"tie_word_embeddings": False, "hidden_size": args.width, "vocab_size": args.vocab_size}
+        own = home.ModelArgs.from_dict(sizes | fixed)
         n_inputs, bias = args.width * (2 if args.version == 3 else 1), args.qkv_bias
         self.self_attn, self.mlp = home.Attention(own), qwen3.MLP(args.width, args.intermediate_size)
         for name, heads in (
@@ -248,11 +199,8 @@ class Layer(nn.Module):
             self.hidden_norm = nn.RMSNorm(args.width, args.rms_norm_eps)
 
 
-class Drafter(PairDrafter, TrainableDrafter):
-    """An EAGLE head. Version 1 can be trained. At each depth it is trained on its own features, as when drafting.
-
-    Source of training: arXiv 2408.15766 (HASS) and 2503.01840, section 3.1, with only the loss of the tokens.
-    """
+class Drafter(PairDrafter):
+    """An EAGLE head."""
 
     args: DrafterArgs
 
@@ -268,8 +216,9 @@ class Drafter(PairDrafter, TrainableDrafter):
             self.fc_norm = [nn.RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(args.n_states)]
         if args.norm_before_fc:
             self.input_norm = nn.RMSNorm(n_inputs, args.rms_norm_eps)
-        if args.version == 3:
+        if args.version == 3 or args.norm_output:
             self.norm = nn.RMSNorm(args.width, args.rms_norm_eps)
+        if args.version == 3:
             self.lm_head = nn.Linear(args.width, args.n_guesses, bias=False)
         self.hold_draft_ids()
 
@@ -317,71 +266,3 @@ class Drafter(PairDrafter, TrainableDrafter):
     def dtype(self) -> mx.Dtype:
         dtype: mx.Dtype = self.layer.post_attention_layernorm.weight.dtype
         return dtype
-
-    def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
-        """(feature, cache rows by depth), for training version 1.
-
-        At depth d, the token at column c belongs to the draft that starts after column c - d. It sees the text's pairs
-        before that draft, which are the rows of depth 0. Of each later depth it sees the row of its own draft, which is
-        at the token's own column.
-
-        Args:
-            tokens, hidden: (B, T), (B, T, D).
-        """
-        features, rows = (hidden.astype(self.dtype), []) if state is None else state
-        x = self.fc(mx.concatenate([embed(tokens).astype(self.dtype), features], axis=-1))
-        attention: Any = self.layer.self_attn
-        queries, keys, values = (
-            layer(x).reshape(*x.shape[:2], -1, self.args.head_dim).swapaxes(1, 2)
-            for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        queries, keys = attention.rope(queries), attention.rope(keys)
-        rows = [*rows, (keys.swapaxes(1, 2), values.swapaxes(1, 2))]
-        x = x + attention.o_proj(attend(queries, rows, attention.scale).swapaxes(1, 2).flatten(2))
-        return x + self.layer.mlp(self.layer.post_attention_layernorm(x)), rows
-
-    def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., H), the input of the target's output matrix."""
-        return cast(mx.array, state[0])
-
-    def share(self, model: nn.Module) -> None:
-        """Stores the target's output matrix."""
-        layer = nn.Linear(1, 1, bias=False)
-        layer.weight = find_output_matrix(model).astype(mx.float32)
-        self._shared = [layer]
-
-    def start_from(self, project: Project) -> None:
-        """Initialises the head near the identity on the target's states, which the output matrix expects."""
-        width, near = self.args.width, 0.1
-        weight = mx.eye(width)
-        self.fc.weight = mx.concatenate([near * self.fc.weight[:, :width], weight], axis=1)
-        for layer in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
-            layer.weight = near * layer.weight
-
-    @property
-    def output_layers(self) -> list[nn.Module]:
-        """Its output matrix; during training of version 1, the target's, see `share`."""
-        return [self.lm_head] if "lm_head" in self else list(getattr(self, "_shared", []))
-
-
-def attend(queries: mx.array, rows: Sequence[tuple[mx.array, mx.array]], scale: float) -> mx.array:
-    """(B, heads, T, head_dim) the attention output for a draft's tokens, see `Drafter.read_token`.
-
-    Args:
-        queries: (B, heads, T, head_dim).
-        rows: by depth, (B, T, heads of keys and values, head_dim) each.
-    """
-    depth, (count, size) = len(rows) - 1, queries.shape[1:3]
-    repeats = count // rows[0][0].shape[2]
-    moved = [tuple(mx.repeat(array.swapaxes(1, 2), repeats, axis=1) for array in row) for row in rows]
-    (keys, values), own = moved[0], moved[1:]
-    column = mx.arange(size)
-    # Column 0 has no state before it, and columns beyond the end of the text wrap to its beginning.
-    sees = (column <= column[:, None]) & ((column > depth) | (column == column[:, None]))
-    scores = mx.where(sees, queries @ keys.swapaxes(2, 3), -mx.inf)
-    scores = mx.concatenate([scores, *((queries * key).sum(axis=-1, keepdims=True) for key, _ in own)], axis=-1)
-    weights = mx.softmax(scale * scores, axis=-1)
-    out = weights[..., :size] @ values
-    for at, (_, value) in enumerate(own, size):
-        out = out + weights[..., at : at + 1] * value
-    return out

@@ -20,10 +20,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
-from ..engine.model_parts import AFTER_NORM, find_output_matrix
+from ..engine.model_parts import find_output_matrix
 from ..errors import CheckpointError
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
-from .config import count, flag
 from .protocol import Embed
 from .recurrent import ResidualBlock
 from .trainable import Project, TrainableArgs, TrainableDrafter, scale_components
@@ -47,6 +46,31 @@ def recognises(names: Collection[str], config: Config) -> bool:
     return "medusa_num_heads" in config or matches_any(pattern, names)
 
 
+def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
+    """Renames published heads' tensors to our names; returns our config.
+
+    Heads that use the target's output matrix get one copy of it. The config's number of heads is ignored, as it is
+    often wrong.
+    """
+    checkpoint.rename(NAMES)
+    tensors, config = checkpoint.tensors, checkpoint.config
+    if tied := not any(name.startswith("output.") for name in tensors):
+        if model is None:
+            message = "holds Medusa heads that use the target's output matrix: give --base-model"
+            raise CheckpointError(f"{checkpoint.where} {message}")
+        tensors["output.0.weight"] = find_output_matrix(model)
+    blocks = [name for name in tensors if name.startswith("blocks.")]
+    if not any(name.endswith(".bias") for name in tensors):  # vLLM's layout may have none
+        tensors |= {re.sub(r"weight$", "bias", name): mx.zeros(checkpoint.shape(name)[:1]) for name in blocks}
+    return {
+        "hidden_size": checkpoint.shape("blocks.0.0.linear.weight")[0],
+        "vocab_size": config.get("vocab_size") if DRAFT_IDS in tensors else checkpoint.shape("output.0.weight")[0],
+        "num_heads": checkpoint.count(r"blocks\.(\d+)\..*"),
+        "num_layers": checkpoint.count(r"blocks\.0\.(\d+)\..*"),
+        "tie_output": tied or config.get("original_lm_head") is True,
+    }
+
+
 @dataclass(frozen=True)
 class DrafterArgs(TrainableArgs):
     """The config of Medusa heads.
@@ -57,9 +81,9 @@ class DrafterArgs(TrainableArgs):
         tie_output: whether all heads share one output matrix, for instance the target's.
     """
 
-    num_heads: int = count()
-    num_layers: int = count()
-    tie_output: bool = flag(False)
+    num_heads: int
+    num_layers: int
+    tie_output: bool = False
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
     SIZES = ("num_draft_layers", "untied")
@@ -69,46 +93,11 @@ class DrafterArgs(TrainableArgs):
         return self.num_heads
 
     @classmethod
-    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """The arguments of published heads; renames their tensors to our names.
-
-        Heads that use the target's output matrix get one copy of it. The config's number of heads is ignored, as it is
-        often wrong.
-
-        Raises:
-            CheckpointError: the target is needed and not given, or the config does not fit the tensors.
-        """
-        checkpoint.rename(NAMES, MODEL_TYPE)
-        tensors, config, where = checkpoint.tensors, checkpoint.config, checkpoint.where
-        width = checkpoint.matrix("blocks.0.0.linear.weight")[0]
-        if tied := not any(name.startswith("output.") for name in tensors):
-            if model is None:
-                raise CheckpointError(
-                    f"{where} holds Medusa heads that use the target's output matrix: give --base-model"
-                )
-            tensors["output.0.weight"] = find_output_matrix(model)
-        if not any(name.endswith(".bias") for name in tensors):  # vLLM's layout may have none
-            blocks = [name for name in tensors if name.startswith("blocks.")]
-            tensors |= {re.sub(r"weight$", "bias", name): mx.zeros(checkpoint.matrix(name)[:1]) for name in blocks}
-        sizes = {
-            "hidden_size": width,
-            "vocab_size": config.get("vocab_size") if DRAFT_IDS in tensors else checkpoint.matrix("output.0.weight")[0],
-            "num_heads": checkpoint.count(r"blocks\.(\d+)\..*"),
-            "num_layers": checkpoint.count(r"blocks\.0\.(\d+)\..*"),
-            "tie_output": tied or config.get("original_lm_head") is True,
-            "base_model": config.get("base_model_name_or_path"),
-            "hidden_state": AFTER_NORM,
-        }
-        args = cls.derive(checkpoint.shapes, sizes, where)
-        checkpoint.compare({"hidden_size": args.hidden_size, "vocab_size": args.vocab_size})
-        return args
-
-    @classmethod
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
         """The sizes of heads to train, one head for each guess."""
-        layers, tied = sizes["num_draft_layers"] or 1, not sizes["untied"]
+        layers, tied = sizes["num_draft_layers"] or 1, not sizes.get("untied")
         return cls(hidden_size, vocab_size, depth, layers, tied, draft_vocab_size=draft_vocab_size)
 
     def describe(self) -> str:

@@ -23,9 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
-from ..engine.model_parts import AFTER_NORM
 from .checkpoint import Checkpoint, Config
-from .config import count, flag, size
 from .protocol import Embed
 from .trainable import Project, TrainableArgs, TrainableDrafter, fill_columns, scale_components
 
@@ -44,6 +42,15 @@ def recognises(names: Collection[str], config: Config) -> bool:
     return not {"emb.0.weight", "emb.0.0.weight"}.isdisjoint(names)
 
 
+def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
+    """Renames a published speculator's tensors to our names; returns our config."""
+    config = checkpoint.config
+    checkpoint.rename(TIED_NAMES if config.get("tie_weights") is True else NAMES)
+    inner_dim, hidden_size = checkpoint.shape("proj.0.weight")
+    sizes = {"hidden_size": hidden_size, "vocab_size": checkpoint.shape("emb.0.weight")[0], "inner_dim": inner_dim}
+    return config | sizes | {"model_type": MODEL_TYPE}
+
+
 @dataclass(frozen=True)
 class DrafterArgs(TrainableArgs):
     """The config of an MLP speculator.
@@ -55,35 +62,13 @@ class DrafterArgs(TrainableArgs):
         scale_input: whether the hidden state is normed and scaled first.
     """
 
-    inner_dim: int = size()
-    n_predict: int = count()
-    tie_weights: bool = flag(False)
-    scale_input: bool = flag(False)
+    inner_dim: int
+    n_predict: int
+    tie_weights: bool = False
+    scale_input: bool = False
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
     SIZES: ClassVar[tuple[str, ...]] = ("inner_dim", "untied")
-
-    @classmethod
-    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        checkpoint.rename(TIED_NAMES if checkpoint.config.get("tie_weights") is True else NAMES, MODEL_TYPE)
-        inner_dim, hidden_size = checkpoint.matrix("proj.0.weight")
-        return cls.from_sizes(checkpoint, hidden_size, checkpoint.matrix("emb.0.weight")[0], inner_dim)
-
-    @classmethod
-    def from_sizes(cls, checkpoint: Checkpoint, hidden_size: int, vocab_size: int, inner_dim: int) -> Self:
-        """The arguments of a published speculator of these sizes.
-
-        Raises:
-            CheckpointError: the config contradicts the sizes.
-        """
-        own = {"base_model": checkpoint.config.get("base_model_name_or_path"), "hidden_state": AFTER_NORM}
-        sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "inner_dim": inner_dim}
-        args = cls.derive(checkpoint.shapes, checkpoint.config | own, checkpoint.where, **sizes)
-        is_ibm = "input_hidden_dim" not in checkpoint.config  # Snowflake's key
-        if checkpoint.config.get("inner_dim") == 0:  # as wide as the target's hidden state
-            sizes["inner_dim"] = 0
-        checkpoint.compare(sizes | {"emb_dim" if is_ibm else "input_hidden_dim": hidden_size})
-        return args
 
     @property
     def max_depth(self) -> int:
@@ -112,7 +97,7 @@ class DrafterArgs(TrainableArgs):
         return cls(hidden_size, vocab_size, inner, depth, tied, scale_input=True, draft_vocab_size=draft_vocab_size)
 
     def describe(self) -> str:
-        return f"inner_dim {self.inner_dim}, stages {self.n_predict}{', tied' if self.tie_weights else ''}"
+        return f"inner_dim {self.inner_dim}, n_predict {self.n_predict}{', tied' if self.tie_weights else ''}"
 
 
 class BiasedRMSNorm(nn.Module):
@@ -126,10 +111,30 @@ class BiasedRMSNorm(nn.Module):
         return mx.fast.rms_norm(x, self.weight, EPS) + self.bias
 
 
-class Drafter(TrainableDrafter):
-    """An MLP speculator. Beyond the last depth, which no plan exceeds, the last stage is repeated."""
+class Speculator(TrainableDrafter):
+    """What MLP speculators and Arctic LSTMs share: they have their own token embeddings."""
 
     args: DrafterArgs
+
+    @property
+    def embeddings(self) -> list[Any]:
+        """Its token embeddings."""
+        raise NotImplementedError
+
+    def start_from(self, project: Project) -> None:
+        """Initialises output matrices and embeddings with the principal components of the target's embedding."""
+        project = scale_components(project)
+        super().start_from(project)
+        for embedding in self.embeddings:
+            columns = project(mx.arange(self.args.vocab_size), self.args.inner_dim)
+            embedding.weight = fill_columns(embedding.weight, columns)
+
+    def find_part(self, name: str) -> str:
+        return {"head": "head", "proj": "rnn", "emb": "embedding"}[name.partition(".")[0]]
+
+
+class Drafter(Speculator):
+    """An MLP speculator. Beyond the last depth, which no plan exceeds, the last stage is repeated."""
 
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__(args)
@@ -144,34 +149,18 @@ class Drafter(TrainableDrafter):
     def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
         """(..., I) the state after one more token."""
         state = self.args.start(hidden.astype(self.dtype)) if state is None else state
-        embedded = self.args.embedding_weight * _at(self.emb, depth)(tokens)
-        return nn.gelu(_at(self.ln, depth)(_at(self.proj, depth)(state) + embedded))
+        embedding, projection, norm = (each[min(depth, len(each) - 1)] for each in (self.emb, self.proj, self.ln))
+        return nn.gelu(norm(projection(state) + self.args.embedding_weight * embedding(tokens)))
 
     def features(self, hidden: mx.array, state: mx.array, depth: int) -> mx.array:
         """(..., I) the state itself."""
         return state
 
-    def start_from(self, project: Project) -> None:
-        """Initialises output matrices and embeddings with the principal components of the target's embedding."""
-        project = scale_components(project)
-        super().start_from(project)
-        for embedding in self.emb:
-            columns = project(mx.arange(self.args.vocab_size), self.args.inner_dim)
-            embedding.weight = fill_columns(embedding.weight, columns)
+    @property
+    def embeddings(self) -> list[Any]:
+        return self.emb
 
     @property
     def output_layers(self) -> list[nn.Module]:
         layers: list[Any] = self.head
         return layers
-
-    def find_part(self, name: str) -> str:
-        return find_part(name)
-
-
-def find_part(name: str) -> str:
-    """`Drafter.find_part` for MLP speculators and Arctic LSTMs."""
-    return {"head": "head", "proj": "rnn", "emb": "embedding"}[name.partition(".")[0]]
-
-
-def _at(stages: list[Any], depth: int) -> Any:
-    return stages[min(depth, len(stages) - 1)]

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, NamedTuple, Self
 
@@ -27,13 +27,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
-from ..engine.model_parts import AFTER_NORM, StateName
 from ..engine.source import Source
-from ..errors import CheckpointError, RedrafterError, join_lines
+from ..errors import RedrafterError
 from .cached import LayerCache, PairDrafter, PairSource
-from .checkpoint import Checkpoint, Config, Packed, Tensor, find_dtype_name, is_count
+from .checkpoint import Checkpoint, Config
 from .config import DrafterArgs as BaseArgs
-from .config import flag, get_object, nested
+from .config import get_object
 from .protocol import Embed, Head
 
 MODEL_TYPE = "mtp"
@@ -118,9 +117,6 @@ EXPERTS = {"up_proj": "fc1", "down_proj": "fc2"}
 SCALE_SUFFIX = "_scale_inv"
 """The suffix of the name of an FP8 tensor's scales."""
 
-PACKED = r".*\.(scales|biases|qweight|qzeros|g_idx|weight_(packed|shape|scale|scale_2)|input_scale)"
-"""The tensor names of unsupported quantizations."""
-
 
 class Layers(NamedTuple):
     """The multi-token-prediction layers of a checkpoint.
@@ -173,6 +169,43 @@ def recognises(names: Collection[str], config: Config) -> bool:
     return find_layers(names) is not None
 
 
+def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
+    """Renames the tensors of the first multi-token-prediction layer to our names; returns our config.
+
+    Copies of the target's matrices are left out.
+    """
+    places = {name: key for key, name in checkpoint.stored.items()}
+    layers, config = find_layers(places), checkpoint.config
+    assert layers is not None  # see `recognises`
+    text = get_object(config, "text_config") or config
+    given = str(text.get("model_type") if layers.is_split else config.get("model_type"))
+    model_type = given.removesuffix("_mtp").removesuffix("_text")
+    if model_type not in LAYERS:
+        model_type = model_type.removesuffix("_moe")
+    if model_type not in LAYERS:
+        raise ValueError(f"expected the multi-token-prediction layer of {', '.join(LAYERS)}, got {given!r:.40}")
+    if text.get("mtp_use_dedicated_embeddings"):
+        raise ValueError("a multi-token-prediction layer with its own embedding is not supported")
+    checkpoint.config = {**config, **({"quantization": config[OWN_QUANTIZATION]} if OWN_QUANTIZATION in config else {})}
+    checkpoint.tensors = {tail: checkpoint.tensors[places[name]] for tail, name in layers.names.items()}
+    checkpoint.stored = dict(layers.names)
+    multiply_scales(checkpoint)
+    checkpoint.rename(NAMES)
+    stack_experts(checkpoint)
+    tensors = checkpoint.tensors
+    if model_type == "ernie4_5" and tensors["fc.weight"].shape[0] > tensors["fc.weight"].shape[1]:
+        tensors["fc.weight"] = tensors["fc.weight"].T  # as in its first files
+    if not model_type.startswith("qwen"):
+        split_latent(checkpoint, text)
+    elif not layers.is_split:
+        tensors |= add_ones(tensors)
+    if layers.n_layers > 1:
+        count = f"the first of {layers.n_layers} multi-token-prediction layers"
+        checkpoint.notes.append(f"{count} is used at every depth")
+    layer_config = select_layer_config(text, model_type)
+    return {"hidden_size": text["hidden_size"], "vocab_size": text.get("vocab_size"), "layer_config": layer_config}
+
+
 @dataclass(frozen=True)
 class DrafterArgs(BaseArgs):
     """The config of a multi-token-prediction layer.
@@ -182,75 +215,10 @@ class DrafterArgs(BaseArgs):
         norm_output: whether the feature is normed.
     """
 
-    layer_config: dict[str, Any] = nested(MISSING)
-    norm_output: bool = flag(True)
+    layer_config: dict[str, Any]
+    norm_output: bool = True
     _: KW_ONLY
     model_type: str = field(default=MODEL_TYPE)
-
-    @classmethod
-    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """The arguments of the first multi-token-prediction layer; leaves out copies of the target's matrices.
-
-        Raises:
-            CheckpointError: the layer is not supported, or its config does not fit its tensors.
-        """
-        where, places = checkpoint.where, {name: key for key, name in checkpoint.stored.items()}
-        layers = find_layers(places)
-        assert layers is not None  # see `recognises`
-        config = checkpoint.config
-        text = get_object(config, "text_config", where) or config
-        given = str(text.get("model_type") if layers.is_split else config.get("model_type"))
-        model_type = given.removesuffix("_mtp").removesuffix("_text")
-        if model_type not in LAYERS:
-            model_type = model_type.removesuffix("_moe")
-        if model_type not in LAYERS:
-            got = f"{', '.join(LAYERS)}, got {given!r:.40}"
-            raise CheckpointError(f"{where}: expected the multi-token-prediction layer of {got}")
-        if text.get("mtp_use_dedicated_embeddings"):
-            raise CheckpointError(f"{where}: a multi-token-prediction layer with its own embedding is not supported")
-        if (own := config.get(OWN_QUANTIZATION)) is not None:
-            checkpoint.config = {**config, "quantization": own}
-        checkpoint.tensors = {tail: checkpoint.tensors[places[name]] for tail, name in layers.names.items()}
-        checkpoint.stored = dict(layers.names)
-        checkpoint.pack()
-        if packed := next((checkpoint.stored[tail] for tail in checkpoint.tensors if re.fullmatch(PACKED, tail)), None):
-            advice = "convert the repository that it was made from, and quantize with -q"
-            raise CheckpointError(f"{where} has an unsupported quantization ({packed}): {advice}")
-        checkpoint.tensors = dict(dequantize_blocks(checkpoint))
-        checkpoint.rename(NAMES, "multi-token-prediction layer")
-        tensors = stack_experts(checkpoint.tensors, where)
-        if model_type == "ernie4_5" and checkpoint.matrix("fc.weight")[0] > checkpoint.matrix("fc.weight")[1]:
-            tensors["fc.weight"] = tensors["fc.weight"].T  # as in its first files
-        if not model_type.startswith("qwen"):
-            tensors = split_latent(tensors, text, where)
-        elif not layers.is_split:
-            tensors |= add_ones(tensors)
-        checkpoint.tensors = tensors
-        if layers.n_layers > 1:
-            count = f"the first of {layers.n_layers} multi-token-prediction layers"
-            checkpoint.notes.append(f"{count} is used at every depth")
-        own = {
-            "hidden_size": checkpoint.matrix("fc.weight")[0],
-            "vocab_size": text.get("vocab_size"),
-            "layer_config": select_layer_config(text, model_type),
-            "hidden_state": AFTER_NORM,
-        }
-        return cls.derive(checkpoint.shapes, own, where)
-
-    def check(self, where: str) -> None:
-        place, own = f"{where}/config.json", self.layer_config
-        if own.get("model_type") not in LAYERS:
-            got = own.get("model_type")
-            raise CheckpointError(f"{place}: expected layer_config of {', '.join(LAYERS)}, got {got!r:.40}")
-        if own.get("hidden_size") != self.hidden_size:
-            got = own.get("hidden_size")
-            raise CheckpointError(f"{place}: expected hidden_size {self.hidden_size} in layer_config, got {got!r:.40}")
-        try:
-            make_layer(own)
-        except Exception as error:  # classes raise many types for impossible sizes
-            raise CheckpointError(
-                f"{place}: mlx-lm cannot make a layer of layer_config: {join_lines(error)}"
-            ) from error
 
     def describe(self) -> str:
         experts = self.layer_config.get("num_experts") or self.layer_config.get("n_routed_experts")
@@ -298,11 +266,7 @@ def _find_class(model_type: str, what: str) -> Any:
 
 
 class Blocks(nn.Module):
-    """Nemotron-H's blocks, one after another.
-
-    Raises:
-        ValueError: the config does not have exactly one block of attention.
-    """
+    """Nemotron-H's blocks, one after another."""
 
     def __init__(self, args: Any) -> None:
         super().__init__()
@@ -331,16 +295,10 @@ class Drafter(PairDrafter):
         self.layer = make_layer(args.layer_config)
 
     def open(self, model: nn.Module) -> Source:
-        """A source that drafts for one text of a target.
-
-        Raises:
-            RedrafterError: MLX cannot compute the experts in their dtype on this device.
-        """
         experts = [layer for name, layer in self.layer.named_modules() if "switch_mlp." in name and "weight" in layer]
         if any("scales" not in layer and layer.weight.dtype != mx.float32 for layer in experts) and is_cpu():
             raise RedrafterError("on a CPU MLX computes experts only in float32: convert with --dtype float32, or -q")
-        states: list[StateName] = [self.args.state_name]
-        return PairSource(self, model, states)
+        return PairSource(self, model, [self.args.state_name])
 
     def project(self, states: mx.array) -> mx.array:
         return states.astype(self.dtype)
@@ -378,23 +336,12 @@ class Drafter(PairDrafter):
         return "router" if name in ROUTERS else "blocks"
 
 
-def dequantize_blocks(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
-    """Yields (name, tensor) for all tensors; FP8 ones are multiplied by their blocks' scales, into bfloat16.
-
-    Raises:
-        CheckpointError: scales do not fit, or have no weight.
-    """
-    tensors, where = checkpoint.tensors, checkpoint.where
-    block = get_object(checkpoint.config, "quantization_config", where).get("weight_block_size") or [128, 128]
-    for name, tensor in tensors.items():
-        if name.endswith(SCALE_SUFFIX):
-            if name.removesuffix(SCALE_SUFFIX) not in tensors:
-                raise CheckpointError(f"{where}: expected {name.removesuffix(SCALE_SUFFIX)} beside {name}, got none")
-            continue
-        array = tensor if isinstance(tensor, mx.array | Packed) else checkpoint.read_tensor(name)
-        if name + SCALE_SUFFIX in tensors:
-            array = multiply_blocks(_unpack(array), tensors[name + SCALE_SUFFIX], block, f"{where}: {name}")
-        yield name, array
+def multiply_scales(checkpoint: Checkpoint) -> None:
+    """Multiplies FP8 tensors by their blocks' scales, into bfloat16."""
+    tensors = checkpoint.tensors
+    block = get_object(checkpoint.config, "quantization_config").get("weight_block_size") or [128, 128]
+    for name in [name for name in tensors if f"{name}{SCALE_SUFFIX}" in tensors]:
+        tensors[name] = multiply_blocks(tensors[name], tensors.pop(f"{name}{SCALE_SUFFIX}"), block)
 
 
 def add_ones(arrays: Mapping[str, Any]) -> dict[str, mx.array]:
@@ -405,69 +352,38 @@ def add_ones(arrays: Mapping[str, Any]) -> dict[str, mx.array]:
     return {name: array + 1 for name, array in norms.items() if reference_means[name] < MAX_ZERO_CENTERED_MEAN}
 
 
-def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], where: str) -> mx.array:
+def multiply_blocks(weight: mx.array, scales: mx.array, block: Sequence[int]) -> mx.array:
     """(..., M, N) bfloat16: FP8 numbers (e4m3, stored as uint8), each times its block's scale.
 
     Args:
         scales: (..., ceil(M / block[0]), ceil(N / block[1])).
-        where: the tensor's name, for errors.
-
-    Raises:
-        CheckpointError: dtypes or shapes do not fit.
     """
     rows, columns = block
-    expected = (*weight.shape[:-2], -(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns))
-    if weight.dtype != mx.uint8 or not isinstance(scales, mx.array) or scales.shape != expected:
-        got = f"{find_dtype_name(weight)} and scales of shape {tuple(scales.shape)}"
-        raise CheckpointError(f"{where}: expected FP8 with scales of shape {expected}, got {got}")
     factors = mx.repeat(mx.repeat(scales.astype(mx.float32), rows, axis=-2), columns, axis=-1)
     numbers = mx.from_fp8(weight, dtype=mx.float32) * factors[..., : weight.shape[-2], : weight.shape[-1]]
     return numbers.astype(mx.bfloat16)
 
 
-def stack_experts(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """The tensors with one array (E, ...) for each matrix of the experts. Files may store experts singly or fused.
-
-    Raises:
-        CheckpointError: an expert is missing.
-    """
-    made = dict(arrays)
-    experts: dict[str, dict[int, mx.array]] = {}
-    for name in arrays:
+def stack_experts(checkpoint: Checkpoint) -> None:
+    """Joins the experts' matrices into one array (E, ...) for each kind. Files may store experts singly or fused."""
+    tensors, experts = checkpoint.tensors, dict[str, dict[int, mx.array]]()
+    for name in list(tensors):
         if found := re.fullmatch(r"(layer\..*)\.experts\.(\d+)\.(\w+)\.weight", name):
             ours = EXPERTS.get(found[3], found[3]) if ".mixer" in found[1] else found[3]
-            experts.setdefault(f"{found[1]}.switch_mlp.{ours}.weight", {})[int(found[2])] = _unpack(made.pop(name))
+            experts.setdefault(f"{found[1]}.switch_mlp.{ours}.weight", {})[int(found[2])] = checkpoint.pop(name)
     for name, each in experts.items():
-        if missing := set(range(len(each))) - each.keys():
-            raise CheckpointError(f"incomplete drafter: {where} lacks expert {min(missing)}, holds {len(each)}")
-        made[name] = mx.concatenate([each[number][None] for number in range(len(each))])
-    if (both := made.pop("layer.mlp.experts.gate_up_proj", None)) is not None:
+        tensors[name] = mx.stack([each[number] for number in sorted(each)])
+    if (both := tensors.pop("layer.mlp.experts.gate_up_proj", None)) is not None:
         gate, up = mx.split(both, [both.shape[1] // 2], axis=1)
-        made |= {"layer.mlp.switch_mlp.gate_proj.weight": gate, "layer.mlp.switch_mlp.up_proj.weight": up}
-    if (down := made.pop("layer.mlp.experts.down_proj", None)) is not None:
-        made["layer.mlp.switch_mlp.down_proj.weight"] = down
-    return made
+        tensors |= {"layer.mlp.switch_mlp.gate_proj.weight": gate, "layer.mlp.switch_mlp.up_proj.weight": up}
+    if (down := tensors.pop("layer.mlp.experts.down_proj", None)) is not None:
+        tensors["layer.mlp.switch_mlp.down_proj.weight"] = down
 
 
-def split_latent(arrays: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """The tensors with the matrix of latent attention split into the two matrices of mlx-lm.
-
-    Raises:
-        CheckpointError: its rows do not fit the config.
-    """
-    made, at = dict(arrays), "layer.self_attn."
-    if (matrix := made.pop(f"{at}kv_b_proj.weight", None)) is None:
-        return made
-    matrix = _unpack(matrix)
-    sizes: list[Any] = [config.get(key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")]
-    heads, n_keys, n_values = sizes
-    if not all(map(is_count, sizes)) or matrix.ndim != 2 or matrix.shape[0] != heads * (n_keys + n_values):
-        layout = f"{heads} heads of {n_keys} and {n_values}"
-        raise CheckpointError(f"incomplete drafter: {where}: expected kv_b_proj for {layout}, got shape {matrix.shape}")
-    keys, values = mx.split(matrix.reshape(heads, -1, matrix.shape[-1]), [n_keys], axis=1)
-    return made | {f"{at}embed_q.weight": keys.swapaxes(-1, -2), f"{at}unembed_out.weight": values}
-
-
-def _unpack(tensor: Tensor) -> mx.array:
-    array: mx.array = tensor.dequantize() if isinstance(tensor, Packed) else tensor
-    return array
+def split_latent(checkpoint: Checkpoint, config: Config) -> None:
+    """Splits the matrix of latent attention, if there is one, into the two matrices of mlx-lm."""
+    at = "layer.self_attn."
+    if f"{at}kv_b_proj.weight" in checkpoint.tensors:
+        matrix, heads = checkpoint.pop(f"{at}kv_b_proj.weight"), config["num_attention_heads"]
+        keys, values = mx.split(matrix.reshape(heads, -1, matrix.shape[-1]), [config["qk_nope_head_dim"]], axis=1)
+        checkpoint.tensors |= {f"{at}embed_q.weight": keys.swapaxes(-1, -2), f"{at}unembed_out.weight": values}

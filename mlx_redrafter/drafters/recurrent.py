@@ -13,8 +13,8 @@ Parameters are named as in its checkpoints, so that its files load unchanged.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import mlx.core as mx
@@ -22,8 +22,7 @@ import mlx.nn as nn
 
 from ..engine.beam_search import State
 from ..errors import CheckpointError
-from .checkpoint import DRAFT_IDS, DRAFTERS, Checkpoint, Config, is_count
-from .config import count, flag, size
+from .checkpoint import DRAFT_IDS, Checkpoint, Config
 from .protocol import Embed
 from .trainable import TrainableArgs, TrainableDrafter
 
@@ -33,13 +32,15 @@ HEAD = "lm_head.weight"
 """TensorRT-LLM's name for the output matrix; Apple's has a number. Many base models have this name, too."""
 
 NAMES = (
-    (r"rnn_u\.(?:weight|bias)|rnn_w\.weight|draft_ids|lm_head\.weight", r"\g<0>"),
     (r"input_proj(?:s(?:\.0)?)?\.(weight|bias)", r"input_proj.\1"),
     (r"(?:lm_heads?\.(?:0\.(?=\d))?|0\.)(\d{1,3}\.(?:linear\.(?:weight|bias)|weight))", r"lm_head.\1"),
     (r"layers\.(\d{1,3}\.linear\.(?:weight|bias))", r"lm_head.\1"),
     (r"emb_norm\.weight", ""),  # from Apple's internal trainer; no forward uses it
 )
 """Apple's names and their older forms, and those of NeMo-Skills, ModelOpt and TensorRT-LLM."""
+
+OURS = r"(?:(?:rnn_[uw]|input_proj|lm_head(?:\.\d+)?(?:\.linear)?)\.(?:weight|bias|scales|biases)|draft_ids)"
+"""Our names, and `HEAD`."""
 
 TENSORRT_LLM = {
     "redrafter_exit_dim": "exit_dim",
@@ -57,6 +58,41 @@ def recognises(names: Collection[str], config: Config) -> bool:
     return True
 
 
+def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
+    """Renames the tensors of a drafter in Apple's format, which is also ours, to our names; returns its config.
+
+    Sizes that the config does not give follow from the tensors. The config beside some drafters is their base model's.
+    """
+    checkpoint.rename(NAMES)
+    tensors, where = checkpoint.tensors, checkpoint.where
+    unknown = [checkpoint.stored[name] for name in tensors if not re.fullmatch(OURS, name)]
+    if unknown or tensors.keys() <= {HEAD}:
+        why = f"it holds {unknown[0]!r}" if unknown else "it holds at most an output matrix"
+        raise CheckpointError(f"{where} is not a drafter: {why}; a smaller language model is given as --draft-model")
+    blocks = checkpoint.count(r"lm_head\.(\d+)\.linear\.weight")
+    head = f"lm_head.{blocks}.weight"
+    if HEAD in tensors and head not in tensors:
+        tensors[head] = tensors.pop(HEAD)
+    rows, exit_dim = checkpoint.shape(head)
+    hidden_size = checkpoint.shape("input_proj.weight" if "input_proj.weight" in tensors else head)[1] // 2
+    found: Config = {"hidden_size": hidden_size, "exit_dim": exit_dim, "num_draft_layers": blocks}
+    found |= {"rnn": "rnn_w.weight" in tensors, "hidden_state": None}
+    if found["rnn"]:
+        found["hidden_size"] = checkpoint.shape("rnn_w.weight")[0]
+    if DRAFT_IDS not in tensors:
+        found["vocab_size"] = rows
+    config = {TENSORRT_LLM.get(key, key): value for key, value in checkpoint.config.items()}
+    if config.get("model_type", MODEL_TYPE) != MODEL_TYPE:
+        config = {"vocab_size": config.get("vocab_size")}
+    found |= {key: value for key, value in config.items() if value not in (None, -1)}
+    padding = rows - found["vocab_size"] if DRAFT_IDS not in tensors else 0
+    if 0 < padding < PADDING * checkpoint.n_ranks:
+        tensors[head] = tensors[head][: rows - padding]
+        said = f"config.json says vocab_size {rows - padding}"
+        checkpoint.notes.append(f"the last {padding} rows of the head are left out: {said}")
+    return found
+
+
 @dataclass(frozen=True)
 class DrafterArgs(TrainableArgs):
     """The config of a recurrent drafter.
@@ -67,9 +103,9 @@ class DrafterArgs(TrainableArgs):
         rnn: whether the state is gated as above; if not, s_t = e_t + s_{t-1}.
     """
 
-    exit_dim: int = size()
-    num_draft_layers: int = count(least=0)
-    rnn: bool = flag(True)
+    exit_dim: int
+    num_draft_layers: int
+    rnn: bool = True
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
     SIZES, MEASURED = ("exit_dim", "num_draft_layers"), "exit_dim"
@@ -90,81 +126,6 @@ class DrafterArgs(TrainableArgs):
         """Widths from 1/16 to 2 times the target's, with one block and with two."""
         widths = {max(64, int(times * hidden_size) // 32 * 32) for times in (2, 1, 0.5, 0.25, 0.125, 0.0625)}
         return [{"exit_dim": width, "num_draft_layers": layers} for width in widths for layers in (1, 2)]
-
-    @classmethod
-    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """The arguments of a drafter in Apple's format, which is also ours; renames its tensors to our names.
-
-        Raises:
-            CheckpointError: it is not one recurrent drafter, or its config does not fit its tensors.
-        """
-        checkpoint.rename(NAMES, MODEL_TYPE)
-        if checkpoint.tensors.keys() == {HEAD} and not DRAFTERS.search(checkpoint.stored[HEAD]):
-            names = [*checkpoint.stored.values()]
-            raise CheckpointError(f"{checkpoint.where} holds no drafter: its tensors are {names}")
-        if HEAD in checkpoint.tensors:
-            blocks = checkpoint.count(r"lm_head\.(\d+)\.linear\.weight")
-            head = f"lm_head.{blocks}.weight"
-            if head in checkpoint.tensors:
-                both = f"{checkpoint.stored[head]!r} and {checkpoint.stored[HEAD]!r}"
-                raise CheckpointError(f"{checkpoint.where} holds two drafters: {both}")
-            checkpoint.tensors[head] = checkpoint.tensors.pop(HEAD)
-        for name in checkpoint.tensors:
-            if name.endswith(".weight"):
-                checkpoint.matrix(name)
-        config = {TENSORRT_LLM.get(key, key): value for key, value in checkpoint.config.items()}
-        if not (is_own := config.get("model_type", MODEL_TYPE) == MODEL_TYPE):  # it is a base model's
-            config = {"vocab_size": config.get("vocab_size")}
-        args = cls.derive(checkpoint.shapes, config, checkpoint.where)
-        vocab_size, most = config.get("vocab_size"), PADDING * checkpoint.n_ranks
-        if is_count(vocab_size) and 0 < (padding := args.n_guesses - vocab_size) < most:
-            checkpoint.notes.append(
-                f"the last {padding} rows of the head are left out: config.json says vocab_size {vocab_size}"
-            )
-            head = f"lm_head.{args.num_draft_layers}.weight"
-            checkpoint.tensors[head] = checkpoint.tensors[head][:vocab_size]
-            args = replace(args, vocab_size=vocab_size)
-        if is_own:
-            checkpoint.config = config
-            checkpoint.compare(args.list_config_values())
-        return args
-
-    @classmethod
-    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str, **sizes: Any) -> Self:
-        """The arguments of a drafter, with all sizes from tensor shapes.
-
-        Args:
-            config: its sizes are ignored, except the vocabulary size if there is a draft vocabulary.
-            where: the checkpoint's name, for errors.
-
-        Raises:
-            CheckpointError: it is not a recurrent drafter.
-        """
-        layers = max((int(found[1]) for name in shapes if (found := re.match(r"lm_head\.(\d+)\.", name))), default=0)
-        head = shapes.get(f"lm_head.{layers}.weight")
-        if head is None:
-            raise CheckpointError(
-                f"not a drafter: {where} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}"
-            )
-        exit_dim = head[-1]
-        if rnn := "rnn_w.weight" in shapes:
-            hidden_size = shapes["rnn_w.weight"][0]
-        else:
-            hidden_size = shapes.get("input_proj.weight", head)[-1] // 2
-        vocab_size: Any = head[0]
-        if DRAFT_IDS in shapes:  # no tensor shows the target's vocabulary size
-            vocab_size = config.get("vocab_size")
-            if not is_count(vocab_size) or vocab_size < head[0]:
-                got = f"at least {head[0]}, got {vocab_size!r:.40}"
-                raise CheckpointError(f"{where}: with draft_ids, config.json must say vocab_size, {got}")
-        sizes |= {
-            "hidden_size": hidden_size,
-            "vocab_size": vocab_size,
-            "exit_dim": exit_dim,
-            "num_draft_layers": layers,
-        }
-        args = super().derive(shapes, config, where, **sizes, rnn=rnn)
-        return replace(args, draft_vocab_size=head[0] if DRAFT_IDS in shapes else None)
 
 
 class ResidualBlock(nn.Module):

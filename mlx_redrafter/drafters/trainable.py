@@ -43,9 +43,8 @@ class TrainableArgs(DrafterArgs):
 
     def explain_fixed(self) -> str | None:
         """Why training cannot continue from a drafter of these sizes; None if it can."""
-        return (
-            f"it reads {self.describe_states()}, expected that after the final norm" if self.reads_before_norm else None
-        )
+        reads = f"it reads {self.describe_states()}, expected that after the final norm"
+        return reads if self.reads_before_norm else None
 
     @classmethod
     def sizes_to_try(cls, hidden_size: int) -> list[dict[str, int]]:
@@ -100,9 +99,6 @@ class TrainableDrafter(Drafter):
         """The output matrix of the guess after `depth` + 1 tokens; the last one for all deeper guesses."""
         layers = self.output_layers
         return layers[min(depth, len(layers) - 1)]
-
-    def share(self, model: nn.Module) -> None:
-        """Stores parts of the target that it uses in training but does not train; most kinds have none."""
 
     def start_from(self, project: Project) -> None:
         """Initialises an untrained drafter from the target's embedding, in which similar tokens are close.
