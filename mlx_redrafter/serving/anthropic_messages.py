@@ -109,11 +109,7 @@ def make_block(segment: Segment) -> dict[str, Any]:
 
 
 def read_messages(body: CountTokensBody) -> list[Message]:
-    """Returns the system prompt and the messages in chat-completions format.
-
-    Raises:
-        ApiError: a message has an unknown role or content of the wrong type.
-    """
+    """Returns the system prompt and the messages in chat-completions format."""
     blocks = body.system if isinstance(body.system, list) else [{"type": "text", "text": body.system or ""}]
     texts = [join_parts([block], "system") for block in blocks]
     system = "\n\n".join(text for text in texts if not text.startswith(BILLING_PREFIX))
@@ -126,9 +122,6 @@ def read_message(message: dict[str, Any], at: int) -> list[Message]:
 
     Args:
         at: its index, for errors.
-
-    Raises:
-        ApiError: the role is unknown, or the content has the wrong type.
     """
     role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
     if role not in ("user", "assistant", "system"):

@@ -117,11 +117,7 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
 
 
 async def answer_request(service: Service, api: type[Completion[Any]], request: Request) -> Response:
-    """Returns the reply to a request of an API.
-
-    Raises:
-        RedrafterError: the request is refused, or generation fails; see `handle_error`.
-    """
+    """Returns the reply to a request of an API."""
     body = parse_body(api.body_type, await request.body())
     service.check_model(body.model)
     completion = api(service, body)
@@ -253,11 +249,7 @@ def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set
 
 
 def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool) -> None:
-    """Checks Origin, Host and key.
-
-    Raises:
-        ApiError: Origin or Host is not allowed, or the key is missing or wrong.
-    """
+    """Checks Origin, Host and key."""
     host, origin = headers.get("host", ""), headers.get("origin")
     is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
     if not (origin is None or is_own_page or {"*", origin} & set(args.allowed_origins)):

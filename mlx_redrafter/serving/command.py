@@ -20,11 +20,7 @@ REQUEST_OPTIONS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_thresho
 
 
 def run() -> int:
-    """Serves until a signal; returns the exit status.
-
-    Raises:
-        RedrafterError: see `check_args` and `process.serve`.
-    """
+    """Serves until a signal; returns the exit status."""
     args = check_args(make_parser().parse_args())
     from .process import serve  # not needed for --help
 
@@ -64,11 +60,7 @@ def make_parser() -> Parser:
 
 
 def parse_size(text: str) -> int:
-    """Returns a number of bytes from a text with an optional unit.
-
-    Raises:
-        ArgumentTypeError: the text is not a number of bytes.
-    """
+    """Returns a number of bytes from a text with an optional unit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
@@ -77,22 +69,14 @@ def parse_size(text: str) -> int:
 
 
 def read_key(name: str) -> str:
-    """Returns the key in a file; on ranks other than 0, which do not need it, a placeholder.
-
-    Raises:
-        OSError, ValueError: the file cannot be read, or is not UTF-8.
-    """
+    """Returns the key in a file; on ranks other than 0, which do not need it, a placeholder."""
     if ranks.get_rank():
         return "none"
     return Path(name).expanduser().read_text(encoding="utf-8")
 
 
 def check_args(args: argparse.Namespace) -> argparse.Namespace:
-    """Checks the flags before anything is loaded, and adds the decoding options as `options`.
-
-    Raises:
-        RedrafterError: flags exclude each other or are out of range.
-    """
+    """Checks the flags before anything is loaded, and adds the decoding options as `options`."""
     check_demo_flags(args.model, args)
     if args.chat_template and args.model is None:
         raise RedrafterError("--chat-template needs --model: the packaged demo takes no template")

@@ -55,11 +55,7 @@ Tools = dict[str, Tool]
 
 
 def arrange(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages in a form that chat templates accept, see above; each content is one text.
-
-    Raises:
-        ApiError: there is no message, one is malformed, or the last one has no text.
-    """
+    """Returns the messages in a form that chat templates accept, see above; each content is one text."""
     flat = [flatten(message, f"messages[{at}]") for at, message in enumerate(messages)]
     if not flat:
         raise ApiError("expected a message to answer, got only items that this server ignores")
@@ -87,11 +83,7 @@ def arrange(messages: Sequence[Message]) -> list[Message]:
 
 
 def flatten(message: Message, where: str) -> Message:
-    """Returns a message with one text as content, the role "system" for "developer", and parsed tool calls.
-
-    Raises:
-        ApiError: the message is malformed.
-    """
+    """Returns a message with one text as content, the role "system" for "developer", and parsed tool calls."""
     role = message.get("role")
     if not isinstance(role, str):
         raise ApiError(f"{where}.role must be a string, got {role!r:.100}")
@@ -140,11 +132,7 @@ def wrap_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_parts(content: Any, where: str) -> str:
-    """Returns the text of a content: a string, a list of parts, or None. Parts without text become placeholders.
-
-    Raises:
-        ApiError: the content has another type.
-    """
+    """Returns the text of a content: a string, a list of parts, or None. Parts without text become placeholders."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -156,11 +144,7 @@ def join_parts(content: Any, where: str) -> str:
 
 
 def read_part(part: dict[str, Any]) -> Any:
-    """Returns the text of a part, or a placeholder.
-
-    Raises:
-        ApiError: the content of a document has the wrong type.
-    """
+    """Returns the text of a part, or a placeholder."""
     kind, source = str(part.get("type")), part.get("source")
     if kind in TEXT_PARTS:
         return part.get("text", part.get("refusal"))
@@ -175,11 +159,7 @@ def read_part(part: dict[str, Any]) -> Any:
 
 
 def read_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tool call with parsed arguments; a custom tool's call becomes a function call.
-
-    Raises:
-        AttributeError, KeyError, TypeError: the call is malformed.
-    """
+    """Returns a tool call with parsed arguments; a custom tool's call becomes a function call."""
     if "custom" in call:
         return make_call(call.get("id"), call["custom"]["name"], {"input": call["custom"]["input"]})
     function = call["function"]
@@ -210,11 +190,7 @@ def join_name(name: str, namespace: str | None) -> str:
 
 
 def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespace: str | None = None) -> Tools:
-    """Returns the tools of a request of any API, by the name that the model sees.
-
-    Raises:
-        ApiError: a tool is malformed.
-    """
+    """Returns the tools of a request of any API, by the name that the model sees."""
     tools: Tools = {}
     for at, tool in enumerate(given):
         kind, place = str(tool.get("type") or "function"), f"{where}[{at}]"
@@ -232,11 +208,7 @@ def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespa
 
 
 def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str | None) -> Tool:
-    """Reads a function or a custom tool. The model sees all fields of a function from chat completions.
-
-    Raises:
-        ApiError: the tool is malformed.
-    """
+    """Reads a function or a custom tool. The model sees all fields of a function from chat completions."""
     own, shown = tool, dict[str, Any]()
     if "input_schema" in tool:  # as in messages
         kind, own = "function", {**tool, "parameters": tool["input_schema"]}
@@ -262,9 +234,6 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
 
     Returns:
         The tools that may be called, and those of which one must be called.
-
-    Raises:
-        ApiError: the choice is malformed, or names a tool that is not given.
     """
     choice = choice if isinstance(choice, dict) else {"type": choice}
     match kind := choice.get("type", "auto"):
@@ -283,11 +252,7 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
 
 
 def find_tool(tools: Tools, name: Any) -> Tools:
-    """Returns the tool with this name.
-
-    Raises:
-        ApiError: no tool has this name.
-    """
+    """Returns the tool with this name."""
     for shown, tool in tools.items():
         if name in (tool.name, shown):
             return {shown: tool}

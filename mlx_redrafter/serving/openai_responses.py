@@ -126,9 +126,6 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
 
     Calls of any kind become function calls, and their outputs tool results. Items of tools that run on the API's own
     servers are ignored.
-
-    Raises:
-        ApiError: an item is malformed, or refers to one that is not kept.
     """
     messages: list[Message] = []
 

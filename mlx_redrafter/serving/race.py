@@ -28,11 +28,7 @@ PORT = 8090
 
 
 def run() -> int:
-    """Serves the page and the APIs until a signal; returns the exit status.
-
-    Raises:
-        RedrafterError: see `check_args` and `process.serve`.
-    """
+    """Serves the page and the APIs until a signal; returns the exit status."""
     args = check_args(make_race_parser().parse_args())
     from .process import serve  # not needed for --help
 

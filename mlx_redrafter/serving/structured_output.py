@@ -52,9 +52,6 @@ class GrammarCompiler:
         Args:
             state: see `Prompt`; with "reasoning" the grammar begins after the end of the reasoning.
             unless: token ids with which the answer may begin instead; the rest of it is then free.
-
-        Raises:
-            ApiError: a schema is invalid or too large, or no answer can follow it.
         """
         matcher, ignored = self._match(constraint, unless), list[str]()
         if matcher.is_error():
@@ -173,11 +170,7 @@ class SchemaGrammar:
         return not self.matcher.is_stopped() and self.matcher.try_consume_tokens([token]) == 1
 
     def find_mask(self) -> NDArray[np.bool_] | None:
-        """Returns the mask of allowed tokens, (V,); None if all are allowed.
-
-        Raises:
-            SchemaNotFollowed: the grammar is too complex for llguidance.
-        """
+        """Returns the mask of allowed tokens, (V,); None if all are allowed."""
         if self._is_free or self._begins_after:
             return None
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
