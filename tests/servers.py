@@ -27,7 +27,7 @@ from mlx_redrafter.serving.completion import Service
 from mlx_redrafter.serving.metrics import Metrics
 from mlx_redrafter.serving.process import Server, bind, format_url, load_service
 from mlx_redrafter.serving.request import TokenEvent
-from mlx_redrafter.serving.types import Counters, RequestError
+from mlx_redrafter.serving.types import ApiError, Counters
 
 PATIENCE = 60.0
 """Timeout in seconds, generous for busy machines; passing tests never wait that long."""
@@ -206,7 +206,7 @@ class ScriptedWorker:
         if self.refusal is not None:
             raise self.refusal
         if not prompt:
-            raise RequestError("the prompt is empty")
+            raise ApiError("the prompt is empty")
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
         ids: list[int | Exception | threading.Event] = []
         for part in text:

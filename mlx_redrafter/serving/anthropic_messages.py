@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from .completion import Answer, Completion, Event, Service
 from .conversation import Message, choose_tools, join_parts, make_call, read_tools
-from .schemas import ApiError, CountTokensBody, MessagesBody
+from .schemas import CountTokensBody, MessagesBody
 from .text_stream import Segment
+from .types import ApiError
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
                503: "overloaded_error"}  # fmt: skip

@@ -27,11 +27,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import RedrafterError
 from .anthropic_messages import CountTokens, Messages
-from .completion import Answer, Completion, Event, Service, make_api_error, make_prompt
+from .completion import Answer, Completion, Event, Service, make_prompt
 from .openai_completions import ChatCompletions, Completions
 from .openai_responses import Responses
-from .schemas import ApiError, parse_body
-from .types import GenerationFailed
+from .schemas import parse_body
+from .types import ApiError, GenerationFailed
 
 APIS: dict[str, type[Completion[Any]]] = {
     "/v1/chat/completions": ChatCompletions,
@@ -169,7 +169,7 @@ async def stream_events(completion: Completion[Any], answer: Answer) -> AsyncIte
         async for event in completion.render_events(answer):
             yield format_event(event)
     except GenerationFailed as error:
-        yield format_event(completion.describe_failure(make_api_error(error)))
+        yield format_event(completion.describe_failure(error))
     if completion.last_line:
         yield completion.last_line
 
@@ -213,14 +213,13 @@ async def handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         expected = f"expected one of {', '.join(APIS)}" if error.status_code == 404 else error.detail
         error = ApiError(expected, error.status_code, headers=error.headers)
-    elif isinstance(error, ClientDisconnect):
-        error = ApiError("the body is incomplete")  # the client is gone
-    elif not isinstance(error, RedrafterError):
+    elif not isinstance(error, RedrafterError | ClientDisconnect):
         logging.error("Request failed", exc_info=error)
         error = ApiError("the server failed; see its log", 500)
-    api_error = make_api_error(error)
+    elif not isinstance(error, ApiError):
+        error = ApiError(str(error))
     api = APIS.get(f"/v1{request.url.path.removeprefix('/v1')}", ChatCompletions)
-    return JSONResponse(api.describe_error(api_error), api_error.status, api_error.headers)
+    return JSONResponse(api.describe_error(error), error.status, error.headers)
 
 
 def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set[str]) -> ASGIApp:

@@ -24,15 +24,22 @@ from .conversation import Message, Tool, Tools, arrange, list_variants
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import FinishReason, Request, TokenEvent
-from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
+from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
 from .structured_output import Constraint, GrammarCompiler
 from .text_stream import Segment, TextStream
+from .types import ApiError
 from .worker import Worker
 
 Event = dict[str, Any]
 
 NO_DRAFT_MODEL = "none"
 """A `draft_model` that requests plain decoding, for clients that cannot send null."""
+
+CODES = {
+    400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
+    503: "server_overloaded",
+}  # fmt: skip
+"""HTTP status -> the default `code` of an error."""
 
 ANY_NAME = "*"
 """A served name that lets requests use any name."""
@@ -167,7 +174,8 @@ class Completion(ABC, Generic[AnyBody]):
     def describe_error(error: ApiError) -> Event:
         """Returns an error in OpenAI's format."""
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+        code = error.code or CODES.get(error.status, "server_error")
+        return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
 
     def describe_failure(self, error: ApiError) -> Event:
         """Returns the last event of a stream that failed."""
@@ -305,10 +313,3 @@ class Answer:
 def describe_tools(tools: Tools) -> list[dict[str, Any]]:
     """Returns tools in the format of chat templates and mlx-lm's parsers."""
     return [{"type": "function", "function": tool.function} for tool in tools.values()]
-
-
-def make_api_error(error: RedrafterError) -> ApiError:
-    """Converts an error to an `ApiError`."""
-    if isinstance(error, ApiError):
-        return error
-    return ApiError(str(error), getattr(error, "status", 400), getattr(error, "code", None))

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from .schemas import ApiError, log_once
+from .schemas import log_once
+from .types import ApiError
 
 Message = dict[str, Any]
 

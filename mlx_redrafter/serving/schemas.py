@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -20,37 +19,16 @@ from pydantic import (
     model_validator,
 )
 
-from ..errors import RedrafterError
 from ..json_objects import parse_object
 from ..options import OPTION_NAMES
 from .request import PENALTIES
+from .types import ApiError
 
 DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model of the command line; also accepted for its drafter."""
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
-CODES = {
-    400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
-    503: "server_overloaded",
-}  # fmt: skip
-"""HTTP status -> the default `code` of an error."""
-
-
-class ApiError(RedrafterError):
-    """A request was refused or failed.
-
-    Args:
-        status: HTTP status.
-        code: the error code for programs; None takes the default of the status.
-        headers: headers of the reply.
-    """
-
-    def __init__(
-        self, message: str, status: int = 400, code: str | None = None, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.headers = status, code or CODES.get(status, "server_error"), headers
 
 
 def unwrap_prompt(given: Any) -> Any:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from ..errors import join_lines
 from .json_schemas import drop_refused
-from .schemas import ApiError, log_once
-from .types import SchemaNotFollowed
+from .schemas import log_once
+from .types import ApiError, SchemaNotFollowed
 
 WHITESPACE = r"[ \n]{1,24}"
 """Whitespace between the parts of an object. Without the limit some models never stop."""

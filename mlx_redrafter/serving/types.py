@@ -1,28 +1,34 @@
-"""Errors and counters of the worker.
-
-An error may have a `status`, the HTTP status if that is not 400, and a `code`.
-"""
+"""Errors of the server, and the worker's counters."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..engine.stats import Stats
 from ..errors import RedrafterError
 
 
-class RequestError(RedrafterError):
-    """A request cannot be served: a value is out of range, or the prompt is empty or too long."""
+class ApiError(RedrafterError):
+    """A request was refused or failed.
+
+    Args:
+        status: HTTP status; None takes the default of the class.
+        code: the error code for programs; None takes the default of the status.
+        headers: headers of the reply.
+    """
+
+    status = 400
+
+    def __init__(
+        self, message: str, status: int | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.headers = status or self.status, code, headers
 
 
-class ContextLengthExceeded(RequestError):
-    """The prompt leaves no room for an answer in the model's context."""
-
-    code = "context_length_exceeded"
-
-
-class GenerationFailed(RedrafterError):
+class GenerationFailed(ApiError):
     """Generation ended with an error of the server."""
 
     status = 500

@@ -36,10 +36,9 @@ from ..pair import Pair
 from .request import Request
 from .scheduler import Scheduler
 from .types import (
-    ContextLengthExceeded,
+    ApiError,
     Counters,
     GenerationFailed,
-    RequestError,
     ServerClosing,
 )
 
@@ -181,23 +180,24 @@ class Worker:
     def _make_request(self, loop: asyncio.AbstractEventLoop | None, prompt: list[int], **asked: Any) -> Request:
         length = self.context_length
         if not prompt:
-            raise RequestError("the prompt is empty: expected at least one token")
+            raise ApiError("the prompt is empty: expected at least one token")
         if length is not None and len(prompt) >= length:
-            raise ContextLengthExceeded(
+            raise ApiError(
                 f"prompt is too long: {len(prompt)} tokens > {length} maximum; the model's maximum context length is "
-                f"{length} tokens, including the answer"
+                f"{length} tokens, including the answer",
+                code="context_length_exceeded",
             )
         vocab_size = self._pair.vocab_size
         for name, ids in (("token ids", prompt), ("logit_bias token ids", asked.get("logit_bias") or ())):
             for extreme in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= extreme < vocab_size:
-                    raise RequestError(f"{name} must be from 0 to {vocab_size - 1}, got {extreme}")
+                    raise ApiError(f"{name} must be from 0 to {vocab_size - 1}, got {extreme}")
         room = None if length is None else length - len(prompt)
         try:
             request = Request(loop, self._defaults, self._tokenizer.eos_token_ids, room, prompt, **asked)
             request.options.make_sampler(0).check(vocab_size)  # `asked` has a seed, so 0 is not used
         except ValueError as error:
-            raise RequestError(join_lines(error)) from error
+            raise ApiError(join_lines(error)) from error
         return request
 
     def _drop_waiting(self, error: Exception | None = None) -> None:

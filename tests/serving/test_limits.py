@@ -15,7 +15,7 @@ from servers import PATIENCE, Running, ScriptedWorker, ask, events_of, parse_fla
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.types import (
-    ContextLengthExceeded,
+    ApiError,
     GenerationFailed,
     ServerClosing,
 )
@@ -119,7 +119,7 @@ def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], mos
 
 
 def test_a_prompt_that_is_too_long_has_its_own_error_code(scripted: Scripted) -> None:
-    scripted[1].refusal = ContextLengthExceeded("prompt is too long: 9 tokens > 8 maximum")
+    scripted[1].refusal = ApiError("prompt is too long", code="context_length_exceeded")
     for path, body in ((TEXT, {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
         reply = ask(scripted[0], path, body)
         assert (reply.status, reply.json["error"]["code"]) == (400, "context_length_exceeded")

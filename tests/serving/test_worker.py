@@ -27,9 +27,8 @@ from mlx_redrafter.serving.prompt_cache import PromptCache
 from mlx_redrafter.serving.request import Request, TokenEvent
 from mlx_redrafter.serving.structured_output import GrammarCompiler
 from mlx_redrafter.serving.types import (
-    ContextLengthExceeded,
+    ApiError,
     GenerationFailed,
-    RequestError,
     ServerClosing,
 )
 from mlx_redrafter.serving.worker import Worker
@@ -673,7 +672,7 @@ def test_invalid_requests_are_refused(fields: dict[str, Any], message: str) -> N
         worker.submit(**({"prompt": [1, 2]} | fields))
 
     with running() as worker:
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(ApiError, match=message):
             asyncio.run(main(worker))
         assert worker.n_queued == len(worker.scheduler.rows) == 0
 
@@ -706,7 +705,7 @@ def test_the_context_length_limits_prompt_and_answer() -> None:
         assert len(generate(worker, ask(make_prompt(19)))[0]) == 1
         for size in (20, 30):
             said = rf"prompt is too long: {size} tokens > 20 maximum.* maximum context length is 20 tokens"
-            with pytest.raises(ContextLengthExceeded, match=said):
+            with pytest.raises(ApiError, match=said):
                 generate(worker, ask(make_prompt(size)))
 
 
