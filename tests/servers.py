@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -31,6 +32,15 @@ from mlx_redrafter.serving.types import ApiError, Counters
 
 PATIENCE = 60.0
 """Timeout in seconds, generous for busy machines; passing tests never wait that long."""
+
+USER: Any = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": USER, "max_tokens": 99},
+}
+"""The smallest request of each API."""
 
 CHAT_TEMPLATE = """{%- for tool in tools or [] %}<tool_call> is how to call {{ tool.function.name }}
 {% endfor %}{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for tool_call in m.tool_calls or [] %}
@@ -112,6 +122,15 @@ def ask(
         return Reply(reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read())
     finally:
         connection.close()
+
+
+def send_request(server: Running, path: str, **fields: Any) -> socket.socket:
+    """Opens a connection and sends a request."""
+    raw = json.dumps(BODIES[path] | fields).encode()
+    connection = socket.create_connection(server.address, timeout=PATIENCE)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
+    connection.sendall(head.encode() + raw)
+    return connection
 
 
 def events_of(reply: Reply) -> list[Any]:

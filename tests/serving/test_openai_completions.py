@@ -235,9 +235,10 @@ def test_logprobs_have_the_bytes_of_each_token(scripted: Scripted) -> None:
     assert [each["bytes"] for each in made[:-1]] == [[byte] for byte in "a€".encode()]
 
 
-def test_models_are_listed(openai_client: openai.OpenAI) -> None:
+def test_models_are_listed(demo: Running, openai_client: openai.OpenAI) -> None:
     assert [model.id for model in openai_client.models.list()] == ["demo"]
     assert openai_client.models.retrieve("demo").id == "demo"
+    assert ask(demo, "/v1/models/").json == ask(demo, "/v1/models").json
     for ask_for in (
         lambda: openai_client.models.retrieve("gpt-5"),
         lambda: openai_client.completions.create(model="gpt-5", prompt="x"),

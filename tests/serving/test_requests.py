@@ -6,27 +6,21 @@ import json
 from typing import Any
 
 import pytest
+import servers
 from anthropic.types.beta import message_create_params as beta_message_params
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
-from servers import Running, ScriptedWorker, ask
+from servers import USER, Running, ScriptedWorker, ask
 
 from mlx_redrafter.serving.app import APIS
 
 Scripted = tuple[Running, ScriptedWorker]
-USER = [{"role": "user", "content": "Hi"}]
 CHAT: dict[str, Any] = {"messages": USER}
 TOOL = {"type": "function", "function": {"name": "f"}}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": {"prompt": "x"},
-    "/v1/responses": {"input": "x"},
-    "/v1/messages": {"messages": USER, "max_tokens": 3},
-    "/v1/messages/count_tokens": {"messages": USER},
-}
+BODIES = servers.BODIES | {"/v1/messages/count_tokens": {"messages": USER}}
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import socket
 import threading
 import time
 from typing import Any
@@ -12,19 +10,12 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from servers import PATIENCE, Running, ScriptedWorker, until
+from servers import BODIES, USER, Running, ScriptedWorker, send_request, until
 
 from mlx_redrafter.serving import app
 
 Scripted = tuple[Running, ScriptedWorker]
-USER: Any = [{"role": "user", "content": "Hi"}]
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": USER},
-    "/v1/completions": {"prompt": "x"},
-    "/v1/responses": {"input": "x"},
-    "/v1/messages": {"messages": USER, "max_tokens": 99},
-}
 
 
 class Pauses:
@@ -94,15 +85,6 @@ def test_anthropics_client_accepts_empty_events(pauses: Pauses, scripted_anthrop
     assert pauses.empty >= 4 and [block.type for block in made.content] == ["text", "tool_use"]
     assert (made.content[0].text, made.content[1].input, made.stop_reason) == ("I look.", {"a": 1}, "tool_use")
     assert made.usage.output_tokens > 9
-
-
-def send_request(server: Running, path: str, **fields: Any) -> socket.socket:
-    """Opens a connection and sends a request."""
-    raw = json.dumps(BODIES[path] | fields).encode()
-    connection = socket.create_connection(server.address, timeout=PATIENCE)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
-    connection.sendall(head.encode() + raw)
-    return connection
 
 
 @pytest.mark.parametrize("path", BODIES)
