@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -212,15 +213,16 @@ def test_wrong_token_counts_are_refused(counts: Any, size: int, tmp_path: Path) 
         convert(publish("medusa", tmp_path / "in"), tmp_path / "out", draft_vocab_size=size, token_counts=file)
 
 
-def test_tokens_per_round_at_the_recorded_depth(
+def test_the_report_compares_tokens_per_round_at_the_recorded_depth(
     tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion, "NEW_TOKENS", 6)
-    done = convert(DRAFTER, tmp_path / "out", dtype="float32", base_model=str(demo_target), draft_depth=1)
-    assert done.tokens_per_round is not None
-    before, after = done.tokens_per_round
-    assert before == after and 1 < before <= 2
-    again = convert(done.path, tmp_path / "again")
+    flags = ("--base-model", demo_target, "--draft-depth", "1", "--dtype", "float32")
+    status, out, _ = command("--hf-path", DRAFTER, "--mlx-path", tmp_path / "out", *flags)
+    found = re.search(r"tokens per round: (\S+) before, (\S+) after", out)
+    assert status == 0 and found, out
+    assert found[1] == found[2] and 1 < float(found[1]) <= 2
+    again = convert(tmp_path / "out", tmp_path / "again")
     assert (again.args.base_model, again.args.draft_depth) == (str(demo_target), 1)
 
 
