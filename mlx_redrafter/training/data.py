@@ -213,11 +213,6 @@ def generate_answers(
     return list(answers.values())
 
 
-def count_held_out(count: int) -> int:
-    """The number of texts to hold out if there are no validation texts."""
-    return min(max(1, round(0.05 * count)), 256)
-
-
 def select_prompts(args: TrainingArgs, prompts: list[list[int]], say: Callable[[str], None]) -> list[list[int]]:
     """The prompts that leave room for an answer, without duplicates."""
     unique = {tuple(prompt): prompt for prompt in prompts}.values()  # else the same one may be learned and held out
@@ -248,7 +243,7 @@ def split_texts(
     )
     if not validation:
         order = np.random.default_rng(args.seed).permutation(len(training)).tolist()
-        held_out = set(order[: min(max(1, round(0.05 * len(training))), 256)])
+        held_out = set(order[: max(1, round(0.05 * len(training)))])
         validation = [training[i] for i in sorted(held_out)]
         training = [text for i, text in enumerate(training) if i not in held_out]
     if len(training) < args.batch_size:

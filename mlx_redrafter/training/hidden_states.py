@@ -15,20 +15,17 @@ import numpy as np
 from tqdm import tqdm
 
 from ..atomic_files import write_text
-from ..engine.model_parts import CapturePoint, capture, find_head, find_module_name, find_parts
-from ..errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
+from ..engine.model_parts import CapturePoint, capture, find_model_sizes, find_parts
+from ..errors import CheckpointError, RedrafterError, join_lines
 from .data import Text, digest, list_ids
 
-TOKENS_AT_ONCE = 1024
-"""Maximum tokens in a forward, unless a single text is longer."""
+TOKENS_AT_ONCE = 512
+"""Maximum tokens in a forward, unless a single text is longer; all their logits are in memory."""
 
 TOP_K = 32
 """The number of likeliest next tokens that are stored and learned."""
 
-CHECKED_TOKENS = 8
-"""Tokens used to find out how a model computes its logits."""
-
-ROWS_AT_ONCE = 128  # rows of logits in float32 at a time
+ROWS_AT_ONCE = 128  # probabilities in float32 at a time
 
 
 def make_row_dtype(width: int) -> np.dtype[Any]:
@@ -39,17 +36,17 @@ def make_row_dtype(width: int) -> np.dtype[Any]:
 def add_hidden_states(
     model: nn.Module, texts: Sequence[Text], path: Path | None = None, settings: dict[str, Any] | None = None
 ) -> list[Text]:
-    """Adds the states of `model` to texts, memory-mapped.
+    """Adds what `model` computes at each token of texts, memory-mapped.
 
     Args:
         path: the file for the states; states of the same texts that are in it are reused. None for a temporary file.
         settings: what else the states depend on, as JSON values.
     """
-    teacher, groups = Teacher(model), group_texts(texts)
+    groups, width = group_texts(texts), find_model_sizes(model)[0]
     # The first row of each group, and the number of rows.
     starts = [0, *accumulate(sum(len(texts[i].ids) - 1 for i in group) for group in groups)]
-    header = {"width": teacher.width, "top_k": TOP_K, "texts": digest(list_ids(texts)), **(settings or {})}
-    kind = make_row_dtype(teacher.width)
+    header = {"width": width, "top_k": TOP_K, "texts": digest(list_ids(texts)), **(settings or {})}
+    kind = make_row_dtype(width)
     try:
         with open_states(path, header) as file:
             rows = file.seek(0, 2) // kind.itemsize
@@ -58,7 +55,7 @@ def add_hidden_states(
             n_done = sum(map(len, groups[:done]))
             with tqdm(total=len(texts), initial=n_done, desc="reading", disable=n_done == len(texts)) as bar:
                 for group in groups[done:]:
-                    file.write(teacher.read([texts[i] for i in group]).tobytes())
+                    file.write(read_group(model, [texts[i] for i in group]).tobytes())
                     bar.update(len(group))
             file.flush()
             kept = np.memmap(file, kind, "r", shape=(starts[-1],))
@@ -99,85 +96,36 @@ def open_states(path: Path | None, header: dict[str, Any]) -> IO[bytes]:
     return path.open("r+b")
 
 
-class Teacher:
-    """The target as a reader of texts."""
+def read_group(model: nn.Module, texts: Sequence[Text]) -> np.ndarray[Any, Any]:
+    """(rows,) of `make_row_dtype`: the rows of all tokens of some texts, read in one forward.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._head, parts = model, find_head(model), find_parts(model)
-        embedding: Any = parts.embedding
-        tokens = (mx.arange(CHECKED_TOKENS) * (embedding.weight.shape[0] // CHECKED_TOKENS))[None]
-        wanted, (hidden,) = capture([CapturePoint(parts.final_norm)], lambda: model(tokens))
-        raw, self.vocab_size = self._head(hidden[-1]), wanted.shape[-1]
-        self.width = hidden[-1].shape[-1]
-        self._scale, self._cap = find_scale_and_cap(raw[..., : self.vocab_size], wanted, find_module_name(model))
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        """(..., V) the target's logits for hidden states (..., D)."""
-        logits = self._head(hidden)[..., : self.vocab_size]
-        logits = logits if self._scale == 1 else logits * self._scale
-        return logits if self._cap is None else mx.tanh(logits / self._cap) * self._cap
-
-    def read(self, texts: Sequence[Text]) -> np.ndarray[Any, Any]:
-        """(rows,) of `make_row_dtype`: the rows of all tokens of some texts, read in one forward.
-
-        Only learned positions have likeliest tokens.
-        """
-        ids = np.zeros((len(texts), max(len(text.ids) for text in texts) - 1), np.int32)
-        for row, text in enumerate(texts):
-            ids[row, : len(text.ids) - 1] = text.ids[:-1]
-        hidden = read_states(self._model, mx.array(ids))
-        found = []
-        for row, text in enumerate(texts):
-            states = np.zeros(len(text.ids) - 1, make_row_dtype(self.width))
-            states["hidden"] = np.array(hidden[row, : len(states)].astype(mx.float16))
-            first = text.first_learned
-            self._store_likeliest(states[first:], hidden[row, first : len(states)])
-            found.append(states)
-        rows = np.concatenate(found)
-        if not np.isfinite(rows["hidden"]).all():
-            raise CheckpointError("cannot train for this target: its hidden states are not finite in 16 bits")
-        return rows
-
-    def _store_likeliest(self, states: np.ndarray[Any, Any], hidden: mx.array) -> None:
-        """Fills `ids` and `probs` of rows (N,), from hidden states (N, D), a few rows at a time."""
-        count = min(TOP_K, self.vocab_size)
-        for start in range(0, len(states), ROWS_AT_ONCE):
-            rows = slice(start, start + ROWS_AT_ONCE)
-            probs = mx.softmax(self.logits(hidden[rows]).astype(mx.float32), axis=-1)
-            ids = mx.argpartition(-probs, count - 1, axis=-1)[:, :count].astype(mx.int32)
-            kept = mx.take_along_axis(probs, ids, axis=-1)
-            order = mx.argsort(-kept, axis=-1)
-            states["ids"][rows, :count] = np.array(mx.take_along_axis(ids, order, axis=-1))
-            states["probs"][rows, :count] = np.array(mx.take_along_axis(kept, order, axis=-1))
-
-
-def find_scale_and_cap(raw: mx.array, logits: mx.array, name: str) -> tuple[float, float | None]:
-    """Finds (factor, cap or None) such that a model's logits are cap * tanh(factor * raw / cap).
-
-    Args:
-        raw, logits: (..., V) the output matrix's results for some tokens, and the model's logits.
-        name: the model's name, for the error.
+    Only learned positions have likeliest tokens.
     """
-    x, y = (np.array(each.astype(mx.float32), np.float64).ravel() for each in (raw, logits))
-    precision = 4 * max(float(mx.finfo(logits.dtype).eps), 1e-6)  # a few roundings of each logit
+    ids = np.zeros((len(texts), max(len(text.ids) for text in texts) - 1), np.int32)
+    for row, text in enumerate(texts):
+        ids[row, : len(text.ids) - 1] = text.ids[:-1]
+    logits, (states,) = capture([CapturePoint(find_parts(model).final_norm)], lambda: model(mx.array(ids)))
+    found = []
+    for row, text in enumerate(texts):
+        size, first = len(text.ids) - 1, text.first_learned
+        kept = np.zeros(size, make_row_dtype(states[-1].shape[-1]))
+        kept["hidden"] = np.array(states[-1][row, :size].astype(mx.float16))
+        for start in range(first, size, ROWS_AT_ONCE):
+            part = slice(start, min(start + ROWS_AT_ONCE, size))
+            likeliest, probs = find_likeliest(logits[row, part])
+            kept["ids"][part, : likeliest.shape[1]] = np.array(likeliest)
+            kept["probs"][part, : likeliest.shape[1]] = np.array(probs)
+        found.append(kept)
+    rows = np.concatenate(found)
+    if not np.isfinite(rows["hidden"]).all():
+        raise CheckpointError("cannot train for this target: its hidden states are not finite in 16 bits")
+    return rows
 
-    def fits(found: np.ndarray) -> bool:
-        return bool(np.all(np.abs(found - y) <= precision * (np.abs(y) + 0.25 * np.max(np.abs(y)))))
 
-    if fits(x):
-        return 1.0, None
-    factor = float(x @ y) / max(float(x @ x), 1e-30)
-    if fits(factor * x):
-        return factor, None
-    low, high = float(np.max(np.abs(x))) / 100, float(np.max(np.abs(y))) * 1e6
-    while high / low > 1 + 1e-9:  # bisection: capped values grow with the cap
-        cap = (low * high) ** 0.5
-        low, high = (low, cap) if (np.abs(cap * np.tanh(x / cap)) > np.abs(y)).mean() > 0.5 else (cap, high)
-    if fits(high * np.tanh(x / high)):
-        return 1.0, high
-    raise UnsupportedModelError(f"cannot train for {name}: its logits are not its output matrix's, scaled or capped")
-
-
-def read_states(model: nn.Module, tokens: mx.array) -> mx.array:
-    """(B, T, D) a model's hidden states after its final norm for tokens (B, T); logits are not computed."""
-    return capture([CapturePoint(find_parts(model).final_norm)], lambda: model(tokens))[1][0][-1]
+def find_likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """((N, M) int32, (N, M) float32): the likeliest tokens, the likeliest first, and their probabilities."""
+    probs, count = mx.softmax(logits.astype(mx.float32), axis=-1), min(TOP_K, logits.shape[-1])
+    ids = mx.argpartition(-probs, count - 1, axis=-1)[:, :count].astype(mx.int32)
+    kept = mx.take_along_axis(probs, ids, axis=-1)
+    order = mx.argsort(-kept, axis=-1)
+    return mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(kept, order, axis=-1)

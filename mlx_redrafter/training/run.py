@@ -50,7 +50,7 @@ from .data import (
     select_prompts,
     split_texts,
 )
-from .estimate import Estimate, estimate_run
+from .estimate import estimate_run
 from .evaluation import (
     COMPARED_PROMPTS,
     COMPARED_TOKENS,
@@ -64,7 +64,7 @@ from .evaluation import (
     make_prompts,
     measure_guesses,
 )
-from .hidden_states import add_hidden_states
+from .hidden_states import add_hidden_states, make_row_dtype
 from .record import Files, Record
 from .report import describe, make_command, write_report
 from .settings import TrainingArgs
@@ -95,7 +95,7 @@ class Run:
 
     Attributes:
         say: prints a message for the user.
-        embedding, dtype, eos_token_ids: the target's.
+        embedding: the target's.
         training, validation: texts that the target has read.
         deadline: the `time.perf_counter()` at which training stops.
     """
@@ -105,8 +105,6 @@ class Run:
     record: Record
     say: Say
     embedding: nn.Module
-    dtype: mx.Dtype
-    eos_token_ids: set[int]
     drafter: TrainableDrafter
     training: list[Text]
     validation: list[Text]
@@ -133,15 +131,16 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     model, tokenizer = load_target(args, args.model)
     check_draftable(model, tree=False)
     start = None if args.drafter is None else load_start(args.drafter, model)
-    if start is not None:
-        args = adapt_settings(args, start)
-    sizes: DrafterArgs = choose_sizes(args, record, model, say) if start is None else start.args
+    args = complete_settings(args, model, start)
+    sizes = choose_sizes(args, record, model, say) if start is None else start.args
     record.args = sizes.to_dict()
     say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
     source = find_source(args, files, tokenizer, say)
-    estimate = estimate_source(args, files, source, model, sizes)
-    say(estimate.describe())
-    if sum(estimate[:3]) > seconds:
+    n_tokens, missing = count_source(args, source)
+    estimate = estimate_run(model, args, missing=missing, unread=0 if files.states.exists() else n_tokens)
+    size = make_row_dtype(sizes.hidden_size).itemsize * n_tokens
+    say(f"expected (minutes:seconds): {estimate.describe()}, besides training; {size / 1e6:.0f} MB of hidden states")
+    if sum(estimate) > seconds:
         raise RedrafterError(f"expected more --minutes: of {args.minutes:g} no time is left to train")
     if dry_run:
         return 0
@@ -150,20 +149,17 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
             record.save(files.record)
             training, validation = read_texts(args, files, record, source, model, tokenizer, say)
             drafter = make_new_drafter(args, model, sizes, training, say) if start is None else start
-            embedding, dtype = find_parts(model).embedding, find_compute_dtype(model)
+            embedding, deadline = find_parts(model).embedding, end - estimate.comparing
             del model  # not needed until the end
             mx.clear_cache()
-            eos_token_ids, deadline = set(tokenizer.eos_token_ids), end - estimate.comparing
-            return execute(
-                Run(args, files, record, say, embedding, dtype, eos_token_ids, drafter, training, validation, deadline)
-            )
+            return execute(Run(args, files, record, say, embedding, drafter, training, validation, deadline))
         except KeyboardInterrupt:
             say("stopped; the same command with --resume continues")
             return INTERRUPTED
 
 
 def load_start(name: str, model: nn.Module) -> TrainableDrafter:
-    """Loads the drafter to continue training, in float32."""
+    """Loads the drafter to train further."""
     drafter = load_drafter(name, model)
     if not (isinstance(drafter, TrainableDrafter) and isinstance(drafter.args, TrainableArgs)):
         why: str | None = f"expected one of {', '.join(TRAINABLE)}, got {drafter.args.model_type}"
@@ -174,11 +170,12 @@ def load_start(name: str, model: nn.Module) -> TrainableDrafter:
     return cast(TrainableDrafter, drafter)
 
 
-def adapt_settings(args: TrainingArgs, start: TrainableDrafter) -> TrainingArgs:
-    """The settings for training a drafter further, whose weights become float32: its depth and dtype, a lower rate."""
+def complete_settings(args: TrainingArgs, model: nn.Module, start: TrainableDrafter | None) -> TrainingArgs:
+    """The settings with the target's dtype, or with dtype, depth and a lower rate for a drafter to train further."""
+    if start is None:
+        return replace(args, dtype=args.dtype or format_dtype(find_compute_dtype(model)))
     depth = min(args.draft_depth, start.args.max_depth or args.draft_depth)
     dtype, rate = args.dtype or format_dtype(start.dtype), RETRAINING_RATE_FACTOR * args.learning_rate
-    start.set_dtype(mx.float32)
     return replace(args, draft_depth=depth, dtype=dtype, learning_rate=rate)
 
 
@@ -188,7 +185,7 @@ def choose_sizes(args: TrainingArgs, record: Record, model: nn.Module, say: Say)
         return args.kind.from_dict(record.args)
     hidden_size, vocab_size = find_model_sizes(model)
     if args.kind.MEASURED is not None and args.exit_dim is None:
-        choice = choose_size(model, find_final_dtype(args, find_compute_dtype(model)), args.kind, args.draft_depth)
+        choice = choose_size(model, find_dtype(args), args.kind, args.draft_depth)
         say(f"size: {choice.reason}")
         return choice.args
     count = args.draft_vocab_size
@@ -199,9 +196,9 @@ def choose_sizes(args: TrainingArgs, record: Record, model: nn.Module, say: Say)
     return args.kind.for_training(hidden_size, vocab_size, depth=args.draft_depth, draft_vocab_size=count, **sizes)
 
 
-def find_final_dtype(args: TrainingArgs, target: mx.Dtype) -> mx.Dtype:
-    """The dtype of the finished drafter; the target's by default."""
-    return target if args.dtype is None else cast(mx.Dtype, getattr(mx, args.dtype))
+def find_dtype(args: TrainingArgs) -> mx.Dtype:
+    """The dtype of the finished drafter."""
+    return cast(mx.Dtype, getattr(mx, str(args.dtype)))
 
 
 Source = AnswerFile | tuple[list[Text], list[Text]]
@@ -216,14 +213,12 @@ def find_source(args: TrainingArgs, files: Files, tokenizer: Any, say: Say) -> S
     return AnswerFile(files.answers, args, select_prompts(args, encode_prompts(prompts, tokenizer), say))
 
 
-def estimate_source(args: TrainingArgs, files: Files, source: Source, model: nn.Module, sizes: DrafterArgs) -> Estimate:
-    """Estimates a run; answers that are not generated yet have the maximum length."""
+def count_source(args: TrainingArgs, source: Source) -> tuple[int, int]:
+    """(tokens of all texts, answers that are not generated yet, which are counted with the maximum length)."""
     if isinstance(source, AnswerFile):
-        n_tokens = sum(len(prompt) + args.max_tokens for prompt in source.prompts)
         missing = len(source.prompts) - len(source.read())
-    else:
-        n_tokens, missing = sum(len(text.ids) for part in source for text in part), 0
-    return estimate_run(model, sizes, args, n_tokens, missing=missing, is_read=files.states.exists())
+        return sum(len(prompt) + args.max_tokens for prompt in source.prompts), missing
+    return sum(len(text.ids) for part in source for text in part), 0
 
 
 def read_texts(
@@ -261,6 +256,7 @@ def make_new_drafter(
 def execute(run: Run) -> int:
     """Trains, compares and writes the drafter; returns the exit status."""
     record = run.record
+    run.drafter.set_dtype(mx.float32)
     if run.args.drafter is not None and record.before is None:
         record.before = count_all(run)
     if record.iters is None:
@@ -359,16 +355,12 @@ def is_better(run: Run) -> bool:
 def finish(run: Run) -> int:
     """Writes and measures the finished drafter; returns the exit status."""
     args, record, drafter, place = run.args, run.record, run.drafter, run.files.directory
-    dtype = find_final_dtype(args, run.dtype)
+    dtype = find_dtype(args)
     drafter.set_dtype(dtype)
     if (name := find_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} does not fit into {dtype}: give another --dtype")
     save_drafter(place, drafter)  # in case the comparison fails
-    try:
-        results = compare_drafter(run)
-    except KeyboardInterrupt:
-        run.say(f"stopped: the drafter is in {place}, but its shapes were not compared")
-        raise
+    results = compare_drafter(run)
     acceptance = record.validations[-1]["acceptance"]
     drafter.args = add_results(drafter.args, args.model and strip_folders(args.model), acceptance, results)
     save_drafter(place, drafter)
@@ -388,13 +380,13 @@ def finish(run: Run) -> int:
 
 def compare_drafter(run: Run) -> list[ShapeResult]:
     """Decodes held-out prompts plainly, and with chains of every depth and a tree of the drafter."""
-    model, _ = load_target(run.args, run.args.model)
+    model, tokenizer = load_target(run.args, run.args.model)
     prompts = make_prompts(run.validation, COMPARED_PROMPTS)
     run.say(f"comparing beam shapes with plain decoding: {len(prompts)} held-out prompts, temperature {run.args.temp}")
     options = Options(max_tokens=COMPARED_TOKENS, temp=run.args.temp, seed=run.args.seed)
     depth = run.args.draft_depth
     shapes = [(1, k) for k in range(1, depth + 1)] + [(4, depth)]
-    return compare_shapes(model, run.drafter, prompts, shapes, options, run.eos_token_ids)
+    return compare_shapes(model, run.drafter, prompts, shapes, options, set(tokenizer.eos_token_ids))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from checkpoints import same, tensors
 from mlx_lm.utils import load
 from small import small_drafter
 
-from mlx_redrafter import generate_step, load_drafter
+from mlx_redrafter import load_drafter
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.drafters import TRAINABLE
 from mlx_redrafter.errors import RedrafterError
@@ -56,9 +56,6 @@ def test_every_kind_can_be_trained_further(
     drafter = load_drafter(tmp_path / "new", model)
     assert {array.dtype for array in tensors(drafter).values()} == {mx.float16}, "the stored dtype"
     assert not same(tensors(load_drafter(start)), tensors(drafter)) and drafter.args.acceptance is not None
-    prompt = [7, 8, 9, 10]
-    plain = [token for token, _, _ in generate_step(prompt, model, max_tokens=12)]
-    assert [token for token, _, _ in generate_step(prompt, model, drafter, max_tokens=12, plan=(2, 3))] == plain
     text = (tmp_path / "new" / "training.json").read_text()
     settings = json.loads(text)["settings"]
     assert settings["drafter"] == "start" and str(tmp_path) not in text
