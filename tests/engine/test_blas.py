@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_redrafter.engine.blas import LIBRARY, redirect_calls
+from mlx_redrafter.engine.blas import LIBRARY
 
 REPORT = """
 from mlx_redrafter.engine.blas import choose_threads
@@ -115,30 +114,11 @@ def test_other_libraries_do_not_see_it() -> None:
     assert python(seen.format(names)).stdout == f"{[False] * len(names)}\n"
 
 
-def test_a_library_that_calls_no_blas_is_refused() -> None:
-    file = Path(str(distribution("scipy-openblas32").locate_file(LIBRARY)))
-    with pytest.raises(OSError, match="does not call cblas_sgemm through a pointer"):
-        redirect_calls(file, ctypes.CDLL(str(file)))
-
-
-def test_each_processor_gets_its_own_kernels() -> None:
-    """One library serves all processors; a build for the newest ones would crash on others."""
-    file = str(distribution("scipy-openblas32").locate_file(LIBRARY))
-    config = f"import ctypes; find = ctypes.CDLL({file!r}).scipy_openblas_get_config; find.restype = ctypes.c_char_p"
-    assert "DYNAMIC_ARCH" in python(f"{config}; print(find().decode())").stdout
-
-
 def test_large_models_get_all_cores() -> None:
     assert report(parameters=1_000_000_000) == f"True {len(os.sched_getaffinity(0))}"
-
-
-def test_large_models_load_without_cpu_affinity() -> None:
+    assert report(parameters=1_000_000_000, OPENBLAS_NUM_THREADS="1") == "True 1", "the user's choice"
     before = NOT_INSTALLED.format(name="mlx-cpu") + "import os; del os.sched_getaffinity\n"
     assert report(before, parameters=1_000_000_000).endswith(" None"), "as on macOS"
-
-
-def test_the_users_thread_count_wins() -> None:
-    assert report(parameters=1_000_000_000, OPENBLAS_NUM_THREADS="2") == "True 2"
 
 
 def test_a_preloaded_blas_is_left_alone(mlx_libraries: Path) -> None:
@@ -152,22 +132,14 @@ def test_a_missing_openblas_warns() -> None:
     assert found.endswith("(scipy-openblas32 is not installed); to fix it: pip install scipy-openblas32")
 
 
-@pytest.mark.parametrize(
-    ("keep", "reason"),
-    [
-        (0, "libscipy_openblas.so: expected a complete 64-bit ELF library, got "),
-        (100_000, "libscipy_openblas.so: expected a complete 64-bit ELF library, got "),
-        (None, "No such file or directory"),
-    ],
-)
-def test_a_damaged_openblas_warns(keep: int | None, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [0, 100_000])
+def test_a_damaged_openblas_warns(keep: int, tmp_path: Path) -> None:
     whole = Path(str(distribution("scipy-openblas32").locate_file(LIBRARY))).read_bytes()
     for file, content in (("scipy_openblas32-0.dist-info/METADATA", b""), (LIBRARY, whole[:keep])):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        if file != LIBRARY or keep is not None:
-            (tmp_path / file).write_bytes(content)
+        (tmp_path / file).write_bytes(content)
     found = warning(PYTHONPATH=str(tmp_path))
-    assert reason in found
+    assert "libscipy_openblas.so: expected a complete 64-bit ELF library, got " in found
     assert found.endswith("to fix it: pip install --force-reinstall --no-deps scipy-openblas32 mlx-cpu")
 
 

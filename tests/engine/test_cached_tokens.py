@@ -18,7 +18,6 @@ def test_tokens_are_recovered(name: str) -> None:
     assert find_tokens(model, cache) is None, "an empty cache"
     model(mx.array(text)[None], cache=cache)
     assert find_tokens(model, cache) == text
-    assert cache[0].offset == len(text)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba2", "deepseek_v3"])
@@ -28,11 +27,3 @@ def test_caches_without_values_per_token_give_none(name: str) -> None:
     cache = make_prompt_cache(model)
     model(mx.array(text)[None], cache=cache)
     assert find_tokens(model, cache) is None
-
-
-def test_a_cache_of_another_model_gives_none() -> None:
-    other, text = make_family("qwen3"), make_prompt(6, vocab=50)
-    cache = make_prompt_cache(other)
-    other(mx.array(text)[None], cache=cache)
-    cache[0].values = cache[0].values[..., :-1]
-    assert find_tokens(other, cache) is None and find_tokens(other, []) is None

@@ -13,10 +13,9 @@ import pytest
 from families import WIDE_STREAMS, make_family
 from mlx_lm.models.cache import make_prompt_cache
 from small import make_tree
-from toys import ids, make_model, make_prompt, run
+from toys import make_model
 
 from mlx_redrafter.engine.model_parts import AFTER_NORM, BEFORE_NORM, check_states
-from mlx_redrafter.engine.source import Source
 from mlx_redrafter.engine.supported_models import REPLAYED, TREES
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.errors import UnsupportedModelError
@@ -99,14 +98,7 @@ def test_states_around_the_final_norm() -> None:
     assert Target(model).forward(mx.array([1])).hidden == {}
 
 
-@pytest.mark.parametrize("layer", [2, -1])
-def test_missing_layers_are_refused(layer: int) -> None:
-    class Reading(Source):
-        capture = (layer,)
-
-    source, model = Reading(), make_model()
-    with pytest.raises(
-        UnsupportedModelError, match=f"cannot draft for llama: the drafter .* {layer}, but the model has 2 layers"
-    ):
-        check_states(model, source.capture)
-    assert ids(run(model, make_prompt(3), max_tokens=2))
+def test_missing_layers_are_refused() -> None:
+    for layer in (2, -1):
+        with pytest.raises(UnsupportedModelError, match=f"the drafter .* {layer}, but the model has 2 layers"):
+            check_states(make_model(), [layer])

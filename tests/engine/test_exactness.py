@@ -15,15 +15,7 @@ import pytest
 from grids import pairs
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from small import small_drafter
-from toys import (
-    SCRIPTS,
-    assert_same_steps,
-    ids,
-    make_model,
-    make_prompt,
-    run,
-    with_plain,
-)
+from toys import SCRIPTS, assert_same_steps, ids, make_model, make_prompt, run, with_plain
 
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine import round as rounds

@@ -13,15 +13,7 @@ from families import follow_plain, make_family
 from grids import pairs
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from toys import (
-    Scripted,
-    assert_same_cache,
-    ids,
-    make_model,
-    make_prompt,
-    run,
-    snapshot,
-)
+from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, run, snapshot
 
 from mlx_redrafter import RedrafterError, generate_step
 from mlx_redrafter.engine import kv_cache

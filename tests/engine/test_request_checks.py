@@ -35,51 +35,36 @@ class Foreign(KVCache):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "the prompt is empty: expected at least one token"),
-    ({"prompt": [1.5]}, r"the prompt must be one sequence of token ids, got shape \(1,\) of mlx.core.float32"),
-    ({"prompt": [[1, 2]]}, r"the prompt must be .*, got shape \(1, 2\) of mlx.core.int64"),
-    ({"prompt": "the cat"}, "the prompt must be one sequence of token ids, got str 'the cat'"),
-    ({"prompt": [[1], [1, 2]]}, r"the prompt must be .*, got \[\[1\], \[1, 2\]\]"),
-    ({"prompt": [2**32 + 5]}, "token ids, got 4294967301"),
-    ({"prompt": [64]}, "token ids must be from 0 to 63, got 64"),
-    ({"prompt": [-1]}, "token ids must be from 0 to 63, got -1"),
+    *(({"prompt": prompt}, "the prompt must be") for prompt in ([1.5], [[1, 2]], "the cat", [[1], [1, 2]])),
+    *(({"prompt": [token]}, f"token ids.*, got {token}") for token in (64, -1, 2**32 + 5)),
     ({"temp": 1.0, "top_k": 64}, "top_k must be below the vocabulary's 64, got 64"),
     ({"temp": 1.0, "min_p": 0.1, "min_tokens_to_keep": 65}, "min_tokens_to_keep must be"),
     ({**XTC, "xtc_special_tokens": [64]}, "xtc_special_tokens must be token ids from 0 to 63, got 64"),
     ({"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 0}, "kv_group_size must divide the head size 16"),
     ({"prompt_cache": [RotatingKVCache(12)] * 2, "kv_bits": 8}, "mlx-lm cannot quantize a RotatingKVCache"),
-    (
-        {"prompt_cache": [QuantizedKVCache(32)] * 2, "kv_bits": 4, "kv_group_size": 32},
-        "is quantized with kv_bits 8 and",
-    ),
+    ({"prompt_cache": [QuantizedKVCache(32)] * 2, "kv_bits": 4, "kv_group_size": 32}, "with kv_bits 8 and"),
     ({"prompt_cache": [KVCache(), Foreign()]}, "the prompt cache must consist of mlx-lm's caches, got Foreign"),
     ({"prompt_cache": [KVCache()]}, "the prompt cache must have 2 layers like the model, got 1"),
     ({"prompt_cache": ["a", "b"]}, "prompt[_ ]cache must"),
 ]
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-@pytest.mark.parametrize(("options", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
-def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason: str, drafted: bool) -> None:
+@pytest.mark.parametrize(("options", "reason"), REFUSED, ids=str)
+def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason: str) -> None:
     cache = make_prompt_cache(small_llama())
     progress: list[tuple[int, int]] = []
     report: dict[str, Any] = {"prompt_progress_callback": lambda done, total: progress.append((done, total))}
     with pytest.raises(RedrafterError, match=reason) as raised:
-        decode(drafted=drafted, **({"prompt_cache": cache} | report | options))
+        decode(**({"prompt_cache": cache} | report | options))
     assert "\n" not in str(raised.value) and progress == [] and cache[0].offset == 0
     # Negative control: a valid request succeeds and reports progress.
-    assert len(decode(drafted=drafted, **report)) == 4 and progress[-1] == (3, 3)
+    assert len(decode(**report)) == 4 and progress[-1] == (3, 3)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "pattern"),
-    [
-        ({"hidden": 48}, "the drafter expects hidden size 32, the target has 48"),
-        ({"vocab": 65}, "the drafter expects vocabulary size 64, the target has 65"),
-    ],
-)
-def test_drafters_of_another_size_are_refused(sizes: dict[str, int], pattern: str) -> None:
-    with pytest.raises(RedrafterError, match=pattern):
-        decode(small_llama(**sizes))
+def test_drafters_of_another_size_are_refused() -> None:
+    for sizes in ({"hidden": 48}, {"vocab": 65}):
+        with pytest.raises(RedrafterError, match=f"the drafter expects .*, the target has {max(sizes.values())}"):
+            decode(small_llama(**sizes))
 
 
 def make_foreign() -> nn.Module:
@@ -146,20 +131,18 @@ def test_positions_outside_a_cache_allow_chains_only() -> None:
     assert tokens == decode(model, drafted=False)
 
 
-@pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize(
     ("given", "plain"),
     [
         ({"prompt": np.array(PROMPT)}, {}),
-        ({"temp": 1.0, "top_k": np.int64(5)}, {"temp": 1.0, "top_k": 5}),
         ({"temp": 0.8, "top_p": 1e-320}, {"temp": 0.8, "top_k": 1}),
         ({**XTC, "xtc_special_tokens": np.array([1, 2])}, {**XTC, "xtc_special_tokens": [1, 2]}),
         ({**XTC, "xtc_special_tokens": None}, {**XTC, "xtc_special_tokens": []}),
     ],
     ids=str,
 )
-def test_equivalent_options_give_equal_tokens(given: dict[str, Any], plain: dict[str, Any], drafted: bool) -> None:
-    assert decode(drafted=drafted, seed=1, **given) == decode(drafted=drafted, seed=1, **plain)
+def test_equivalent_options_give_equal_tokens(given: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert decode(seed=1, **given) == decode(seed=1, **plain)
 
 
 def test_embeddings_with_adapters_work() -> None:
