@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mlx_redrafter import RedrafterError, UnsupportedModelError, ranks
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import find_head
 from mlx_redrafter.pair import Pair
-from mlx_redrafter.planning import measure, store
+from mlx_redrafter.planning import measure
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)] * 2
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -108,14 +108,14 @@ def decide_otherwise() -> str:
 def main() -> None:
     """Decodes with every kind of model, sharded both ways."""
     os.environ["XDG_CACHE_HOME"] = str(Path(sys.argv[1], str(ranks.get_rank())))
-    measure.SECONDS, store.MIN_NEW = 0.2, 1
+    measure.SECONDS = 0.2
     found: dict[str, Any] = {"rank": ranks.get_rank()}
     if ranks.count_ranks() == 2:
         found["measured"] = measure_together()
     costs: Any = lambda pair, **how: make_costs(replay=float(how["trees"] is False))  # noqa: E731
     Pair.costs = costs  # type: ignore[method-assign]
     ways = ("tensor", "pipeline")
-    cases = product(KINDS, ways) if ranks.count_ranks() == 2 else zip(KINDS, cycle(ways), strict=False)
+    cases = product(KINDS, ways) if ranks.count_ranks() == 2 else zip(KINDS, ways, strict=False)
     found["texts"] = {f"{kind}, {how}": decode(kind, how, 32 // ranks.count_ranks()) for kind, how in cases}
     found["error"] = decide_otherwise()
     found["files"] = sorted({file.parent.name for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json")})

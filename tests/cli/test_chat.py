@@ -124,18 +124,6 @@ def test_commands_work_in_a_pipe(run: Run) -> None:
     assert "reset context cleared" in out and "commands    q exit" in out
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (["--temp", "-1"], "error: temp must be at least 0, got -1.0"),
-        (["--plan", "maybe"], "mlx_redrafter.chat: error: argument --plan: invalid choice: 'maybe'"),
-    ],
-)
-def test_wrong_flags_are_refused_in_one_line(run: Run, flags: list[str], reason: str) -> None:
-    status, out, err = run("chat", *flags)
-    assert status in (1, 2) and out == "" and err.count("\n") == 1 and err.startswith(reason)
-
-
 def test_an_error_ends_the_turn_or_the_pipe(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_redrafter import generate_step, load, load_demo
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import judge_difference, make_parser
-from mlx_redrafter.demo import DIRECTORY, demo_prompts
-from mlx_redrafter.engine import blas
+from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.options import OPTION_FLAGS, Options
 
 Run = Any
@@ -54,15 +51,6 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
     assert run(*common, "--verbose", "F") == (0, plain, "")
     common = ("generate", "--model", pair[0], "-m", "5", "--verbose", "F", "--prompt")
     assert run(*common, "-", stdin=b"a\nb") == run(*common, "a\\nb"), "the prompt may come from stdin"
-
-
-def test_the_demo_shows_an_edit_and_its_result(run: Run) -> None:
-    shown = json.loads((DIRECTORY / "edits.json").read_text(encoding="utf-8"))[0]
-    status, out, err = run("generate", "--compare")
-    assert status == 0 and out == shown["text"] + shown["answer"] + "\n" and len(out) > 1.5 * len(shown["text"])
-    # The context drafts everything, so there is nothing to report about the drafter.
-    assert "guessed no token right" not in err
-    assert run("generate", *PLAN, "-m", "5", "--verbose", "F")[1].count("\n") < 3, "only the text, five tokens"
 
 
 def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
@@ -137,24 +125,6 @@ def test_ties_of_noisy_scores_are_rounding() -> None:
     assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "noise of another position"
 
 
-@pytest.fixture
-def many_parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Counts every model as large; afterwards OpenBLAS gets its threads back, as more would slow down other tests."""
-    threads = blas.count_threads()
-    monkeypatch.setattr(blas, "MANY_PARAMETERS", 1)
-    yield
-    if threads is not None:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(threads))
-        blas.choose_threads(1)
-
-
-@pytest.mark.usefixtures("many_parameters")
-def test_a_model_of_many_parameters_is_decoded(pair: Pair, run: Run) -> None:
-    """Large models use all cores; counting cores is system-specific."""
-    record = run_json(run, "--model", pair[0], "--prompt", "abc abc", "-m", "4", *PLAN)
-    assert record["generation_tokens"] == 4 and record["rounds"] > 0
-
-
 def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
     common = ("--model", pair[0], "--prompt", "abc", "-m", "40", "--temp", "1.5", "--seed", "2")
     whole = run_json(run, *common)
@@ -203,10 +173,9 @@ def test_drafts_come_from_a_prompt_cache_file(run: Run, demo_target: Path, tmp_p
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--max-kv-size", "7"), "max_kv_size must be at least 8, got 7"),
         (("--prompt", "\udcff"), "the prompt is not UTF-8"),
         (("--stop", ""), "stop must be non-empty strings"),
-        (("-m", "0"), "max_tokens must be -1 (no limit) or at least 1, got 0"),
+        (("-m", "0"), "max_tokens must be"),
         (("--drafter", "/no/such"), "no such file or directory"),
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
         (("--top-k", "100000"), "top_k must be below"),
@@ -220,13 +189,9 @@ def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--adapter-path", "x"), "--adapter-path needs --model"),
-        (("--compare", "--no-drafter", "--no-context"), "--compare needs something that drafts"),
-        (("--no-drafter", "--draft-depth", "3"), "--no-drafter cannot be used with any of --drafter"),
-    ],
+    "flags",
+    ["--adapter-path x", "--compare --no-drafter --no-context", "--no-drafter --draft-depth 3"],
 )
-def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: tuple[str, ...], reason: str) -> None:
-    status, out, err = run("generate", *flags)
-    assert status == 1 and out == "" and err.splitlines()[-1].startswith(f"error: {reason}"), err
+def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: str) -> None:
+    status, out, err = run("generate", *flags.split())
+    assert status == 1 and out == "" and err.splitlines()[-1].startswith(f"error: {flags.split()[0]} "), err

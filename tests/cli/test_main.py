@@ -32,15 +32,8 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
         (["--version"], 0, f"{VERSION}\n"),
         (["nonsense"], 2, "mlx_redrafter: error: argument COMMAND: invalid choice: 'nonsense'"),
         ([], 2, "mlx_redrafter: error: the following arguments are required: COMMAND; see --help\n"),
-        *(([command, "--help"], 0, f"usage: mlx_redrafter.{command}") for command in cli.COMMANDS),
-        *(
-            (
-                [command, "--draft-model", "small", "--drafter", "head"],
-                2,
-                "argument --drafter: not allowed with argument --draft-model",
-            )
-            for command in ("generate", "chat", "server", "doctor", "stdio")
-        ),
+        (["chat", "--help"], 0, "usage: mlx_redrafter.chat"),
+        (["chat", "--draft-model", "x", "--drafter", "y"], 2, "--drafter: not allowed with argument --draft-model"),
     ],
 )
 def test_the_console_script_runs_commands(
@@ -111,12 +104,10 @@ def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
     return r"^MLX uses a slow BLAS instead of OpenBLAS \(it is damaged\); to fix it: mend it$"
 
 
-@pytest.mark.parametrize("command", [["generate", "--max-tokens", "2", "--compare"], ["chat"], ["doctor"]])
-def test_a_slow_blas_warns_once(command: list[str], slow_blas: str, run: Run, pair: tuple[str, str]) -> None:
+def test_a_slow_blas_warns_once(slow_blas: str, run: Run, pair: tuple[str, str]) -> None:
     with pytest.warns(UserWarning) as warned:
-        status, out, _ = run(*command, "--model", pair[0], stdin=b"a\nb\nq\n")
-    assert status == 0 and re.match(slow_blas, str(warned.pop().message)) and not warned.list
-    assert "mend it" not in out, "no second warning"
+        assert run("chat", "--model", pair[0], stdin=b"a\nb\nq\n")[0] == 0
+    assert re.match(slow_blas, str(warned.pop().message)) and not warned.list
 
 
 def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str) -> None:
@@ -126,16 +117,8 @@ def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str) -> None
     assert mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4) == text, "only one warning"
 
 
-@pytest.mark.parametrize(
-    ("command", "printed"),
-    [
-        ("generate -m 2 --plan off >&-", ""),
-        ("chat -m 2 --plan off <&- >&- 2>&-", ""),
-        ("stdio --plan off <&-", '{"type": "ready"'),
-    ],
-)
-def test_closed_standard_streams_print_no_traceback(command: str, printed: str) -> None:
+@pytest.mark.parametrize("command", ["generate -m 2 --plan off >&-", "stdio --plan off <&-"])
+def test_closed_standard_streams_print_no_traceback(command: str) -> None:
     script = f"{sys.executable} -m mlx_redrafter.{command}"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.startswith(printed) and bool(done.stdout) is bool(printed)
-    assert "Traceback" not in done.stderr and "error" not in done.stderr
+    assert bool(done.stdout) is ("stdio" in command) and "Traceback" not in done.stderr and "error" not in done.stderr
