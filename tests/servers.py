@@ -171,7 +171,7 @@ class ScriptedRequest:
     prompt: list[int]
     events_to_come: list[TokenEvent | Exception | threading.Event]
     gate: threading.Event
-    read: int = 0
+    n_prefilled: int = 0
     cached_tokens: int = 1
     output: Any = field(default_factory=lambda: SimpleNamespace(stats=Stats(4, 8, 6)))
     queue_seconds: float | None = None

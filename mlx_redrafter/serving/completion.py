@@ -275,7 +275,7 @@ class Answer:
     def progress(self) -> str:
         """How many tokens of the prompt are prefilled, as READ/TOTAL."""
         request = self.requests[self.choice]
-        return f"{request.read}/{len(request.prompt)}"
+        return f"{request.n_prefilled}/{len(request.prompt)}"
 
     def describe_usage(self, read: str, made: str) -> dict[str, Any]:
         """Returns the token counts so far in OpenAI's format.

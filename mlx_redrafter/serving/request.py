@@ -93,7 +93,7 @@ class Request:
         output: the generated tokens and their statistics; in a batch each token is a plain step.
         prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is always prefilled.
         copy_lengths: prompt lengths at which a copy of the cache is kept, ascending.
-        read: how many tokens of the prompt are in the cache.
+        n_prefilled: how many tokens of the prompt are in the cache.
         source: the drafter's state for this text, which has not seen tokens that a batch decoded; None without a
             drafter, and after it failed.
         grammar: the state of the grammar once the request runs; None without one.
@@ -132,7 +132,7 @@ class Request:
         self.options, self.output = options, Output(options.max_tokens, end_tokens)
         self.prefix = np.array(prompt[:-1], np.int32)
         self.copy_lengths = sorted({n for n in prefix_lengths if 0 < n < len(prompt)}) or [len(self.prefix)]
-        self.read = self.cached_tokens = 0
+        self.n_prefilled = self.cached_tokens = 0
         self.source: Source | None = None
         self.grammar: Grammar | None = None
         self.may_run_ahead = True

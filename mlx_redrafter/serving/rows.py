@@ -91,7 +91,7 @@ class Loops:
         """Returns the row's next round, or an empty one after a piece of its prompt."""
         text = self._loops[row]
         made = next(text)
-        row.read = min(max(row.read, text.length), len(row.prompt))
+        row.n_prefilled = min(max(row.n_prefilled, text.length), len(row.prompt))
         return made
 
     def copy_cache(self, row: Request) -> Start:
@@ -192,19 +192,19 @@ class Batch:
 
     def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
         """Returns (rows whose cache should be copied now, one token of each row that is past its prompt)."""
-        reading = sum(row.read < len(row.prefix) for row in self.rows)
+        reading = sum(row.n_prefilled < len(row.prefix) for row in self.rows)
         size = self._prefill_step_size
         if 0 < reading < len(self._rows):
             size = min(size, PIECE // min(reading, self._prefill_rows))
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
-        read = []
+        to_copy = []
         for each in prompts:
             row, (done, total) = self._rows[each.uid][0], each.progress
-            row.read = max(row.read, min(row.length - total + done, len(row.prompt)))
-            if row.read in row.copy_lengths and not each.end_of_prompt:
-                read.append(row)
-        return read, [self._add_token(self._rows[each.uid][0], each.token, each.logprobs) for each in tokens]
+            row.n_prefilled = max(row.n_prefilled, min(row.length - total + done, len(row.prompt)))
+            if row.n_prefilled in row.copy_lengths and not each.end_of_prompt:
+                to_copy.append(row)
+        return to_copy, [self._add_token(self._rows[each.uid][0], each.token, each.logprobs) for each in tokens]
 
     def copy_cache(self, row: Request) -> Start:
         """Returns a copy of the row's cache during its prefill."""

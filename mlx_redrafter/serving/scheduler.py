@@ -110,7 +110,7 @@ class Scheduler:
         for row in waiting:
             if len(running) + len(chosen) < self._size:
                 other, shared = self._find_prefix(row, [*running, *chosen])
-                if other is None or other.read >= shared:
+                if other is None or other.n_prefilled >= shared:
                     chosen.append(row)
         return chosen
 
@@ -125,28 +125,24 @@ class Scheduler:
         """
         shared, other = 0, None
         for each in rows:
-            if each.read >= each.copy_lengths[-1]:
+            if each.n_prefilled >= each.copy_lengths[-1]:
                 continue  # all its copies are kept already
             count = count_common_prefix(row.prefix, each.prefix)
             if not self._can_fork:
-                count = max((n for n in each.copy_lengths if each.read < n <= count), default=0)
+                count = max((n for n in each.copy_lengths if each.n_prefilled < n <= count), default=0)
             if count > shared:
                 shared, other = count, each
         is_kept = shared < MIN_SHARED or shared - self.prompt_cache.find_prefix_length(row.prefix) < MIN_SHARED
         return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
 
-    def step(self, ended: Mapping[Request, str | Exception], started: Sequence[Request], others_wait: bool) -> None:
-        """Decodes a round of every row, and sends the tokens.
-
-        Args:
-            ended, started, others_wait: see `Decisions`. Rows with an `error` also end.
-        """
+    def step(self, ended: Mapping[Request, str | Exception], started: Sequence[Request]) -> None:
+        """Ends rows, also those with an `error`, starts others, decodes a round of every row and sends the tokens."""
         running = list(self.rows)
         self.rows.update(dict.fromkeys(started))
         self._end({row: row.error or ended[row] for row in running if row.error or row in ended})
         self._start(started)
         if self._batch.rows:
-            self._step_batch(others_wait=others_wait)
+            self._step_batch()
         self._step_loops()
 
     def abort(self, error: Exception) -> None:
@@ -167,18 +163,18 @@ class Scheduler:
     def _start(self, started: Sequence[Request]) -> None:
         """Starts rows, and moves rows from loops into the batch if all should now be batched."""
         for row in started:
-            other, shared = self._find_prefix(row, [each for each in self.rows if each.read])
-            if other is not None and other.read >= shared:
+            other, shared = self._find_prefix(row, [each for each in self.rows if each.n_prefilled])
+            if other is not None and other.n_prefilled >= shared:
                 self._store_prompt(other)
         if started and self._should_batch:
-            self._hand_to_batch(self._loops.rows)
+            self._hand_to_batch()
         for row in started:
             row.queue_seconds = time.perf_counter() - row.submitted
             with self._catch_errors(row):
                 row.source = self._pair.open_source() if row.draft else None
                 row.grammar = None if row.make_grammar is None else row.make_grammar()
                 start = self.prompt_cache.fetch(row.prompt)
-                row.read = row.cached_tokens = start[1]
+                row.n_prefilled = row.cached_tokens = start[1]
                 (self._batch if self._should_batch else self._loops).add(row, start)
 
     def _store_prompt(self, row: Request) -> None:
@@ -192,9 +188,9 @@ class Scheduler:
         """Whether the current rows should be decoded in a batch."""
         return self._prefill_rows > 0 and len(self.rows) > 1 and not self._pace.prefers_turns(len(self.rows))
 
-    def _hand_to_batch(self, rows: Iterable[Request]) -> None:
+    def _hand_to_batch(self) -> None:
         """Moves rows into the batch, each once its cache ends before its last token, which the batch reads first."""
-        for row in rows:
+        for row in self._loops.rows:
             while row in self._loops.rows and not self._loops.stop_running_ahead(row):
                 self._step_alone(row)
             if row in self._loops.rows:
@@ -212,7 +208,7 @@ class Scheduler:
         made = sum(row.length for row in rows) - before
         may_batch = len(rows) > 1 and is_decoding and self._prefill_rows and not self._batch.rows
         if may_batch and not self._pace.observe_rounds(len(rows), made, time.perf_counter() - started):
-            self._hand_to_batch(self._loops.rows)
+            self._hand_to_batch()
 
     def _step_alone(self, row: Request) -> None:
         with self._catch_errors(row):
@@ -220,14 +216,14 @@ class Scheduler:
             if made.tokens:
                 self._counters.rounds += 1
                 self._end(self._send_tokens([(row, made)]))
-            elif row.read in row.copy_lengths:
+            elif row.n_prefilled in row.copy_lengths:
                 self._store_prompt(row)
 
-    def _step_batch(self, *, others_wait: bool) -> None:
+    def _step_batch(self) -> None:
         began = time.perf_counter()
-        read, made = self._batch.step()
+        to_copy, made = self._batch.step()
         seconds, stepped = time.perf_counter() - began, [row for row, _ in made]
-        for row in read:
+        for row in to_copy:
             self._store_prompt(row)
         self._counters.batch_steps += len(made) > 0
         self._end(self._send_tokens(made))
@@ -239,7 +235,7 @@ class Scheduler:
         is_timed = ranks.count_ranks() == 1 and self._options.shape is not None  # ranks measure different times
         if len(stepped) > 1 and is_timed:
             should_leave = self._pace.observe_step(len(stepped), seconds)
-        if should_leave and not others_wait and all(row.draft for row in stepped):
+        if should_leave and all(row.draft for row in stepped):
             # Each row continues in a loop, after the token that the batch is already computing.
             for row, following, start in self._batch.remove_all(stepped):
                 with self._catch_errors(row):

@@ -35,12 +35,7 @@ from ..options import Options
 from ..pair import Pair
 from .request import Request
 from .scheduler import Scheduler
-from .types import (
-    ApiError,
-    Counters,
-    GenerationFailed,
-    ServerClosing,
-)
+from .types import ApiError, Counters, GenerationFailed, ServerClosing
 
 if TYPE_CHECKING:
     from .structured_output import GrammarCompiler
@@ -60,13 +55,11 @@ class Decisions(NamedTuple):
     Attributes:
         ended: rows to end -> "cancelled", or an error.
         started: rows to start.
-        others_wait: whether more requests are in the queue.
         is_last: whether the worker stops, as nothing is left to do.
     """
 
     ended: dict[Request, str | Exception]
     started: list[Request]
-    others_wait: bool = False
     is_last: bool = False
 
 
@@ -213,7 +206,7 @@ class Worker:
         counters.cached_tokens += request.cached_tokens
         counters.generated_tokens += len(request.output.tokens)
         counters.decoding += request.output.stats
-        counters.prompt_tokens += request.read - request.cached_tokens
+        counters.prompt_tokens += request.n_prefilled - request.cached_tokens
         error = None if isinstance(reason, str) else reason
         if error is not None and not isinstance(error, GenerationFailed):
             error = GenerationFailed(join_lines(error))
@@ -234,7 +227,7 @@ class Worker:
                     decisions = self._share(self._decide())
                     if decisions.is_last:
                         break
-                    self.scheduler.step(*decisions[:-1])
+                    self.scheduler.step(decisions.ended, decisions.started)
                 except Exception as error:
                     if ranks.count_ranks() > 1:  # the others may have continued
                         ranks.exit_with_error(f"{type(error).__name__}: {join_lines(error)}")
@@ -272,7 +265,7 @@ class Worker:
             for row in started:
                 self._queue.remove(row)
             is_last = self._closing and not (self._queue or self.scheduler.rows or started)
-            found = Decisions(ended, started, bool(self._queue), is_last)
+            found = Decisions(ended, started, is_last)
         return found if is_alone or any(found) else None
 
     @cached_property
@@ -289,20 +282,20 @@ class Worker:
             return own
         rows = list(self.scheduler.rows)
         if ranks.CHECK_VARIABLE in os.environ:
-            texts = ranks.gather([(row.length, row.output.tokens[-1:], row.read) for row in rows])
+            texts = ranks.gather([(row.length, row.output.tokens[-1:], row.n_prefilled) for row in rows])
             if any(each != texts[0] for each in texts):
                 raise RedrafterError(f"the ranks decode different texts: {texts}")
         sent = None
         if own is not None:
             ended = [(rows.index(row), reason) for row, reason in own.ended.items()]
             started = [(row.describe(), getattr(row.make_grammar, "arguments", None)) for row in own.started]
-            sent = ended, started, *own[2:]
+            sent = ended, started, own.is_last
         received = ranks.share(sent)
         if own is not None or received is None:
             return own or Decisions({}, [])
-        ended, started, *others = received
+        ended, started, is_last = received
         # The choices of one request share one `arguments` object, and pickle preserves that.
         arguments = {id(given): given for _, given in started if given}
         grammars = {at: self._grammars.compile(*given) for at, given in arguments.items()}
         rebuilt = [self._make_request(None, **asked, grammar=grammars.get(id(given))) for asked, given in started]
-        return Decisions({rows[at]: reason for at, reason in ended}, rebuilt, *others)
+        return Decisions({rows[at]: reason for at, reason in ended}, rebuilt, is_last)

@@ -93,7 +93,7 @@ def test_comments_report_prefill_progress(scripted: Scripted, pauses: Pauses, pa
     pauses.gates[1].set()
     with send_request(server, path, stream=True) as connection:
         until(lambda: len(engine.requests) == 1)
-        engine.requests[0].read, found = 2, b""
+        engine.requests[0].n_prefilled, found = 2, b""
         while b": keepalive 2/%d\n\n" % len(engine.requests[0].prompt) not in found:
             found += connection.recv(1 << 16)
         engine.gate.set()
@@ -112,7 +112,7 @@ def test_the_log_reports_prefill_progress(
     pauses.gates[1].set()
     with send_request(server, "/v1/completions", stream=stream):
         until(lambda: len(engine.requests) == 1)
-        engine.requests[0].read, total = 3, len(engine.requests[0].prompt)
+        engine.requests[0].n_prefilled, total = 3, len(engine.requests[0].prompt)
         until(lambda: f"Prompt processing progress: 3/{total}" in caplog.messages)
         engine.requests[0].time_to_first_token = 0.1
         caplog.clear()

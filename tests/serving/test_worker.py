@@ -606,7 +606,7 @@ def test_others_continue_if_the_prefilling_request_ends(
     first: list[Request] = []
 
     def end_first(loops: rows.Loops, row: Request) -> Any:
-        if row in first and row.read >= 80:
+        if row in first and row.n_prefilled >= 80:
             if not is_cancelled:
                 raise RuntimeError("broken")
             row.cancel()
