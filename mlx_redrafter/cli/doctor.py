@@ -6,7 +6,6 @@ import json
 import platform
 import sys
 from collections.abc import Iterator
-from statistics import fmean
 from typing import Any
 
 import mlx.core as mx
@@ -20,13 +19,13 @@ from ..drafters.protocol import Drafter
 from ..engine.model_checks import check_draftable
 from ..engine.model_parts import find_compute_dtype, find_module_name
 from ..engine.plan import chain_plan
-from ..generate import encode_chat, stream_generate
+from ..options import Options
 from ..pair import Pair
 from ..planning.costs import CostTable, is_disturbed
 from ..planning.machine import describe_machine, has_fast_blas
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
-from ..trials import TRIAL_PROMPTS
+from ..trials import TRIAL_PROMPTS, try_drafter
 
 TRIAL_DEPTH, TRIAL_TOKENS = 8, 48
 """The longest chain of a trial, and tokens decoded after each prompt."""
@@ -61,9 +60,12 @@ def diagnose(
         drafter.set_dtype(find_compute_dtype(model))
         mx.eval(drafter.parameters())
     no_trees = no_trees or drafter.explain_chains()
-    costs = Pair(model, drafter).costs(trees=no_trees is None, refresh=refresh)
+    pair = Pair(model, drafter)
+    costs = pair.costs(trees=no_trees is None, refresh=refresh)
     if stand_in is None:
-        trial = try_drafter(model, tokenizer, drafter)
+        depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
+        stats = try_drafter(pair, tokenizer, Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False))
+        trial = {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
     chains = list_chains(costs, drafter.args.max_depth, trial)
     tried = [chain for chain in chains if "speedup" in chain and chain["context"] == costs.contexts[0]]
     report: dict[str, Any] = {
@@ -89,18 +91,6 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
     """Name, dtype, quantization and bytes of weights of a model."""
     weight_bytes = sum(array.nbytes for array in list_weights(module).values())
     return {"name": name, "dtype": format_dtype(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
-
-
-def try_drafter(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, Any]:
-    """Decodes `TRIAL_PROMPTS`, greedy: `depth` of the chain, and the share of rounds that accepted each depth."""
-    depth, shares = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH), list[tuple[float, ...]]()
-    options: dict[str, Any] = {"max_tokens": TRIAL_TOKENS, "plan": (1, depth), "context": False}
-    for text in TRIAL_PROMPTS:
-        prompt = encode_chat(tokenizer, text)
-        *_, last = stream_generate(model, tokenizer, prompt, drafter=drafter, **options)
-        if last.acceptance_per_depth:  # empty if the text ended at once
-            shares.append(last.acceptance_per_depth)
-    return {"depth": depth, "acceptance_per_depth": [fmean(column) for column in zip(*shares, strict=True)]}
 
 
 def list_chains(costs: CostTable, max_depth: int | None, trial: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from ..engine import kv_cache
 from ..engine.beam_search import Advance, State
 from ..engine.model_parts import StateName, find_head, find_parts
 from ..engine.tree_attention import Nodes, build_with_nodes
@@ -199,10 +198,6 @@ class CachedSource(StepwiseSource):
             other._caches.append(mine)
         mx.eval(other.state)  # the copy may be used by another thread
         return other
-
-    @property
-    def row_bytes(self) -> int:
-        return kv_cache.row_bytes(self._caches)
 
     @property
     def state(self) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from typing import Any, Self
 
 import numpy as np
@@ -110,15 +110,6 @@ class DrafterArgs:
         """What to check if no guess is right."""
         return f"Was it trained for this model, and do its weights fit this dtype? It reads {self.describe_states()}"
 
-    def list_variants(self, n_layers: int) -> dict[str, Self]:
-        """Variants of these arguments that read other hidden states, by the config entry that differs.
-
-        Args:
-            n_layers: how many layers the target has.
-        """
-        other = AFTER_NORM if self.reads_before_norm else BEFORE_NORM
-        return {f"hidden_state {other}": replace(self, hidden_state=other)}
-
     def to_dict(self) -> dict[str, Any]:
         """The contents of a `config.json`, without fields that are None."""
         return {key: value for key, value in vars(self).items() if value is not None}
@@ -173,17 +164,6 @@ class LayerArgs(DrafterArgs):
         if self.capture_layers is None:
             return super().describe_states()
         return f"the outputs of layers {', '.join(map(str, self.capture_layers))}"
-
-    def list_variants(self, n_layers: int) -> dict[str, Self]:
-        """Variants whose layers are all one lower or one higher, as projects number layers differently."""
-        if self.capture_layers is None:
-            return super().list_variants(n_layers)
-        shifted = ([layer + by for layer in self.capture_layers] for by in (-1, 1))
-        return {
-            f"capture_layers {layers}": replace(self, capture_layers=layers)
-            for layers in shifted
-            if min(layers) >= 0 and max(layers) < n_layers
-        }
 
     def describe(self) -> str:
         return f"width {self.width}, heads {self.num_attention_heads} of {self.head_dim}, MLP {self.intermediate_size}"

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -54,10 +54,6 @@ class DraftModelArgs(DrafterArgs):
 
     def describe_states(self) -> str:
         return "only the text, no hidden state"
-
-    def list_variants(self, n_layers: int) -> dict[str, Self]:
-        """No variants, as it reads no hidden state."""
-        return {}
 
     def explain_useless(self) -> str:
         return "Do the draft model and the target have the same tokenizer, and do its weights fit this dtype?"
@@ -169,10 +165,6 @@ class DraftModelSource(Source):
         other = copy.copy(self)
         other._text, other._cache = list(self._text), copy.deepcopy(self._cache)
         return other
-
-    @property
-    def row_bytes(self) -> int:
-        return kv_cache.row_bytes(self._cache)
 
     @property
     def state(self) -> Any:

@@ -21,8 +21,8 @@ Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Self, cast
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -153,16 +153,6 @@ class DrafterArgs(LayerArgs):
         if self.version == 3 and self.capture_layers is None:
             return f"the outputs of {N_DEFAULT_STATES} layers, the default ones"
         return super().describe_states()
-
-    def list_variants(self, n_layers: int) -> dict[str, Self]:
-        if self.version == 3 and self.capture_layers is None:
-            return replace(self, capture_layers=find_default_layers(n_layers)).list_variants(n_layers)
-        others = super().list_variants(n_layers)
-        if self.version == 3:  # projects have different defaults for these
-            for name in ("norm_before_residual", "norm_output"):
-                other: dict[str, Any] = {name: not getattr(self, name)}
-                others[f"{name} {str(other[name]).lower()}"] = replace(self, **other)
-        return others
 
     def describe(self) -> str:
         return f"EAGLE-{self.version}, {super().describe()}"

@@ -19,9 +19,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -223,13 +223,6 @@ class DrafterArgs(BaseArgs):
     def describe(self) -> str:
         experts = self.layer_config.get("num_experts") or self.layer_config.get("n_routed_experts")
         return f"a {self.layer_config['model_type']} layer" + (f" of {experts} experts" if experts else "")
-
-    def list_variants(self, n_layers: int) -> dict[str, Self]:
-        """Variants that read other hidden states; for ERNIE also without the final norm, on which projects disagree."""
-        others = super().list_variants(n_layers)
-        if self.layer_config["model_type"] == "ernie4_5":
-            others[f"norm_output {str(not self.norm_output).lower()}"] = replace(self, norm_output=not self.norm_output)
-        return others
 
 
 def is_cpu() -> bool:

@@ -62,12 +62,6 @@ def keeps_first_rows(cache: Cache) -> bool:
     return any(getattr(c, "keep", 0) for c in leaves(cache))
 
 
-def row_bytes(cache: Cache) -> int:
-    """Bytes per token in the leaves that grow with the text; 0 before the first token."""
-    growing = (x for c in leaves(cache) if isinstance(c, KVCache) for x in (c.keys, c.values) if x is not None)
-    return sum(int(x.nbytes) // x.shape[-2] for x in growing)
-
-
 def snapshot(cache: Cache) -> list[dict[str, Any]]:
     """The state of every leaf. Arrays are not copied, as forwards of several rows do not overwrite old rows."""
     return [_copy(vars(c)) for c in leaves(cache)]

@@ -102,11 +102,6 @@ class Source:
         return copy.copy(self)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes that it holds per token of the text, after its first draft; 0 if negligible."""
-        return 0
-
-    @property
     def state(self) -> Any:
         """Its arrays, as a tree. They are evaluated in each round, as another thread may run the next one."""
         return None

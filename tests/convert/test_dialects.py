@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +160,7 @@ def test_a_target_with_too_few_layers_is_refused(name: str, layers: Any, least: 
 
 
 @pytest.mark.parametrize("name", ["eagle3_speculators", "eagle3_speculators_31"])
-def test_unspecified_settings_have_alternatives(name: str, tmp_path: Path) -> None:
-    drafter, golden = load_drafter(publish(name, tmp_path / "in")), read_golden(name)[1]
-    root = golden["context_tokens"][-1:]
-    for what, args in drafter.args.list_variants(12).items():
-        drafter.args = args
-        source: Any = drafter.open(make_target(name, drafter))
-        feed_states(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
-        advance = source.begin(root[0])
-        guess, _ = advance(golden["step_tokens"][:1], advance(root, None)[1])
-        is_same = np.allclose(guess[0, drafter.draft_ids], golden["step_logits"][0], atol=1e-3)
-        assert is_same is what.startswith("capture_layers"), what
+def test_unspecified_settings_are_false(name: str, tmp_path: Path) -> None:
     silent = load_drafter(publish(name, tmp_path / "silent", norm_before_residual=None, norm_output=None))
     assert (silent.args.norm_before_residual, silent.args.norm_output) == (False, False)  # type: ignore[attr-defined]
 
@@ -177,7 +168,7 @@ def test_unspecified_settings_have_alternatives(name: str, tmp_path: Path) -> No
 def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path: Path) -> None:
     """Baidu's own server applies the target's norm to the feature; others do not."""
     drafter, golden = load_golden("ernie4_5_mtp", tmp_path), read_golden("ernie4_5_mtp")[1]
-    drafter.args = drafter.args.list_variants(12)["norm_output false"]
+    drafter.args = replace(drafter.args, norm_output=False)  # type: ignore[call-arg]
     source: Any = drafter.open(make_target("ernie4_5_mtp", drafter))
     feed_states(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
     logits, _ = source.begin(golden["context_tokens"][-1])(golden["context_tokens"][-1:], None)
