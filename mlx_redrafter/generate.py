@@ -152,8 +152,6 @@ def stream_generate(
     Raises:
         RedrafterError: on the first `next`: see `generate_step`; also if `max_tokens` is 0 or a stop string is empty.
     """
-    if not hasattr(tokenizer, "encode"):
-        raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)

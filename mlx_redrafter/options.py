@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import inf
@@ -153,44 +153,17 @@ class Options:
             raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}")
         if self.temp and not 1e-30 <= self.temp <= 1e30:  # else 1 / temp is not a float32
             raise RedrafterError(f"temp must be 0, or from 1e-30 to 1e+30, got {self.temp}")
-        self._check_sampler()
-        self._check_functions()
-        self._check_history()
+        if self.sampler is not None:
+            for name in SAMPLER_OPTIONS:
+                if (value := getattr(self, name)) not in (0, getattr(Options, name)):
+                    raise RedrafterError(f"give either a sampler or {name}, got both ({name}={value})")
+        object.__setattr__(self, "history", tuple(self.history))
         shape = self.shape
         if shape is None and self.context:
             raise RedrafterError("give either plan 'off' or context, got both")
         if isinstance(shape, tuple):  # `resolve_plan` applies the drafter's limits
             width, depth, size = shape
             make_plan(width, min(MAX_DRAFT_DEPTH, max(1, MAX_NODES // max(1, width))) if depth is None else depth, size)
-
-    def _check_sampler(self) -> None:
-        special = () if self.xtc_special_tokens is None else self.xtc_special_tokens
-        if not isinstance(special, Iterable) or not all(isinstance(token, Integral) for token in special):
-            raise RedrafterError(f"xtc_special_tokens must be token ids, got {special!r}")
-        if self.sampler is None:
-            return
-        if not callable(self.sampler) and not hasattr(self.sampler, "choose"):
-            raise RedrafterError(f"sampler must be a function, got {type(self.sampler).__name__}")
-        for name in SAMPLER_OPTIONS:
-            if (value := getattr(self, name)) not in (0, getattr(Options, name)):
-                raise RedrafterError(f"give either a sampler or {name}, got both ({name}={value})")
-
-    def _check_functions(self) -> None:
-        for name in ("prompt_progress_callback", "on_drafter_failure", "on_round"):
-            if (function := getattr(self, name)) is not None and not callable(function):
-                raise RedrafterError(f"{name} must be a function, got {function!r}")
-        if (processors := self.logits_processors) is not None:
-            if not isinstance(processors, Iterable) or not all(map(callable, processors := list(processors))):
-                raise RedrafterError(f"logits_processors must be a list of functions, got {processors!r}")
-            object.__setattr__(self, "logits_processors", processors)
-
-    def _check_history(self) -> None:
-        if isinstance(self.history, tuple):
-            return  # already checked: `replace` passes it on
-        history = tuple(self.history) if isinstance(self.history, Iterable) else (None,)
-        if not all(isinstance(token, Integral) and 0 <= int(token) < 2**31 for token in history):
-            raise RedrafterError(f"history must be token ids, got {self.history!r:.100}")
-        object.__setattr__(self, "history", history)
 
     def require_tokens(self) -> Options:
         """Returns itself."""
