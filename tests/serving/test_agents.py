@@ -18,8 +18,7 @@ SCHEMA = {
 CHAT_TOOL = {"type": "function", "function": {"name": "read", "description": "Reads.", "parameters": SCHEMA}}
 RESPONSES_TOOL = {"type": "function", "name": "read", "description": "Reads.", "parameters": SCHEMA, "strict": False}
 CACHED = {"cache_control": {"type": "ephemeral"}}
-TEXT_CALL = '</think><tool_call>{"name": "read", "arguments": {"path": "a.py"}}</tool_call>'
-FORCED_CALL = '</think>{"name": "read", "arguments": {"path": "a.py"}}'
+CALL = '</think><tool_call>{"name": "read", "arguments": {"path": "a.py"}}</tool_call>'
 
 CLAUDE_CODE: dict[str, Any] = {
     "model": "demo",
@@ -173,30 +172,12 @@ AGENTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-FORCED: dict[str, tuple[str, dict[str, Any]]] = {
-    "Pydantic AI": ("/v1/chat/completions", CHAT | {"stream": False, "tool_choice": "required", "n": 1}),
-    "Instructor": (
-        "/v1/chat/completions",
-        CHAT | {"stream": False, "tool_choice": {"type": "function", "function": {"name": "read"}}},
-    ),
-    "AI SDK": ("/v1/responses", {"model": "demo", "input": "x", "tools": [RESPONSES_TOOL], "tool_choice": "required"}),
-    "Anthropic": (
-        "/v1/messages",
-        {
-            "model": "demo",
-            "max_tokens": 99,
-            "messages": [{"role": "user", "content": "x"}],
-            "tools": [{"name": "read", "input_schema": SCHEMA}],
-            "tool_choice": {"type": "tool", "name": "read", "disable_parallel_tool_use": True},
-        },
-    ),
-}
 
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
     path, body = AGENTS[agent]
-    scripted[1].texts = [[TEXT_CALL]]
+    scripted[1].texts = [[CALL]]
     reply = ask(scripted[0], path, body)
     assert reply.status == 200, reply.body
     assert "Fix it." in scripted[1].prompt and "web_search" not in scripted[1].prompt
@@ -204,15 +185,6 @@ def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
         last = events_of(reply)[-1]
         assert last.get("type") in ("message_stop", "response.completed") or last["usage"]["completion_tokens"]
     assert b"a.py" in reply.body or not body["tools"]
-
-
-@pytest.mark.parametrize("agent", FORCED)
-def test_libraries_force_calls(scripted: Scripted, agent: str) -> None:
-    path, body = FORCED[agent]
-    scripted[1].texts = [[FORCED_CALL]]
-    reply = ask(scripted[0], path, body)
-    assert reply.status == 200, reply.body
-    assert b"tool_calls" in reply.body or b"function_call" in reply.body or b"tool_use" in reply.body
 
 
 def test_late_system_messages_join_the_last_turn(scripted: Scripted) -> None:

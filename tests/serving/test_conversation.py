@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from servers import Running, ScriptedWorker, ask, save_tokenizer, start_scripted
+from servers import BODIES, USER, Reply, Running, ScriptedWorker, ask, save_tokenizer, start_scripted
 
 from mlx_redrafter.serving.conversation import arrange
 
@@ -23,44 +23,34 @@ CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 """A tool call as the model writes it."""
 
 
-def post(server: Running, path: str, messages: list[dict[str, Any]], **fields: Any) -> Any:
+def post(server: Running, path: str, messages: list[dict[str, Any]], **fields: Any) -> Reply:
     """Sends messages in the format of the path's API."""
     name = "input" if path == "/v1/responses" else "messages"
-    return ask(server, path, {name: messages, "model": "demo", "max_tokens": 99, **fields} if path == "/v1/messages"
-               else {name: messages, "model": "demo", **fields})  # fmt: skip
+    return ask(server, path, BODIES[path] | {name: messages} | fields)
 
 
 def say(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
+LATE = "<system>\n%s\n</system>"
+
+
 @pytest.mark.parametrize("path", IMAGE)
 @pytest.mark.parametrize(
-    ("messages", "prompt"),
+    ("talk", "prompt"),
     [
-        ([say("system", "A"), say("system", "B"), say("user", "Hi")], "<system>A\n\nB<user>Hi"),
-        (
-            [say("user", "Hi"), say("assistant", "Yes?"), say("system", "Late."), say("user", "Go.")],
-            "<user>Hi<assistant>Yes?<user><system>\nLate.\n</system>\n\nGo.",
-        ),
-        ([say("user", "Hi"), say("system", "Late.")], "<user>Hi\n\n<system>\nLate.\n</system>"),
-        (
-            [say("system", "A"), say("user", "Hi"), say("assistant", "Yes?"), say("user", "Go."), say("system", "B")],
-            "<system>A<user>Hi<assistant>Yes?<user>Go.\n\n<system>\nB\n</system>",
-        ),
-        (
-            [say("user", "Hi"), say("system", "A"), say("assistant", "Yes?"), say("user", "Go.")],
-            "<user>Hi\n\n<system>\nA\n</system><assistant>Yes?<user>Go.",
-        ),
-        (
-            [say(role, role[0]) for role in ("user", "assistant", "system", "system", "assistant", "user")],
-            "<user>u<assistant>a<user><system>\ns\n</system>\n\n<system>\ns\n</system><assistant>a<user>u",
-        ),
+        ("system A|system B|user Hi", "<system>A\n\nB<user>Hi"),
+        ("user Hi|assistant Yes?|system Late.|user Go.", f"<user>Hi<assistant>Yes?<user>{LATE % 'Late.'}\n\nGo."),
+        ("user Hi|system Late.", f"<user>Hi\n\n{LATE % 'Late.'}"),
+        ("system A|user Hi|assistant Yes?|user Go.|system B", f"<system>A<user>Hi<assistant>Yes?<user>Go.\n\n{LATE % 'B'}"),
+        ("user Hi|system A|assistant Yes?|user Go.", f"<user>Hi\n\n{LATE % 'A'}<assistant>Yes?<user>Go."),
+        ("user U|assistant A|system S|system T|assistant B|user V",
+         f"<user>U<assistant>A<user>{LATE % 'S'}\n\n{LATE % 'T'}<assistant>B<user>V"),
     ],
-)
-def test_system_messages_may_come_at_any_time(
-    scripted: Scripted, path: str, messages: list[dict[str, Any]], prompt: str
-) -> None:
+)  # fmt: skip
+def test_system_messages_may_come_at_any_time(scripted: Scripted, path: str, talk: str, prompt: str) -> None:
+    messages = [say(*message.split(" ", 1)) for message in talk.split("|")]
     reply = post(scripted[0], path, messages)
     assert reply.status == 200, reply.body
     assert scripted[1].prompt.startswith(f"{prompt}<assistant>")
@@ -147,31 +137,25 @@ def test_tools_of_all_kinds_are_shown_as_functions(scripted: Scripted, scripted_
     assert scripted[1].prompt.endswith("<tool>Done.<tool>A<assistant><think>")
 
 
-@pytest.mark.parametrize(("written", "given"), [("null", ""), ('{"a": "é"}', '{"a": "é"}'), ("[1, true]", "[1, true]")])
-def test_a_custom_tools_input_that_is_no_text_is_json(
+@pytest.mark.parametrize(
+    ("written", "given"), [('"ls"', "ls"), ("null", ""), ('{"a": "é"}', '{"a": "é"}'), ("[1, true]", "[1, true]")]
+)
+def test_a_custom_tool_takes_text_in_a_chat(
     scripted: Scripted, scripted_openai: openai.OpenAI, written: str, given: str
 ) -> None:
     tools: Any = [{"type": "custom", "custom": {"name": "run", "description": "Runs."}}]
     scripted[1].texts = [["</think>", CALL % ("run", f'{{"input": {written}}}')]]
-    made = scripted_openai.chat.completions.create(model="demo", messages=[say("user", "x")], tools=tools)  # type: ignore[list-item]
+    made = scripted_openai.chat.completions.create(model="demo", messages=USER, tools=tools)
     (call,) = made.choices[0].message.tool_calls or ()
-    assert call.type == "custom" and call.custom.input == given
-
-
-def test_a_custom_tool_takes_text_in_a_chat(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
-    tools: Any = [{"type": "custom", "custom": {"name": "run", "description": "Runs."}}]
-    scripted[1].texts = [["</think>", CALL % ("run", '{"input": "ls"}')]]
-    made = scripted_openai.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": "x"}], tools=tools
-    )
-    (call,) = made.choices[0].message.tool_calls or ()
-    assert call.type == "custom" and (call.custom.name, call.custom.input) == ("run", "ls")
-    history: Any = [say("user", "x"), made.choices[0].message.model_dump(), say("tool", "a.py") | {"tool_call_id": "1"}]
+    assert call.type == "custom" and (call.custom.name, call.custom.input) == ("run", given)
+    history: Any = [*USER, made.choices[0].message.model_dump(), say("tool", "a.py") | {"tool_call_id": "1"}]
     scripted_openai.chat.completions.create(model="demo", messages=history, tools=tools)
-    assert '<tool_call>run {"input": "ls"}</tool_call><tool>a.py' in scripted[1].prompt
+    assert (
+        f"<tool_call>run {json.dumps({'input': given}, ensure_ascii=False)}</tool_call><tool>a.py" in scripted[1].prompt
+    )
 
 
-BROKEN = ['{"path": "a', '{"a": "\\ud83d"}', "[1]", '"x"', "no JSON"]
+BROKEN = ['{"path": "a', '{"a": "\\ud83d"}', "[1]"]
 ITEMS = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for tool_call in m.tool_calls or [] %}
 {%- for name, value in tool_call.function.arguments.items() %}<{{ name }}>{{ value }}{% endfor %}{% endfor %}
 {%- endfor %}{% if enable_thinking is defined %}{% endif %}{# <tool_call> tool_call.name #}"""
@@ -216,12 +200,6 @@ def test_no_arguments_are_an_empty_object(scripted: Scripted, path: str, argumen
     assert scripted[1].prompt.startswith("<user>x<assistant><tool_call>f {}</tool_call><tool>No.")
 
 
-def test_server_side_tools_are_dropped(scripted: Scripted) -> None:
-    hosted = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]
-    assert post(scripted[0], "/v1/messages", [say("user", "Hi")], tools=hosted).status == 200
-    assert scripted[1].prompt.startswith("<user>Hi")
-
-
 def test_items_may_be_referenced(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     scripted[1].texts = [["</think>It is blue."]]
     made = scripted_openai.responses.create(model="demo", input="Why?")
@@ -230,19 +208,20 @@ def test_items_may_be_referenced(scripted: Scripted, scripted_openai: openai.Ope
     assert scripted[1].prompt == "<user>Why?<assistant>It is blue.<assistant><think>"
 
 
+CHAT_TOOL = {"type": "function", "function": {"name": "f"}}
+RESPONSES_TOOL = {"type": "function", "name": "f"}
+MESSAGES_TOOL = {"name": "f", "input_schema": {"type": "object"}}
+
+
 @pytest.mark.parametrize(
     ("path", "tool", "choice"),
     [
-        ("/v1/chat/completions", {"type": "function", "function": {"name": "f"}}, "required"),
-        (
-            "/v1/chat/completions",
-            {"type": "function", "function": {"name": "f"}},
-            {"type": "function", "function": {"name": "f"}},
-        ),
-        ("/v1/responses", {"type": "function", "name": "f"}, "required"),
-        ("/v1/responses", {"type": "function", "name": "f"}, {"type": "function", "name": "f"}),
-        ("/v1/messages", {"name": "f", "input_schema": {"type": "object"}}, {"type": "any"}),
-        ("/v1/messages", {"name": "f", "input_schema": {"type": "object"}}, {"type": "tool", "name": "f"}),
+        ("/v1/chat/completions", CHAT_TOOL, "required"),
+        ("/v1/chat/completions", CHAT_TOOL, CHAT_TOOL),
+        ("/v1/responses", RESPONSES_TOOL, "required"),
+        ("/v1/responses", RESPONSES_TOOL, RESPONSES_TOOL),
+        ("/v1/messages", MESSAGES_TOOL, {"type": "any"}),
+        ("/v1/messages", MESSAGES_TOOL, {"type": "tool", "name": "f", "disable_parallel_tool_use": True}),
     ],
 )
 def test_a_forced_call_is_one_object(scripted: Scripted, path: str, tool: Any, choice: Any) -> None:
@@ -253,36 +232,22 @@ def test_a_forced_call_is_one_object(scripted: Scripted, path: str, tool: Any, c
     if path == "/v1/chat/completions":
         (choice,) = made["choices"]
         (call,) = choice["message"]["tool_calls"]
-        found = call["function"]["name"], call["function"]["arguments"], choice["finish_reason"]
-        assert found == ("f", '{"a": 1}', "tool_calls") and choice["message"]["content"] is None
+        found = call["function"]["name"], json.loads(call["function"]["arguments"])
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     elif path == "/v1/responses":
         (item,) = made["output"]
-        assert (item["type"], item["name"], item["arguments"]) == ("function_call", "f", '{"a": 1}')
+        found = item["name"], json.loads(item["arguments"])
     else:
         (block,) = made["content"]
-        assert (block["type"], block["name"], block["input"]) == ("tool_use", "f", {"a": 1})
-        assert made["stop_reason"] == "tool_use"
+        found = block["name"], block["input"]
+        assert (block["type"], made["stop_reason"]) == ("tool_use", "tool_use")
+    assert found == ("f", {"a": 1})
 
 
 def test_tools_are_not_shown_if_none_may_be_called(scripted: Scripted) -> None:
     tools = [{"type": "function", "name": name} for name in "fgh"]
     assert post(scripted[0], "/v1/responses", [say("user", "x")], tools=tools, tool_choice="none").status == 200
     assert scripted[1].prompt.startswith("<user>x")
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"$id": "https://a.example/t", "properties": {"a": {"$ref": "#/$defs/k"}}, "$defs": {"k": {"type": "integer"}}},
-        {"properties": {"a": {"$ref": "#kk"}}, "$defs": {"k": {"$anchor": "kk", "type": "integer"}}},
-        {"properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
-        {"properties": {"a": {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "binary"}}}},
-    ],
-)
-def test_parameter_references_of_forced_calls_are_resolved(scripted: Scripted, parameters: Any) -> None:
-    tools = [{"type": "function", "name": name, "parameters": {"type": "object", **parameters}} for name in "fg"]
-    reply = post(scripted[0], "/v1/responses", [say("user", "x")], tools=tools, tool_choice="required")
-    assert reply.status == 200, reply.body
 
 
 def test_a_prefilled_answer_follows_no_format(scripted: Scripted) -> None:
