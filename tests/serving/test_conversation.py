@@ -43,7 +43,8 @@ LATE = "<system>\n%s\n</system>"
         ("system A|system B|user Hi", "<system>A\n\nB<user>Hi"),
         ("user Hi|assistant Yes?|system Late.|user Go.", f"<user>Hi<assistant>Yes?<user>{LATE % 'Late.'}\n\nGo."),
         ("user Hi|system Late.", f"<user>Hi\n\n{LATE % 'Late.'}"),
-        ("system A|user Hi|assistant Yes?|user Go.|system B", f"<system>A<user>Hi<assistant>Yes?<user>Go.\n\n{LATE % 'B'}"),
+        ("system A|user Hi|assistant Yes?|user Go.|system B",
+         f"<system>A<user>Hi<assistant>Yes?<user>Go.\n\n{LATE % 'B'}"),
         ("user Hi|system A|assistant Yes?|user Go.", f"<user>Hi\n\n{LATE % 'A'}<assistant>Yes?<user>Go."),
         ("user U|assistant A|system S|system T|assistant B|user V",
          f"<user>U<assistant>A<user>{LATE % 'S'}\n\n{LATE % 'T'}<assistant>B<user>V"),
@@ -150,9 +151,8 @@ def test_a_custom_tool_takes_text_in_a_chat(
     assert call.type == "custom" and (call.custom.name, call.custom.input) == ("run", given)
     history: Any = [*USER, made.choices[0].message.model_dump(), say("tool", "a.py") | {"tool_call_id": "1"}]
     scripted_openai.chat.completions.create(model="demo", messages=history, tools=tools)
-    assert (
-        f"<tool_call>run {json.dumps({'input': given}, ensure_ascii=False)}</tool_call><tool>a.py" in scripted[1].prompt
-    )
+    shown = json.dumps({"input": given}, ensure_ascii=False)
+    assert f"<tool_call>run {shown}</tool_call><tool>a.py" in scripted[1].prompt
 
 
 BROKEN = ['{"path": "a', '{"a": "\\ud83d"}', "[1]"]

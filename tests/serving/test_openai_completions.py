@@ -172,19 +172,6 @@ def test_reasoning_and_tool_calls_are_separated(
     assert not stream or [call.index for call in calls] == [0, 1]
 
 
-def test_tool_results_reach_the_template(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
-    messages: Any = [
-        *USER,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-    ]
-    scripted_openai.chat.completions.create(model="demo", messages=messages, tools=[WEATHER])
-    prompt = scripted[1].prompt
-    assert prompt.startswith("<tool_call> is how to call weather\n<user>Hi<assistant><tool_call>weather")
-    assert '{"city": "Bern"}</tool_call><tool>sunny<' in prompt
-
-
 @pytest.mark.parametrize(
     ("fields", "text"),
     [({}, CALL), ({"tools": [WEATHER], "tool_choice": "none"}, CALL), ({"tools": [WEATHER]}, "<tool_call>no JSON")],

@@ -80,16 +80,11 @@ def test_all_sdk_fields_are_read_refused_or_ignored(scripted: Scripted, path: st
     [
         ({"best_of": 2}, "best_of must be 1, got 2"),
         ({"echo": True}, "echo is not supported, got True"),
-        ({"adapters": "x"}, "adapters is not supported, got 'x'"),
         ({"max_tokens": 2.5}, "max_tokens must be a valid integer, got 2.5"),
         ({"prompt": ["a", "b"]}, "prompt.str must be a valid string, got ['a', 'b']"),
-        ({"prompt": ""}, "the prompt is empty"),
         ({"n": 17}, "n must be less than or equal to 16, got 17"),
-        ({"max_tokens": "x"}, "max_tokens must be a valid integer, got 'x'"),
         ({"stop": [""]}, "stop must be non-empty strings, got ['']"),
-        ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
         ({"top_logprobs": 21}, "top_logprobs must be less than or equal to 20"),
-        ({"stream": 1}, "stream must be a valid boolean, got 1"),
         ({"response_format": {"type": "xml"}}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
@@ -109,10 +104,8 @@ def test_invalid_fields_are_named(scripted: Scripted, fields: dict[str, Any], sa
     [
         ({"audio": {"voice": "x"}}, "audio is not supported"),
         ({"modalities": ["text", "audio"]}, "modalities.1 must be 'text', got 'audio'"),
-        ({"messages": None}, "messages is missing"),
         ({"messages": [{"content": "x"}]}, "messages[0].role must be a string, got None"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a text or a list"),
-        ({"functions": [{"name": "f"}]}, "functions is not supported"),
         *(
             (
                 {"messages": [{"role": "assistant", "tool_calls": [given]}]},
@@ -140,10 +133,8 @@ def test_invalid_chat_fields_are_named(scripted: Scripted, fields: dict[str, Any
     ("raw", "said"),
     [
         (b"", "the body is not JSON"),
-        (b"\xff\xfe", "the body is not JSON"),
         (b"[1]", "the body must be a JSON object, got list"),
         (b'{"prompt": "x", "temperature": NaN}', "temperature must be a finite number"),
-        (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
         (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "maximum recursion depth"),
     ],
 )
