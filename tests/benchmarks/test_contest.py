@@ -14,12 +14,11 @@ from bench_records import MACHINE, make_costs, parse_flags
 from small import small_drafter, small_llama
 
 from benchmarks import contest, contestants, run
-from benchmarks.contest import compare_contestants, describe_runs
-from benchmarks.contestants import Contestant, Run, Settings, make_contestants, make_random_drafter
+from benchmarks.contest import compare_contestants
+from benchmarks.contestants import Contestant, Settings, make_contestants, make_random_drafter
 from benchmarks.models import Prompt, Workload, count_bytes
 from benchmarks.records import find_problem, read_records
 from benchmarks.tables import CONTEXT, DRAFT_MODEL, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
-from mlx_redrafter.engine.plan import chain_plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
 
@@ -94,19 +93,6 @@ def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -
     assert second["tokens_per_second"] == 2 / 15.0
 
 
-def test_rounds_are_taken_from_the_median_turn() -> None:
-    chain, text = chain_plan(3), [1, 2, 3, 4, 5]
-    runs = [
-        Run(text, 4.0, Stats(4, plain_steps=4), 1),
-        Run(text, 2.0, Stats().add_round(chain, 1).add_round(chain, 1), 1),
-        Run(text, 1.0, Stats().add_round(chain, 3), 1),
-    ]
-    side = Contestant(DRAFTED, "auto", lambda prompt, max_tokens: iter(()))
-    found = describe_runs(side, runs, [Run(text, 4.0, Stats(), 1)] * 3, 6_000_000_000, Settings())
-    assert (found["rounds"], found["tokens_per_round"], found["acceptance_per_depth"]) == (2, 2.0, [1.0, 0.0, 0.0])
-    assert found["tokens_per_second"] == 4 / 2.0 and found["bandwidth_gb_s"] == 6 * 2 / 2.0
-
-
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, texts = Clock(monkeypatch), [(1, 2, 3)] * 3
@@ -139,34 +125,6 @@ def test_a_target_drafting_for_itself_accepts_everything() -> None:
     assert third["rounds"] == ours["rounds"] == 5
     assert third["tokens_per_round"] == ours["tokens_per_round"] + 0.2 == pytest.approx(1 + (4 * 3 + 3) / 5)
     assert third["num_draft_tokens"] == 3 and third["same_tokens"] is ours["same_tokens"] is True
-
-
-def test_a_draft_model_runs_in_our_loop() -> None:
-    model = small_llama()
-    workload = make_workload(model=model, draft_model=model, drafter=False)
-    sides = make_contestants(workload, ["auto"], Settings(), context=True)
-    assert [side.label for side in sides[2:]] == [
-        MLX_LM_DRAFT, "draft model, 1 x 3", "draft model, auto + context", CONTEXT,
-    ]  # fmt: skip
-    assert len(make_contestants(workload, [], Settings(), context=True, mlx_lm=False)) == 2
-
-
-def test_mlx_lms_first_round_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    began = []
-
-    def speculate(prompt: mx.array, *rest: Any, **more: Any) -> Iterator[Any]:
-        began.append((prompt.tolist(), more["max_tokens"], [each.offset for each in more["prompt_cache"]]))
-        yield from [(1, None, True), (2, None, False), (3, None, False), (4, None, True), (5, None, True)]
-
-    monkeypatch.setattr(contestants, "speculative_generate_step", speculate)
-    model = small_llama()
-    sides = make_contestants(make_workload(draft_model=model, model=model), [], Settings())
-    steps = next(side for side in sides if side.kind == MLX_LM_DRAFT).decode([1, 2, 3], 6)
-    token, stats = next(steps)
-    assert began == [] and stats == Stats(), "the first token needs no round"
-    rounds = [(each.rounds, each.accepted) for _, each in steps if each]
-    assert rounds == [(1, 1), (1, 1), (2, 1), (3, 2), (3, 3)], "a token that was not drafted ends a round"
-    assert began == [([token], 5, [3, 3, 3, 3])], "both caches hold only the prompt"
 
 
 def test_duplicate_plans_are_dropped() -> None:
@@ -225,19 +183,6 @@ def test_differing_tokens_show_in_the_status(
     monkeypatch.setattr(contest, "compare_contestants", lie)
     assert run.run(parse_flags(run, *QUICKLY)) == status
     assert "0 of 2" in capsys.readouterr().out
-
-
-def test_ctrl_c_leaves_the_finished_prompts(two: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupt(*rest: Any) -> Any:
-        yield next(compare_contestants(*rest))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(contest, "compare_contestants", interrupt)
-    path = tmp_path / "records.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        run.run(parse_flags(run, *QUICKLY, "--output", str(path)))
-    assert {each.get("prompt") for each in read_records(path)} == {None, "code/one"}
-    assert [each.name for each in tmp_path.iterdir()] == ["records.jsonl"]
 
 
 def test_bad_options_are_refused_before_measuring(two: Workload, monkeypatch: pytest.MonkeyPatch) -> None:

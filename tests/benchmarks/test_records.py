@@ -53,14 +53,6 @@ def test_damaged_records_are_refused_with_their_line(
         read_records(path)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RedrafterError, match=f"expected results in {tmp_path}"):
-        read_results(tmp_path)
-    (tmp_path / "results.jsonl").write_text("{\n")
-    with pytest.raises(RedrafterError, match="line 1: expected a JSON object"):
-        read_results(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -79,19 +79,6 @@ def test_failed_and_skipped_items_are_named(suite: Suite, tmp_path: Path) -> Non
     assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == ["mine.json"]
 
 
-def test_ctrl_c_leaves_the_finished_items(suite: Suite, tmp_path: Path) -> None:
-    items = {"one": suite.make_item("one"), "two": suite.make_item("two", KeyboardInterrupt())}
-    with pytest.raises(KeyboardInterrupt):
-        run_suite(items, tmp_path / "mine.json", 1.0)
-    assert read_names(tmp_path / "mine.json") == ["one"]
-
-
-def test_an_empty_suite_writes_no_file(suite: Suite, tmp_path: Path) -> None:
-    with pytest.raises(RedrafterError, match="nothing could be measured, demo: it takes 49 s"):
-        run_suite({"demo": suite.make_item("demo", RedrafterError("it takes 49 s"))}, tmp_path / "mine.json", 0.5)
-    assert not list(tmp_path.iterdir())
-
-
 def test_items_run_from_small_to_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.mx, "default_device", lambda: mx.Device(mx.gpu))
     names = list(list_items())

@@ -16,7 +16,7 @@ from toys import decode_steps
 from benchmarks import contest, synthetic
 from benchmarks.models import Workload
 from benchmarks.records import read_records
-from benchmarks.synthetic import EXPERTS, HEADS, SHAPES, Oracle, build_workload, make_config, make_target, parse_rate
+from benchmarks.synthetic import EXPERTS, HEADS, SHAPES, Oracle, build_workload, make_config, make_target
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
@@ -80,11 +80,6 @@ def test_tokens_per_round_match_the_expectation(acceptance: AcceptanceTable, pla
     assert abs(stats.tokens_per_round - expected) < min(allowed, 0.25), (stats.tokens_per_round, expected)
 
 
-def test_rates_of_one_and_zero_are_exact() -> None:
-    always, never = count_rounds(Oracle([[1.0]]), (1, 3), 41), count_rounds(Oracle([[0.0]]), (2, 2), 41)
-    assert always.acceptance_per_depth == (1.0, 1.0, 1.0) and never.accepted == 0
-
-
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("bits", [32, 4])
 def test_built_pairs_decode_the_same_with_drafts(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,13 +101,6 @@ def test_heads_of_published_sizes_decode_the_same(drafter_type: str, monkeypatch
     tokens, stats = decode(found, (2, 2), 14)
     assert tokens == plain and stats.accepted > 0
     assert found.drafter_name == f"{drafter_type}, acceptance 0.6,0.1"
-
-
-def test_omitted_layers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "dense", SMALL["dense"])
-    found = build_workload("dense", 32, layers=1, acceptance=parse_rate("0.7"))
-    assert found.name == "dense, random weights, 1 of 2 layers" and len(found.model.layers) == 1
-    assert found.drafter_name == "oracle, acceptance 0.7,0.075,0.0375,0.0225"
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from bench_records import MACHINE, make_costs, make_line, make_speed, parse_flags
+from bench_records import MACHINE, make_costs, make_line, make_speed
 
-from benchmarks import report
 from benchmarks.records import Results
 from benchmarks.report import TABLES, find_limit, place_tables
 from benchmarks.tables import format_cell, format_markdown, format_text
@@ -58,30 +54,11 @@ def test_the_limit_counts_only_verify_forwards() -> None:
         assert find_limit(make_costs(costs=table), record) == pytest.approx((tokens - 1) / 50 * plain / forward)
 
 
-def test_nothing_exceeds_the_limit() -> None:
-    assert find_limit(make_costs(), make_speed(ratio=1.9)) == 1.9
-    records = [make_line(make_costs()), PLAIN, make_line(make_speed(ratio=1.2))]
-    assert "| 1 x 3 | 120.00 | 1.98 | 1.20 | 1.42 |" in TABLES["synthetic"](Results({"synthetic-x": records}, []))
-
-
 def test_tables_accept_any_contestants() -> None:
     others = [make_speed("mlx-lm", None, 0.9)], [make_speed(plan="auto", ratio=1.1)], []
     for records in ([make_line(make_costs())], *([PLAIN, *map(make_line, each)] for each in others)):
         results = Results({"demo-code": records, "smollm2-medusa": records, "synthetic-x": records}, [])
         assert all(isinstance(make(results), str) for name, make in TABLES.items() if name != "predicted")
-
-
-def test_the_summary_has_a_row_per_category() -> None:
-    records = [
-        make_line(make_speed(kind, plan, ratio, prompt=prompt) | {"category": category, "temp": temp})
-        for prompt, category, ratio in (("one", "chat", 1.5), ("two", "maths", 2.5))
-        for temp in (0.0, 0.7)
-        for kind, plan in (("plain", None), ("context", None), ("drafter + context", "auto"))
-    ]
-    table = TABLES["summary"](Results({"specbench": records}, []))
-    assert "| chat (1) | 1.50 (" in table and "| maths (1) | 2.50 (" in table and "| all (2) | 2.00 (" in table
-    assert table.count("\n") == 5 and "greedy, context |" in table and "temperature 0.7, drafter + context |" in table
-    assert TABLES["chat"](Results({"specbench": records}, [])).count("| auto + context |") == 4
 
 
 def test_contributions_name_their_contributor() -> None:
@@ -104,21 +81,3 @@ def test_inserting_tables_twice_changes_nothing() -> None:
     assert place_tables(once, results) == once
     with pytest.raises(RedrafterError, match="no table is called 'nope': there are summary, "):
         place_tables(make_place("nope"), results)
-
-
-def test_one_failing_document_changes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = tmp_path / "one.md", tmp_path / "two.md"
-    (tmp_path / "smollm2-medusa.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in (PLAIN, make_line(make_speed())))
-    )
-    monkeypatch.setattr(report, "DOCUMENTS", (one, two))
-    monkeypatch.setattr(report, "PLOTS", tmp_path / "plots")
-    one.write_text(make_place("contributed"))
-    two.write_text(make_place("nope"))
-    flags = parse_flags(report, "--results", str(tmp_path), "--write")
-    with pytest.raises(RedrafterError, match="nope"):
-        report.run(flags)
-    assert one.read_text() == make_place("contributed") and not (tmp_path / "plots").exists()
-    two.write_text(make_place("chat"))
-    assert report.run(flags) == 0 and one.read_text() == make_place("contributed", "None yet.\n")
-    assert (tmp_path / "plots" / "drafters.png").read_bytes().startswith(b"\x89PNG")

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-
-import pytest
 
 from mlx_redrafter.planning.machine import (
     describe_machine,
     find_blas_libraries,
-    find_cache_directory,
     find_memory_bytes,
     has_fast_blas,
 )
@@ -21,16 +17,6 @@ def test_the_machine_is_described() -> None:
     found = describe_machine()
     assert {"device", "chip", "platform", "cores", "memory_gb", "python", "mlx", "mlx-lm"} <= set(found)
     assert find_memory_bytes() > 1 << 28 and json.dumps(found)
-
-
-@pytest.mark.parametrize("named", [None, "", "relative", "/absolute"])
-def test_the_cache_folder_is_the_systems(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/anyone")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    if named is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", named)
-    usual = Path("/home/anyone", "Library/Caches" if sys.platform == "darwin" else ".cache")
-    assert find_cache_directory() == (Path(named) if named == "/absolute" else usual) / "mlx_redrafter"
 
 
 def test_blas_libraries_are_found_by_name(tmp_path: Path) -> None:
