@@ -66,8 +66,6 @@ class DrafterArgs(mlp_speculator.DrafterArgs):
     tie_weights: bool = True
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
-    SIZES = ("inner_dim",)
-
 
 class Drafter(Speculator):
     """An Arctic LSTM. It has no state between calls."""

@@ -86,8 +86,6 @@ class DrafterArgs(TrainableArgs):
     tie_output: bool = False
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
-    SIZES = ("num_draft_layers", "untied")
-
     @property
     def max_depth(self) -> int:
         return self.num_heads
@@ -96,9 +94,8 @@ class DrafterArgs(TrainableArgs):
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of heads to train, one head for each guess."""
-        layers, tied = sizes["num_draft_layers"] or 1, not sizes.get("untied")
-        return cls(hidden_size, vocab_size, depth, layers, tied, draft_vocab_size=draft_vocab_size)
+        """The sizes of heads to train, one head of one block for each guess; they share an output matrix."""
+        return cls(hidden_size, vocab_size, depth, 1, True, draft_vocab_size=draft_vocab_size)
 
     def describe(self) -> str:
         return f"heads {self.num_heads}, blocks {self.num_layers}{', one output matrix' if self.tie_output else ''}"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -68,8 +68,6 @@ class DrafterArgs(TrainableArgs):
     scale_input: bool = False
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
-    SIZES: ClassVar[tuple[str, ...]] = ("inner_dim", "untied")
-
     @property
     def max_depth(self) -> int:
         return self.n_predict
@@ -88,13 +86,9 @@ class DrafterArgs(TrainableArgs):
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of a speculator to train, with one stage for each guess.
-
-        By default its states are a quarter as wide as the target's.
-        """
-        inner = sizes["inner_dim"] or max(64, hidden_size // 4 // 32 * 32)
-        tied = not sizes.get("untied")
-        return cls(hidden_size, vocab_size, inner, depth, tied, scale_input=True, draft_vocab_size=draft_vocab_size)
+        """The sizes of a speculator to train, with one stage for each guess. Its states have a quarter of D."""
+        inner = max(64, hidden_size // 4 // 32 * 32)
+        return cls(hidden_size, vocab_size, inner, depth, True, scale_input=True, draft_vocab_size=draft_vocab_size)
 
     def describe(self) -> str:
         return f"inner_dim {self.inner_dim}, n_predict {self.n_predict}{', tied' if self.tie_weights else ''}"

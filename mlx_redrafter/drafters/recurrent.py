@@ -108,8 +108,6 @@ class DrafterArgs(TrainableArgs):
     rnn: bool = True
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
-    SIZES, MEASURED = ("exit_dim", "num_draft_layers"), "exit_dim"
-
     def describe(self) -> str:
         return f"exit_dim {self.exit_dim}, blocks {self.num_draft_layers}{'' if self.rnn else ', no rnn'}"
 
@@ -118,7 +116,7 @@ class DrafterArgs(TrainableArgs):
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
         """The sizes of a drafter to train; `exit_dim` must be given."""
-        layers = 1 if sizes["num_draft_layers"] is None else sizes["num_draft_layers"]
+        layers = sizes.get("num_draft_layers", 1)
         return cls(hidden_size, vocab_size, sizes["exit_dim"], layers, draft_vocab_size=draft_vocab_size)
 
     @classmethod

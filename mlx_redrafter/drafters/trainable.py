@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,15 +18,7 @@ largest first. If the width is None: (V', D), in the embedding's own coordinates
 
 
 class TrainableArgs(DrafterArgs):
-    """The sizes of a kind that can be trained.
-
-    Attributes:
-        SIZES: the names of the sizes that `for_training` takes.
-        MEASURED: the size that is chosen by measuring `sizes_to_try` if it is not given; None if all have a default.
-    """
-
-    SIZES: ClassVar[tuple[str, ...]] = ()
-    MEASURED: ClassVar[str | None] = None
+    """The config of a kind that can be trained."""
 
     @classmethod
     def for_training(
@@ -37,7 +29,7 @@ class TrainableArgs(DrafterArgs):
         Args:
             depth: how many guesses are trained.
             draft_vocab_size: how many tokens it can guess; None for all.
-            sizes: values for `SIZES`; None for a default.
+            sizes: as in `sizes_to_try`.
         """
         raise NotImplementedError
 
@@ -48,8 +40,8 @@ class TrainableArgs(DrafterArgs):
 
     @classmethod
     def sizes_to_try(cls, hidden_size: int) -> list[dict[str, int]]:
-        """The values of `SIZES` that are worth measuring."""
-        raise NotImplementedError
+        """Sizes that are worth measuring, as arguments of `for_training`."""
+        return [{}]
 
 
 class TrainableDrafter(Drafter):

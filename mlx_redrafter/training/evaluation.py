@@ -124,9 +124,9 @@ class ShapeResult(NamedTuple):
     tokens_per_second: float
     against_plain: float
     same_tokens: bool
-    prompts: int = 0
-    tokens_per_round_error: float | None = None
-    against_plain_error: float | None = None
+    prompts: int
+    tokens_per_round_error: float | None
+    against_plain_error: float | None
 
 
 def find_standard_error(values: Iterable[float]) -> float | None:
@@ -144,16 +144,16 @@ def compare_shapes(
     model: nn.Module,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
-    shapes: Sequence[Sequence[int]],
+    shapes: Sequence[tuple[int, int]],
     options: Options,
     eos_token_ids: Collection[int],
 ) -> list[ShapeResult]:
-    """A result for each shape (W, K) or (W, K, N); each prompt is decoded plainly and with every shape.
+    """A result for each shape (W, K); each prompt is decoded plainly and with every shape.
 
     Trees are skipped if the model takes only chains.
     """
     takes_trees = check_draftable(model, tree=True) is None
-    plans: list[Any] = ["off", *(tuple(shape) for shape in shapes if shape[0] == 1 or takes_trees)]
+    plans: list[Any] = ["off", *(shape for shape in shapes if shape[0] == 1 or takes_trees)]
     pair, runs = Pair(model, drafter), {plan: list[PromptRuns]() for plan in plans}
     with tqdm(total=len(prompts) * len(plans), desc="comparison") as bar:
         for prompt in prompts:
@@ -161,14 +161,14 @@ def compare_shapes(
                 own.append(decode_prompts(pair, [prompt], replace(options, plan=plan), eos_token_ids))
                 bar.update()
     plain, results = runs.pop("off"), []
-    for (width, depth, *size), own in runs.items():
+    for (width, depth), own in runs.items():
         stats = sum((run.stats for run in own), Stats())
         pairs = [(a.tokens_per_second, b.tokens_per_second) for a, b in zip(own, plain, strict=True)]
         ratios = [a / b for a, b in pairs if a and b]
         result = ShapeResult(
             width,
             depth,
-            size[0] if size else 1 + width * depth,
+            1 + width * depth,
             stats.tokens_per_round,
             stats.acceptance_per_depth,
             sum(len(run.texts[0]) - 1 for run in own) / max(sum(run.seconds for run in own), 1e-9),

@@ -183,17 +183,17 @@ def choose_sizes(args: TrainingArgs, record: Record, model: nn.Module, say: Say)
     """The drafter's config: the recorded one, or sizes from the settings, or chosen by measuring."""
     if record.args is not None:
         return args.kind.from_dict(record.args)
-    hidden_size, vocab_size = find_model_sizes(model)
-    if args.kind.MEASURED is not None and args.exit_dim is None:
+    if args.exit_dim is None and args.draft_vocab_size is None:
         choice = choose_size(model, find_dtype(args), args.kind, args.draft_depth)
         say(f"size: {choice.reason}")
         return choice.args
+    hidden_size, vocab_size = find_model_sizes(model)
     count = args.draft_vocab_size
     if count is not None and count > vocab_size:
         raise RedrafterError(f"draft_vocab_size must be at most the target's vocabulary {vocab_size}, got {count}")
     count = None if count == vocab_size else count
-    sizes: dict[str, Any] = {name: getattr(args, name, None) for name in args.kind.SIZES}
-    return args.kind.for_training(hidden_size, vocab_size, depth=args.draft_depth, draft_vocab_size=count, **sizes)
+    own = {} if args.exit_dim is None else {"exit_dim": args.exit_dim}
+    return args.kind.for_training(hidden_size, vocab_size, depth=args.draft_depth, draft_vocab_size=count, **own)
 
 
 def find_dtype(args: TrainingArgs) -> mx.Dtype:

@@ -83,11 +83,7 @@ def test_an_interrupted_run_keeps_complete_groups(
             answer_file(path, given, **changes).complete(*demo)
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]\n", b'{"model": 3}\nx\n', b"\xff\xfe\n"])
-def test_a_damaged_file_is_refused_by_name(damage: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    path.write_bytes(damage)
-    with pytest.raises(
-        RedrafterError, match=r"cannot read the answers in .*answers.jsonl|answers.jsonl has the answers of another"
-    ):
-        answer_file(path, [[1], [2]]).read()
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_bytes(b"{}\nx\n")
+    with pytest.raises(RedrafterError, match=r"cannot read the answers in .*answers.jsonl"):
+        answer_file(tmp_path / "answers.jsonl", [[1], [2]]).read()

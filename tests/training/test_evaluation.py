@@ -31,10 +31,6 @@ from mlx_redrafter.training.trainer import train_drafter
 from mlx_redrafter.trials import decode_prompts
 
 
-def result(width: int, depth: int, ratio: float) -> ShapeResult:
-    return ShapeResult(width, depth, 1 + width * depth, 1.5, (0.5,), 100.0, ratio, True)
-
-
 def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
     drafter = small_drafter(hidden=16, vocab=23, exit_dim=12)
     read = add_hidden_states(model, texts)
@@ -79,37 +75,25 @@ def test_counted_rounds_match_decoding(depth: int) -> None:
 
 
 def test_shapes_are_compared_with_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, drafter = small_llama(), small_drafter()
-    prompts, options = [[1, 2, 3], [4, 5, 6]], Options(max_tokens=12, seed=0)
-    found = compare_shapes(model, drafter, prompts, [(1, 2), (2, 3, 5)], options, set())
-    assert [row[:3] for row in found] == [(1, 2, 3), (2, 3, 5)]
-    assert all(row.same_tokens and row.against_plain > 0 and row.tokens_per_round >= 1 for row in found)
-    monkeypatch.setattr(evaluation, "check_draftable", lambda model, tree: "no trees" if tree else None)
-    chains = compare_shapes(model, drafter, prompts, [(1, 2), (2, 3)], options, set())
-    assert [row[:3] for row in chains] == [(1, 2, 3)]
-    lines = format_table(found).splitlines()
-    assert [line.split()[:3] for line in lines[1:-1]] == [["1", "2", "3"], ["2", "3", "5"]]
-
-
-def test_standard_errors_are_shown() -> None:
     model, drafter, options = small_llama(), small_drafter(), Options(max_tokens=12, seed=0)
-    prompts = [[1 + at, 2, 3] for at in range(8)]
-    for count in (1, 2, 8):
-        (row,) = compare_shapes(model, drafter, prompts[:count], [(1, 2)], options, set())
-        errors = row.tokens_per_round_error, row.against_plain_error
-        assert row.prompts == count and [error is None for error in errors] == [count == 1] * 2
-        cells, noise = format_table([row]).splitlines()[1:]
-        shown = f"{row.tokens_per_round:.2f}" + ("" if errors[0] is None else f"±{errors[0]:.2f}")
-        assert cells.split()[3] == shown and f"the prompts, {count}" in noise
-        assert ("too few" in noise) is (count < 8)
-    one, two = (compare_shapes(model, drafter, [each], [(1, 2)], options, set())[0] for each in prompts[:2])
-    (both,) = compare_shapes(model, drafter, prompts[:2], [(1, 2)], options, set())
-    assert both.tokens_per_round_error == pytest.approx(abs(one.tokens_per_round - two.tokens_per_round) / 2)
+    prompts, shapes = [[1, 2, 3], [4, 5, 6]], [(1, 2), (2, 3)]
+    found = compare_shapes(model, drafter, prompts, shapes, options, set())
+    assert [row[:3] for row in found] == [(1, 2, 3), (2, 3, 7)]
+    assert all(row.same_tokens and row.against_plain > 0 and row.tokens_per_round >= 1 for row in found)
+    *lines, noise = format_table(found).splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [["1", "2", "3"], ["2", "3", "7"]] and "prompts, 2: too" in noise
+    one, two = (compare_shapes(model, drafter, [each], shapes[:1], options, set())[0] for each in prompts)
+    assert one.tokens_per_round_error is None
+    error = abs(one.tokens_per_round - two.tokens_per_round) / 2
+    assert found[0].tokens_per_round_error == pytest.approx(error) and f"±{error:.2f}" in lines[1]
+    monkeypatch.setattr(evaluation, "check_draftable", lambda model, tree: "no trees" if tree else None)
+    assert [row[:3] for row in compare_shapes(model, drafter, prompts, shapes, options, set())] == [(1, 2, 3)]
 
 
 def test_the_best_chain_is_chosen_by_paired_ratios() -> None:
     sizes = DrafterArgs(8, 10, 4, 1)
-    rows = [result(1, 1, 0.8), result(1, 2, 0.9), result(1, 3, 0.9), result(4, 3, 1.5)]
+    ratios = {(1, 1): 0.8, (1, 2): 0.9, (1, 3): 0.9, (4, 3): 1.5}
+    rows = [ShapeResult(*shape, 0, 1.5, (0.5,), 100.0, ratio, True, 8, None, None) for shape, ratio in ratios.items()]
     found = add_results(sizes, "target", [[0.123456]], rows)
     assert (found.draft_depth, found.base_model, found.acceptance) == (2, "target", [[0.1235]])
 

@@ -168,13 +168,6 @@ def test_less_memory_gives_the_same_gradient(chunk: int) -> None:
     assert all(mx.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
 
 
-def test_deeper_guesses_weigh_less_after_unlikely_ones() -> None:
-    drafter, targets = make()
-    weights = Reference(parameters(drafter), targets, DEPTH, None).weights
-    means = [np.mean([weight for (k, _), weight in weights.items() if k == depth]) for depth in (1, 2, 3)]
-    assert means[0] == 1 and means[0] > means[1] > means[2] > 0
-
-
 def test_unlearned_positions_and_padding_change_nothing() -> None:
     drafter, targets = make()
     padded = targets._replace(probs=mx.where(targets.columns[:, None] < 0, 0.5, targets.probs))
