@@ -236,7 +236,7 @@ class ScriptedWorker:
             if not isinstance(token, int):
                 events.append(token)
                 continue
-            top = [(token, -0.5), (token + 1, -float("inf"))][: asked.get("top_logprobs")]
+            top = [(token, -0.5), (token + 1, -float("inf"))][: asked.get("top_logprobs") or 0]
             last = "stop" if token == end else "length" if at + 1 == asked.get("max_tokens") else None
             events.append(TokenEvent(token, -0.5, top, finish_reason=last))  # type: ignore[arg-type]
         self.requests.append(ScriptedRequest(asked, prompt, events, self.gate))

@@ -218,7 +218,7 @@ class Answer:
         service, body = completion.service, completion.body
         asked = {
             "grammar": prompt.grammar,
-            "top_logprobs": completion.top_logprobs or 0,
+            "top_logprobs": completion.top_logprobs,
             "draft": body.draft_model not in (None, NO_DRAFT_MODEL),
             "include_drafts": completion.include_drafts,
             "prefix_lengths": prompt.prefix_lengths,

@@ -48,7 +48,7 @@ class TokenEvent:
     """One generated token, as plain Python values.
 
     Attributes:
-        logprob: its log-probability.
+        logprob: its log-probability; 0 if the request does not ask for it.
         top_logprobs: (token, log-probability) of as many likeliest tokens as requested, likeliest first.
         draft_source: what drafted it; None if the target chose it itself.
         finish_reason: why the answer ends with it: "stop" for an end-of-text token, which is not part of the text, or a
@@ -59,8 +59,8 @@ class TokenEvent:
     """
 
     token: int
-    logprob: float
-    top_logprobs: list[tuple[int, float]]
+    logprob: float = 0.0
+    top_logprobs: Sequence[tuple[int, float]] = ()
     draft_source: DraftSource | None = None
     finish_reason: FinishReason | None = None
     drafts: DraftedRound | None = None
@@ -82,7 +82,7 @@ class Request:
         room: most tokens of the answer, whatever `max_tokens` is; None for no limit.
         prompt: token ids.
         grammar: makes the grammar that the answer must follow; None for any answer.
-        top_logprobs: how many of the likeliest tokens each event contains.
+        top_logprobs: how many of the likeliest tokens each event contains; None for no log-probabilities at all.
         draft: False decodes plainly.
         include_drafts: whether events contain the rounds' draft trees.
         prefix_lengths: lengths of the prefixes that later prompts are likely to share; empty for the whole prompt.
@@ -115,7 +115,7 @@ class Request:
         prompt: list[int],
         *,
         grammar: Callable[[], Grammar] | None = None,
-        top_logprobs: int = 0,
+        top_logprobs: int | None = None,
         draft: bool = True,
         include_drafts: bool = False,
         prefix_lengths: Iterable[int] = (),
@@ -177,32 +177,23 @@ class Request:
             with suppress(RuntimeError):  # the client's loop is closed
                 self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
-    def send_tokens(self, made: Round, logprobs: Sequence[float]) -> None:
-        """Sends the tokens of a round, which are the latest ones of `output`, with their log-probabilities."""
+    def send_tokens(self, made: Round) -> None:
+        """Sends the tokens of a round, which are the latest ones of `output`."""
         elapsed = time.perf_counter() - self.submitted
         if self.time_to_first_token is None:
             self.time_to_first_token = elapsed
         self.seconds = elapsed - self.time_to_first_token
         source: DraftSource = "context" if made.from_context else "drafter"
-        events = [
-            TokenEvent(token, logprob, find_likeliest(row, self.top_logprobs), source)
-            for token, logprob, row in zip(made.tokens, logprobs, made.logprobs, strict=True)
-        ]
+        events = [TokenEvent(token, draft_source=source) for token in made.tokens]
         events[-1].draft_source, events[-1].finish_reason = None, self.output.finish_reason
+        if self.top_logprobs is not None:
+            for event, row in zip(events, made.logprobs, strict=True):
+                event.logprob = cast(float, row[event.token].item())
+                event.top_logprobs = find_likeliest(row, self.top_logprobs)
         if self.include_drafts and made.tree is not None:
             nodes, parents = cast(list[int], made.tree.tokens.tolist()), cast(list[int], made.tree.parents.tolist())
             events[0].drafts = DraftedRound(nodes, parents, list(made.path), made.tokens[-1])
         self.send(events)
-
-
-def read_logprobs(pairs: Sequence[tuple[mx.array, int]]) -> list[float]:
-    """Returns the log-probability of a token in each evaluated row (V,).
-
-    NumPy reads them without an MLX operation, except bfloat16.
-    """
-    if not pairs or pairs[0][0].dtype != mx.bfloat16:
-        return [float(np.asarray(row)[token]) for row, token in pairs]
-    return cast(list[float], mx.stack([row[token] for row, token in pairs]).tolist())
 
 
 def find_likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:

@@ -30,7 +30,7 @@ from .batchable import count_prefill_rows
 from .cache_folder import CacheFolder
 from .pace import Pace
 from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix, find_default_bytes
-from .request import Request, read_logprobs
+from .request import Request
 from .rows import Batch, Loops
 from .types import Counters, SchemaNotFollowed
 
@@ -249,10 +249,8 @@ class Scheduler:
     def _send_tokens(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
         """Sends the tokens that one forward made for each row. Returns the rows that end with them."""
         with mx.stream(self._host_stream):
-            pairs = [pair for _, each in made for pair in zip(each.logprobs, each.tokens, strict=True)]
-            logprobs = iter(read_logprobs(pairs))
             for row, each in made:
-                row.send_tokens(each, [next(logprobs) for _ in each.tokens])
+                row.send_tokens(each)
         return {row: reason for row, _ in made if (reason := row.output.finish_reason)}
 
     def _end(self, ended: Mapping[Request, str | Exception]) -> None:

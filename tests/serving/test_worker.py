@@ -51,7 +51,7 @@ def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> 
     prompt, count = PROMPTS[0], 60
     _, drafter = with_plain(make_model(), prompt, count, "mixed", width=3, **sampling)
     own = {"beam_width": 3, "draft_depth": 3, "context": True}
-    request = ask(prompt, count, **sampling)
+    request = ask(prompt, count, top_logprobs=0, **sampling)
     with running(drafter=drafter, options=own) as worker:
         (events,) = generate(worker, request)
         steps = run(make_model(), prompt, drafter, max_tokens=count, **sampling, **own)
