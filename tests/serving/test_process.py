@@ -107,11 +107,6 @@ def test_a_second_signal_exits_at_once() -> None:
         assert running.wait(PATIENCE) == -signal.SIGTERM
 
 
-def test_the_race_serves_its_page() -> None:
-    with start("mlx_redrafter.race", "--no-browser") as (_, url), urlopen(url, timeout=PATIENCE) as reply:
-        assert b"<!doctype html>" in reply.read()
-
-
 def test_a_port_in_use_is_reported_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -118,12 +118,6 @@ def test_the_default_limit_is_half_of_the_remaining_memory(monkeypatch: pytest.M
         assert find_default_bytes() == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_limit_of_zero_keeps_nothing() -> None:
-    cache = PromptCache(0)
-    cache.store([1, 2], read([1, 2]))
-    assert len(cache) == 0
-
-
 def test_a_longer_match_wins_over_an_older_text() -> None:
     cache = PromptCache(BIG)
     for text in ([9, 9, 9, 5, 9, 9], [1, 2, 3]):
