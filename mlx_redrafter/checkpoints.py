@@ -32,6 +32,7 @@ from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.blas import choose_threads, warn_of_slow_blas
 from .engine.model_checks import explain_chains
+from .engine.tree_attention import MODEL_LOCK
 from .errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
 
 WEIGHTS = "model*.safetensors"
@@ -138,7 +139,8 @@ def evaluate(*models: nn.Module | None) -> None:
         CheckpointError: a model was loaded in another thread and not fully evaluated there.
     """
     try:
-        mx.eval(models)
+        with MODEL_LOCK:  # while a forward is built, the model holds pending arrays of its thread
+            mx.eval(models)
     except RuntimeError as error:
         if "in current thread" not in str(error):
             raise

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import UnsupportedModelError
 from . import kv_cache
-from .tree_attention import MODEL_LOCK
+from .tree_attention import MODEL_LOCK, with_model_lock
 
 T = TypeVar("T")
 
@@ -70,6 +70,7 @@ class ModelParts(NamedTuple):
     final_norm: Slot
 
 
+@with_model_lock
 def find_parts(model: nn.Module) -> ModelParts:
     """The parts of `model`, found without computing anything."""
     for path in _walk_modules(model):
@@ -90,6 +91,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     )
 
 
+@with_model_lock
 def find_output_layer(model: nn.Module) -> nn.Module:
     """The layer of a model's (V, D) output matrix: its head, or its embedding."""
     embedding: Any = find_parts(model).embedding
@@ -187,6 +189,7 @@ class CapturePoint(NamedTuple):
     is_input: bool = False
 
 
+@with_model_lock
 def find_capture_points(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, CapturePoint]:
     """The places where a model's hidden states are read."""
     points: dict[StateName, CapturePoint] = {}

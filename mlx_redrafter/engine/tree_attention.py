@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import cached_property, wraps
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache
@@ -19,11 +19,12 @@ from mlx_lm.models.cache import CacheList, RotatingKVCache
 from ..errors import UnsupportedModelError
 from . import kv_cache
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Function = Callable[..., mx.array]
 
 MODEL_LOCK = threading.RLock()
-"""Held while a forward is built, so that several threads can decode with one model."""
+"""Held while a forward is built, and by what looks at a model's modules: a forward replaces some of them meanwhile."""
 
 REPLACED: tuple[tuple[Any, str], ...] = (
     (mx.fast, "rope"),
@@ -31,6 +32,17 @@ REPLACED: tuple[tuple[Any, str], ...] = (
     (mx.fast, "scaled_dot_product_attention"),
 )
 """The replaced functions: (owner, name)."""
+
+
+def with_model_lock(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, called with `MODEL_LOCK` held."""
+
+    @wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with MODEL_LOCK:
+            return function(*args, **kwargs)
+
+    return locked
 
 
 class Nodes(NamedTuple):

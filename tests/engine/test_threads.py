@@ -10,14 +10,28 @@ from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from cached import make_cached
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from threads import workers
-from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, run, scripted, snapshot
+from toys import (
+    VOCAB,
+    Scripted,
+    assert_same_cache,
+    ids,
+    make_model,
+    make_prompt,
+    make_tokenizer,
+    run,
+    scripted,
+    snapshot,
+)
 
-from mlx_redrafter import generate_step
-from mlx_redrafter.engine.model_parts import CapturePoint, capture, find_parts
+from mlx_redrafter import Session, generate_step
+from mlx_redrafter.checkpoints import evaluate
+from mlx_redrafter.engine.model_parts import CapturePoint, Recorder, capture, find_parts
 from mlx_redrafter.engine.tree_attention import Nodes, build_with_nodes
 
 COUNT = 16
@@ -119,3 +133,42 @@ def test_another_thread_may_run_a_batch_meanwhile() -> None:
             lambda: build_with_nodes([], nodes, lambda _: other.submit(run_batch).result()),
         )
     assert (built.result, built.calls, recorded) == (expected, [], [])
+
+
+class Waiting(nn.Module):
+    """A model's last layer that waits in another thread's forward which captures the first layer's output."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self["layer"] = layers[-1]
+        self._is_captured = lambda: type(layers[0]) is Recorder
+        self._owner = threading.get_ident()
+        self.entered, self._left = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_captured() and threading.get_ident() != self._owner and not self.entered.is_set():
+            self.entered.set()
+            self._left.wait(0.5)
+        return self["layer"](*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name] if name in self else getattr(self["layer"], name)
+
+
+@pytest.mark.parametrize("task", ["new session", "end of a turn"])
+def test_a_model_is_not_looked_at_while_another_thread_builds_a_forward(task: str) -> None:
+    model, tokenizer = make_model(layers=4), make_tokenizer()
+    drafter = make_cached("eagle 3", 64, VOCAB, layers=4)
+    evaluate(model, drafter)
+    turn = Session(model, tokenizer, plan="off", max_tokens=4).stream("ab")
+    next(turn)
+    model.model.layers[3] = waiting = Waiting(model.model.layers)
+    tasks: dict[str, Any] = {
+        "new session": lambda: Session(model, tokenizer, plan="off", max_tokens=4),
+        "end of a turn": turn.close,
+    }
+    with workers(1) as (pool,):
+        other = pool.submit(lambda: list(generate_step(PROMPT, model, drafter, plan=(1, 3), max_tokens=8)))
+        assert waiting.entered.wait(30)
+        tasks[task]()
+        assert len(other.result(30)) == 8
