@@ -13,11 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from mlx.utils import tree_reduce
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import _download, dequantize_model
+from mlx_lm.utils import dequantize_model
 
 from . import ranks
 from .atomic_files import expand_path, replace_file
@@ -35,14 +34,8 @@ from .engine.model_checks import explain_chains
 from .engine.tree_attention import MODEL_LOCK
 from .errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
 
-WEIGHTS = "model*.safetensors"
-
-BUILTIN = "builtin"
-"""The drafter name for the model's own multi-token-prediction layer; it is refused with advice."""
-
 DRAFTER_HELP = (
-    "directory, file or Hugging Face repo of the drafter; 'smollm2' is the packaged one for SmolLM2-135M-Instruct; "
-    f"{BUILTIN!r} shows how to convert the model's own multi-token-prediction layer"
+    "directory, file or Hugging Face repo of the drafter; 'smollm2' is the packaged one for SmolLM2-135M-Instruct"
 )
 """The help of `--drafter`."""
 
@@ -64,19 +57,15 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
         options: see `mlx_lm.load`.
 
     Raises:
-        CheckpointError: there is no such model, it cannot be read, or it has no tokenizer.
+        CheckpointError: there is no such model, or it cannot be read.
     """
-    path = find_model(path_or_hf_repo)
-    check_directory(path)
     try:
-        model, tokenizer, *_ = mlx_lm_utils.load(str(path), **options)
-    except Exception as error:  # mlx-lm and transformers raise many types for damaged directories
-        raise CheckpointError(f"cannot load the model in {path}: {join_lines(error)}") from error
-    check_tokenizer(tokenizer, path)
+        model, tokenizer, *_ = mlx_lm_utils.load(os.path.expanduser(path_or_hf_repo), **options)
+    except Exception as error:  # mlx-lm, transformers and the hub raise many types
+        raise CheckpointError(f"cannot load the model {str(path_or_hf_repo)!r}: {join_lines(error)}") from error
     if not options.get("lazy"):
         evaluate(model)
     set_blas_threads(model)
-    warn_of_slow_blas()
     return model, tokenizer
 
 
@@ -87,56 +76,33 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
         path_or_hf_repo: a local directory or a hub id.
         pipeline: give each rank some of the layers, instead of a part of every layer.
         options: see `mlx_lm.utils.sharded_load`.
-
-    Raises:
-        CheckpointError: there is no such model, it cannot be read or split, or it has no tokenizer.
-        UnsupportedModelError: the ranks would have layers of different kinds.
-        RuntimeError: another rank has exited.
     """
     name, group = os.path.expanduser(path_or_hf_repo), mx.distributed.init()
     groups = (group, None) if pipeline else (None, group)
     try:
-        if not os.path.exists(name):
-            validate_repo_id(name)
         model, tokenizer = mlx_lm_utils.sharded_load(name, *groups, **options)
-    except HFValidationError:
-        raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:  # see `load`
         if "connection to a peer was lost" in str(error):  # MLX's message
             raise RuntimeError(f"another rank ended while {name} was loaded: {join_lines(error)}") from error
-        raise CheckpointError(f"cannot load {name} over {group.size()} ranks: {join_lines(error)}") from error
-    check_tokenizer(tokenizer, name)
+        raise CheckpointError(f"cannot load {name!r} over {group.size()} ranks: {join_lines(error)}") from error
     evaluate(model)
     kinds = ranks.gather([kv_cache.find_unknown_types(make_prompt_cache(model), ()), explain_chains(model)])
     if any(kind != kinds[0] for kind in kinds):  # they would draft and roll back differently
         raise UnsupportedModelError(f"{name}: the pipeline's ranks would have different kinds of layers: {kinds}")
     set_blas_threads(model)
-    warn_of_slow_blas()
     return model, tokenizer
 
 
-def check_tokenizer(tokenizer: Any, path: str | Path) -> None:
-    """Refuses the empty tokenizer that transformers creates if there are no tokenizer files.
-
-    Raises:
-        CheckpointError: the tokenizer has only special tokens.
-    """
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        raise CheckpointError(f"no tokenizer in {path}: expected tokenizer.json, or the files to build it from")
-
-
 def set_blas_threads(model: nn.Module) -> None:
-    """Sets the number of OpenBLAS's threads by the model's size, see `choose_threads`."""
+    """Sets the number of OpenBLAS's threads by the model's size, see `choose_threads`; warns of a slow BLAS."""
     choose_threads(tree_reduce(lambda size, array: size + array.size, model.parameters(), 0))
+    warn_of_slow_blas()
 
 
 def evaluate(*models: nn.Module | None) -> None:
     """Evaluates all arrays of models, including those that are not parameters (RoPE frequencies, masks).
 
     mlx-lm evaluates only parameters. Another thread cannot evaluate the rest, as streams belong to threads.
-
-    Raises:
-        CheckpointError: a model was loaded in another thread and not fully evaluated there.
     """
     try:
         with MODEL_LOCK:  # while a forward is built, the model holds pending arrays of its thread
@@ -159,11 +125,10 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     Raises:
         CheckpointError: it is missing, damaged or not a drafter, does not fit `model`, or holds NaN.
     """
-    refuse_builtin(path_or_hf_repo)
-    source = find_files(path_or_hf_repo)
-    if not (config := source.tensors[0].with_name("config.json")).is_file():  # written last; `convert` needs none
+    files = find_files(path_or_hf_repo)
+    if not (config := files.tensors[0].with_name("config.json")).is_file():  # written last; `convert` needs none
         raise CheckpointError(f"no config.json in {config.parent}")
-    checkpoint = read_checkpoint(source)
+    checkpoint = read_checkpoint(files)
     drafter = read_drafter(checkpoint, model)
     evaluate(drafter)
     if model is not None:
@@ -171,20 +136,6 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     for note in checkpoint.notes:
         _log.info("note: %s", note)
     return drafter
-
-
-def refuse_builtin(path_or_hf_repo: str | Path | None) -> None:
-    """Refuses the name "builtin".
-
-    Raises:
-        CheckpointError: the drafter has that name; the message says how to convert a multi-token-prediction layer.
-    """
-    if str(path_or_hf_repo) == BUILTIN and not os.path.exists(BUILTIN):
-        first = "python -m mlx_redrafter.convert --from-base ORIGINAL --mlx-path OUT"
-        raise CheckpointError(
-            f"few models have a multi-token-prediction layer, and mlx-lm does not load it: if the authors' repository "
-            f"has one, convert it with '{first}', then give --drafter OUT"
-        )
 
 
 def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: Any = None) -> DraftModel:
@@ -225,9 +176,6 @@ def save_drafter(
     Args:
         dtype: the dtype of the stored floating-point weights; None keeps theirs.
         extra: additional keys for the config.
-
-    Raises:
-        CheckpointError: the directory cannot be written.
     """
     weights = list_weights(drafter)
     if dtype is not None:
@@ -243,58 +191,24 @@ def save_drafter(
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file.
-
-    Raises:
-        OSError, RuntimeError: it cannot be written, or the disk is full, which MLX itself may not report.
-    """
+    """Writes a safetensors file. A full disk is an OSError, which MLX itself may not raise."""
     mx.save_safetensors(str(file), dict(arrays), metadata)
     if file.stat().st_size < sum(array.nbytes for array in arrays.values()):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def find_model(path_or_hf_repo: str | Path) -> Path:
-    """The local directory of a model, downloaded from the hub unless it is a path.
-
-    Raises:
-        CheckpointError: it is neither a local directory nor available on the hub.
-    """
-    name = str(path_or_hf_repo)
-    path = os.path.expanduser(name)
-    if name and os.path.exists(path):
-        return Path(path)
-    try:
-        validate_repo_id(name)
-        return Path(_download(name))
-    except HFValidationError:
-        raise CheckpointError(f"no such directory: {name[:200]!r}") from None
-    except Exception as error:
-        why = f"is not a local directory, and cannot be downloaded from the hub: {join_lines(error)}"
-        raise CheckpointError(f"{name!r} {why}") from error
-
-
-def check_directory(path: Path) -> None:
-    """Refuses an incomplete model directory.
-
-    Raises:
-        CheckpointError: the directory, a readable config, the weights, or a shard named in the index is missing.
-    """
-    if not path.is_dir():
-        raise CheckpointError(f"expected a model directory, got a file: {path}")
-    read_object(path / "config.json")
-    present = {file.name for file in path.glob(WEIGHTS)}
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        shards = read_object(index).get("weight_map") or {}
-        if missing := sorted(set(map(str, shards.values())) - present):
-            raise CheckpointError(f"incomplete checkpoint: {index.name} names {missing[0]}, which is not in {path}")
-    if not present:
-        raise CheckpointError(f"no {WEIGHTS} in {path}")
-
-
 def format_dtype(dtype: mx.Dtype) -> str:
     """A dtype's name in `--dtype` and configs."""
     return str(dtype).removeprefix("mlx.core.")
+
+
+def load_demo_target() -> tuple[nn.Module, Any]:
+    """(model, tokenizer) of the packaged demo; stored in 8 bits, in float32, which is fastest on a CPU."""
+    model, tokenizer = load(DEMO / "target")
+    dequantize_model(model)
+    model.set_dtype(mx.float32)
+    evaluate(model)
+    return model, tokenizer
 
 
 def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafter]:
@@ -308,21 +222,15 @@ def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafte
     Raises:
         CheckpointError: the demo is not installed, or the drafter does not fit its target.
     """
-    model, tokenizer = load(DEMO / "target")
-    dequantize_model(model)
+    model, tokenizer = load_demo_target()
     loaded = load_drafter(DEMO / "drafter" if drafter is None else drafter, model)
-    for module in (model, loaded):
-        module.set_dtype(mx.float32)
-    evaluate(model, loaded)
+    loaded.set_dtype(mx.float32)
+    evaluate(loaded)
     return model, tokenizer, loaded
 
 
 def strip_folders(name: str | Path) -> str:
-    """A hub id unchanged, or the last part of a local path, as its folders mean nothing on other machines.
-
-    Raises:
-        RedrafterError: `~` names a user that does not exist.
-    """
+    """A hub id unchanged, or the last part of a local path, as its folders mean nothing on other machines."""
     path = expand_path(name)
     if path.is_dir():
         return join_lines(path.resolve().name)
@@ -335,18 +243,13 @@ def make_card_header(base: str | None) -> str:
     Args:
         base: the target's hub id or directory; a directory is left out, as it means nothing on other machines.
     """
-    lines = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
-    if base and not Path(base).expanduser().exists():
-        lines.append(f"base_model: {json.dumps(base, ensure_ascii=False)}")
-    return "\n".join(["---", *lines, "---", ""])
+    is_hub_id = base and not Path(base).expanduser().exists()
+    model = f"base_model: {json.dumps(base, ensure_ascii=False)}\n" if is_hub_id else ""
+    return f"---\nlibrary_name: mlx\ntags:\n- mlx\n- redrafter\n- speculative-decoding\n{model}---\n"
 
 
 def check_demo_flags(name: str | None, args: Any) -> None:
-    """Refuses flags that change how a model is loaded, if the packaged demo is used.
-
-    Raises:
-        RedrafterError: such a flag is given.
-    """
+    """Refuses flags that change how a model is loaded, if the packaged demo is used."""
     for flag in ("adapter_path", "quantize_activations"):
         if name is None and getattr(args, flag, None):
             raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is loaded unchanged")
@@ -366,9 +269,6 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
             `model_dtype` and `use_default_chat_template`.
         name: a local directory or a hub id; None for the packaged demo.
         tokenizer_config: more arguments for the tokenizer.
-
-    Raises:
-        RedrafterError: there is no such model, or the flags do not apply to it.
     """
     check_demo_flags(name, args)
     config = {**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code}
@@ -382,7 +282,7 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
             name, pipeline=args.pipeline, tokenizer_config=config, trust_remote_code=args.trust_remote_code
         )
     elif name is None:
-        model, tokenizer, _ = load_demo()
+        model, tokenizer = load_demo_target()
     else:
         model, tokenizer = load(
             name,
@@ -398,11 +298,7 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
 
 
 def cast(model: nn.Module, args: Any) -> None:
-    """Casts a model's floating-point weights to the flags' `model_dtype`, if any, as `mlx_lm.convert` does.
-
-    Raises:
-        RedrafterError: a weight is too large for that dtype.
-    """
+    """Casts a model's floating-point weights to the flags' `model_dtype`, if any, as `mlx_lm.convert` does."""
     if (name := getattr(args, "model_dtype", None)) is None:
         return
     dtype: mx.Dtype = getattr(mx, name)
@@ -418,47 +314,32 @@ def cast(model: nn.Module, args: Any) -> None:
 def load_pair(
     args: Any, name: str | None, drafter_name: str | None, tokenizer_config: dict[str, Any] | None = None
 ) -> tuple[nn.Module, Any, Drafter | None]:
-    """Loads (model, tokenizer, drafter or None); a line on stderr warns if they will be slow or do not match.
+    """Loads (model, tokenizer, drafter or None); a line on stderr warns if they will be slow.
 
     Args:
         args: see `load_target`; `no_drafter` loads no drafter, `draft_model` a language model instead of a drafter.
         name: see `load_target`.
         drafter_name: a local directory or a hub id; None means the demo's own drafter, or none for another model.
         tokenizer_config: see `load_target`.
-
-    Raises:
-        RedrafterError: see `load_target`, `load_drafter` and `load_draft_model`.
     """
-    without, draft_model = getattr(args, "no_drafter", False), getattr(args, "draft_model", None)
-    refuse_builtin(None if without else drafter_name)
-    if name is None and not without and draft_model is None and ranks.count_ranks() == 1:
-        check_demo_flags(name, args)
-        model, tokenizer, drafter = load_demo(drafter_name)
-        cast(model, args)
-        cast(drafter.weights, args)
-        return model, tokenizer, drafter
     model, tokenizer = load_target(args, name, tokenizer_config)
-    kind = find_dtype(model)
-    advice = "--dtype float32 is faster, and takes twice the memory"
+    kind, advice = find_dtype(model), "--dtype float32 is faster, and takes twice the memory"
     if is_quantized(model):
         kind, advice = "quantized", "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
-    if mx.default_device().type == mx.cpu and kind != "float32":
+    if name is not None and mx.default_device().type == mx.cpu and kind != "float32":
         print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
-    if draft_model is not None:
-        loaded = load_draft_model(draft_model, model, tokenizer)
-        if name is None:  # like the demo's drafter
-            loaded.set_dtype(mx.float32)
-            evaluate(loaded)
-        cast(loaded.weights, args)
-        return model, tokenizer, loaded
-    if name is None or drafter_name is None or without:
+    if getattr(args, "no_drafter", False):
         return model, tokenizer, None
-    drafter = load_fast_drafter(drafter_name, model)
-    cast(drafter.weights, args)
-    base = drafter.args.base_model
-    if base is not None and Path(base).name != Path(name).resolve().name:  # the trainer records no folders
-        warning = f"warning: {drafter_name} was trained for {base}, not for {name}: expect few accepted tokens"
-        print(warning, file=sys.stderr)
+    drafter: Drafter | None = None
+    if (draft_model := getattr(args, "draft_model", None)) is not None:
+        drafter = load_draft_model(draft_model, model, tokenizer)
+    elif drafter_name is not None or name is None:
+        drafter = load_fast_drafter(DEMO / "drafter" if drafter_name is None else drafter_name, model)
+    if drafter is not None:
+        if name is None:  # like the demo's target
+            drafter.weights.set_dtype(mx.float32)
+            evaluate(drafter)
+        cast(drafter.weights, args)
     return model, tokenizer, drafter
 
 
@@ -467,7 +348,7 @@ def find_dtype(module: nn.Module) -> str:
     return format_dtype(max(list_weights(module).values(), key=lambda array: array.size).dtype)
 
 
-def load_fast_drafter(path_or_hf_repo: str, model: nn.Module) -> Drafter:
+def load_fast_drafter(path_or_hf_repo: str | Path, model: nn.Module) -> Drafter:
     """`load_drafter`, but in float32 for a float32 model on a CPU, where 16 bits are four times as slow."""
     drafter = load_drafter(path_or_hf_repo, model)
     if mx.default_device().type == mx.cpu and find_dtype(model) == "float32":

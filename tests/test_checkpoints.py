@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from checkpoints import CONFIG, INDEX, WEIGHTS, same, shard, tensors
 from heads import KINDS, make_head
+from mlx_lm import utils
 from small import save_target, small_drafter, small_llama
 from toys import make_model, make_tokenizer
 
@@ -75,10 +76,10 @@ def test_places_without_a_checkpoint_are_refused(
         refuse(loader, name, names=repr(name))
     if loader is load:
 
-        def download(name: str) -> Path:
+        def download(name: str, *options: Any, **more: Any) -> Path:
             raise OSError(f"no\n\n  connection for {name}")
 
-        monkeypatch.setattr(checkpoints, "_download", download)
+        monkeypatch.setattr(utils, "_download", download)
         refuse(load, "some/other", names="no connection for some/other")
         refuse(load, stored, names=str(stored))
     else:

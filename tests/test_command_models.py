@@ -16,7 +16,7 @@ from mlx_redrafter import checkpoints
 from mlx_redrafter.arguments import make_parser
 from mlx_redrafter.checkpoints import list_weights, load_pair, load_target, save_drafter
 from mlx_redrafter.demo import DIRECTORY
-from mlx_redrafter.errors import CheckpointError, RedrafterError
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training.settings import TrainingArgs
 
 COPY = "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
@@ -91,16 +91,6 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RedrafterError, match=r"model\.norm\.weight does not fit into float16: give --dtype float32 or"):
         load_pair(parse("--dtype", "float16"), str(tmp_path), None)
     load_pair(parse("--dtype", "bfloat16"), str(tmp_path), None)
-
-
-def test_the_builtin_drafter_is_refused_before_loading() -> None:
-    flags = Namespace(adapter_path=None, trust_remote_code=False)
-    with pytest.raises(CheckpointError, match=r"convert --from-base ORIGINAL --mlx-path OUT', then give --drafter OUT"):
-        load_pair(flags, "no/such-model", "builtin")
-    told = " ".join(make_parser("generate", "", "none").format_help().split())
-    assert "'builtin' shows how to convert the model's own" in told
-    with pytest.raises(CheckpointError, match="no/such-model"):
-        load_pair(Namespace(**vars(flags), no_drafter=True), "no/such-model", "builtin")
 
 
 def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path) -> None:
