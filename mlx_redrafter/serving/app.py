@@ -71,22 +71,22 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     async def show_metrics(request: Request) -> Response:
         return Response(service.metrics.format_text(), media_type=service.metrics.content_type)
 
-    async def list_models(request: Request) -> Response:
-        """Lists the names under which the model is served, with the fields of both OpenAI and Anthropic."""
+    def describe_model(name: str) -> dict[str, Any]:
+        """Returns the fields of both OpenAI and Anthropic."""
         length, when = service.worker.context_length, service.created
-        models = [
-            {
-                "id": name, "object": "model", "created": when, "owned_by": "mlx_redrafter",
-                "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(when, UTC).isoformat(),
-                "context_length": length, "max_model_len": length,
-            }
-            for name in service.names
-        ]  # fmt: skip
-        if (name := request.path_params.get("name")) is None:
-            ids = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
-            return JSONResponse({"object": "list", "data": models} | ids)
-        service.check_model(name)
-        return JSONResponse(next((model for model in models if model["id"] == name), models[0] | {"id": name}))
+        return {
+            "id": name, "object": "model", "created": when, "owned_by": "mlx_redrafter",
+            "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(when, UTC).isoformat(),
+            "context_length": length, "max_model_len": length,
+        }  # fmt: skip
+
+    async def list_models(request: Request) -> Response:
+        if (name := request.path_params.get("name")) is not None:
+            service.check_model(name)
+            return JSONResponse(describe_model(name))
+        names = service.names
+        ids = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return JSONResponse({"object": "list", "data": [describe_model(name) for name in names]} | ids)
 
     routes = [
         Route(path.removeprefix(prefix), partial(answer_request, service, api), methods=["POST"])

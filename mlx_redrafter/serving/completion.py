@@ -21,11 +21,12 @@ from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..session.chat_template import render
 from .conversation import Message, Tool, Tools, arrange, list_variants
+from .json_schemas import Constraint
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import FinishReason, Request, TokenEvent
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
-from .structured_output import Constraint, GrammarCompiler
+from .structured_output import GrammarCompiler
 from .text_stream import Segment, TextStream
 from .types import ApiError
 from .worker import Worker
@@ -111,7 +112,6 @@ class Completion(ABC, Generic[AnyBody]):
         role_mapping: what precedes each role's text if there is no template.
         choices: how many answers to make; with a seed, choice i uses seed + i.
         top_logprobs: likeliest tokens to return with each token; None for no log-probabilities.
-        include_drafts: whether chunks contain the rounds' draft trees.
         reply: the non-streamed reply, complete once `render_events` has ended.
     """
 
@@ -122,7 +122,6 @@ class Completion(ABC, Generic[AnyBody]):
     role_mapping: dict[str, str] | None = None
     choices = 1
     top_logprobs: int | None = None
-    include_drafts = False
 
     def __init__(self, service: Service, body: AnyBody) -> None:
         self.service, self.body = service, body
@@ -220,7 +219,7 @@ class Answer:
             "grammar": prompt.grammar,
             "top_logprobs": completion.top_logprobs,
             "draft": body.draft_model not in (None, NO_DRAFT_MODEL),
-            "include_drafts": completion.include_drafts,
+            "include_drafts": service.shows_drafts,
             "prefix_lengths": prompt.prefix_lengths,
             **body.get_sampling_options(),
         }

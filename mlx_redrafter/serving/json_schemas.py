@@ -7,6 +7,8 @@ from copy import deepcopy
 from typing import Any
 
 Schema = dict[str, Any]
+Constraint = Schema | list[dict[str, Any]]
+"""What an answer must follow: a JSON schema, or functions of which it calls one."""
 
 MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 """Keywords whose value maps names to schemas."""
@@ -14,38 +16,30 @@ MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "depe
 DATA_KEYWORDS = ("const", "enum", "default", "examples", "example")
 """Keywords whose value is data, not a schema."""
 
-KEYWORD_GROUPS = [
-    ("$schema",),
-    ("pattern",),
-    ("patternProperties",),
-    ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    ("minLength", "maxLength"),
-    ("minItems", "maxItems"),
-    ("minProperties", "maxProperties"),
-]
-"""Keywords that a grammar may reject for their values; those of a group are dropped together."""
+KEYWORDS = (
+    "$schema", "pattern", "patternProperties", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "multipleOf", "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+)  # fmt: skip
+"""Keywords that a grammar may reject for their values."""
 
 
-def drop_refused(schema: Schema, refuses: Callable[[Schema], bool]) -> tuple[Schema, list[str]]:
-    """Returns (a copy of a schema without the keywords that a grammar rejects, what was dropped).
+def drop_refused(constraint: Constraint, refuses: Callable[[Schema], bool]) -> tuple[Constraint, list[str]]:
+    """Returns (a copy of a constraint without the keywords that a grammar rejects, what was dropped).
 
     Args:
         refuses: whether a grammar rejects a schema.
     """
-    schema, dropped = deepcopy(schema), list[str]()
-    for part in list(find_parts(schema)):
-        for group in KEYWORD_GROUPS:
-            names = [name for name in group if name in part]
-            own = {name: part[name] for name in ("type", *names) if name in part}
-            if isinstance(own.get("patternProperties"), dict):
-                own = {"patternProperties": dict.fromkeys(own["patternProperties"], True)}
-            if names and refuses(own):
-                dropped.append(", ".join(f"{name} {part[name]!r:.80}" for name in names))
-                if "patternProperties" in names:  # this would forbid what the patterns allow
+    constraint, dropped = deepcopy(constraint), list[str]()
+    for part in list(find_parts(constraint)):
+        for name in [name for name in KEYWORDS if name in part]:
+            own = {key: part[key] for key in ("type", name) if key in part}
+            if name == "patternProperties" and isinstance(part[name], dict):
+                own = {name: dict.fromkeys(part[name], True)}
+            if refuses(own):
+                dropped.append(f"{name} {part.pop(name)!r:.80}")
+                if name == "patternProperties":  # this would forbid what the patterns allow
                     part.pop("additionalProperties", None)
-                for name in names:
-                    del part[name]
-    return schema, dropped
+    return constraint, dropped
 
 
 def find_parts(schema: Any) -> Iterator[Schema]:

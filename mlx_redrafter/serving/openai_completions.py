@@ -32,7 +32,6 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
     def __init__(self, service: Service, body: AnyOpenAIBody) -> None:
         super().__init__(service, body)
         self.answer_format, self.choices = body.response_format, body.n
-        self.include_drafts = body.stream and service.shows_drafts
         self.reply = {
             "id": f"chatcmpl-{uuid.uuid4()}",
             "object": self.kinds[body.stream],
@@ -55,7 +54,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
             segments += event.segments
             if self.top_logprobs is not None:
                 logprobs.append(self._describe_token(event))
-            if self.include_drafts:
+            if self.service.shows_drafts:
                 self._note_drafts(drafts, event, answer.requests[answer.choice])
             if event.finish_reason is None and not (segments and self.body.stream):
                 continue

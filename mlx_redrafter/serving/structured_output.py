@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from ..errors import join_lines
-from .json_schemas import drop_refused
+from .json_schemas import Constraint, drop_refused
 from .schemas import log_once
 from .types import ApiError, SchemaNotFollowed
 
@@ -28,9 +28,6 @@ MAX_ERROR = 300
 MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
 """Maximum `$ref`s in a schema, and the stack for them: llguidance recurses into each, up to 128 levels deep, and a
 stack overflow would end the process."""
-
-Constraint = dict[str, Any] | list[dict[str, Any]]
-"""What an answer must follow: a JSON schema, or functions of which it calls one."""
 
 
 class GrammarCompiler:
@@ -55,7 +52,7 @@ class GrammarCompiler:
         """
         matcher, ignored = self._match(constraint, unless), list[str]()
         if matcher.is_error():
-            followed, ignored = self._drop_refused(constraint)
+            followed, ignored = drop_refused(constraint, self._refuses)
             matcher = self._match(followed, unless) if ignored else matcher
         if matcher.is_error():
             raise ApiError(describe_error(matcher))
@@ -88,19 +85,9 @@ class GrammarCompiler:
         matcher.compute_bitmask()
         return matcher
 
-    def _drop_refused(self, constraint: Constraint) -> tuple[Constraint, list[str]]:
-        def refuses(schema: dict[str, Any]) -> bool:
-            error = LLMatcher.validate_grammar(describe_grammar(schema, ()), self._compiled)
-            return bool(error) and not error.startswith("Unsatisfiable")
-
-        if isinstance(constraint, dict):
-            return drop_refused(constraint, refuses)
-        functions, ignored = list[dict[str, Any]](), list[str]()
-        for function in constraint:
-            parameters, dropped = drop_refused(function.get("parameters") or {}, refuses)
-            functions.append(function | {"parameters": parameters})
-            ignored += dropped
-        return functions, ignored
+    def _refuses(self, schema: dict[str, Any]) -> bool:
+        error = LLMatcher.validate_grammar(describe_grammar(schema, ()), self._compiled)
+        return bool(error) and not error.startswith("Unsatisfiable")
 
 
 def describe_grammar(constraint: Constraint, unless: tuple[int, ...]) -> str:
