@@ -1,4 +1,4 @@
-"""Tokens per round by beam shape, the repetition in the texts, and a check of exactness.
+"""Tokens per round by beam shape, and a check of exactness.
 
     python -m benchmarks acceptance --plans 1,4 4,5 --temp 0.8
     python -m benchmarks acceptance --plans 1,3 --compare
@@ -30,12 +30,6 @@ from .models import add_workload, open_workload
 from .tables import show_rows
 
 SHAPES = ((1, 2), (1, 3), (1, 4), (2, 3), (4, 3), (4, 5))
-
-
-def find_repeated(tokens: Sequence[int], length: int = 8) -> float:
-    """The share of `length`-grams that occurred earlier in the text."""
-    grams = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def find_differences(
@@ -78,7 +72,6 @@ def measure(
         "plan": list(plan),
         "tokens/round": runs.stats.tokens_per_round,
         "per depth": " ".join(f"{share:.2f}" for share in runs.stats.acceptance_per_depth),
-        "8-grams again": sum(map(find_repeated, runs.texts)) / len(runs.texts),
     }
     if compare:
         found = find_differences(model, drafter, prompts, runs.texts, options)

@@ -64,13 +64,11 @@ def read_questions(path: Path) -> list[Question]:
     found = []
     for line, place in read_lines(path, "questions"):
         value = parse_object(line, place)
-        number, category, turns = (value.get(key) for key in ("question_id", "category", "turns"))
-        is_text = isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) and turn for turn in turns)
-        if number is None or not isinstance(category, str) or not is_text:
-            raise RedrafterError(
-                f"{place}: expected an object with 'question_id', 'category' and 'turns', got {line[:40]!r}"
-            )
-        found.append(Question(f"{category}/{number}", KINDS.get(category, CHAT), list(turns or [])))
+        try:
+            number, category, turns = (value[key] for key in ("question_id", "category", "turns"))
+        except KeyError as error:
+            raise RedrafterError(f"{place}: expected a question with a field {error}") from error
+        found.append(Question(f"{category}/{number}", KINDS.get(category, CHAT), turns))
     return found
 
 
