@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from families import make_family
 from toys import make_tokenizer
@@ -63,8 +61,3 @@ def assert_fresh(session: Session, answer: Answer, **options: Any) -> None:
     read = session.tokens[: -len(answer.tokens)]
     steps = generate_step(read, session.model, max_tokens=len(answer.tokens), context=False, **options)
     assert [token for token, _, _ in steps] == answer.tokens
-
-
-def forbid(token: int) -> Callable[[mx.array, mx.array], mx.array]:
-    """A logits processor that bans a token."""
-    return lambda history, logits: mx.where(mx.arange(logits.shape[-1]) == token, -mx.inf, logits)

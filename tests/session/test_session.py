@@ -14,17 +14,7 @@ import pytest
 import toys
 from families import make_family
 from mlx_lm.sample_utils import make_logits_processors
-from sessions import (
-    END,
-    FAMILIES,
-    assert_fresh,
-    chat_tokenizer,
-    forbid,
-    make_drafter,
-    make_model,
-    make_session,
-    plain_session,
-)
+from sessions import FAMILIES, assert_fresh, chat_tokenizer, make_drafter, make_model, make_session, plain_session
 from small import save_target
 from threads import workers
 
@@ -33,7 +23,7 @@ from mlx_redrafter import RedrafterError, Session, load, load_demo, stream_gener
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 SAMPLED = {"temp": 0.8, "seed": 3}
-WORDS = ("hello", "what now", "tell me more", "and then", "why")
+WORDS = ("hello", "what now", "tell me more", "and then")
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | {"penalty": True}], ids=str)
@@ -45,9 +35,9 @@ def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]) -> 
     elif not options and family == "qwen3":
         options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
     session = make_session(family, **options)
-    for turn in range(4):
+    for word in WORDS:
         before = session.tokens
-        answer = session.send(WORDS[turn % len(WORDS)])
+        answer = session.send(word)
         assert session.tokens[: len(before)] == before
         assert_fresh(session, answer, **options)
         n_read = len(session.tokens) - len(answer.tokens) - len(before)
@@ -113,10 +103,10 @@ def test_cancel_around_the_prompt_changes_nothing(family: str, step: int, text: 
 
 
 def test_cancel_from_another_thread_ends_the_answer() -> None:
-    session = make_session(max_tokens=-1)
+    session = plain_session(max_tokens=-1)  # its tokenizer has no end token
     timer = threading.Timer(0.3, session.cancel)
     timer.start()
-    answer = session.send("hello", logits_processors=[forbid(END)])
+    answer = session.send("hello")
     timer.join()
     assert answer.finish_reason == "cancelled" and answer.tokens
 
@@ -168,25 +158,16 @@ def test_forks_are_independent(family: str) -> None:
     assert_fresh(session, session.send("hello"))
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"message": ""}, "the message is empty"),
-        ({"message": [{"role": "user"}]}, "expected a message with role and content"),
-        ({"message": [{"role": "user", "content": [1]}]}, "expected message content as a string, got list"),
-        ({"message": "\ud800"}, "not UTF-8"),
-        ({"max_tokens": 0}, "max_tokens must "),
-        ({"stop": 5}, "stop must be a string or a list of strings, got 5"),
-        ({"kv_bits": 4}, "kv_bits cannot be given here"),
-    ],
-)
-def test_bad_turns_are_refused(given: dict[str, Any], reason: str) -> None:
+def test_bad_turns_change_nothing() -> None:
     session = plain_session(max_tokens=3)
     session.send("hello")
-    before, given = session.tokens, {"message": "abc"} | given
-    with pytest.raises(RedrafterError, match=reason):
-        session.send(given.pop("message"), **given)
-    assert session.tokens == before
+    before = session.tokens
+    messages: tuple[Any, ...] = ("", [{"role": "user"}], [{"role": "user", "content": [1]}], "\ud800")
+    wrong: list[tuple[Any, dict[str, Any]]] = [(message, {}) for message in messages]
+    for message, options in [*wrong, ("abc", {"max_tokens": 0}), ("abc", {"stop": 5}), ("abc", {"kv_bits": 4})]:
+        with pytest.raises(RedrafterError, match="message" if not options else f"^{next(iter(options))} "):
+            session.send(message, **options)
+        assert session.tokens == before
     assert session.send("abc").last.prompt_tokens == 3, "the cache was kept"
 
 
