@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from cost_curves import make_costs
@@ -25,7 +26,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "tree": {"plan": (3, 3), "context": True},
     "processors": {"plan": (2, 3), "context": True, "logits_processors": make_logits_processors(logit_bias={3: 2.0})},
 }
-TEMPS = pytest.mark.parametrize("temp", [0.0, 0.8])
 
 
 def failing_drafter(calls: int) -> Any:
@@ -48,7 +48,7 @@ def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pair, "costs", lambda pair, **how: make_costs())
 
 
-@pytest.mark.parametrize(("calls", "plan", "temp"), pairs((0, 1, 5, 9, 16), PLANS, (0.0, 0.8)))
+@pytest.mark.parametrize(("calls", "plan", "temp"), pairs((0, 1, 9), PLANS, (0.0, 0.8)))
 def test_the_context_continues_drafting(calls: int, plan: str, temp: float, cheap_rounds: None) -> None:
     options = PLANS[plan] | {"temp": temp}
     processors = {name: value for name, value in options.items() if name == "logits_processors"}
@@ -61,24 +61,22 @@ def test_the_context_continues_drafting(calls: int, plan: str, temp: float, chea
         stream(drafter=failing_drafter(calls), **options)
 
 
-@TEMPS
-def test_a_failure_while_measuring_does_not_affect_the_text(temp: float) -> None:
+def test_a_failure_while_measuring_does_not_affect_the_text() -> None:
     errors: list[Exception] = []
-    found = stream(drafter=failing_drafter(0), on_drafter_failure=errors.append, temp=temp)
-    assert tokens(found) == tokens(stream(plan="off", temp=temp))
+    found = stream(drafter=failing_drafter(0), on_drafter_failure=errors.append)
+    assert tokens(found) == tokens(stream(plan="off"))
     assert [str(error) for error in errors] == ["call 0"] and found[-1].context_accepted > 0
     with pytest.raises(Broken):
-        stream(drafter=failing_drafter(0), temp=temp)
+        stream(drafter=failing_drafter(0))
 
 
-@TEMPS
-@pytest.mark.parametrize("plan", [{}, PLANS["tree"]], ids=["auto", "tree"])
-def test_a_session_continues(plan: dict[str, Any], temp: float, cheap_rounds: None) -> None:
+@pytest.mark.parametrize("plan", ["auto", "tree"])
+def test_a_session_continues(plan: str, cheap_rounds: None) -> None:
     """The failing turn and all later ones, and copies, without the drafter."""
     errors: list[Exception] = []
     model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
-    options: dict[str, Any] = {"max_tokens": 40, "seed": 5, "temp": temp}
-    failing = Session(model, tokenizer, failing_drafter(5), on_drafter_failure=errors.append, **options, **plan)
+    options: dict[str, Any] = {"max_tokens": 40, "seed": 5, "temp": 0.8}
+    failing = Session(model, tokenizer, failing_drafter(5), on_drafter_failure=errors.append, **options, **PLANS[plan])
     plain = Session(model, tokenizer, plan="off", **options)
     for turn in ("abcabc", "cab"):
         assert failing.send(turn).tokens == plain.send(turn).tokens
@@ -93,11 +91,7 @@ def test_a_session_continues_if_a_copy_of_its_drafter_state_fails(monkeypatch: p
     session = Session(model, tokenizer, drafter, on_drafter_failure=errors.append, **options)
     plain = Session(model, tokenizer, **options | {"plan": "off"})
     assert session.send("abc").tokens == plain.send("abc").tokens
-
-    def fork(source: StepwiseSource) -> StepwiseSource:
-        raise Broken("no memory")
-
-    monkeypatch.setattr(StepwiseSource, "fork", fork)
+    monkeypatch.setattr(StepwiseSource, "fork", Mock(side_effect=Broken("no memory")))
     for turn in ("cab", "b"):
         assert session.send(turn).tokens == plain.send(turn).tokens
     session.fork()
@@ -110,7 +104,7 @@ class WaitingSource(StepwiseSource):
     proposes_after_read = True
 
 
-@pytest.mark.parametrize("calls", [0, 4, 12, 28])
+@pytest.mark.parametrize("calls", [0, 12])
 def test_a_failed_draft_is_not_counted(calls: int) -> None:
     """If the context's proposal is already known when the drafter fails, the round uses the context alone."""
     source = WaitingSource(failing_drafter(calls), make_model(vocab=VOCAB))
@@ -119,7 +113,7 @@ def test_a_failed_draft_is_not_counted(calls: int) -> None:
     assert found[-1].drafted - found[-1].context_drafted == calls, "one call per token of a chain"
 
 
-@pytest.mark.parametrize("calls", [0, 1, 2, 5, 9])
+@pytest.mark.parametrize("calls", [0, 1, 5])
 def test_an_unreadable_state_is_a_drafter_failure(calls: int) -> None:
     class Failing(StepwiseSource):
         @property

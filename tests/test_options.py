@@ -12,7 +12,7 @@ import pytest
 from small import small_drafter
 from toys import make_model, make_tokenizer
 
-from mlx_redrafter import RedrafterError, Session, generate, generate_step, stream_generate
+from mlx_redrafter import RedrafterError, Session, generate, generate_step
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.options import AUTO, OPTION_FLAGS, Options, add_options
 
@@ -22,84 +22,59 @@ def pick(logprobs: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"max_tokens": -2}, "max_tokens must be -1 (no limit) or at least 1, got -2"),
-        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
-        ({"temp": float("nan")}, "temp must be at least 0, got nan"),
-        ({"temp": 1e-31}, "temp must be 0, or from 1e-30 to 1e+30, got 1e-31"),
-        ({"top_k": 2.0}, "top_k must be an integer, got 2.0"),
-        ({"top_k": True}, "top_k must be an integer, got True"),
-        ({"kv_bits": 7}, "kv_bits must be one of 2, 3, 4, 5, 6, 8, got 7"),
-        ({"plan": "fast"}, "plan must be 'auto', 'off', (W, K) or (W, K, N), got 'fast'"),
-        ({"plan": "off", "beam_width": 2}, "give either plan or beam_width, got plan 'off' and beam_width 2"),
-        ({"sampler": pick, "top_k": 3}, "give either a sampler or top_k, got both (top_k=3)"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RedrafterError) as raised:
-        Options(**options)
-    assert str(raised.value) == message
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plan": (0, 1)}, "beam_width must be at least 1, got 0"),
-        ({"plan": (1, 0)}, "draft_depth must be from 1 to 256, got 0"),
-        (
-            {"plan": (2, 2, 6)},
-            "tree_size counts the root and must be from 2 to 1 + beam_width * draft_depth = 5, got 6",
-        ),
-        ({"beam_width": -1}, "beam_width must be at least 1, got -1"),
-        ({"beam_width": 3000}, "beam_width * draft_depth must be at most 2048, got 3000"),
-        ({"draft_depth": 300}, "draft_depth must be from 1 to 256, got 300"),
+        {"max_tokens": -2},
+        {"seed": 1.5},
+        {"temp": float("nan")},
+        {"temp": 1e-31},
+        {"top_k": 2.0},
+        {"top_k": True},
+        {"kv_bits": 7},
+        {"plan": "fast"},
     ],
     ids=str,
 )
-def test_impossible_plans_are_refused_without_a_drafter(options: dict[str, Any], message: str) -> None:
-    model, tokenizer = make_model(), make_tokenizer()
-    for call in (
-        lambda: list(stream_generate(model, tokenizer, [1, 2], **options)),
-        lambda: generate(model, tokenizer, [1, 2], **options),
-        lambda: list(generate_step([1, 2], model, **options)),
-        lambda: Session(model, tokenizer, **options),
-    ):
-        with pytest.raises(RedrafterError) as raised:
-            call()
-        assert str(raised.value) == message
+def test_wrong_values_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RedrafterError, match=f"^{next(iter(options))} must be "):
+        Options(**options)
 
 
-@pytest.mark.parametrize("given", [4, 64, 700])
-def test_a_partial_plan_is_accepted_without_a_drafter(given: int) -> None:
-    """Some drafter could complete it."""
-    for options in ({"beam_width": given}, {"tree_size": min(given, 257)}):
-        assert Options(**options).resolve_plan(None) is None
+@pytest.mark.parametrize("options", [{"plan": "off", "beam_width": 2}, {"sampler": pick, "top_k": 3}], ids=str)
+def test_contradictory_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RedrafterError, match=r"^give either (plan or beam_width|a sampler or top_k), got "):
+        Options(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"plan": (0, 1)}, "beam_width"),
+        ({"plan": (1, 0)}, "draft_depth"),
+        ({"plan": (2, 2, 6)}, "tree_size"),
+        ({"beam_width": -1}, "beam_width"),
+        ({"beam_width": 3000}, "beam_width"),
+        ({"draft_depth": 300}, "draft_depth"),
+    ],
+    ids=str,
+)
+def test_impossible_plans_are_refused_without_a_drafter(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(RedrafterError, match=f"^{name}.* must be "):
+        list(generate_step([1, 2], make_model(), **options))
+    # Some drafter could complete these.
+    for possible in ({"beam_width": 700}, {"tree_size": 257}):
+        assert Options(**possible).resolve_plan(None) is None
 
 
 def test_unknown_options_are_refused_by_name() -> None:
     model, tokenizer = make_model(), make_tokenizer()
-    session = Session(model, tokenizer)
     for call in (
-        lambda: generate(model, tokenizer, [1, 2], temperature=1),
         lambda: next(generate_step([1, 2], model, temperature=1)),
+        lambda: generate(model, tokenizer, [1, 2], temperature=1),
         lambda: Session(model, tokenizer, temperature=1),
-        lambda: session.send("abc", temperature=1),
     ):
         with pytest.raises(TypeError, match="'temperature'"):
             call()
-    assert not session.messages
-
-
-def test_an_answer_of_no_tokens_is_refused() -> None:
-    model, tokenizer = make_model(), make_tokenizer()
-    with pytest.raises(RedrafterError, match=r"max_tokens must be -1 .* or at least 1, got 0"):
-        Session(model, tokenizer, max_tokens=0)
-    session = Session(model, tokenizer)
-    with pytest.raises(RedrafterError, match=r"max_tokens must be -1 .* or at least 1, got 0"):
-        session.send("abc", max_tokens=0)
-    assert not session.messages
 
 
 @pytest.mark.parametrize("flag", OPTION_FLAGS, ids=lambda flag: flag.name)
@@ -151,16 +126,16 @@ def test_plan_follows_from_the_options(options: dict[str, Any], plan: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name"),
     [
-        ({"beam_width": 65}, "beam_width must be from 1 to the vocabulary's 64, got 65"),
-        ({"draft_depth": 0}, "draft_depth must be from 1 to 256, got 0"),
-        ({"plan": (64, 33)}, r"beam_width \* draft_depth must be at most 2048, got 2112"),
-        ({"tree_size": 1}, r"tree_size counts the root and must be from 2 to .* = 257, got 1"),
-        ({"tree_size": 5}, r"tree_size counts the root and must be from 2 to .* = 4, got 5"),
+        ({"beam_width": 65}, "beam_width"),
+        ({"draft_depth": 0}, "draft_depth"),
+        ({"plan": (64, 33)}, "beam_width"),
+        ({"tree_size": 1}, "tree_size"),
+        ({"tree_size": 5}, "tree_size"),
     ],
     ids=str,
 )
-def test_plan_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RedrafterError, match=message):
+def test_plan_out_of_range_is_refused(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(RedrafterError, match=f"^{name}.* must be "):
         Options(**options).resolve_plan(small_drafter())
