@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub.utils import validate_repo_id
 from mlx.utils import tree_map
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.utils import dequantize_model
@@ -120,8 +119,6 @@ def convert(
     check_option("draft_depth", draft_depth)
     if (draft_vocab_size is None) != (token_counts is None):
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
-    if upload_repo is not None:
-        validate_repo_id(upload_repo)
     origin = hf_path if from_base is None else from_base
     if origin is None or None not in (hf_path, from_base):
         raise RedrafterError("give either a drafter (--hf-path) or a model that contains one (--from-base)")
@@ -155,16 +152,14 @@ def convert(
     if (name := find_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
     n_weights = sum(array.size for array in list_weights(drafter).values())
-    config: dict[str, Any] = {"dtype": dtype}
     if quantize:
-        quantization, skipped = quantize_layers(drafter, group_size, bits, q_mode, parts)
-        if skipped and not quantization:
+        skipped = quantize_layers(drafter, group_size, bits, q_mode, parts)
+        if skipped and not has_quantized_layers(drafter):
             raise RedrafterError(f"no layer can be quantized: {skipped[0]}")
         notes += skipped
-        if quantization:
-            config |= {"quantization": quantization, "quantization_config": quantization}
-    if stays:
-        config |= dict.fromkeys(("quantization", "quantization_config"), describe_quantization(drafter))
+    config: dict[str, Any] = {"dtype": dtype}
+    if quantization := describe_quantization(drafter):
+        config |= {"quantization": quantization, "quantization_config": quantization}
     bytes_after = count_bytes(drafter)
 
     with replace_directory(place) as stage:
@@ -184,9 +179,6 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
 
     Args:
         file: JSON, either a list of ids, most frequent first, or an object from ids to counts.
-
-    Raises:
-        RedrafterError: the file cannot be read, has invalid or duplicate ids, or fewer than `count` of them.
     """
     path = expand_path(file)
     try:
@@ -204,11 +196,7 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
 
 
 def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
-    """Reduces the head of an unquantized drafter to the rows of these tokens; returns `ids`.
-
-    Raises:
-        CheckpointError: the drafter already has a draft vocabulary, or has no head of its own.
-    """
+    """Reduces the head of an unquantized drafter to the rows of these tokens; returns `ids`."""
     if not drafter.output_layers:
         raise CheckpointError("the drafter uses the target's output matrix: its vocabulary cannot be trimmed")
     if drafter.args.draft_vocab_size is not None:
@@ -241,56 +229,44 @@ def count_bytes(drafter: Drafter) -> int:
     return sum(array.nbytes for array in list_weights(drafter).values())
 
 
-def quantize_layers(
-    drafter: Drafter, group_size: int, bits: int, mode: str, parts: dict[str, int]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Quantizes a drafter's layers.
+def quantize_layers(drafter: Drafter, group_size: int, bits: int, mode: str, parts: dict[str, int]) -> tuple[str, ...]:
+    """Quantizes a drafter's layers; returns a note for each layer that cannot be.
 
     Args:
         parts: bits of `head`, `blocks` (including the input projection) or `rnn`, if not `bits`; 0 for unquantized.
-
-    Returns:
-        (the config entry in mlx-lm's format, empty if no layer is quantized; a note for each layer that cannot be).
     """
-    entry: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode}
     notes: list[str] = []
 
     def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
-        if not hasattr(layer, "to_quantized"):
+        part = drafter.find_part(name) if hasattr(layer, "to_quantized") else "router"
+        own = 0 if part == "router" else parts.get(part, bits)  # routers are small, and sensitive to rounding
+        if not own:
             return False
-        is_router = drafter.find_part(name) == "router"  # small, and the selection of experts is sensitive to rounding
-        own = {"group_size": group_size, "bits": parts.get(drafter.find_part(name), bits), "mode": mode}
         inputs, rows = layer.weight.shape[-1], math.prod(layer.weight.shape[:-1])
-        fits = inputs % group_size == rows * inputs % 32 == 0  # MLX packs 32 weights at a time, two groups of nvfp4
-        if own["bits"] and not fits and not is_router:
+        if inputs % group_size or rows * inputs % 32:  # MLX packs 32 weights at a time, two groups of nvfp4
             notes.append(f"{name} is not quantized: MLX does not pack {rows} x {inputs} weights by {group_size}")
-        if not own["bits"] or not fits or is_router:
-            entry[name] = False
             return False
-        if own["bits"] != bits:
-            entry[name] = own
-        return own
+        return {"group_size": group_size, "bits": own, "mode": mode}
 
     nn.quantize(drafter, class_predicate=choose)
-    is_quantized = any(hasattr(layer, "bits") for _, layer in drafter.named_modules())
-    return entry if is_quantized else {}, tuple(notes)
+    return tuple(notes)
 
 
 def describe_quantization(drafter: Drafter) -> dict[str, Any]:
-    """The config entry in mlx-lm's format for a drafter with quantized layers."""
+    """The config entry in mlx-lm's format, of the commonest quantization and the others by layer; empty for none."""
     layers = {
         name: {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         for name, layer in drafter.named_modules()
         if hasattr(layer, "bits")
     }
-    common = max(layers.values(), key=list(layers.values()).count)
+    common = max(layers.values(), key=list(layers.values()).count, default={})
     return common | {name: how for name, how in layers.items() if how != common}
 
 
 def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
     """(logits for fixed random inputs, tokens per round with the base model or 0 without one).
 
-    Tokens per round are measured with greedy decoding and the drafter's default depth, see `try_drafter`.
+    Tokens per round are those of greedy decoding at the drafter's default depth, see `try_drafter`.
     """
     logits, weights = drafter.sample_logits(), drafter.parameters()
     try:

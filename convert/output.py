@@ -32,9 +32,6 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
     Args:
         place: an absolute path.
         source: the source of the conversion, a path or a hub id.
-
-    Raises:
-        RedrafterError: it must not be written, or contains the source.
     """
     if not os.path.lexists(place):
         return
@@ -42,7 +39,7 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
         raise RedrafterError(f"{place} exists already: give another --mlx-path, or --force to replace it")
     present = os.listdir(place) if place.is_dir() and not place.is_symlink() else [""]
     is_drafter = all(map(DRAFTER_FILES.fullmatch, present)) and (
-        not present or read_object(place / "config.json").get("model_type") in KINDS
+        not present or str(read_object(place / "config.json").get("model_type")) in KINDS
     )
     if not is_drafter:
         raise RedrafterError(f"{place} is not replaced, even with --force: it does not hold a drafter")
@@ -52,11 +49,7 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
 
 @contextmanager
 def replace_directory(place: Path) -> Iterator[Path]:
-    """Yields a new directory that replaces `place` after the block, or is removed if the block raises.
-
-    Raises:
-        RedrafterError: the directory cannot be written.
-    """
+    """Yields a new directory that replaces `place` after the block, or is removed if the block raises."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".convert-unfinished-") as scratch:
@@ -94,11 +87,7 @@ python -m mlx_redrafter.generate --model {target or "TARGET"} --drafter THIS --p
 
 
 def upload(path: Path, repo: str) -> None:
-    """Uploads a directory to the Hugging Face hub.
-
-    Raises:
-        RedrafterError: the upload fails.
-    """
+    """Uploads a directory to the Hugging Face hub."""
     try:
         HfApi().create_repo(repo_id=repo, exist_ok=True)
         HfApi().upload_folder(folder_path=path, repo_id=repo, repo_type="model")

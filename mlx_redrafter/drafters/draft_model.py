@@ -64,9 +64,6 @@ class DraftModel(Drafter):
 
     Args:
         model: from `load` or `mlx_lm.load`.
-
-    Raises:
-        UnsupportedModelError: see `find_parts`; also if it cannot read several tokens at once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,11 +85,7 @@ class DraftModel(Drafter):
         return DraftModelSource(self, find_model_sizes(model)[1])
 
     def check_fit(self, model: nn.Module, name: str = "the draft model") -> None:
-        """Compares the vocabulary sizes, except for padding.
-
-        Raises:
-            CheckpointError: they differ by more than `MAX_PADDING`.
-        """
+        """Compares the vocabulary sizes, except for padding of at most `MAX_PADDING`."""
         own, other = self.args.vocab_size, find_model_sizes(model)[1]
         if abs(own - other) > MAX_PADDING:
             raise CheckpointError(f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}")

@@ -69,9 +69,6 @@ class Drafter(nn.Module):
 
         Args:
             name: the drafter's, for the error.
-
-        Raises:
-            CheckpointError: they differ.
         """
         own = self.args.hidden_size, self.args.vocab_size
         for what, expected, got in zip(("hidden size", "vocabulary size"), own, find_model_sizes(model), strict=True):

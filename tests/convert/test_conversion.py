@@ -157,7 +157,6 @@ REFUSED = (
     "-q --q-bits 7",
     "-q --q-group-size 7",
     "--draft-depth 0",
-    "--upload-repo bad!name",
     "--draft-vocab-size 2",
 )
 
