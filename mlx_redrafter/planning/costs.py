@@ -123,7 +123,7 @@ def parse_costs(fields: dict[str, Any]) -> CostTable:
     def freeze(value: Any) -> Any:
         return tuple(map(freeze, value)) if isinstance(value, list) else value
 
-    return CostTable(**{name: freeze(value) for name, value in fields.items()}).check()
+    return CostTable(**{name: freeze(value) for name, value in dict(fields).items()}).check()
 
 
 def is_disturbed(costs: CostTable) -> bool:

@@ -25,6 +25,7 @@ from ..engine.decode import Decoder, Planner, Rounds
 from ..engine.plan import Plan, chain_plan
 from ..engine.round import Draft, TokenChooser, step, verify
 from ..engine.sampling import make_sampler
+from ..engine.source import Source
 from ..engine.target import Target
 from ..engine.tree import chain
 from ..engine.types import Kept
@@ -82,6 +83,27 @@ def time_step(model: nn.Module) -> float:
     return time_calls(calls, 0.0, min_turns=2)[1][-1] / 1e3
 
 
+def read_zeros(model: nn.Module, drafter: Drafter, context: int) -> tuple[Target, Source, int]:
+    """(a target and a source that hold a text of `context` zeros, the vocabulary size)."""
+    source = drafter.open(model)
+    target = Target(model, capture=source.capture)
+    logits, hidden = target.forward(mx.zeros((1,), mx.int32))
+    if source.reads_all:
+        states = {name: mx.zeros((context - 1, array.shape[-1]), array.dtype) for name, array in hidden.items()}
+        source.keep(Kept(mx.zeros((context - 1,), mx.int32), states, None, context - 1, 0))
+    source.read([0] * (context + 1))
+    if source.proposes_after_read:  # it reads the text in its first draft
+        mx.eval(source.propose(mx.array(0), chain_plan(1), None, in_level_order=False))
+    mx.eval(source.state)
+    for c in kv_cache.leaves(target.cache):
+        if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
+            rows: list[Any] = [c.keys, c.values]
+            c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
+    target.evaluate()
+    target.length = context
+    return target, source, logits.shape[-1]
+
+
 def time_parts(
     model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float, *, is_slow: bool
 ) -> dict[tuple[str, int], float]:
@@ -97,25 +119,10 @@ def time_parts(
     Args:
         is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
     """
-    steps_per_call = 1 if is_slow else STEPS_PER_CALL
-    after_text, chooser = drafter.open(model), TokenChooser(make_sampler(seed=0))
-    target = Target(model, capture=after_text.capture)
-    logits, hidden = target.forward(mx.zeros((1,), mx.int32))
-    if after_text.reads_all:
-        states = {name: mx.zeros((context - 1, array.shape[-1]), array.dtype) for name, array in hidden.items()}
-        after_text.keep(Kept(mx.zeros((context - 1,), mx.int32), states, None, context - 1, 0))
-    text = [0] * context
-    after_text.read([*text, 0])
-    if after_text.proposes_after_read:  # it reads the text in its first draft
-        mx.eval(after_text.propose(mx.array(0), chain_plan(1), None, in_level_order=False))
-    mx.eval(after_text.state)
-    for c in kv_cache.leaves(target.cache):
-        if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
-            rows: list[Any] = [c.keys, c.values]
-            c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
-    target.evaluate()
-    target.length, snapshot = context, kv_cache.snapshot(target.cache)
-    tokens = (mx.arange(MEASURED_NODES) * 7919) % logits.shape[-1]  # tokens select different experts; the first is 0
+    steps_per_call, chooser = 1 if is_slow else STEPS_PER_CALL, TokenChooser(make_sampler(seed=0))
+    target, after_text, vocab_size = read_zeros(model, drafter, context)
+    text, snapshot = [0] * context, kv_cache.snapshot(target.cache)
+    tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size  # tokens select different experts; the first is 0
     most = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
     rounds: Rounds
     source = after_text
