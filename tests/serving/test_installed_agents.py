@@ -37,96 +37,83 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "node_modules"
 
 
-def play(engine: ScriptedWorker, calls: Sequence[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts the engine: each call waits for the previous results; the answer comes last."""
-    submit = engine.submit
+class Task:
+    """A broken program, and a scripted model that mends it with an agent's tools.
 
-    def answer(prompt: list[int], **asked: Any) -> ScriptedRequest:
-        done = str(engine.tokenizer.decode(prompt)).count("<tool>")
-        called = [{"name": name, "arguments": arguments} for name, arguments in calls[done : done + 1]]
-        text = f"<tool_call>{json.dumps(called[0])}</tool_call>" if called else "It adds now."
-        engine.texts = [[f"</think>{text}"]]
-        return submit(prompt, **asked)
+    Attributes:
+        home, work: an empty home, and the folder of the program.
+    """
 
-    monkeypatch.setattr(engine, "submit", answer)
+    def __init__(self, engine: ScriptedWorker, folder: Path) -> None:
+        self._engine = engine
+        self.home, self.work = folder / "home", folder / "work"
+        self.home.mkdir()
+        self.work.mkdir()
+        self.file = self.work / "add.py"
+        self.file.write_text(BROKEN + PRINT)
 
+    def run(self, command: Sequence[str | Path], calls: Sequence[tuple[str, dict[str, Any]]], **variables: str) -> None:
+        """Runs an agent. Each call waits for the previous results; the answer comes last."""
+        submit = self._engine.submit
 
-def run_agent(command: Sequence[str | Path], home: Path, work: Path, **variables: str) -> str:
-    """Runs an agent and returns its output; it must exit with 0."""
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **variables}
-    done = subprocess.run(
-        command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+        def answer(prompt: list[int], **asked: Any) -> ScriptedRequest:
+            done = str(self._engine.tokenizer.decode(prompt)).count("<tool>")
+            called = [{"name": name, "arguments": arguments} for name, arguments in calls[done : done + 1]]
+            text = f"<tool_call>{json.dumps(called[0])}</tool_call>" if called else "It adds now."
+            self._engine.texts = [[f"</think>{text}"]]
+            return submit(prompt, **asked)
+
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", **variables}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self._engine, "submit", answer)
+            done = subprocess.run(
+                command, cwd=self.work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=300,
+            )  # fmt: skip
+        assert done.returncode == 0 and "It adds now." in done.stdout, done.stdout + done.stderr
+        assert self.file.read_text() == RIGHT + PRINT
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> tuple[Path, Path]:
-    """Returns (an empty home, a folder with a broken program)."""
-    home, work = tmp_path / "home", tmp_path / "work"
-    home.mkdir()
-    work.mkdir()
-    (work / "add.py").write_text(BROKEN + PRINT)
-    return home, work
+def task(scripted: tuple[Running, ScriptedWorker], tmp_path: Path) -> Task:
+    return Task(scripted[1], tmp_path)
 
 
 def test_claude_code_edits_and_runs_a_file(
-    scripted: tuple[Running, ScriptedWorker],
-    packages: Path,
-    places: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    scripted: tuple[Running, ScriptedWorker], packages: Path, task: Task
 ) -> None:
-    server, engine = scripted
-    home, work = places
-    file = str(work / "add.py")
-    run = f"{sys.executable} add.py"
-    play(
-        engine,
+    (binary,) = packages.glob("@anthropic-ai/claude-code-*/claude")
+    run, file = f"{sys.executable} add.py", str(task.file)
+    models = dict.fromkeys(("MODEL", *(f"DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU"))), "demo")
+    task.run(
+        [binary, "-p", "Fix add.py", "--permission-mode", "acceptEdits", "--allowedTools", f"Bash({run})"],
         [
             ("Read", {"file_path": file}),
             ("Edit", {"file_path": file, "old_string": "a - b", "new_string": "a + b"}),
             ("Bash", {"command": run, "description": "Run it"}),
         ],
-        monkeypatch,
-    )
-    (binary,) = packages.glob("@anthropic-ai/claude-code-*/claude")
-    models = dict.fromkeys(("MODEL", *(f"DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU"))), "demo")
-    out = run_agent(
-        [binary, "-p", "Fix add.py", "--permission-mode", "acceptEdits", "--allowedTools", f"Bash({run})"],
-        home,
-        work,
-        ANTHROPIC_BASE_URL=server.url,
+        ANTHROPIC_BASE_URL=scripted[0].url,
         ANTHROPIC_AUTH_TOKEN="none",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
         **{f"ANTHROPIC_{name}": value for name, value in models.items()},
     )
-    assert (work / "add.py").read_text() == RIGHT + PRINT and "It adds now." in out
-    assert "<tool>5" in engine.prompt, "it has read the program's output"
+    assert "<tool>5" in scripted[1].prompt, "it has read the program's output"
 
 
-def test_codex_edits_and_runs_a_file(
-    scripted: tuple[Running, ScriptedWorker],
-    packages: Path,
-    places: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    server, engine = scripted
-    home, work = places
-    commands = ["cat add.py", "sed -i 's/a - b/a + b/' add.py", f"{sys.executable} add.py"]
-    play(engine, [("exec_command", {"cmd": command}) for command in commands], monkeypatch)
-    (home / ".codex").mkdir()
-    (home / ".codex" / "config.toml").write_text(f"""model = "demo"
+def test_codex_edits_and_runs_a_file(scripted: tuple[Running, ScriptedWorker], packages: Path, task: Task) -> None:
+    (task.home / ".codex").mkdir()
+    (task.home / ".codex" / "config.toml").write_text(f"""model = "demo"
 model_provider = "mlx_redrafter"
 model_context_window = 32768
 
 [model_providers.mlx_redrafter]
 name = "mlx_redrafter"
-base_url = "{server.url}/v1"
+base_url = "{scripted[0].url}/v1"
 wire_api = "responses"
 stream_idle_timeout_ms = 3000000
 """)
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    out = run_agent([packages / ".bin" / "codex", "exec", *flags, "Fix add.py"], home, work)
-    assert (work / "add.py").read_text() == RIGHT + PRINT and "It adds now." in out
-    assert "Output:\n5" in engine.prompt, "it has read the program's output"
+    commands = ["cat add.py", "sed -i 's/a - b/a + b/' add.py", f"{sys.executable} add.py"]
+    calls = [("exec_command", {"cmd": command}) for command in commands]
+    task.run([packages / ".bin" / "codex", "exec", *flags, "Fix add.py"], calls)
+    assert "Output:\n5" in scripted[1].prompt, "it has read the program's output"

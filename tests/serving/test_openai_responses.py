@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import openai
-import pytest
-from servers import Running, ScriptedWorker, ask
+from servers import Running, ScriptedWorker
 
 Scripted = tuple[Running, ScriptedWorker]
 SHELL = {"type": "function", "name": "shell", "description": "Run it.", "parameters": {"type": "object"}}
@@ -81,24 +80,6 @@ def test_an_answer_cut_short_is_incomplete(scripted: Scripted, scripted_openai: 
     assert made.status == "incomplete" and made.incomplete_details is not None
     assert made.incomplete_details.reason == "max_output_tokens" and made.usage and made.usage.output_tokens == 4
     assert made.output[-1].status == "incomplete"
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
-        ({"background": True}, "background is not supported"),
-        ({"conversation": "conv_1"}, "conversation is not supported"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: item 'x' is not kept here"),
-        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content must be a text or a list of objects"),
-        ({"input": []}, "input list should have at least 1 item"),
-        ({"text": {"format": "json"}}, "text.format must be a valid dictionary"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format.type must be 'text', 'json_object' or 'json_schema'"),
-    ],
-)
-def test_unsupported_fields_are_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
-    reply = ask(scripted[0], "/v1/responses", {"model": "demo", "input": "x", **fields})
-    assert reply.status == 400 and said in reply.error
 
 
 def test_a_schema_is_passed_on(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:

@@ -19,7 +19,7 @@ from mlx_redrafter.serving.app import APIS
 
 Scripted = tuple[Running, ScriptedWorker]
 CHAT: dict[str, Any] = {"messages": USER}
-TOOL = {"type": "function", "function": {"name": "f"}}
+TOOL, OTHER_TOOL = ({"type": "function", "function": {"name": name}} for name in "fg")
 BODIES = servers.BODIES | {"/v1/messages/count_tokens": {"messages": USER}}
 
 
@@ -75,58 +75,58 @@ def test_all_sdk_fields_are_read_refused_or_ignored(scripted: Scripted, path: st
             assert reply.status == 200, (name, reply.body)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"best_of": 2}, "best_of must be 1, got 2"),
-        ({"echo": True}, "echo is not supported, got True"),
-        ({"max_tokens": 2.5}, "max_tokens must be a valid integer, got 2.5"),
-        ({"prompt": ["a", "b"]}, "prompt.str must be a valid string, got ['a', 'b']"),
-        ({"n": 17}, "n must be less than or equal to 16, got 17"),
-        ({"stop": [""]}, "stop must be non-empty strings, got ['']"),
-        ({"top_logprobs": 21}, "top_logprobs must be less than or equal to 20"),
-        ({"response_format": {"type": "xml"}}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
-            "the JSON schema cannot be followed: Invalid type: objekt",
-        ),
-    ],
-)
-def test_invalid_fields_are_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
-    reply = ask(scripted[0], "/v1/completions", {"prompt": "x"} | fields)
-    assert reply.status == 400 and reply.error.startswith(said), reply.body
+def call_of(function: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "tool_calls": [function]}]}
+
+
+def format_of(kind: str, **schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": kind, "json_schema": {"schema": schema}}}
+
+
+INVALID: list[tuple[str, dict[str, Any], str]] = [
+    ("completions", {"best_of": 2}, "best_of must"),
+    ("completions", {"echo": True}, "echo is not supported"),
+    ("completions", {"max_tokens": 2.5}, "max_tokens must"),
+    ("completions", {"prompt": ["a", "b"]}, "prompt"),
+    ("completions", {"n": 17}, "n must"),
+    ("completions", {"stop": [""]}, "stop must"),
+    ("completions", {"top_logprobs": 21}, "top_logprobs must"),
+    ("completions", format_of("xml"), "response_format.type must"),
+    (
+        "completions",
+        format_of("json_schema", type="objekt"),
+        "the JSON schema cannot be followed: Invalid type: objekt",
+    ),
+    ("chat/completions", {"audio": {"voice": "x"}}, "audio is not supported"),
+    ("chat/completions", {"modalities": ["text", "audio"]}, "modalities.1 must"),
+    ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role must"),
+    ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content must"),
+    ("chat/completions", call_of({"function": 5}), "messages[0].tool_calls must"),
+    ("chat/completions", call_of({"type": "function"}), "messages[0].tool_calls must"),
+    ("chat/completions", call_of(5), "messages[0].tool_calls must"),
+    ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].name must"),
+    ("chat/completions", {"tools": [{"function": {"name": "f", "parameters": 1}}]}, "tools[0] must"),
+    ("chat/completions", {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice must"),
+    ("chat/completions", {"tool_choice": "required"}, "tool_choice 'required' needs tools"),
+    ("chat/completions", {"tools": [TOOL], "tool_choice": OTHER_TOOL}, "tool_choice names 'g'"),
+    ("chat/completions", {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs must"),
+    ("responses", {"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: item 'x' is not kept here"),
+    ("responses", {"input": [{"type": "reasoning", "content": 5}]}, "input[0].content must"),
+    ("responses", {"input": []}, "input"),
+    ("responses", {"text": {"format": "json"}}, "text.format must"),
+    ("messages", {"max_tokens": None}, "max_tokens is missing"),
+    ("messages", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must"),
+]
+
+
+@pytest.mark.parametrize(("api", "fields", "named"), INVALID)
+def test_invalid_fields_are_named(scripted: Scripted, api: str, fields: dict[str, Any], named: str) -> None:
+    reply = ask(scripted[0], f"/v1/{api}", BODIES[f"/v1/{api}"] | fields)
+    assert reply.status == 400 and reply.error.startswith(named), reply.body
     assert "\n" not in reply.error and len(reply.error) < 400
-    assert (reply.json["error"]["type"], reply.json["error"]["code"]) == ("invalid_request_error", "invalid_value")
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"audio": {"voice": "x"}}, "audio is not supported"),
-        ({"modalities": ["text", "audio"]}, "modalities.1 must be 'text', got 'audio'"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role must be a string, got None"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a text or a list"),
-        *(
-            (
-                {"messages": [{"role": "assistant", "tool_calls": [given]}]},
-                "messages[0].tool_calls must be calls of functions, got",
-            )
-            for given in ({"function": 5}, {"type": "function"}, 5)
-        ),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].name must be a string, got None"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0] must have"),
-        ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice must be auto, none, required or a tool's name"),
-        ({"tool_choice": "required"}, "tool_choice 'required' needs tools"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "tool_choice names 'g', which is not among the tools: f",
-        ),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs must be variables"),
-    ],
-)
-def test_invalid_chat_fields_are_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
-    reply = ask(scripted[0], "/v1/chat/completions", CHAT | fields)
-    assert reply.status == 400 and reply.error.startswith(said), reply.body
+    assert reply.json["error"]["type"] == "invalid_request_error"
+    assert reply.json["type"] == "error" if api == "messages" else reply.json["error"]["code"] == "invalid_value"
 
 
 @pytest.mark.parametrize(
