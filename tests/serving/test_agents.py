@@ -20,50 +20,31 @@ RESPONSES_TOOL = {"type": "function", "name": "read", "description": "Reads.", "
 CACHED = {"cache_control": {"type": "ephemeral"}}
 CALL = '</think><tool_call>{"name": "read", "arguments": {"path": "a.py"}}</tool_call>'
 
+
+def text(words: str, kind: str = "text", **more: Any) -> dict[str, Any]:
+    return {"type": kind, "text": words, **more}
+
+
+def message(role: str, words: str) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [text(words, "input_text")]}
+
+
+READ = {"path": "a.py"}
+READ_CALL = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": READ, "caller": {"type": "direct"}}
+PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": False, "content": [text("x = 1"), PNG], **CACHED}
 CLAUDE_CODE: dict[str, Any] = {
     "model": "demo",
     "max_tokens": 32000,
     "stream": True,
     "system": [
-        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=1a2b3;"},
-        {"type": "text", "text": "You are an agent.", **CACHED},
+        text("x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=1a2b3;"),
+        text("You are an agent.", **CACHED),
     ],
     "messages": [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "<system-reminder>Today.</system-reminder>"},
-                {"type": "text", "text": "Fix it."},
-            ],
-        },
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Look.", "signature": ""},
-                {
-                    "type": "tool_use",
-                    "id": "toolu_1",
-                    "name": "read",
-                    "input": {"path": "a.py"},
-                    "caller": {"type": "direct"},
-                },
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "toolu_1",
-                    "is_error": False,
-                    "content": [
-                        {"type": "text", "text": "x = 1"},
-                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}},
-                    ],
-                    **CACHED,
-                },
-            ],
-        },
+        {"role": "user", "content": [text("<system-reminder>Today.</system-reminder>"), text("Fix it.")]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Look.", "signature": ""}, READ_CALL]},
+        {"role": "user", "content": [RESULT]},
         {"role": "system", "content": "The user sent a new message."},
     ],
     "tools": [
@@ -75,47 +56,29 @@ CLAUDE_CODE: dict[str, Any] = {
     "output_config": {"effort": "high"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
 }
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits."}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: x"}
+SEARCH = RESPONSES_TOOL | {"name": "search"}
 CODEX: dict[str, Any] = {
     "model": "demo",
     "instructions": "You are an agent.",
     "stream": True,
     "store": False,
     "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions/>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context/>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix it."}]},
-        {
-            "type": "reasoning",
-            "summary": [{"type": "summary_text", "text": "Look."}],
-            "content": None,
-            "encrypted_content": "x",
-        },
+        message("developer", "<permissions/>"),
+        message("user", "<environment_context/>"),
+        message("user", "Fix it."),
+        {"type": "reasoning", "summary": [text("Look.", "summary_text")], "content": None, "encrypted_content": "x"},
         {"type": "function_call", "name": "read", "arguments": '{"path":"a.py"}', "call_id": "call_1"},
         {"type": "function_call_output", "call_id": "call_1", "output": "x = 1"},
-        {
-            "type": "custom_tool_call",
-            "status": "completed",
-            "call_id": "call_2",
-            "name": "apply_patch",
-            "input": "*** Begin",
-        },
+        {"type": "custom_tool_call", "call_id": "call_2", "name": "apply_patch", "input": "*** Begin"},
         {"type": "custom_tool_call_output", "call_id": "call_2", "output": "Done."},
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Mode: plan."}]},
+        message("developer", "Mode: plan."),
     ],
     "tools": [
         RESPONSES_TOOL,
-        {
-            "type": "custom",
-            "name": "apply_patch",
-            "description": "Edits.",
-            "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"},
-        },
-        {
-            "type": "namespace",
-            "name": "mcp__docs",
-            "description": "Docs.",
-            "tools": [RESPONSES_TOOL | {"name": "search"}],
-        },
+        PATCH | {"format": GRAMMAR},
+        {"type": "namespace", "name": "mcp__docs", "description": "Docs.", "tools": [SEARCH]},
         {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": {"type": "object"}},
         {"type": "web_search", "external_web_access": False},
     ],
@@ -137,48 +100,28 @@ CHAT: dict[str, Any] = {
     ],
     "tools": [CHAT_TOOL],
 }
+LIMIT = {"max_completion_tokens": 8192, "parallel_tool_calls": False}
 AGENTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Claude Code": ("/v1/messages?beta=true", CLAUDE_CODE),
-    "Codex": ("/v1/responses", CODEX),
-    "opencode": (
-        "/v1/chat/completions",
-        CHAT | {"max_tokens": 8192, "tool_choice": "auto", "temperature": 0.55, "top_p": 1},
-    ),
-    "Zed": (
-        "/v1/chat/completions",
-        CHAT
-        | {
-            "max_completion_tokens": 8192,
-            "stop": [],
-            "parallel_tool_calls": False,
-            "prompt_cache_key": None,
-            "reasoning_effort": None,
-        },
-    ),
-    "Continue": ("/v1/chat/completions", CHAT | {"max_tokens": 8192, "presence_penalty": 0.0, "stop": None}),
-    "aider": ("/v1/chat/completions", {**CHAT, "tools": None, "temperature": 0}),
-    "LangChain": (
-        "/v1/chat/completions",
-        CHAT | {"stream": False, "n": 1, "parallel_tool_calls": False, "tool_choice": "auto"},
-    ),
+    "Claude Code": ("messages?beta=true", CLAUDE_CODE),
+    "Codex": ("responses", CODEX),
+    "opencode": ("chat/completions", CHAT | {"max_tokens": 8192, "temperature": 0.55, "top_p": 1}),
+    "Zed": ("chat/completions", CHAT | LIMIT | {"stop": [], "prompt_cache_key": None, "reasoning_effort": None}),
+    "Continue": ("chat/completions", CHAT | {"tool_choice": "auto", "presence_penalty": 0.0, "stop": None}),
+    "aider": ("chat/completions", CHAT | {"tools": None, "temperature": 0}),
+    "LangChain": ("chat/completions", CHAT | {"stream": False, "n": 1, "tool_choice": "auto"}),
     "OpenAI Agents": (
-        "/v1/responses",
-        {
-            "model": "demo",
-            "input": [{"role": "user", "content": "Fix it."}],
-            "include": [],
-            "tools": [RESPONSES_TOOL],
-            "stream": True,
-        },
+        "responses",
+        {"model": "demo", "input": [{"role": "user", "content": "Fix it."}], "include": [], "tools": [RESPONSES_TOOL],
+         "stream": True},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
-    path, body = AGENTS[agent]
+    api, body = AGENTS[agent]
     scripted[1].texts = [[CALL]]
-    reply = ask(scripted[0], path, body)
+    reply = ask(scripted[0], f"/v1/{api}", body)
     assert reply.status == 200, reply.body
     assert "Fix it." in scripted[1].prompt and "web_search" not in scripted[1].prompt
     if body["stream"]:
@@ -188,8 +131,8 @@ def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
 
 
 def test_late_system_messages_join_the_last_turn(scripted: Scripted) -> None:
-    ask(scripted[0], *AGENTS["Claude Code"])
+    ask(scripted[0], "/v1/messages", CLAUDE_CODE)
     assert "<system>You are an agent.<user>" in scripted[1].prompt  # without the header, which varies
     assert "<tool>x = 1[image omitted]<user><system>\nThe user sent a new message.\n</system>" in scripted[1].prompt
-    ask(scripted[0], *AGENTS["Codex"])
+    ask(scripted[0], "/v1/responses", CODEX)
     assert scripted[1].prompt.endswith("<tool>Done.<user><system>\nMode: plan.\n</system><assistant><think>")
