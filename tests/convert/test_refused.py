@@ -257,32 +257,14 @@ def test_a_sound_draft_vocabulary_is_read(tmp_path: Path) -> None:
 Change = Callable[[bytes], bytes]
 
 
-def header(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Replaces the header of a safetensors file."""
-
-    def changed(content: bytes) -> bytes:
-        size = struct.unpack("<Q", content[:8])[0]
-        entries = json.loads(content[8 : 8 + size])
-        text = json.dumps(change(entries) or entries).encode()
-        return struct.pack("<Q", len(text)) + text + content[8 + size :]
-
-    return changed
-
-
-def entry(**values: Any) -> Change:
-    """Changes one tensor's entry in the header."""
-    return header(lambda entries: entries["rnn_w.weight"].update(values))
-
-
 DAMAGED: dict[str, tuple[str, Change]] = {
     "nothing": (WEIGHTS, lambda _: b""),
     "a git-lfs pointer": (WEIGHTS, lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"),
     "a web page": (WEIGHTS, lambda _: b"\n<!DOCTYPE html>\n<html><body>401</body></html>"),
     "without its last byte": (WEIGHTS, lambda content: content[:-1]),
     "a huge header": (WEIGHTS, lambda content: struct.pack("<Q", 2**64 - 1) + content[8:]),
-    "a header that is a list": (WEIGHTS, header(lambda _: [1])),
-    "an unknown dtype": (WEIGHTS, entry(dtype="F12")),
-    "another shape than its size": (WEIGHTS, entry(shape=[12, 12])),
+    "an unknown dtype": (WEIGHTS, lambda content: content.replace(b'"F32"', b'"F12"')),
+    "another shape than its size": (WEIGHTS, lambda content: content.replace(b"[24,24]", b"[12,12]")),
     **{f"config {text!r}": (CONFIG, lambda _, text=text: text) for text in (b"", b"[1]", b"\xff\xfe")},
 }
 

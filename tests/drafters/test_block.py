@@ -15,7 +15,7 @@ from toys import ids, make_model, make_prompt, run
 
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.model_parts import AFTER_NORM, find_model_sizes
+from mlx_redrafter.engine.model_parts import find_model_sizes
 from mlx_redrafter.engine.types import Kept
 
 FEW = 8
@@ -120,9 +120,3 @@ def test_states_of_a_target_in_float16_do_not_overflow_in_bfloat16(dtype: mx.Dty
     logits, _ = source.begin(mx.array(5), 4)(mx.array([5]), None)
     assert logits.dtype == mx.float32
     assert mx.isfinite(logits).all().item() == (dtype == mx.bfloat16)
-
-
-def test_the_captured_layers_are_described() -> None:
-    drafter = make_cached("dspark", layers=5)
-    assert drafter.args.describe_states() == "the outputs of layers 4, 0"
-    assert AFTER_NORM not in drafter.open(make_model(layers=5)).capture

@@ -128,16 +128,6 @@ def test_any_draft_model_leaves_the_text_unchanged(name: str) -> None:
         assert steps[-1].stats.drafted and steps[-1].stats.accepted < 20, "a random target, so few guesses are right"
 
 
-def test_a_draft_model_without_tree_support_drafts_chains() -> None:
-    target, drafter = make_model(), DraftModel(make_family("mamba"))
-    with pytest.warns(UserWarning, match="the draft model takes chains only"):
-        steps = run(target, make_prompt(5), drafter, max_tokens=12, plan=(2, 3))
-    assert ids(steps) == ids(run(target, make_prompt(5), max_tokens=12))
-    source = drafter.open(target)
-    source.read([1, 2])
-    assert source.propose(mx.array(2), Plan(2, 3, 7), None, in_level_order=True).tokens.shape == (4,)
-
-
 @functools.cache
 def decode_plainly(family: str, prompt: tuple[int, ...], count: int) -> list[int]:
     """Plain decoding's tokens."""
