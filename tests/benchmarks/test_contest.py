@@ -127,11 +127,6 @@ def test_a_target_drafting_for_itself_accepts_everything() -> None:
     assert third["num_draft_tokens"] == 3 and third["same_tokens"] is ours["same_tokens"] is True
 
 
-def test_duplicate_plans_are_dropped() -> None:
-    sides = make_contestants(make_workload(), [(1, 3), (1, 3, 4), (2, 2, 5), (2, 2, 4)], Settings(), mlx_lm=False)
-    assert [side.label for side in sides] == [PLAIN, "1 x 3", "2 x 2", "2 x 2, 4 nodes"]
-
-
 def test_random_drafters_have_equal_size_and_bits() -> None:
     drafter = small_drafter(hidden=64, exit_dim=64)
     nn.quantize(drafter, 32, 4, class_predicate=lambda path, each: path != "rnn_u" and hasattr(each, "to_quantized"))

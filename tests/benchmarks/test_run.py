@@ -7,13 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from bench_records import MACHINE, make_costs
 
 from benchmarks import run
 from benchmarks.records import find_problem
-from benchmarks.run import list_items, run_suite
+from benchmarks.run import run_suite
 from mlx_redrafter.errors import RedrafterError
 
 
@@ -77,11 +76,3 @@ def test_failed_and_skipped_items_are_named(suite: Suite, tmp_path: Path) -> Non
     with pytest.raises(RedrafterError, match=r"mine.json exists already: give another --output"):
         run_suite(items, path, 1.0)
     assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == ["mine.json"]
-
-
-def test_items_run_from_small_to_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.mx, "default_device", lambda: mx.Device(mx.gpu))
-    names = list(list_items())
-    assert names[:2] == ["demo", "llama-3.2-1b, 4 bits, 16 layers"] and len(names) == 8
-    monkeypatch.setattr(run.mx, "default_device", lambda: mx.Device(mx.cpu))
-    assert list(list_items())[1:] == ["llama-3.2-1b, 32 bits, 2 layers", "llama-3.2-3b, 32 bits, 2 layers"]

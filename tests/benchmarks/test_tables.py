@@ -54,13 +54,6 @@ def test_the_limit_counts_only_verify_forwards() -> None:
         assert find_limit(make_costs(costs=table), record) == pytest.approx((tokens - 1) / 50 * plain / forward)
 
 
-def test_tables_accept_any_contestants() -> None:
-    others = [make_speed("mlx-lm", None, 0.9)], [make_speed(plan="auto", ratio=1.1)], []
-    for records in ([make_line(make_costs())], *([PLAIN, *map(make_line, each)] for each in others)):
-        results = Results({"demo-code": records, "smollm2-medusa": records, "synthetic-x": records}, [])
-        assert all(isinstance(make(results), str) for name, make in TABLES.items() if name != "predicted")
-
-
 def test_contributions_name_their_contributor() -> None:
     machine = {**MACHINE, "gpu_cores": 10, "power": "AC Power"}
     differing = make_speed(prompt="code/two", ratio=0.8, same_tokens=False, first_difference=3)
