@@ -8,7 +8,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from ..generate import encode
 from .completion import Answer, Completion, Event, Prompt, Service
@@ -86,14 +86,15 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         return describe(event.token, event.logprob) | {"top_logprobs": top}
 
     def _note_drafts(self, noted: Event, event: TokenEvent, request: Request) -> None:
-        source, drafts = event.draft_source, event.drafts
+        source, made, decode = event.draft_source, event.round, self.service.tokenizer.decode
         token = {"text": event.text, "from_draft": source is not None, "draft_source": source}
         noted.setdefault("tokens", []).append(token)
         noted |= {name: getattr(request.output.stats, name) for name in ("rounds", "drafted", "accepted")}
         noted["seconds"] = round(request.seconds, 6)
-        if drafts is not None:
-            *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
-            noted["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}
+        if made is not None and made.tree is not None:
+            texts = [decode([token]) for token in cast(list[int], made.tree.tokens.tolist())]
+            place = {"parents": made.tree.parents.tolist(), "path": list(made.path)}
+            noted["tree"] = {"tokens": texts, **place, "next": decode([made.tokens[-1]])}
 
 
 class ChatCompletions(OpenAICompletions[ChatBody]):

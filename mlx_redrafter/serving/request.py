@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequen
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 import numpy as np
@@ -27,25 +27,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 PENALTIES = signature(make_logits_processors).parameters.keys()
 
 
-class DraftedRound(NamedTuple):
-    """A round's draft tree, and what was accepted.
-
-    Attributes:
-        tokens: the token of each node; the first is the root, the token before the round.
-        parents: the index of each node's parent; the root is its own parent.
-        path: the accepted nodes from the root down.
-        next: the target's own token after them.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    path: list[int]
-    next: int
-
-
 @dataclass(slots=True)
 class TokenEvent:
-    """One generated token, as plain Python values.
+    """One generated token.
 
     Attributes:
         logprob: its log-probability; 0 if the request does not ask for it.
@@ -53,7 +37,7 @@ class TokenEvent:
         draft_source: what drafted it; None if the target chose it itself.
         finish_reason: why the answer ends with it: "stop" for an end-of-text token, which is not part of the text, or a
             stop string, "length" for the last of `max_tokens`, "tool_calls" after a call; None if it continues.
-        drafts: the draft tree of its round, on the round's first token if the request includes drafts; otherwise None.
+        round: the round that it begins, if that was drafted and the request includes drafts; otherwise None.
         text: the text that it completes.
         segments: the same text, divided by kind.
     """
@@ -63,7 +47,7 @@ class TokenEvent:
     top_logprobs: Sequence[tuple[int, float]] = ()
     draft_source: DraftSource | None = None
     finish_reason: FinishReason | None = None
-    drafts: DraftedRound | None = None
+    round: Round | None = None
     text: str = ""
     segments: Sequence[Segment] = ()
 
@@ -84,7 +68,7 @@ class Request:
         grammar: makes the grammar that the answer must follow; None for any answer.
         top_logprobs: how many of the likeliest tokens each event contains; None for no log-probabilities at all.
         draft: False decodes plainly.
-        include_drafts: whether events contain the rounds' draft trees.
+        include_drafts: whether events contain drafted rounds.
         prefix_lengths: lengths of the prefixes that later prompts are likely to share; empty for the whole prompt.
         sampling: keywords of `Options` and of mlx-lm's `make_logits_processors`.
 
@@ -191,8 +175,7 @@ class Request:
                 event.logprob = cast(float, row[event.token].item())
                 event.top_logprobs = find_likeliest(row, self.top_logprobs)
         if self.include_drafts and made.tree is not None:
-            nodes, parents = cast(list[int], made.tree.tokens.tolist()), cast(list[int], made.tree.parents.tolist())
-            events[0].drafts = DraftedRound(nodes, parents, list(made.path), made.tokens[-1])
+            events[0].round = made
         self.send(events)
 
 

@@ -608,13 +608,13 @@ def test_events_describe_the_drafts() -> None:
     for event in events:
         assert event.top_logprobs[0][0] == event.token and len(event.top_logprobs) == 3
         assert event.top_logprobs[0][1] == pytest.approx(event.logprob)
-        if (drafted := event.drafts) is not None:
-            assert drafted.tokens[0] == made[-1] and drafted.parents[0] == 0 == drafted.path[0]
-            accepted = [drafted.tokens[node] for node in drafted.path[1:]]
-            start = len(made)
-            assert tokens_of(events)[start : start + len(accepted) + 1] == [*accepted, drafted.next]
+        if event.round is not None:
+            tree, start = event.round.tree, len(made)
+            assert tree is not None and tree.tokens[0].item() == made[-1] and tree.parents[0].item() == 0
+            assert event.round.tokens == tokens_of(events)[start : start + len(event.round.tokens)]
+            assert event.round.tokens[:-1] == [tree.tokens[node].item() for node in event.round.path[1:]]
         made.append(event.token)
-    assert any(event.drafts for event in events)
+    assert any(event.round for event in events)
 
 
 @pytest.mark.parametrize(
