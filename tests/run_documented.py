@@ -46,6 +46,7 @@ SKIPPED = {
     "--from-base Qwen": "needs the hub",
     "docker run": "needs Docker",
     "examples.demo.recipe": "downloads packages, and trains for hours",
+    "smollm2-data": "needs SmolLM2-135M-Instruct, and trains for an hour",
     "question.jsonl": "needs Spec-Bench's questions",
     "instructions.jsonl": "needs the prompts of the packaged drafter",
     "held-out.jsonl": "needs SmolLM2-135M-Instruct, and trains for an hour",
