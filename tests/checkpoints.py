@@ -172,18 +172,27 @@ def command(*arguments: str | Path) -> tuple[int, str, str]:
     raise AssertionError("the command has not said how it ended")
 
 
+def list_contents(directory: Path) -> dict[Path, Any]:
+    """What is below a directory: the bytes of files, the targets of links, and None for folders."""
+    return {
+        path: path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        for path in directory.rglob("*")
+    }
+
+
 def refused(source: str | Path, into: Path, *flags: str, names: str = "", origin: str = "--hf-path") -> None:
-    """Asserts that a conversion exits with 1, one line of error and no output.
+    """Asserts that a conversion to `into / "out"` exits with 1 and one line of error, and changes nothing in `into`.
 
     Args:
         names: what the line mentions; nothing else of its wording is compared.
         origin: the flag that takes `source`.
     """
     into.mkdir(exist_ok=True)
+    before = list_contents(into)
     status, out, said = command(origin, source, "--mlx-path", into / "out", *flags)
     assert (status, out) == (1, ""), said
     assert said.startswith("error: ") and said.count("\n") == 1 and names in said, said
-    assert not list(into.iterdir())
+    assert list_contents(into) == before
 
 
 class Trap:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import CONFIG, INDEX, WEIGHTS, apple, command, is_identical, make, tensors, trainer
+from checkpoints import CONFIG, INDEX, WEIGHTS, apple, command, is_identical, make, refused, tensors, trainer
 
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.convert import output
@@ -22,23 +22,6 @@ from mlx_redrafter.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent.parent
 SHARD = "model-00001-of-00002.safetensors"
-
-
-def contents(directory: Path) -> dict[str, bytes | str]:
-    """Contents of every file and link below a directory."""
-    return {
-        str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_symlink() or path.is_file()
-    }
-
-
-def refused(names: str, root: Path, *arguments: str | Path) -> None:
-    """Asserts exit code 1, one line of error that contains `names`, and no changes below `root`."""
-    was = contents(root)
-    status, out, said = command(*arguments)
-    assert (status, out) == (1, "") and said.startswith("error: ") and said.count("\n") == 1 and names in said, said
-    assert contents(root) == was
 
 
 def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_path: Path) -> None:
@@ -96,7 +79,7 @@ def test_only_drafters_are_replaced_by_force(case: str, tmp_path: Path) -> None:
     source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
     KEPT[case](place)
     for flags in ((), ("--force",)):
-        refused("--force", tmp_path, "--hf-path", source, "--mlx-path", place, *flags)
+        refused(source, tmp_path, *flags, names="--force")
 
 
 @pytest.mark.parametrize("name", ["training.json", INDEX, SHARD, None])
@@ -112,7 +95,7 @@ def test_force_replaces_a_drafter(name: str | None, tmp_path: Path) -> None:
 def test_source_is_never_replaced(given: str, tmp_path: Path) -> None:
     place = apple(tmp_path / "out", tensors(make()))
     (tmp_path / "link").symlink_to(place)
-    refused("the source", tmp_path, "--hf-path", tmp_path / given, "--mlx-path", place, "--force")
+    refused(tmp_path / given, tmp_path, "--force", names="the source")
 
 
 def limit_files() -> None:
