@@ -1,8 +1,8 @@
 """Runs every shell block of the documentation once, with the packaged demo instead of named models.
 
-    python tests/run_documented.py [--shell zsh] [--seconds 60] [--only TEXT]
+    python tests/run_documented.py [--seconds 60] [--only TEXT]
 
-Run it before a release, in an environment with the `dev` extra. It takes half an hour. Blocks run unchanged in a copy
+Run it before a release, in an environment with the `dev` extra and GNU coreutils. It takes half an hour. Blocks run unchanged in a copy
 of the checkout, except for `pip install` lines and the names in `NAMES`. After `--seconds` a block is interrupted and
 counts as started. The exit status is 1 if any block fails.
 """
@@ -13,12 +13,12 @@ import argparse
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from shell_blocks import ROOT, Block, shell_blocks
@@ -54,6 +54,8 @@ SKIPPED = {
 """Text of blocks that cannot run here -> the reason."""
 STOPPED = re.compile(r"mlx_redrafter\.(server|race)\b")
 """Commands that run until they are stopped."""
+TIMED_OUT = 124
+"""The exit status of `timeout` after an interrupt."""
 
 
 def prepare(folder: Path) -> None:
@@ -66,7 +68,7 @@ def prepare(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "mlx_lm", "convert", *given], cwd=folder, check=True)
 
 
-def run(block: Block, shell: list[str], folder: Path, seconds: float) -> tuple[str, str]:
+def run(block: Block, folder: Path, seconds: float) -> tuple[str, str]:
     """Returns ("passed", "started", "failed" or "skipped", the reason or the last lines of output)."""
     for part, reason in SKIPPED.items():
         if part in block.text:
@@ -75,75 +77,54 @@ def run(block: Block, shell: list[str], folder: Path, seconds: float) -> tuple[s
     for pattern, name in NAMES.items():
         text = re.sub(pattern, name, text)
     variables = {"MODEL": TARGET, "HF_HUB_OFFLINE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as typed:
-        typed.write("hello\nq\n")
-        typed.seek(0)
-        process = subprocess.Popen(
-            [*shell, text],
-            cwd=folder,
-            env=os.environ | variables | {"PYTHONPATH": str(folder)},
-            stdin=typed,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        ended = False
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-            ended = True
-        for sent in () if ended else (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, sent)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-                break
-        output.seek(0)
-        lines = output.read().strip().splitlines()
-    if any("Traceback" in line or line.startswith(("error: ", "usage: ")) for line in lines):
+    done = subprocess.run(
+        ["timeout", "--signal=INT", "--kill-after=30", str(seconds), "bash", "-euc", text],
+        cwd=folder,
+        env=os.environ | variables | {"PYTHONPATH": str(folder)},
+        input="hello\nq\n",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = done.stdout.strip().splitlines()
+    has_failed = any("Traceback" in line or line.startswith(("error: ", "usage: ")) for line in lines)
+    if has_failed or done.returncode not in (0, TIMED_OUT):
         return "failed", "\n".join(lines[-12:])
-    if not ended:
-        return "started", lines[-1] if lines else ""
-    return "passed" if process.returncode == 0 else "failed", "\n".join(lines[-1 if process.returncode == 0 else -12 :])
+    ends = done.returncode == 0 or STOPPED.search(block.text)
+    return "passed" if ends else "started", lines[-1] if lines else ""
+
+
+@contextmanager
+def start_server(folder: Path) -> Iterator[None]:
+    """The demo's server, from when it listens until the context ends."""
+    command = [sys.executable, "-m", "mlx_redrafter.server"]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None and any(line.startswith("serving on") for line in server.stderr)
+        yield
+        server.terminate()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shell", default="bash", help="bash or zsh (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each block (default: %(default)s)")
     parser.add_argument("--only", default="", help="blocks with this text alone")
     args = parser.parse_args()
-    shell = [args.shell, "-euc"] if args.shell == "bash" else [args.shell, "-f", "-euc"]
-    blocks = [block for block in shell_blocks() if args.only in block.text]
     results = list[str]()
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name))
-        for block in blocks:
+        for block in shell_blocks():
+            if args.only not in block.text:
+                continue
             started = time.monotonic()
-            serves = "127.0.0.1:8080" in block.text and "ANTHROPIC" not in block.text
-            server = start_server(Path(name)) if serves else None
-            status, said = run(block, shell, Path(name), args.seconds)
-            if server is not None:
-                server.terminate()
-                server.wait(60)
-            if status == "started" and STOPPED.search(block.text):
-                status = "passed"
+            needs_server = "127.0.0.1:8080" in block.text and "ANTHROPIC" not in block.text
+            with start_server(Path(name)) if needs_server else nullcontext():
+                status, said = run(block, Path(name), args.seconds)
             results.append(status)
             command = block.text.strip().splitlines()[-1]
             print(f"{status:8}{time.monotonic() - started:6.0f} s  {block.place}: {command:.100}", flush=True)
             print(f"        {said}" if status in ("skipped", "failed") else f"        {said:.150}", flush=True)
     print(", ".join(f"{results.count(status)} {status}" for status in sorted(set(results))))
     sys.exit("failed" in results)
-
-
-def start_server(folder: Path) -> subprocess.Popen[str]:
-    """Starts the demo's server and waits until it listens."""
-    command = [sys.executable, "-m", "mlx_redrafter.server"]
-    server = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    for line in server.stderr:
-        if line.startswith("serving on"):
-            return server
-    raise RuntimeError(f"the server ended with {server.wait()}")
 
 
 if __name__ == "__main__":

@@ -98,21 +98,6 @@ def test_a_session_continues_if_a_copy_of_its_drafter_state_fails(monkeypatch: p
     assert [str(error) for error in errors] == ["no memory"]
 
 
-class WaitingSource(StepwiseSource):
-    """The drafter's source, asked only after the previous round was read."""
-
-    proposes_after_read = True
-
-
-@pytest.mark.parametrize("calls", [0, 12])
-def test_a_failed_draft_is_not_counted(calls: int) -> None:
-    """If the context's proposal is already known when the drafter fails, the round uses the context alone."""
-    source = WaitingSource(failing_drafter(calls), make_model(vocab=VOCAB))
-    found = stream(drafter=source, plan=(1, 4), context=True, on_drafter_failure=lambda error: None)
-    assert tokens(found) == tokens(stream(plan="off"))
-    assert found[-1].drafted - found[-1].context_drafted == calls, "one call per token of a chain"
-
-
 @pytest.mark.parametrize("calls", [0, 1, 5])
 def test_an_unreadable_state_is_a_drafter_failure(calls: int) -> None:
     class Failing(StepwiseSource):
