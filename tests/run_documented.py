@@ -2,9 +2,9 @@
 
     python tests/run_documented.py [--seconds 60] [--only TEXT]
 
-Run it before a release, in an environment with the `dev` extra and GNU coreutils. It takes half an hour. Blocks run unchanged in a copy
-of the checkout, except for `pip install` lines and the names in `NAMES`. After `--seconds` a block is interrupted and
-counts as started. The exit status is 1 if any block fails.
+Run it before a release, in an environment with the `dev` extra and GNU coreutils. It takes half an hour. Blocks run
+unchanged in a copy of the checkout, except for `pip install` lines and the names in `NAMES`. After `--seconds` a block
+is interrupted and counts as started. The exit status is 1 if any block fails.
 """
 
 from __future__ import annotations
