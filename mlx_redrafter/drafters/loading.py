@@ -6,7 +6,6 @@ Of a model that contains a drafter, only the drafter is read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from ..atomic_files import expand_path
 from ..engine.model_parts import AFTER_NORM
 from ..errors import CheckpointError, RedrafterError, join_lines
+from ..json_objects import parse_object
 from . import KINDS, is_converted, recurrent
 from .checkpoint import DRAFT_IDS, Checkpoint, list_weights, matches_any, unwrap
 from .mtp import find_layers
@@ -171,14 +171,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        return parse_object(file.read_bytes(), str(file))
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name} in {file.parent}") from None
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, or huge numbers
+    except (OSError, RedrafterError) as error:
         raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} must hold an object, got {type(value).__name__}")
-    return value
 
 
 def read_safetensors(file: Path) -> dict[str, mx.array]:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ..atomic_files import expand_path, write_text
 from ..errors import RedrafterError, join_lines
 from ..generate import encode_chat
+from ..json_objects import parse_object
 from .settings import TrainingArgs
 from .targets import Batch
 
@@ -71,17 +72,6 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
     if not found:
         raise RedrafterError(f"expected {what} in {path}, one per line, got an empty file")
     return found
-
-
-def parse_object(line: str, place: str) -> dict[str, Any]:
-    """Parses a line as a JSON object."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise RedrafterError(f"{place}: expected a JSON object, got {line[:40]!r}")
-    return value
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

@@ -95,7 +95,7 @@ def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) ->
     [
         ("none.txt", None, "cannot read the prompts in .*none.txt: "),
         ("empty.txt", "\n \n", "expected prompts in .*, one per line, got an empty file"),
-        ("broken.jsonl", "{\n", "broken.jsonl, line 1: expected a JSON object"),
+        ("broken.jsonl", "{\n", "broken.jsonl, line 1 is not JSON"),
         ("other.jsonl", '{"prompt": "x"}\n{"text": 3}\n', "other.jsonl, line 2: expected an object with 'prompt'"),
     ],
 )
