@@ -13,7 +13,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
@@ -27,9 +26,8 @@ from ..generate import decode_tokens
 from ..options import Options
 from ..pair import Pair
 from .batchable import count_prefill_rows
-from .cache_folder import CacheFolder
 from .pace import Pace
-from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix, find_default_bytes
+from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix
 from .request import Request
 from .rows import Batch, Loops
 from .types import Counters, SchemaNotFollowed
@@ -44,14 +42,13 @@ class Scheduler:
     Args:
         pair: the target and its drafter.
         options, size: the worker's `options` and `decode_concurrency`.
-        cache_bytes, cache_dir: its `prompt_cache_bytes` and `prompt_cache_dir`.
+        prompt_cache: the caches of earlier rows, and of prompts that rows share.
         counters: updated by every step.
         on_end: called once for each row that ends, after its last tokens, with the row and the reason: "stop",
             "length", "cancelled", or an error.
 
     Attributes:
         rows: the running rows in the order in which they started, the same on all ranks.
-        prompt_cache: the caches of earlier rows, and of prompts that rows share.
     """
 
     def __init__(
@@ -59,16 +56,13 @@ class Scheduler:
         pair: Pair,
         options: Options,
         size: int,
-        cache_bytes: int | None,
-        cache_dir: str | Path | None,
+        prompt_cache: PromptCache,
         counters: Counters,
         on_end: Callable[[Request, str | Exception], None],
     ) -> None:
         self._pair, self._options, self._size, model = pair, options, size, pair.model
         self._counters, self._on_end, self.rows = counters, on_end, dict[Request, None]()
-        folder = None if cache_dir is None else CacheFolder(cache_dir, model, options)
-        max_bytes = min(ranks.gather(find_default_bytes() if cache_bytes is None else cache_bytes))
-        self.prompt_cache = PromptCache(max_bytes, folder)
+        self.prompt_cache = prompt_cache
         fresh = make_prompt_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.find_unknown_types(fresh, kv_cache.UNBOUNDED)  # can be cut after any token
         self._keeps_first = kv_cache.keeps_first_rows(fresh)

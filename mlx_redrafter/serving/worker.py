@@ -33,6 +33,8 @@ from ..engine.wired_limit import wired_limit
 from ..errors import RedrafterError, join_lines
 from ..options import Options
 from ..pair import Pair
+from .cache_folder import CacheFolder
+from .prompt_cache import PromptCache, find_default_bytes
 from .request import Request
 from .scheduler import Scheduler
 from .types import ApiError, Counters, GenerationFailed, ServerClosing
@@ -103,8 +105,10 @@ class Worker:
         check_cache(model, None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them
         self.counters = Counters()
-        keep = prompt_cache_bytes, prompt_cache_dir
-        self.scheduler = Scheduler(self._pair, options, decode_concurrency, *keep, self.counters, self._end)
+        folder = None if prompt_cache_dir is None else CacheFolder(prompt_cache_dir, model, options)
+        most = find_default_bytes() if prompt_cache_bytes is None else prompt_cache_bytes
+        cache = PromptCache(min(ranks.gather(most)), folder)
+        self.scheduler = Scheduler(self._pair, options, decode_concurrency, cache, self.counters, self._end)
         self._condition = threading.Condition()  # guards the queue and `_closing`
         self._queue: deque[Request] = deque()
         self._closing = self._aborting = False

@@ -368,7 +368,7 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
         assert worker.counters.finished["failed"] == 1
 
 
-def test_the_engine_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     step, fails = rows.Batch.step, iter([False] * 5 + [True])
 
     def fail_once(batch: rows.Batch) -> Any:
