@@ -45,7 +45,6 @@ DTYPES = ("float16", "bfloat16", "float32")
 DTYPE_HELP = "cast weights to this dtype, but only scales and biases of quantized layers (default: as stored)"
 """The help of `--dtype`."""
 
-Arrays = dict[str, mx.array]
 _log = logging.getLogger(__name__)
 
 

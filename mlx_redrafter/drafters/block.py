@@ -457,9 +457,8 @@ class BlockSource(CachedSource):
         if scale is None:
             scale = math.sqrt(args.hidden_size) if find_module_name(model).startswith("gemma") else 1.0
         self._scale = scale
-        self._head = (
-            drafter.lm_head if "lm_head" in drafter else _cast_input(find_head(model), find_compute_dtype(model))
-        )
+        head, dtype = find_head(model), find_compute_dtype(model)  # in its own dtype, to avoid a copy in another one
+        self._head: Head = drafter.get("lm_head", lambda states: head(states.astype(dtype)))
 
     def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; the tokens are not used."""
@@ -514,8 +513,3 @@ def make_mask(sees: mx.array, positions: mx.array, own: mx.array, window: int, c
     if window:
         mask = mask & (mx.abs(distance) < window)
     return mask & (distance >= 0) if causal else mask
-
-
-def _cast_input(head: Head, dtype: mx.Dtype) -> Head:
-    """The target's output matrix applied in its own dtype, to avoid a copy in another one."""
-    return lambda states: head(states.astype(dtype))
