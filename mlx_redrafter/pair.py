@@ -31,11 +31,11 @@ from .engine.source import Source
 from .engine.target import Target
 from .errors import RedrafterError, UnsupportedModelError, warn
 from .options import AUTO, OnRound, Options, find_default_depth
-from .planning.acceptance import find_acceptance
+from .planning.acceptance import Counts, find_acceptance
 from .planning.costs import CostTable
 from .planning.history import History
 from .planning.planner import AutoPlanner, make_context_planner
-from .planning.store import load_table
+from .planning.store import load_table, read_counts, save_counts
 
 Cache = kv_cache.Cache | None
 """A prompt cache to decode with; None for a new one of the model's own type."""
@@ -126,7 +126,10 @@ class Pair:
     def history(self, *, drafted: bool) -> History:
         """The statistics of earlier texts, with or without the drafter."""
         with _lock:
-            return self.findings.histories.setdefault(drafted, History())
+            if drafted not in self.findings.histories:
+                counts = read_counts(self.model, self.drafter) if drafted and self.drafter is not None else Counts()
+                self.findings.histories[drafted] = History(counts)
+            return self.findings.histories[drafted]
 
     def open_source(self) -> Source | None:
         """A new source of the drafter, which drafts for one text; None without a drafter."""
@@ -139,14 +142,15 @@ class Pair:
             trees: see `costs`.
             chains_only: draft chains for this text even if trees are possible.
         """
-        drafter = self.drafter
+        model, drafter, history = self.model, self.drafter, self.history(drafted=True)
         assert drafter is not None
         costs = self.costs(trees=trees)
         return AutoPlanner(
             costs.chains_only() if chains_only else costs,
             find_acceptance(drafter),
             can_merge=trees and not chains_only,
-            history=self.history(drafted=True),
+            history=history,
+            on_finish=lambda: save_counts(model, drafter, history.counts),
         )
 
     def explain_chains(self, cache: Cache = None, states: tuple[StateName, ...] = ()) -> str | None:

@@ -6,7 +6,7 @@ before them was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 
@@ -84,10 +84,11 @@ class Counts:
     Attributes:
         by_depth: (K,) hits and the hits that the table predicts; replaced, never modified in place, as several texts
             may share them.
+        n_new: rounds added since the counts were last saved.
     """
 
-    def __init__(self) -> None:
-        self.by_depth: tuple[tuple[float, float], ...] = ()
+    def __init__(self, by_depth: Iterable[tuple[float, float]] = ()) -> None:
+        self.by_depth, self.n_new = tuple(by_depth), 0
 
     def correct(self, table: AcceptanceTable) -> AcceptanceTable:
         """The table times hits over expected hits, in steps of 1 / `STEPS`; deeper rows as the last with counts."""
@@ -104,6 +105,7 @@ class Counts:
             hits, expected = counts[depth]
             counts[depth] = SLOW_DECAY * hits + (depth < n_accepted), SLOW_DECAY * expected + rate
         self.by_depth = tuple(counts)
+        self.n_new += 1
 
 
 class Acceptance:

@@ -6,7 +6,7 @@ slowdown. A budget limits the time lost in bad rounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise, product
 from operator import attrgetter, itemgetter
@@ -133,6 +133,7 @@ class AutoPlanner(Planner):
         can_merge: whether one forward can verify both the drafter's tokens and the context's, see `Planner`.
         least_slowdown: lower limit of the slowdown, see `Slowdown`.
         history: of earlier texts; updated with this text.
+        on_finish: called when decoding ends.
     """
 
     def __init__(
@@ -144,9 +145,10 @@ class AutoPlanner(Planner):
         can_merge: bool = False,
         least_slowdown: float = 1.0,
         history: History | None = None,
+        on_finish: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(None, can_merge=can_merge)
-        self._history = history = history or History()
+        self._history, self._on_finish = (history := history or History()), on_finish
         self.plans = list_candidate_plans(costs, history.counts.correct(table)) if plans is None else tuple(plans)
         self._costs, self._acceptance = costs, Acceptance(table, self.plans, history.counts)
         self._slowdown = Slowdown(least_slowdown, history.slowdown)
@@ -195,6 +197,7 @@ class AutoPlanner(Planner):
             source: max(0.0, debt - self._saved[source] - MAX_LOSS * self._n_tokens)
             for source, debt in history.debts.items()
         }
+        self._on_finish()
 
     def observe(
         self,

@@ -1,9 +1,10 @@
-"""Stores the cost table of a model and its drafter on disk."""
+"""Stores the cost table and the acceptance counts of a model and its drafter on disk."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +19,13 @@ from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
 from ..engine.model_parts import find_module_name
 from ..errors import join_lines, warn
+from .acceptance import Counts
 from .costs import CostTable, is_disturbed, parse_costs
 from .machine import describe_machine, find_cache_directory
 from .measure import measure_costs
+
+MIN_NEW = 32
+"""Counts are saved after at least this many new rounds."""
 
 
 def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool) -> CostTable:
@@ -50,6 +55,32 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
     except (OSError, RuntimeError) as error:
         warn(f"cannot save the measured costs: {join_lines(error)}")
     return costs
+
+
+def read_counts(model: nn.Module, drafter: Drafter) -> Counts:
+    """The drafter's acceptance counts from earlier processes."""
+    found = ranks.share(read_object(find_counts_file(model, drafter)))
+    with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
+        pairs = [(float(hits), float(expected)) for hits, expected in found["by_depth"]]
+        if all(0 <= number < math.inf for pair in pairs for number in pair):
+            return Counts(pairs)
+    return Counts()
+
+
+def save_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
+    """Saves the counts for the next process if at least `MIN_NEW` rounds are new; write errors are ignored."""
+    if counts.n_new >= MIN_NEW and ranks.get_rank() == 0:
+        counts.n_new = 0
+        with suppress(OSError, RuntimeError):
+            file = find_cache_directory() / find_counts_file(model, drafter)
+            write_text(file, json.dumps({"by_depth": counts.by_depth}) + "\n")
+
+
+def find_counts_file(model: nn.Module, drafter: Drafter) -> Path:
+    """The file of the counts in the cache directory, named by both models and a sample of the drafter's tensors."""
+    described = [find_module_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + sample_tensors(drafter))
+    return Path("acceptance", f"{digest.hexdigest()[:24]}.json")
 
 
 def digest_tensors(module: nn.Module) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import simulation
@@ -20,9 +22,13 @@ from cost_curves import (
     simulate_auto,
 )
 from grids import pairs
+from mlx.utils import tree_map
+from sessions import make_drafter
+from toys import make_model
 
 from mlx_redrafter.engine import decode
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
+from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.acceptance import (
     MAX_RATE,
     UNKNOWN_ACCEPTANCE,
@@ -44,6 +50,7 @@ from mlx_redrafter.planning.planner import (
     predict,
     predict_replay,
 )
+from mlx_redrafter.planning.store import save_counts
 
 LOSS = MAX_LOSS * MIN_TOKENS / 256
 BOUNDS = {0.7: 1 - LOSS - 0.005, 1.0: 1 - LOSS - 0.005, 1.3: 0.965, 2.0: 0.94}
@@ -233,3 +240,24 @@ def test_a_good_drafter_drafts_from_the_next_texts_first_token() -> None:
         assert (planner.next_plan(START) is None) is is_first
         simulate(planner, costs, TEXTS["all"], 64, 0)
         planner.finish()
+
+
+def test_counts_are_saved_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = make_model()
+    drafter = make_drafter(model)
+
+    def read(own: Any) -> Any:
+        return Pair(model, own).history(drafted=True).counts.by_depth
+
+    counts = Pair(model, drafter).history(drafted=True).counts
+    assert not counts.by_depth
+    for _ in range(40):
+        counts.add([0.5, 0.5], 2)
+    save_counts(model, drafter, counts)
+    other = make_drafter(model)
+    other.update(tree_map(lambda array: array + 1, drafter.parameters()))
+    assert read(drafter) == counts.by_depth and not read(other), "other weights of the same shapes"
+    for file in tmp_path.rglob("*.json"):
+        file.write_text('{"by_depth": [[1, "a"]]}')
+    assert not read(drafter), "damaged files are ignored"
