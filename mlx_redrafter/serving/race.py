@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import webbrowser
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,11 +51,7 @@ def show_page(url: str) -> None:
     """Opens the page in a browser, or prints its URL."""
     # Without a display Python might start a text browser in this terminal.
     screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    opened = False
-    if screen:
-        with suppress(OSError, webbrowser.Error):
-            opened = webbrowser.open(url)
-    if not opened:
+    if not (screen and webbrowser.open(url)):
         print(f"open {url} in a browser", file=sys.stderr, flush=True)
 
 

@@ -130,9 +130,20 @@ def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
     assert b"a.py" in reply.body or not body["tools"]
 
 
-def test_late_system_messages_join_the_last_turn(scripted: Scripted) -> None:
+def test_conversations_of_agents_become_one_prompt(scripted: Scripted) -> None:
+    """System messages join the nearest user turn; Claude Code's header, which varies, is dropped."""
     ask(scripted[0], "/v1/messages", CLAUDE_CODE)
-    assert "<system>You are an agent.<user>" in scripted[1].prompt  # without the header, which varies
-    assert "<tool>x = 1[image omitted]<user><system>\nThe user sent a new message.\n</system>" in scripted[1].prompt
+    assert scripted[1].prompt == (
+        "<tool_call> is how to call read\n<system>You are an agent."
+        "<user><system-reminder>Today.</system-reminder>Fix it."
+        '<assistant><tool_call>read {"path": "a.py"}</tool_call><tool>x = 1[image omitted]'
+        "<user><system>\nThe user sent a new message.\n</system><assistant><think>"
+    )
     ask(scripted[0], "/v1/responses", CODEX)
-    assert scripted[1].prompt.endswith("<tool>Done.<user><system>\nMode: plan.\n</system><assistant><think>")
+    tools = "".join(f"<tool_call> is how to call {name}\n" for name in ("read", "apply_patch", "mcp__docs__search"))
+    assert scripted[1].prompt == (
+        f"{tools}<system>You are an agent.\n\n<permissions/><user><environment_context/><user>Fix it."
+        '<assistant><tool_call>read {"path": "a.py"}</tool_call><tool>x = 1'
+        '<assistant><tool_call>apply_patch {"input": "*** Begin"}</tool_call><tool>Done.'
+        "<user><system>\nMode: plan.\n</system><assistant><think>"
+    )

@@ -42,35 +42,6 @@ def test_the_official_client_accumulates_a_stream(scripted: Scripted, scripted_a
     assert made.usage.output_tokens > 0
 
 
-def test_tool_results_become_separate_messages(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
-    messages: Any = [
-        *USER,
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": ""},
-                {"type": "text", "text": "I look."},
-                {"type": "tool_use", "id": "t1", "name": "shell", "input": {"command": "ls"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "a.py"}]},
-                {"type": "text", "text": "And now?"},
-            ],
-        },
-    ]
-    scripted_anthropic.messages.create(
-        model="demo", max_tokens=9, messages=messages, tools=[SHELL], tool_choice={"type": "auto"},
-        thinking={"type": "disabled"}, metadata={"user_id": "me"}, extra_body={"context_management": {"edits": []}},
-    )  # fmt: skip
-    assert scripted[1].prompt == (
-        '<tool_call> is how to call shell\n<user>Hi<assistant>I look.<tool_call>shell {"command": "ls"}</tool_call>'
-        "<tool>a.py<user>And now?<assistant>"
-    )
-
-
 def test_a_prefilled_answer_is_continued(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
     messages: Any = [*USER, {"role": "assistant", "content": "I am"}]
     made = scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=messages)

@@ -54,26 +54,6 @@ def test_the_official_client_accumulates_a_stream(scripted: Scripted, scripted_o
     assert made.output_text == "blue" and made.output[-1].type == "function_call"
 
 
-def test_items_become_one_conversation(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
-    items: Any = [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "In /tmp."}]},
-        {"role": "user", "content": "What is here?"},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
-        {"type": "function_call", "call_id": "c1", "name": "shell", "arguments": '{"command": ["ls"]}'},
-        {"type": "function_call_output", "call_id": "c1", "output": "a.py"},
-    ]
-    scripted_openai.responses.create(
-        model="demo", input=items, instructions="You code.", tools=[SHELL], store=False,
-        include=["reasoning.encrypted_content"], parallel_tool_calls=False, prompt_cache_key="k",
-        extra_body={"client_metadata": {"x": "y"}, "text": {"verbosity": "low"}},
-    )  # type: ignore[call-overload]  # fmt: skip
-    assert scripted[1].prompt == (
-        "<tool_call> is how to call shell\n<system>You code.\n\nIn /tmp.<user>What is here?<assistant>I look."
-        '<tool_call>shell {"command": ["ls"]}</tool_call><tool>a.py<assistant><think>'
-    )
-
-
 def test_an_answer_cut_short_is_incomplete(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     scripted[1].texts = [["</think>one two three four five six"]]
     made = scripted_openai.responses.create(model="demo", input="Count.", max_output_tokens=4)
