@@ -44,7 +44,7 @@ def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_pa
 def test_drafted_text_is_the_plain_text(demo: tuple[Any, Any, Any], plan: tuple[int, ...], temp: float) -> None:
     model, tokenizer, drafter = demo
     rounds = accepted = 0
-    for seed, text in enumerate(demo_prompts()[::8]):
+    for seed, text in enumerate(demo_prompts()[::16]):
         options = {"max_tokens": TOKENS, "temp": temp, "seed": seed}
         prompt = encode(tokenizer, text)[:PROMPT]
         plain = [token for token, _, _ in generate_step(prompt, model, context=False, **options)]
@@ -59,10 +59,9 @@ def test_the_demo_edit_is_done(demo: tuple[Any, Any, Any]) -> None:
     model, tokenizer, drafter = demo
     shown = json.loads((DIRECTORY / "edits.json").read_text(encoding="utf-8"))[0]
     assert shown["text"] == demo_prompts("edits")[0] == demo_prompts()[0]
-    fixed: dict[str, Any] = {"plan": (1, 3), "context": True}  # because auto drafts less on a busy machine
-    for options in ({}, fixed):
-        responses = list(stream_generate(model, tokenizer, shown["text"], drafter=drafter, max_tokens=400, **options))
-        assert "".join(each.text for each in responses) == shown["answer"] and responses[-1].finish_reason == "stop"
+    options: dict[str, Any] = {"plan": (1, 3), "context": True}  # because auto drafts less on a busy machine
+    responses = list(stream_generate(model, tokenizer, shown["text"], drafter=drafter, max_tokens=400, **options))
+    assert "".join(each.text for each in responses) == shown["answer"] and responses[-1].finish_reason == "stop"
     assert responses[-1].tokens_per_round > 4, "most of it is copied"
 
 

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 from cost_curves import make_costs
 from grids import pairs
-from mlx_lm.sample_utils import make_logits_processors
 from small import small_drafter
 from toys import Broken, fail_at, make_model, make_prompt, make_tokenizer
 
@@ -22,9 +21,7 @@ PROMPT = make_prompt(7, vocab=VOCAB, seed=4)
 PLANS: dict[str, dict[str, Any]] = {
     "auto": {},
     "auto, no context": {"context": False},
-    "chain": {"plan": (1, 4), "context": True},
     "tree": {"plan": (3, 3), "context": True},
-    "processors": {"plan": (2, 3), "context": True, "logits_processors": make_logits_processors(logit_bias={3: 2.0})},
 }
 
 
@@ -51,10 +48,9 @@ def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("calls", "plan", "temp"), pairs((0, 1, 9), PLANS, (0.0, 0.8)))
 def test_the_context_continues_drafting(calls: int, plan: str, temp: float, cheap_rounds: None) -> None:
     options = PLANS[plan] | {"temp": temp}
-    processors = {name: value for name, value in options.items() if name == "logits_processors"}
     errors: list[Exception] = []
     found = stream(drafter=failing_drafter(calls), on_drafter_failure=errors.append, **options)
-    assert tokens(found) == tokens(stream(plan="off", temp=temp, **processors))
+    assert tokens(found) == tokens(stream(plan="off", temp=temp))
     assert [str(error) for error in errors] == [f"call {calls}"], "reported once"
     assert any(each.draft_source == "context" for each in found[-30:]) is options.get("context", True)
     with pytest.raises(Broken):

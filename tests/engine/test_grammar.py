@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from toys import make_model, make_prompt
 
 PROMPT, COUNT = make_prompt(9), 60
 SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "seed": 4}
+QUANTIZED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}
 PENALTIES: Any = make_logits_processors(repetition_penalty=1.3, logit_bias={3: 2.0})
 
 
@@ -47,8 +49,11 @@ def test_drafted_text_is_plain_decoding(
     assert context is None or not any(each.from_context for each in rounds)
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*product(("llama", "mamba2", "gemma3_text", "qwen3_next"), ({}, SAMPLED)), ("llama", QUANTIZED)],
+    ids=str,
+)
 def test_forced_tokens_need_no_drafter(name: str, options: dict[str, Any]) -> None:
     """Includes chain-only models and ring buffers."""
     model = make_model() if name == "llama" else make_family(name)
@@ -68,13 +73,6 @@ def test_drafter_and_grammar_with_other_caches(name: str) -> None:
     rounds = decode_rounds(model, PROMPT, drafter, grammar, COUNT, plan=plan)
     assert [token for each in rounds for token in each.tokens][:COUNT] == plain
     assert {each.from_context for each in rounds if len(each.path) > 1} == {True, False}
-
-
-def test_text_with_a_quantized_cache_is_plain_decoding() -> None:
-    model, options = make_model(), {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}
-    plain = decode_plainly(model, PROMPT, max_tokens=COUNT, **options)
-    rounds = decode_rounds(model, PROMPT, None, ToyGrammar(), COUNT, **options)
-    assert [token for each in rounds for token in each.tokens][:COUNT] == plain
 
 
 def test_plain_steps_follow_the_grammar() -> None:
