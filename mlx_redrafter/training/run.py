@@ -291,7 +291,7 @@ def plan_iters(run: Run) -> int:
     left = run.deadline - time.perf_counter() - validation
     fitting = min(args.iters, int(left / (iteration + validation / VALIDATE_EVERY)))
     if fitting < 1:
-        raise RedrafterError(f"expected more --minutes: of {args.minutes:g} no time is left to train")
+        raise RedrafterError(f"of {args.minutes:g} minutes no time is left to train: --resume with more continues")
     run.say(f"{fitting} iterations of {iteration:.2g} s fit into {args.minutes:g} minutes")
     return fitting
 
