@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from toys import make_model, make_prompt
 from workers import FAMILIES, SHARING, ask, collect, generate, plain, running, tokens_of
 
 from mlx_redrafter import RedrafterError
+from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving import cache_folder, worker
 from mlx_redrafter.serving.cache_folder import CacheFolder
@@ -93,34 +93,13 @@ def test_a_damaged_file_causes_a_new_prefill(tmp_path: Path, caplog: pytest.LogC
         assert answer(make_model(), tmp_path, PROMPT) == 59
 
 
-KILLED = """
-import os, sys
-import mlx.core as mx, numpy as np
-from mlx_redrafter import load_demo
-from mlx_redrafter.options import Options
-from mlx_redrafter.serving import cache_folder
-from mlx_lm.models.cache import make_prompt_cache
-
-def save(name, cache, metadata):
-    with open(name, "wb") as file:
-        file.write(b"half")
-        file.flush()
-        os._exit(9)
-
-model = load_demo()[0]
-cache = make_prompt_cache(model)
-model(mx.array([[1, 2, 3]]), cache=cache)
-cache_folder.save_prompt_cache = save
-cache_folder.CacheFolder(sys.argv[1], model, Options()).write(np.array([1, 2, 3], np.int32), cache, 0.0, 1 << 30)
-"""
-
-
-def test_a_killed_process_leaves_no_partial_file(tmp_path: Path) -> None:
-    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False).returncode == 9
-    assert files_of(tmp_path) == []
-    (half,) = (path for path in tmp_path.iterdir() if path.name != ".lock")
-    CacheFolder(tmp_path, make_model(), Options()).close()
-    assert not half.exists()
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    answer(make_model(), tmp_path, PROMPT)
+    (file,) = files_of(tmp_path)
+    with suppress(KeyboardInterrupt), replace_file(file) as partial:
+        raise KeyboardInterrupt
+    partial.write_bytes(b"half")
+    assert answer(make_model(), tmp_path, PROMPT) == 59 and not partial.exists()
 
 
 def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

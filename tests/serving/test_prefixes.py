@@ -42,13 +42,9 @@ def find(tokenizer: Any, messages: list[Any], template: str, **more: Any) -> tup
     return [tokenizer.decode(prompt[:length]) for length in lengths], text
 
 
-def test_a_first_prompt_shares_everything_before_the_reasoning(chat_tokenizer: Any) -> None:
-    found, text = find(chat_tokenizer, [SYSTEM, QUESTION], THINKING)
-    assert found == [f"<system>{LAWS}\n<user>", text.removesuffix("<think>\n")]
-
-
-def test_a_prompt_with_a_tool_result_shares_the_same_prefixes(chat_tokenizer: Any) -> None:
-    found, text = find(chat_tokenizer, [SYSTEM, QUESTION, *AFTER_A_CALL], THINKING)
+@pytest.mark.parametrize("more", [[], AFTER_A_CALL], ids=["a first prompt", "a tool result"])
+def test_everything_before_the_reasoning_is_shared(chat_tokenizer: Any, more: list[Any]) -> None:
+    found, text = find(chat_tokenizer, [SYSTEM, QUESTION, *more], THINKING)
     assert found == [f"<system>{LAWS}\n<user>", text.removesuffix("<think>\n")]
 
 
