@@ -104,12 +104,6 @@ def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
     return r"^MLX uses a slow BLAS instead of OpenBLAS \(it is damaged\); to fix it: mend it$"
 
 
-def test_a_slow_blas_warns_once(slow_blas: str, run: Run, pair: tuple[str, str]) -> None:
-    with pytest.warns(UserWarning) as warned:
-        assert run("chat", "--model", pair[0], stdin=b"a\nb\nq\n")[0] == 0
-    assert re.match(slow_blas, str(warned.pop().message)) and not warned.list
-
-
 def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str) -> None:
     model, tokenizer = make_model(), make_tokenizer()
     with pytest.warns(UserWarning, match=slow_blas):

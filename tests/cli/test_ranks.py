@@ -47,24 +47,6 @@ main(sys.argv.pop(1))
 """
 
 
-IN_TURN = """
-import json, os, sys
-from mlx_redrafter import ranks
-from mlx_redrafter.cli.main import main
-
-os._exit = sys.exit  # so that an error ends a command alone
-ranks.watch_connections = lambda: None
-
-for sys.argv in json.loads(sys.argv[1]):
-    sys.argv.insert(0, "mlx_redrafter")
-    try:
-        main()
-    except SystemExit as ended:
-        print("status", ended.code, file=sys.__stderr__, flush=True)
-ranks.gather(None)  # both are there to the end
-"""
-
-
 @pytest.fixture
 def flags(pair: tuple[str, str]) -> list[str]:
     """Flags for a target and its drafter."""
@@ -139,39 +121,20 @@ def test_a_rank_that_is_lost_while_models_are_loaded_is_named(flags: list[str]) 
     assert first.status == 1 and first.err.splitlines()[-1].startswith(error), first
 
 
-def test_unsupported_flags_are_refused_on_all_ranks(flags: list[str], tmp_path: Path) -> None:
-    """Differing flags, and options that need a single process. One pair of ranks runs all cases."""
-    same = [*flags[:2], *flags[4:]]
-    expected = "expected the same flags on all ranks, got "
-    cases: list[tuple[list[str], list[list[str]], str]] = [
+@pytest.mark.parametrize(
+    ("each", "error"),
+    [
         (
-            ["generate", *same, "--prompt", "a"],
             [["--temp", "0.5"], ["--temp", "0.7"]],
-            f"{expected}--temp 0.5 on rank 0 and 0.7 on rank 1",
+            "expected the same flags .* --temp 0.5 on rank 0 and 0.7 on rank 1",
         ),
-        (
-            ["server", *same],
-            [[], ["--draft-model", "x"]],
-            f"{expected}--draft-model None on rank 0 and 'a path' on rank 1",
-        ),
-        *(
-            (command, [[], []], f".*{error}.*")
-            for command, error in (
-                (["generate", *flags, "--adapter-path", "x"], "--adapter-path needs a single process, got 2 ranks"),
-                (["generate", *flags[2:]], "2 ranks need --model"),
-                (["generate", *flags, "--prompt-cache-file", "x"], "--prompt-cache-file needs a single process"),
-                (["generate", *flags, "--prompt", "-"], "which mlx.launch does not pass on"),
-                (["doctor", "--model", flags[1]], "this command needs a single process, got 2"),
-            )
-        ),
-    ]
-    given = [[json.dumps([[*command, *each[rank]] for command, each, _ in cases])] for rank in range(2)]
-    ranks = start_ranks(2, "-c", IN_TURN, each=given, XDG_CACHE_HOME=str(tmp_path))
-    for rank, ended in enumerate(wait_for_ranks(ranks)):
-        assert (ended.status, ended.out) == (0, ""), ended
-        for (*_, error), said in zip(cases, ended.err.split("status 1\n"), strict=False):
-            assert re.fullmatch(f"error on rank {rank}: {error}\n", said), ended.err
-        assert ended.err.count("status 1\n") == len(cases)
+        ([["--adapter-path", "x"]] * 2, "--adapter-path needs a single process, got 2 ranks"),
+    ],
+)
+def test_unsupported_flags_are_refused_on_all_ranks(each: list[list[str]], error: str, flags: list[str]) -> None:
+    ended = wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.generate", *flags, "--prompt", "a", each=each))
+    for rank, (status, out, err) in enumerate(ended):
+        assert (status, out) == (1, "") and re.search(f"^error on rank {rank}: .*{error}$", err, re.MULTILINE), ended
 
 
 def test_paths_may_differ_between_machines(flags: list[str], tmp_path: Path) -> None:
