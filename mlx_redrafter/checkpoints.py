@@ -231,9 +231,8 @@ def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafte
 def strip_folders(name: str | Path) -> str:
     """A hub id unchanged, or the last part of a local path, as its folders mean nothing on other machines."""
     path = expand_path(name)
-    if path.is_dir():
-        return join_lines(path.resolve().name)
-    return join_lines(path.name if path.exists() else name)  # not resolved: hub files link to hashes
+    path = path.resolve() if path.is_dir() else path  # files of the hub are links to hashes
+    return join_lines(path.name if path.exists() else name)
 
 
 def make_card_header(base: str | None) -> str:

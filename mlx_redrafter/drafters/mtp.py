@@ -67,8 +67,8 @@ LAYERS = {
 }
 """Module of mlx-lm -> its layer classes."""
 
-STATE_FIRST = ("mimo",)
-"""Models whose `fc` reads the state before the embedding, which shapes do not show."""
+STATE_FIRST = "mimo"
+"""The model whose `fc` reads the state before the embedding, which shapes do not show."""
 
 ATTENTION = "*"
 """The type of Nemotron-H's blocks with a KV cache."""
@@ -301,7 +301,7 @@ class Drafter(PairDrafter):
     ) -> mx.array:
         embedded, (cache,) = self.norm_embedding(embed(tokens).astype(self.dtype)), caches
         parts = [embedded, self.norm_hidden(features)]
-        is_reversed = self.args.layer_config["model_type"] in STATE_FIRST
+        is_reversed = self.args.layer_config["model_type"] == STATE_FIRST
         x = self.fc(mx.concatenate(parts[::-1] if is_reversed else parts, axis=-1))
         if isinstance(mask, str) and "embed_q" in self.layer.get("self_attn", {}):  # latent attention needs an array
             mask = create_causal_mask(len(tokens), cache.n_rows)
