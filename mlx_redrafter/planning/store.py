@@ -41,7 +41,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         described["ranks"] = ranks.gather(describe_machine())
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
     file, tries = Path("costs", f"{name}.json"), 0
-    found = ranks.share({} if refresh else read_object(file))
+    found = ranks.share({} if refresh else read_saved(file))
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         kept, tries = parse_costs(found["costs"]), int(found["tries"])
         if tries >= 3 or not is_disturbed(kept):
@@ -59,7 +59,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
 
 def read_counts(model: nn.Module, drafter: Drafter) -> Counts:
     """The drafter's acceptance counts from earlier processes."""
-    found = ranks.share(read_object(find_counts_file(model, drafter)))
+    found = ranks.share(read_saved(find_counts_file(model, drafter)))
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         pairs = [(float(hits), float(expected)) for hits, expected in found["by_depth"]]
         if all(0 <= number < math.inf for pair in pairs for number in pair):
@@ -97,7 +97,7 @@ def sample_tensors(module: Any) -> bytes:
     return np.array(sample).tobytes()
 
 
-def read_object(file: Path) -> Any:
+def read_saved(file: Path) -> Any:
     """The JSON in a file of the cache directory; an empty object if it cannot be read."""
     try:
         return json.loads((find_cache_directory() / file).read_text(encoding="utf-8"))
