@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import simulation
-
+from mlx_redrafter.drafters.context import ContextSource
 from mlx_redrafter.engine.decode import Planner
-from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.plan import MAX_REPLAY, Plan
 from mlx_redrafter.planning.acceptance import cumulative_acceptance
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import AutoPlanner
@@ -64,6 +63,58 @@ def draw_accepted(plan: Plan, scale: float, generator: random.Random) -> int:
     return sum(drawn < chance for chance in _cumulative(ACCEPTANCE, plan, scale)[1:])
 
 
+def simulate_text(
+    costs: CostTable,
+    planner: Planner,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    count_right: Callable[[Plan, int], int] = lambda plan, made: 0,
+    *,
+    disturb: Callable[[float], float] = lambda milliseconds: milliseconds,
+) -> float:
+    """Speed over plain decoding for a model that continues `prompt` with `text`, both token ids.
+
+    Planner, context and cost table go through the decode loop without a model; times come from the table.
+
+    Args:
+        costs: the true times.
+        count_right: (the drafter's plan, tokens of `text` made so far) -> how many tokens of its draft are right.
+        disturb: maps true milliseconds to measured ones.
+    """
+    index = ContextSource()
+    index.read(prompt)
+    plan = planner.next_plan(len(prompt) - 1, 0, index.forecast(1))
+    index.confirm(text[:1])
+    made, replayed, took, is_ahead = 1, 0, 0.0, plan is None
+    while made < len(text):
+        length, match = len(prompt) + made - 1, None if is_ahead else index.forecast(0)
+        if match is not None:
+            plan = planner.extend_plan(plan, match.cumulative_acceptance, length, replayed)
+        current = plan
+        verified = current is not None and current.rows > 1 and replayed <= MAX_REPLAY
+        plan = planner.next_plan(length, replayed, index.forecast(1 + (current.context if current and verified else 0)))
+        is_ahead = plan is None and not verified
+        own, copied, left = 0, 0, 0
+        if current is not None and verified:
+            own = count_right(current._replace(context=0), made) if current.depth else 0
+            ahead = zip(text[made:], index.find(current.context) if current.context else (), strict=False)
+            copied = next((at for at, (right, guess) in enumerate(ahead) if right != guess), current.context)
+            ms = costs.round_ms(current, length, replayed)
+            if costs.replay_row_ms and max(own, copied) < current.max_depth:
+                left = replayed + 1 + max(own, copied)
+        else:
+            ms = costs.step_ms(length, replayed)
+            if current is not None:  # the context had no proposal, or the draft is discarded
+                ms += costs.draft_ms(current) if current.depth else max(0.0, costs.overhead_ms[0])
+        tokens = text[made : made + 1 + max(own, copied)]
+        planner.observe(
+            current, len(tokens), length, replayed, disturb(ms), verified=verified, from_context=copied > own
+        )
+        index.confirm(tokens)
+        made, took, replayed = made + len(tokens), took + ms, left
+    return sum(costs.plain_ms(len(prompt) + at) for at in range(made - 1)) / took
+
+
 def simulate(
     planner: Planner,
     costs: CostTable,
@@ -81,7 +132,7 @@ def simulate(
         stalls: share of rounds that appear five times slower.
     """
     generator, clock = random.Random(seed), random.Random(seed)
-    return simulation.simulate(
+    return simulate_text(
         costs,
         planner,
         range(START),

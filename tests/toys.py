@@ -184,12 +184,11 @@ class ScriptedContext(Source):
     Args:
         text: the prompt and its plain continuation, longer than the decoded text.
         right: share of correct tokens.
-        past: ignored; a `ContextSource` has it.
     """
 
     proposes_after_read = True
 
-    def __init__(self, text: Sequence[int], right: float = 0.8, seed: int = 0, *, past: object = None) -> None:
+    def __init__(self, text: Sequence[int], right: float = 0.8, seed: int = 0) -> None:
         self._text, self._right, self._random, self._at = list(text), right, random.Random(seed), 0
         self._tokens: list[int] = []
 

@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-import simulation
 from cost_curves import (
     ACCEPTANCE,
     CURVES,
@@ -20,6 +19,7 @@ from cost_curves import (
     scale_rounds,
     simulate,
     simulate_auto,
+    simulate_text,
 )
 from grids import pairs
 from mlx.utils import tree_map
@@ -203,7 +203,7 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
             drawn = generator.random()
             return sum(drawn < chance for chance in cumulative_acceptance(truth, plan)[1:])
 
-        speed = simulation.simulate(costs, planner, range(START), range(START, START + 256), draw)
+        speed = simulate_text(costs, planner, range(START), range(START, START + 256), draw)
         planner.finish()
         return speed, planner.plans
 
