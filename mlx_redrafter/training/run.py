@@ -135,8 +135,8 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     sizes = choose_sizes(args, record, model, say) if start is None else start.args
     record.args = sizes.to_dict()
     say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
-    source = find_source(args, files, tokenizer, say)
-    n_tokens, missing = count_source(args, source)
+    inputs = find_inputs(args, files, tokenizer, say)
+    n_tokens, missing = count_tokens(args, inputs)
     estimate = estimate_run(model, args, missing=missing, unread=0 if files.states.exists() else n_tokens)
     size = make_row_dtype(sizes.hidden_size).itemsize * n_tokens
     say(f"expected (minutes:seconds): {estimate.describe()}, besides training; {size / 1e6:.0f} MB of hidden states")
@@ -147,7 +147,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     with lock_file(files.lock):
         try:
             record.save(files.record)
-            training, validation = read_texts(args, files, record, source, model, tokenizer, say)
+            training, validation = read_texts(args, files, record, inputs, model, tokenizer, say)
             drafter = make_new_drafter(args, model, sizes, training, say) if start is None else start
             embedding, deadline = find_parts(model).embedding, end - estimate.comparing
             del model  # not needed until the end
@@ -201,11 +201,11 @@ def find_dtype(args: TrainingArgs) -> mx.Dtype:
     return cast(mx.Dtype, getattr(mx, str(args.dtype)))
 
 
-Source = AnswerFile | tuple[list[Text], list[Text]]
+Inputs = AnswerFile | tuple[list[Text], list[Text]]
 """The answers to prompts, or given (training, validation) texts."""
 
 
-def find_source(args: TrainingArgs, files: Files, tokenizer: Any, say: Say) -> Source:
+def find_inputs(args: TrainingArgs, files: Files, tokenizer: Any, say: Say) -> Inputs:
     """The texts of `--data`, or the answers to prompts, which may not be generated yet."""
     if args.data:
         return split_texts(args, *load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt), say)
@@ -213,21 +213,21 @@ def find_source(args: TrainingArgs, files: Files, tokenizer: Any, say: Say) -> S
     return AnswerFile(files.answers, args, select_prompts(args, encode_prompts(prompts, tokenizer), say))
 
 
-def count_source(args: TrainingArgs, source: Source) -> tuple[int, int]:
+def count_tokens(args: TrainingArgs, inputs: Inputs) -> tuple[int, int]:
     """(tokens of all texts, answers that are not generated yet, which are counted with the maximum length)."""
-    if isinstance(source, AnswerFile):
-        missing = len(source.prompts) - len(source.read())
-        return sum(len(prompt) + args.max_tokens for prompt in source.prompts), missing
-    return sum(len(text.ids) for part in source for text in part), 0
+    if isinstance(inputs, AnswerFile):
+        missing = len(inputs.prompts) - len(inputs.read())
+        return sum(len(prompt) + args.max_tokens for prompt in inputs.prompts), missing
+    return sum(len(text.ids) for part in inputs for text in part), 0
 
 
 def read_texts(
-    args: TrainingArgs, files: Files, record: Record, source: Source, model: nn.Module, tokenizer: Any, say: Say
+    args: TrainingArgs, files: Files, record: Record, inputs: Inputs, model: nn.Module, tokenizer: Any, say: Say
 ) -> tuple[list[Text], list[Text]]:
     """(training, validation) texts: generates missing answers, and lets the target read all texts."""
-    if isinstance(source, AnswerFile):
-        source = split_texts(args, source.complete(model, tokenizer), [], say)
-    training, validation = source
+    if isinstance(inputs, AnswerFile):
+        inputs = split_texts(args, inputs.complete(model, tokenizer), [], say)
+    training, validation = inputs
     texts = digest(list_ids([*training, *validation]))
     if record.texts not in (None, texts):
         where = args.data or args.prompts or "the demo"
