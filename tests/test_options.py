@@ -40,7 +40,9 @@ def test_wrong_values_are_refused(options: dict[str, Any]) -> None:
         Options(**options)
 
 
-@pytest.mark.parametrize("options", [{"plan": "off", "beam_width": 2}, {"sampler": pick, "top_k": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"plan": "off", "beam_width": 2}, {"sampler": pick, "top_k": 3}], ids=["plan", "sampler"]
+)
 def test_contradictory_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RedrafterError, match=r"^give either (plan or beam_width|a sampler or top_k), got "):
         Options(**options)

@@ -49,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "reason"), REFUSED, ids=str)
+@pytest.mark.parametrize(("options", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
 def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason: str) -> None:
     cache = make_prompt_cache(small_llama())
     progress: list[tuple[int, int]] = []
