@@ -25,7 +25,7 @@ from .drafters.checkpoint import find_not_finite as find_not_finite
 from .drafters.checkpoint import list_weights as list_weights
 from .drafters.draft_model import DraftModel
 from .drafters.loading import PACKAGED as PACKAGED
-from .drafters.loading import find_files, read_checkpoint, read_drafter
+from .drafters.loading import check_hub_id, find_files, read_checkpoint, read_drafter
 from .drafters.loading import read_object as read_object
 from .drafters.protocol import Drafter
 from .engine import kv_cache
@@ -58,8 +58,11 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     Raises:
         CheckpointError: there is no such model, or it cannot be read.
     """
+    name = os.path.expanduser(path_or_hf_repo)
+    if not os.path.exists(name):
+        check_hub_id(str(path_or_hf_repo))
     try:
-        model, tokenizer, *_ = mlx_lm_utils.load(os.path.expanduser(path_or_hf_repo), **options)
+        model, tokenizer, *_ = mlx_lm_utils.load(name, **options)
     except Exception as error:  # mlx-lm, transformers and the hub raise many types
         raise CheckpointError(f"cannot load the model {str(path_or_hf_repo)!r}: {join_lines(error)}") from error
     if not options.get("lazy"):

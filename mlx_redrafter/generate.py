@@ -14,7 +14,7 @@ from collections.abc import Container, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
+from .engine.output import DraftSource
 from .engine.request_checks import check_prompt
 from .engine.source import Source
 from .engine.stats import Stats
@@ -49,7 +50,7 @@ class Step(NamedTuple):
 
     token: int
     logprobs: mx.array
-    draft_source: Literal["drafter", "context"] | None
+    draft_source: DraftSource | None
     stats: Stats
 
     @property
@@ -84,7 +85,7 @@ class GenerationResponse(MlxLmResponse):
     plain_steps: int = 0
     context_drafted: int = 0
     context_accepted: int = 0
-    draft_source: Literal["drafter", "context"] | None = None
+    draft_source: DraftSource | None = None
     seed: int = 0
 
 
@@ -295,19 +296,22 @@ def decode_tokens(
     """
     with closing(pair.open(prompt, options, source, end_tokens=end_tokens)) as text:
         length, made = text.length + len(prompt), list[int]()
-        try:
-            for done in text:
-                drafted_by: Literal["drafter", "context"] = "context" if done.from_context else "drafter"
-                for at, token in enumerate(done.tokens, 1):
-                    made.append(token)
-                    drafter = drafted_by if at < len(done.tokens) else None
-                    yield Step(token, done.logprobs[at - 1], drafter, text.output.stats)
-        except GeneratorExit:
+
+        def finish() -> None:
             if made and options.prompt_cache is not None:
                 text.finish(length + len(made), made[-1])
+
+        try:
+            for done in text:
+                source_name: DraftSource = "context" if done.from_context else "drafter"
+                for at, token in enumerate(done.tokens, 1):
+                    made.append(token)
+                    draft_source = source_name if at < len(done.tokens) else None
+                    yield Step(token, done.logprobs[at - 1], draft_source, text.output.stats_up_to(at))
+        except GeneratorExit:
+            finish()
             raise
-        if made and options.prompt_cache is not None:
-            text.finish(length + len(made), made[-1])
+        finish()
 
 
 class StopStrings:

@@ -206,7 +206,7 @@ class Pair:
             grammar: constrains the text; it has already taken the answer's tokens so far.
             may_run_ahead, stops: see `Decoder`.
         """
-        tokens, history = check_prompt(prompt), options.history
+        tokens = check_prompt(prompt)
         check_tokens(tokens, self.vocab_size)
         cache = self.select_layers(options.prompt_cache)
         check_cache(self.model, cache, options.quantization, options.max_kv_size)
@@ -216,8 +216,9 @@ class Pair:
         cache = make_prompt_cache(self.model, options.max_kv_size) if cache is None else cache
         with on_stream():
             length = kv_cache.length(cache)
-        if history and length != len(history) and kv_cache.counts_tokens(cache):
-            raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {len(history)}")
+        n_history = len(options.history)
+        if n_history and length != n_history and kv_cache.counts_tokens(cache):
+            raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {n_history}")
         warn_of_slow_blas()  # for models that mlx-lm loaded
         # A rank that continued without its drafter would decide differently from the others.
         if ranks.count_ranks() > 1:
@@ -226,13 +227,13 @@ class Pair:
         with on_stream():
             capture = [name for each in sources for name in each.capture]
             target = Target(self.model, cache, options.quantization, capture=capture)
-        target.length = len(history) or target.length
+        target.length = n_history or target.length
         decoder = Decoder(
             target,
             TokenChooser(sampler, tuple(options.logits_processors or ()), grammar),
             planner,
             sources,
-            history=history,
+            history=options.history,
             on_drafter_failure=options.on_drafter_failure,
             may_run_ahead=may_run_ahead,
             stops=stops,

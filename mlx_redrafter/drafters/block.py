@@ -29,7 +29,8 @@ The selector ranks the K likeliest tokens c of a row, given the token e before i
     score(c) = logit(c) + <predecessor(e) * P h_j, successor(c)>        minus infinity for all other tokens
 
 Published DSpark heads also estimate how likely each row is right, to end a draft early. This is left out, as the plan
-fixes the length of a draft before anything is computed. A head's dtype is the file's, not the target's.
+fixes the length of a draft before anything is computed. A head's dtype is the file's, but
+bfloat16 for float16, not the target's.
 
 Source: z-lab/dflash, dflash/model.py, arXiv 2602.06036; deepseek-ai/DeepSpec, deepspec/modeling/dspark/, arXiv
 2607.05147. Tensors are named as there, except the selector's codebooks.

@@ -132,10 +132,15 @@ def describe_missing(name: str) -> str:
     return f"{name} has no multi-token-prediction layer: {advice}"
 
 
-def download(name: str, revision: str | None, choose: Choose, is_base: bool) -> Path:
-    """The local copy of a hub repository: its config and weights, see `find_files`."""
+def check_hub_id(name: str) -> None:
+    """Refuses a name that is not a hub id: a local path that does not exist."""
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise CheckpointError(f"no such file or directory: {name[:200]!r}")
+
+
+def download(name: str, revision: str | None, choose: Choose, is_base: bool) -> Path:
+    """The local copy of a hub repository: its config and weights, see `find_files`."""
+    check_hub_id(name)
     try:
         present = list_files(name, revision)
         if is_base and INDEX in present:

@@ -8,6 +8,7 @@ from typing import Literal
 from .decode import Round
 from .stats import Stats
 
+DraftSource = Literal["drafter", "context"]
 FinishReason = Literal["stop", "length"]
 
 
@@ -20,14 +21,13 @@ class Output:
 
     Attributes:
         tokens: the generated tokens.
-        stats: statistics of the rounds after the one that made the first token.
         finish_reason: "stop" after an end-of-text token, "length" after `max_tokens`; None before.
     """
 
     def __init__(self, max_tokens: int = -1, end_tokens: Container[int] = ()) -> None:
         self._max_tokens, self._end_tokens = max_tokens, end_tokens
         self.tokens: list[int] = []
-        self.stats = Stats()
+        self._before, self._last = Stats(), Round([], [])  # statistics before the last round, and that round
         self.finish_reason: FinishReason | None = None
 
     def add(self, done: Round) -> Round:
@@ -36,11 +36,22 @@ class Output:
         tokens = done.tokens[:room]
         size = next((i for i, token in enumerate(tokens, 1) if token in self._end_tokens), len(tokens))
         tokens = tokens[:size]
-        if self.tokens:
-            self.stats = self.stats.add_round(done.plan, size - 1, done.replayed, from_context=done.from_context)
+        self._before, self._last = self.stats, done._replace(tokens=tokens, is_prompt=not self.tokens)
         self.tokens += tokens
         if tokens[-1] in self._end_tokens:
             self.finish_reason = "stop"
         elif len(self.tokens) == self._max_tokens:
             self.finish_reason = "length"
         return done._replace(tokens=tokens, logprobs=done.logprobs[:size], path=done.path[:size])
+
+    @property
+    def stats(self) -> Stats:
+        """Statistics of the rounds after the one that made the first token."""
+        return self.stats_up_to(len(self._last.tokens))
+
+    def stats_up_to(self, count: int) -> Stats:
+        """The statistics if the last round had ended after its first `count` tokens."""
+        last = self._last
+        if last.is_prompt or not last.tokens:
+            return self._before
+        return self._before.add_round(last.plan, count - 1, last.replayed, from_context=last.from_context)

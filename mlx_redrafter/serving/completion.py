@@ -24,7 +24,7 @@ from .conversation import Message, Tool, Tools, arrange, list_variants
 from .json_schemas import Constraint
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
-from .request import FinishReason, Request, TokenEvent
+from .request import ApiFinishReason, Request, TokenEvent
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
 from .structured_output import GrammarCompiler
 from .text_stream import Segment, TextStream
@@ -227,7 +227,7 @@ class Answer:
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
         self.choice = self.n_tokens = self.n_reasoning = 0
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: ApiFinishReason | None = None
         functions, is_call = describe_tools(completion.tools), bool(completion.forced_tools)
         for at in range(completion.choices):
             seed = {} if body.seed is None else {"seed": body.seed + at}

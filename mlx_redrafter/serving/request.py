@@ -16,13 +16,12 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from ..engine.decode import Round
 from ..engine.grammar import Grammar
-from ..engine.output import Output
+from ..engine.output import DraftSource, Output
 from ..engine.source import Source
 from ..options import Options
 from .text_stream import Segment
 
-DraftSource = Literal["drafter", "context"]
-FinishReason = Literal["stop", "length", "tool_calls"]
+ApiFinishReason = Literal["stop", "length", "tool_calls"]
 
 PENALTIES = signature(make_logits_processors).parameters.keys()
 
@@ -46,7 +45,7 @@ class TokenEvent:
     logprob: float = 0.0
     top_logprobs: Sequence[tuple[int, float]] = ()
     draft_source: DraftSource | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ApiFinishReason | None = None
     round: Round | None = None
     text: str = ""
     segments: Sequence[Segment] = ()

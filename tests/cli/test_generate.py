@@ -176,6 +176,7 @@ def test_drafts_come_from_a_prompt_cache_file(run: Run, demo_target: Path, tmp_p
         (("--prompt", "\udcff"), "the prompt is not UTF-8"),
         (("--stop", ""), "stop must be non-empty strings"),
         (("-m", "0"), "max_tokens must be"),
+        (("--model", "/no/such"), "no such file or directory"),
         (("--drafter", "/no/such"), "no such file or directory"),
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
         (("--top-k", "100000"), "top_k must be below"),
