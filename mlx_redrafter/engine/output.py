@@ -35,14 +35,14 @@ class Output:
         room = len(done.tokens) if self._max_tokens < 0 else self._max_tokens - len(self.tokens)
         tokens = done.tokens[:room]
         size = next((i for i, token in enumerate(tokens, 1) if token in self._end_tokens), len(tokens))
-        tokens = tokens[:size]
-        self._before, self._last = self.stats, done._replace(tokens=tokens, is_prompt=not self.tokens)
-        self.tokens += tokens
-        if tokens[-1] in self._end_tokens:
+        cut = done._replace(tokens=tokens[:size], logprobs=done.logprobs[:size], path=done.path[:size])
+        self._before, self._last = self.stats, cut
+        self.tokens += cut.tokens
+        if cut.tokens[-1] in self._end_tokens:
             self.finish_reason = "stop"
         elif len(self.tokens) == self._max_tokens:
             self.finish_reason = "length"
-        return done._replace(tokens=tokens, logprobs=done.logprobs[:size], path=done.path[:size])
+        return cut
 
     @property
     def stats(self) -> Stats:
@@ -52,6 +52,6 @@ class Output:
     def stats_up_to(self, count: int) -> Stats:
         """The statistics if the last round had ended after its first `count` tokens."""
         last = self._last
-        if last.is_prompt or not last.tokens:
+        if len(self.tokens) == len(last.tokens):  # it made the first token, or there is none
             return self._before
         return self._before.add_round(last.plan, count - 1, last.replayed, from_context=last.from_context)
