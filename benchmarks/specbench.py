@@ -87,6 +87,7 @@ def choose_questions(questions: Sequence[Question], limit: int | None) -> list[Q
 def make_prompts(questions: Iterable[Question], model: Any, tokenizer: Any, max_tokens: int) -> Iterator[Prompt]:
     """A prompt for each turn; later turns follow the plain greedy answer to the previous one."""
     ends, options = frozenset(tokenizer.eos_token_ids), Options(max_tokens=max_tokens, temp=0.0, plan="off")
+    pair = Pair(model)
     for question in questions:
         messages: list[dict[str, Any]] = []
         for number, turn in enumerate(question.turns, 1):
@@ -94,7 +95,7 @@ def make_prompts(questions: Iterable[Question], model: Any, tokenizer: Any, max_
             ids = encode_chat(tokenizer, messages)
             yield Prompt(f"{question.name}/{number}", question.kind, ids, ends)
             if number < len(question.turns):
-                tokens = decode_prompts(Pair(model), [ids], options, ends).texts[0]
+                tokens = decode_prompts(pair, [ids], options, ends).texts[0]
                 answer = tokenizer.decode([token for token in tokens if token not in ends])
                 messages.append({"role": "assistant", "content": answer})
 

@@ -108,7 +108,7 @@ class Session:
         checked.resolve_plan(drafter)
         self._cache_bytes = measure_cache(model, checked)
         self._memory_budget, self._trims = memory_budget, when_full == "trim"
-        self._pair, self._source = find_pair(model, drafter)
+        self._pair, _ = find_pair(model, drafter)  # `_clear` opens the source
         evaluate(model, drafter)  # turns may come from other threads
         self._lock, self._thread, self._cancelled = threading.Lock(), "", False
         self._clear()
