@@ -21,11 +21,11 @@ from .engine import kv_cache
 from .engine.blas import warn_of_slow_blas
 from .engine.decode import Decoder, Planner, Round, Rounds, on_stream
 from .engine.grammar import Grammar
-from .engine.model_checks import check_verifiable, explain_chains
-from .engine.model_parts import AFTER_NORM, StateName, check_states, find_module_name
+from .engine.model_checks import check_draftable, check_verifiable
+from .engine.model_parts import AFTER_NORM, StateName, find_module_name, find_vocab_size
 from .engine.output import Output
 from .engine.plan import Plan, chain_plan
-from .engine.request_checks import check_cache, check_prompt, check_tokens, find_vocab_size
+from .engine.request_checks import check_cache, check_prompt, check_tokens
 from .engine.round import TokenChooser
 from .engine.source import Source
 from .engine.target import Target
@@ -163,9 +163,7 @@ class Pair:
         if cache is not None and kv_cache.has_ring(cache):
             check_verifiable(self.model, cache)
         if states not in self.findings.chains:
-            check_verifiable(self.model)
-            check_states(self.model, states)
-            self.findings.chains[states] = explain_chains(self.model)
+            self.findings.chains[states] = check_draftable(self.model, tree=True, states=states)
         return self.findings.chains[states]
 
     def fit_plan(self, plan: Plan, cache: Cache = None, states: tuple[StateName, ...] = (AFTER_NORM,)) -> Plan:

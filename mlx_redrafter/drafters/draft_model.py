@@ -21,7 +21,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from ..engine import kv_cache
 from ..engine.beam_search import Adjust, State
 from ..engine.model_checks import explain_chains
-from ..engine.model_parts import find_compute_dtype, find_model_sizes, find_module_name, find_parts
+from ..engine.model_parts import find_compute_dtype, find_model_sizes, find_module_name, find_parts, find_vocab_size
 from ..engine.plan import Plan, chain_plan
 from ..engine.source import Source
 from ..engine.supported_models import REFUSED
@@ -82,7 +82,7 @@ class DraftModel(Drafter):
         return find_compute_dtype(self.model)
 
     def open(self, model: nn.Module) -> DraftModelSource:
-        return DraftModelSource(self, find_model_sizes(model)[1])
+        return DraftModelSource(self, find_vocab_size(model))
 
     def check_fit(self, model: nn.Module, name: str = "the draft model") -> None:
         """Compares the vocabulary sizes, except for padding of at most `MAX_PADDING`."""

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from . import kv_cache
-from .request_checks import find_vocab_size
+from .model_parts import find_vocab_size
 
 TOKENS_AT_ONCE = 2048
 """Tokens of the vocabulary that are compared at a time."""

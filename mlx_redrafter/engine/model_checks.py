@@ -50,17 +50,14 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
         build_with_nodes(like, chain, lambda views: model(mx.zeros((1, 2), mx.int32), cache=views))
 
 
-def check_draftable(
-    model: nn.Module, *, tree: bool, cache: kv_cache.Cache | None = None, states: Sequence[StateName] = (AFTER_NORM,)
-) -> str | None:
+def check_draftable(model: nn.Module, *, tree: bool, states: Sequence[StateName] = (AFTER_NORM,)) -> str | None:
     """Refuses a model for which a drafter cannot draft; returns why it verifies chains only, or None.
 
     Args:
         tree: whether trees are wanted; if not, None is returned.
-        cache: see `check_verifiable`.
         states: the hidden states that the drafter reads.
     """
-    check_verifiable(model, cache)
+    check_verifiable(model)
     check_states(model, states)
     return explain_chains(model) if tree else None
 

@@ -173,8 +173,13 @@ def find_compute_dtype(model: nn.Module) -> mx.Dtype:
 
 def find_model_sizes(model: nn.Module) -> tuple[int, int]:
     """(hidden size D, vocabulary size V) of a model; nothing is computed."""
-    token = mx.zeros((1, 1), mx.int32)
-    return find_parts(model).embedding(token).shape[-1], model(token).shape[-1]
+    return find_parts(model).embedding(mx.zeros((1,), mx.int32)).shape[-1], find_vocab_size(model)
+
+
+def find_vocab_size(model: nn.Module) -> int:
+    """The number of a model's logits, from a forward that is built but never computed."""
+    size: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
+    return size
 
 
 def find_module_name(model: nn.Module) -> str:

@@ -36,12 +36,6 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
     return prompt.astype(mx.int32)
 
 
-def find_vocab_size(model: nn.Module) -> int:
-    """The number of a model's logits, from a forward that is built but never computed."""
-    size: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
-    return size
-
-
 def check_tokens(tokens: mx.array, vocab_size: int) -> None:
     """Refuses token ids (T,) outside the vocabulary."""
     for extreme in (cast(int, tokens.min().item()), cast(int, tokens.max().item())):

@@ -14,8 +14,8 @@ from transformers.utils import get_json_schema
 
 from ..atomic_files import expand_path, replace_file
 from ..engine import kv_cache
-from ..engine.model_parts import find_module_name
-from ..engine.request_checks import check_cache, check_prompt, check_tokens, find_vocab_size
+from ..engine.model_parts import find_module_name, find_vocab_size
+from ..engine.request_checks import check_cache, check_prompt, check_tokens
 from ..engine.target import KVQuantization
 from ..errors import RedrafterError, join_lines
 from ..planning.store import digest_tensors
