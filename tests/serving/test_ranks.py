@@ -162,4 +162,5 @@ def test_a_rank_that_is_killed_ends_the_others(is_idle: bool, flags: list[str], 
         processes[1].kill()
         first, second = wait_for_ranks(processes)
     assert (first.status, second.status) == (1, -signal.SIGKILL), (first, second)
-    assert "error on rank 0: RuntimeError: " in first.err, first
+    # The ring fails the forward, or waits for a message after the lost one until the watcher ends the process.
+    assert re.search("error on rank 0: (RuntimeError: |another rank has ended)", first.err), first
