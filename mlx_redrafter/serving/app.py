@@ -48,6 +48,11 @@ LOOPBACK_HOST = re.compile(
 """Host headers that always mean this machine, seen from itself or from a container: no one can register a name under
 .internal. starlette's `TrustedHostMiddleware` answers others in plain text, which the APIs' clients cannot parse."""
 
+LOCAL_ORIGIN = (
+    r"https?://(localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0)(:\d+)?|(app|file|tauri|vscode-file|vscode-webview)://.*"
+)
+"""Origins of pages of this machine and of apps, as in Ollama. "null" is not one: any site can open such a frame."""
+
 PROGRESS_SECONDS = 3.0
 """Interval of keep-alives in a silent stream, and of prefill progress in the log. Clients and proxies abort silent
 streams: some after 60 seconds, and some even if they receive comments."""
@@ -101,10 +106,13 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     ]
     open_paths = {"/health", *(["/"] if page else [])}
     origins = service.args.allowed_origins
+    if "*" in origins:
+        logging.warning("Any web page that is open on this machine may use the server: --allowed-origins is *")
     middleware = [
         Middleware(
-            CORSMiddleware,
+            OriginMiddleware,
             allow_origins=origins,
+            allow_origin_regex=None if origins else LOCAL_ORIGIN,
             allow_methods=["*"],
             allow_headers=["*"],
             allow_private_network=True,
@@ -222,6 +230,22 @@ async def handle_error(request: Request, error: Exception) -> Response:
     return JSONResponse(api.describe_error(error), error.status, error.headers)
 
 
+class OriginMiddleware(CORSMiddleware):
+    """Refuses requests and preflights of other sites' pages: without CORS headers a page could still send requests."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        origin, host = headers.get("origin"), headers.get("host")
+        is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
+        if origin is None or is_own_page or self.is_allowed_origin(origin):
+            await super().__call__(scope, receive, send)
+        else:
+            error = ApiError(
+                f"expected the Origin of a local page or one of --allowed-origins, got {origin!r:.100}", 403
+            )
+            await (await handle_error(Request(scope), error))(scope, receive, send)
+
+
 def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set[str]) -> ASGIApp:
     """Returns middleware that checks headers before the body is read, and counts replies.
 
@@ -248,11 +272,8 @@ def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set
 
 
 def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool) -> None:
-    """Checks Origin, Host and key."""
-    host, origin = headers.get("host", ""), headers.get("origin")
-    is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
-    if not (origin is None or is_own_page or {"*", origin} & set(args.allowed_origins)):
-        raise ApiError(f"expected an Origin from --allowed-origins, got {origin!r:.100}", 403)
+    """Checks Host and key."""
+    host = headers.get("host", "")
     if args.api_key is None:
         if not LOOPBACK_HOST.fullmatch(host):  # DNS rebinding: a page's own name may resolve here
             expected = "without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal"

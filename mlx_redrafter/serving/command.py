@@ -39,8 +39,8 @@ def make_parser() -> Parser:
     add("--use-default-chat-template", action="store_true", help="the tokenizer's default template if it has no other")
     add("--host", default="127.0.0.1", help="address to listen on; needs a key unless loopback (default: %(default)s)")
     add("--port", type=int, default=8080, help="port to listen on; 0 picks a free one (default: %(default)s)")
-    add("--allowed-origins", type=lambda text: [each.strip() for each in text.split(",")], default=["*"],
-        help="comma-separated origins of pages that may send requests (default: *, any; race: its own)")  # fmt: skip
+    add("--allowed-origins", type=lambda text: [each.strip() for each in text.split(",")], default=[],
+        help="comma-separated origins of pages that may send requests, or * (default: local ones, apps)")  # fmt: skip
     keys = parser.add_mutually_exclusive_group().add_argument
     keys("--api-key", help="key that clients must send; other users may see it in the list of processes")
     keys("--api-key-file", metavar="FILE", dest="api_key", type=read_key, help="file that holds the key")

@@ -35,7 +35,7 @@ def run() -> int:
 
 
 def make_race_parser() -> argparse.ArgumentParser:
-    """Returns the server's parser with `--no-browser`. By default only the race's own page may send requests."""
+    """Returns the server's parser with `--no-browser`."""
     parser = make_parser()
     parser.prog = "mlx_redrafter.race"
     parser.description = (
@@ -43,7 +43,7 @@ def make_race_parser() -> argparse.ArgumentParser:
         "All other flags are those of mlx_redrafter.server."
     )
     parser.add_argument("--no-browser", action="store_true", help="print the URL without opening a browser")
-    parser.set_defaults(port=PORT, allowed_origins=[])
+    parser.set_defaults(port=PORT)
     return parser
 
 

@@ -74,16 +74,56 @@ def test_local_host_names_are_accepted(scripted: Scripted, host: str) -> None:
     assert ask(scripted[0], "/health", headers={"Host": host}).status == 200
 
 
-def test_other_origins_are_refused(locked: Running, scripted: Scripted) -> None:
-    for origin, status in (("http://a.example", 200), ("http://evil.example", 403), ("null", 403)):
-        reply = ask(locked, TEXT, {"prompt": "x", "max_tokens": 1}, BEARER | {"Origin": origin})
-        assert reply.status == status, origin
-        assert (reply.headers.get("access-control-allow-origin") == origin) is (status == 200)
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-        asked["Access-Control-Request-Private-Network"] = "true"
-        assert (ask(locked, TEXT, None, asked | {"Origin": origin}, "OPTIONS").status == 200) is (status == 200)
-    reply = ask(scripted[0], TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
+def check_origins(server: Running, expected: dict[str, int], headers: dict[str, str]) -> None:
+    """Compares the status of requests and preflights of pages with these origins; only accepted pages may read it."""
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    asked["Access-Control-Request-Private-Network"] = "true"
+    for origin, status in expected.items():
+        simple = {"Origin": origin, "Content-Type": "text/plain"}  # which browsers send without a preflight
+        for reply in (
+            ask(server, TEXT, {"prompt": "x", "max_tokens": 1}, headers | simple),
+            ask(server, TEXT, None, asked | {"Origin": origin}, "OPTIONS"),
+        ):
+            assert reply.status == status, (origin, reply)
+            assert (reply.headers.get("access-control-allow-origin") == origin) is (status == 200)
+            assert status == 200 or reply.error.endswith(f"got {origin!r}")
+
+
+def test_only_pages_of_named_origins_may_send_requests(locked: Running) -> None:
+    check_origins(locked, {"http://a.example": 200, "http://localhost": 403, "app://x": 403, "null": 403}, BEARER)
+
+
+def test_by_default_pages_of_this_machine_and_of_apps_may_send_requests(scripted: Scripted) -> None:
+    accepted = [
+        "http://localhost",
+        "https://localhost:3000",
+        "http://127.0.0.1:8080",
+        "http://[::1]:1",
+        "app://obsidian.md",
+    ]
+    accepted += ["http://0.0.0.0:3000", "file://", "tauri://localhost", "vscode-webview://abc"]
+    refused = ["https://site.example", "null", "", "http://localhost.site.example", "http://127.0.0.1.site.example"]
+    refused += [
+        "http://site.example/?http://localhost",
+        "http://localhost:80@site.example",
+        "http://192.168.0.7",
+        "webapp://x",
+    ]
+    refused += ["chrome-extension://abc", "http://127.0.0.2", "https://site.example#app://x"]
+    check_origins(scripted[0], dict.fromkeys(accepted, 200) | dict.fromkeys(refused, 403), {})
+    assert not scripted[1].requests[len(accepted) :], "refused requests are not run"
+
+
+def test_a_domain_that_points_to_this_machine_is_refused(scripted: Scripted) -> None:
+    reply = ask(scripted[0], TEXT, {"prompt": "x"}, {"Host": "site.example", "Origin": "http://site.example"})
+    assert reply.status == 403 and "without --api-key the Host must be localhost" in reply.error
+
+
+def test_all_pages_may_send_requests_if_told_so(chat_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with start_scripted(chat_tokenizer, "--allowed-origins", "*") as (server, _):
+        reply = ask(server, TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
     assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "*")
+    assert caplog.text.count("Any web page that is open on this machine may use the server") == 1
 
 
 @pytest.mark.parametrize(("flags", "most"), [((), 150), (("--max-tokens", "7"), 7)])
@@ -140,9 +180,9 @@ def test_an_unexpected_error_is_answered(scripted: Scripted, caplog: pytest.LogC
     engine.refusal = ZeroDivisionError("no number")
     label = 'requests_total{endpoint="/v1/completions",status="500"}'
     before = read_metrics(server).get(label, 0)
-    reply = ask(server, TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
+    reply = ask(server, TEXT, {"prompt": "x"}, {"Origin": "http://localhost"})
     assert (reply.status, reply.error) == (500, "the server failed; see its log")
-    assert reply.headers["access-control-allow-origin"] == "*" and "connection" not in reply.headers
+    assert reply.headers["access-control-allow-origin"] == "http://localhost" and "connection" not in reply.headers
     assert read_metrics(server)[label] == before + 1
     assert caplog.text.count("ZeroDivisionError: no number") == caplog.text.count("Traceback") == 1
 
