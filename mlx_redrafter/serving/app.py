@@ -53,6 +53,9 @@ LOCAL_ORIGIN = (
 )
 """Origins of pages of this machine and of apps, as in Ollama. "null" is not one: any site can open such a frame."""
 
+BODY_SECONDS = 60.0
+"""How long to wait for the next part of a request's body."""
+
 PROGRESS_SECONDS = 3.0
 """Interval of keep-alives in a silent stream, and of prefill progress in the log. Clients and proxies abort silent
 streams: some after 60 seconds, and some even if they receive comments."""
@@ -126,7 +129,7 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
 
 async def answer_request(service: Service, api: type[Completion[Any]], request: Request) -> Response:
     """Returns the reply to a request of an API."""
-    body = parse_body(api.body_type, await request.body())
+    body = parse_body(api.body_type, await read_body(request))
     service.check_model(body.model)
     completion = api(service, body)
     prompt = await asyncio.get_running_loop().run_in_executor(service.prompt_thread, make_prompt, completion)
@@ -139,6 +142,18 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
         async for _ in completion.render_events(answer):
             pass
         return JSONResponse(completion.reply)
+
+
+async def read_body(request: Request) -> bytes:
+    """Returns the body of a request; ends the connection of a client that stops sending it."""
+    parts, stream = list[bytes](), request.stream()
+    try:
+        while part := await asyncio.wait_for(anext(stream), BODY_SECONDS):
+            parts.append(part)
+    except TimeoutError:
+        n_bytes = sum(map(len, parts))
+        raise ApiError(f"expected the whole body, got {n_bytes} bytes", 408, headers={"Connection": "close"}) from None
+    return b"".join(parts)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ NO_DRAFT_MODEL = "none"
 
 CODES = {
     400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
-    503: "server_overloaded",
+    408: "request_timeout", 503: "server_overloaded",
 }  # fmt: skip
 """HTTP status -> the default `code` of an error."""
 

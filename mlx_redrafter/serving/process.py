@@ -28,6 +28,10 @@ from .worker import Worker
 GRACE_SECONDS = 5
 """Seconds after the drain timeout in which errors can reach clients, before uvicorn cancels the rest."""
 
+IDLE_SECONDS = 120
+"""How long an idle connection stays open: agents pause between requests, and do not send the next one again if it is
+lost because the connection is just being closed."""
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Returns a listening socket. Clients that connect before the models are loaded have to wait."""
@@ -63,7 +67,11 @@ class Server(uvicorn.Server):
         self._worker, self._drain_timeout = service.worker, service.args.drain_timeout
         self._saves_prompts = service.args.prompt_cache_dir is not None
         options: dict[str, Any] = {"log_config": None, "ws": "none", "lifespan": "off", "server_header": False}
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS, **options))
+        timeouts = {
+            "timeout_keep_alive": IDLE_SECONDS,
+            "timeout_graceful_shutdown": self._drain_timeout + GRACE_SECONDS,
+        }
+        super().__init__(uvicorn.Config(app, **timeouts, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finishes answers. After the drain timeout the worker closes, and clients get an error."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from typing import Any
 
 import anthropic
@@ -10,6 +12,7 @@ import openai
 import pytest
 from servers import (
     BODIES,
+    PATIENCE,
     USER,
     Running,
     ScriptedWorker,
@@ -23,7 +26,9 @@ from servers import (
 )
 
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.serving import app
 from mlx_redrafter.serving.command import make_parser
+from mlx_redrafter.serving.process import Server
 from mlx_redrafter.serving.types import GenerationFailed, ServerClosing
 
 Scripted = tuple[Running, ScriptedWorker]
@@ -167,6 +172,22 @@ def test_engine_failures_are_reported(scripted: Scripted, path: str, error: Exce
         assert last["response"]["output"][0]["content"][0]["text"] == "one"
         last = last["response"]
     assert last["error"]["message"] == str(error)
+
+
+def test_a_body_that_does_not_come_ends_its_connection(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    with socket.create_connection(scripted[0].address, timeout=PATIENCE) as connection:
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"prompt"')
+        with HTTPResponse(connection) as reply:
+            reply.begin()
+            assert reply.status == 408 and b"expected the whole body, got 9 bytes" in reply.read()
+        assert connection.recv(1) == b""
+    assert not scripted[1].requests
+
+
+def test_idle_connections_are_kept_for_longer_than_agents_pause(scripted: Scripted) -> None:
+    server = Server(app.make_app(scripted[0].service), scripted[0].service)
+    assert server.config.timeout_keep_alive >= 75
 
 
 def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
