@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from .. import ranks
@@ -144,6 +145,7 @@ class PromptCache:
         nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))  # all ranks must drop the same caches
         if not tokens or not self.max_bytes:
             return
+        copy_arrays(cache)
         new = _Entry(np.array(tokens, np.int32), cache, nbytes)
         mx.async_eval([c.state for c in cache])  # otherwise its whole graph stays in memory
         for old in [each for each in self._entries if _is_prefix(each.tokens, new.tokens)]:
@@ -188,6 +190,23 @@ class PromptCache:
         self.clear()
         if self._folder is not None:
             self._folder.close()
+
+
+def copy_arrays(cache: kv_cache.Cache) -> None:
+    """Replaces the arrays of a cache by copies that hold `nbytes` of memory.
+
+    A slice holds the whole array that it was cut from: mlx-lm extracts from a batch slices of all rows' states, and a
+    recurrent state may be a slice of everything that its layer has just read.
+    """
+    for c in kv_cache.leaves(cache):
+        vars(c).update(tree_map(_copy_array, vars(c)))
+
+
+def _copy_array(x: Any) -> Any:
+    if not isinstance(x, mx.array) or not x.ndim:
+        return x
+    # `contiguous` copies a slice unless that saves less than 16 KiB; `concatenate` always copies.
+    return mx.contiguous(x) if x.nbytes > 1 << 20 else mx.concatenate([x, x[:0]])
 
 
 def count_common_prefix(first: Tokens, second: Tokens) -> int:

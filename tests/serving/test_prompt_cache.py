@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from families import make_family
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from toys import assert_same_cache, make_model
 
@@ -23,6 +25,21 @@ def read(tokens: list[int], model: Any = None) -> Any:
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([tokens]), cache=cache))
     return cache
+
+
+@pytest.fixture
+def exact_memory() -> Iterator[None]:
+    """No freed buffers are reused: they may be larger than what they are reused for."""
+    before = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(before)
+
+
+def measure_freed(cache: PromptCache) -> int:
+    """Clears the caches, which nothing else holds; returns how many bytes that frees."""
+    before = mx.get_active_memory()
+    cache.clear()
+    return before - mx.get_active_memory()
 
 
 @pytest.mark.parametrize(
@@ -123,3 +140,34 @@ def test_a_longer_match_wins_over_an_older_text() -> None:
     for text in ([9, 9, 9, 5, 9, 9], [1, 2, 3]):
         cache.store(text, read(text))
     assert cache.fetch([1, 2, 3, 5, 6])[1] == 3  # the older one has a 5 at the same position
+
+
+@pytest.mark.usefixtures("exact_memory")
+@pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "falcon_h1"])
+def test_caches_from_a_batch_take_what_is_counted(name: str) -> None:
+    model = make_family(name)
+    prompts = [[row + 1, *range(5 + row)] for row in range(16)]
+    batch = BatchGenerator(model, prefill_batch_size=len(prompts))
+    uids = batch.insert(prompts, [9] * len(prompts))
+    while not batch.next()[1]:
+        pass
+    cache = PromptCache(BIG)
+    for states, tokens in batch.remove(uids, return_prompt_caches=True).values():
+        cache.store(tokens, states)
+        mx.eval([c.state for c in states])
+    del states
+    batch.close()
+    counted = cache.nbytes
+    assert len(cache) == len(prompts) and measure_freed(cache) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.usefixtures("exact_memory")
+@pytest.mark.parametrize("name", ["llama", "falcon_h1", "rwkv7"])
+def test_a_prefilled_cache_takes_what_is_counted(name: str) -> None:
+    cache, tokens = PromptCache(BIG), [token % 40 for token in range(500)]
+    states = read(tokens, make_family(name))
+    cache.store(tokens, states)
+    mx.eval([c.state for c in states])
+    del states
+    counted = cache.nbytes
+    assert measure_freed(cache) == pytest.approx(counted, rel=0.01)
