@@ -18,6 +18,7 @@ from mlx_redrafter import load_demo
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.request import Request
 from mlx_redrafter.serving.worker import Worker
+from mlx_redrafter.trials import check_speedup
 
 from .command import add_json, parse_positive
 from .tables import show_rows
@@ -111,13 +112,14 @@ def time_schema(engine: Worker, tokenizer: Any, compiler: Any, name: str, args: 
             texts.add(tuple(tokens))
             found.append((len(made.output.tokens) - 1) / made.seconds)
     plain, drafted = median(speeds[False]), median(speeds[True])
+    tokens_per_round = (len(tokens) - 1) / made.output.stats.rounds
     return {
         "schema": name,
         "tokens": len(tokens),
         "plain, tokens/s": plain,
         "drafted, tokens/s": drafted,
-        "ratio": drafted / plain,
-        "tokens per round": (len(tokens) - 1) / made.output.stats.rounds,
+        "ratio": check_speedup(drafted / plain, tokens_per_round),
+        "tokens per round": tokens_per_round,
         "same text": len(texts) == 1,
     }
 

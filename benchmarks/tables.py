@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
 from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.trials import check_speedup
 
 from .records import Record, stamp
 
@@ -110,8 +112,12 @@ def group_by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def summarize(records: Sequence[Record]) -> Row:
-    """A row over several prompts: medians, the range of ratios, and how many texts equal plain decoding's."""
-    ratios = [record["ratio"] for record in records]
+    """A row over several prompts: medians, the range of ratios, and how many texts equal plain decoding's.
+
+    Ratios above the tokens per round were disturbed and do not count.
+    """
+    possible = (check_speedup(record["ratio"], record["tokens_per_round"] or math.inf) for record in records)
+    ratios = [record["ratio"] for record, ratio in zip(records, possible, strict=True) if ratio is not None]
     rounds = [record for record in records if record["tokens_per_round"] is not None]
     same = [record["same_tokens"] for record in records if record["same_tokens"] is not None]
     made, forwards = sum(record["tokens"] - 1 for record in rounds), sum(record["rounds"] for record in rounds)
@@ -119,9 +125,9 @@ def summarize(records: Sequence[Record]) -> Row:
         "prompts": len(records),
         "tokens/s": median(record["tokens_per_second"] for record in records),
         "tokens/round": made / forwards if forwards else None,
-        "x plain": median(ratios),
-        "least": min(ratios),
-        "most": max(ratios),
+        "x plain": median(ratios) if ratios else None,
+        "least": min(ratios, default=None),
+        "most": max(ratios, default=None),
         "same tokens": f"{sum(same)} of {len(same)}" if same else None,
     }
 

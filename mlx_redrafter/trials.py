@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -19,6 +19,17 @@ TRIAL_PROMPTS = (
     "List the planets of the solar system, with one fact about each.",
 )
 """The prompts on which `doctor` and `convert` try a drafter."""
+
+NOISE = 0.03
+"""The relative error of a speedup on an idle machine."""
+
+
+def check_speedup(measured: float, tokens_per_round: float) -> float | None:
+    """A measured speedup, at most the tokens per round, as no round is faster than a plain step.
+
+    None if more was measured, apart from noise: other work on the machine slowed plain decoding down.
+    """
+    return min(measured, tokens_per_round) if measured <= (1 + NOISE) * tokens_per_round else None
 
 
 class PromptRuns(NamedTuple):
@@ -39,6 +50,12 @@ class PromptRuns(NamedTuple):
         """Speed after the first token of each text; 0 if there are no further tokens."""
         made = sum(len(text) - 1 for text in self.texts)
         return made / self.seconds if self.seconds else 0.0
+
+
+def join_runs(runs: Iterable[PromptRuns]) -> PromptRuns:
+    """The results of several calls of `decode_prompts` as one."""
+    stats, texts, seconds = zip(*runs, strict=True)
+    return PromptRuns(sum(stats, Stats()), sum(texts, ()), sum(seconds))
 
 
 def decode_prompts(

@@ -32,6 +32,7 @@ from ..options import OFF, Options
 from ..pair import Pair, draw_seed, find_pair
 from ..planning.machine import PACKAGES
 from ..session.chat_template import render
+from ..trials import check_speedup
 
 DEMO_MAX_TOKENS = 400
 """Enough for the answer to the demo's own prompt, an edit."""
@@ -246,10 +247,11 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
             rows = (decode(plain_stream, max_tokens=at + 1).last.logprobs, drafted.row)
             chosen = (expected.tokens[at], drafted.tokens[at])
             difference = judge_difference(at, rows, chosen, sampler, prompt_tokens + at)
+    plain_tps, last = expected.last.generation_tps, drafted.last
     return drafted, {
-        "plain_generation_tps": expected.last.generation_tps,
-        "generation_tps": drafted.last.generation_tps,
-        "ratio": drafted.last.generation_tps / expected.last.generation_tps,
+        "plain_generation_tps": plain_tps,
+        "generation_tps": last.generation_tps,
+        "ratio": check_speedup(last.generation_tps / plain_tps, last.tokens_per_round) if last.rounds else None,
         "identical": difference is None,
         "difference": None if difference is None else difference._asdict(),
     }
@@ -258,7 +260,9 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
 def describe(verdict: dict[str, Any], last: GenerationResponse) -> str:
     """The result of `compare` in words."""
     plain, drafted, ratio = verdict["plain_generation_tps"], verdict["generation_tps"], verdict["ratio"]
-    text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {ratio:.2f} times\n"
+    why = "busy, not measured: other work slowed plain decoding down" if last.rounds else "too short to measure"
+    times = why if ratio is None else f"{ratio:.2f} times"
+    text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {times}\n"
     if verdict["identical"]:
         return f"{text}all {last.generation_tokens} tokens identical"
     token, distance, margin, rounding = verdict["difference"].values()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from statistics import median, stdev
+from statistics import stdev
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
@@ -18,7 +19,7 @@ from ..engine.model_checks import check_draftable
 from ..engine.stats import Stats
 from ..options import Options
 from ..pair import Pair
-from ..trials import PromptRuns, decode_prompts
+from ..trials import PromptRuns, check_speedup, decode_prompts, join_runs
 from .data import Text, collate
 from .loss import draft_loss
 from .settings import TrainingArgs
@@ -28,6 +29,7 @@ N_RANKS = 8  # ranks of guesses whose acceptance is recorded; wider beams gain l
 MIN_PROMPTS = 8  # with fewer prompts, a table is marked as unreliable
 PROMPT_TOKENS = 64  # length of the prompt taken from a text without a masked prompt
 COMPARED_PROMPTS, COMPARED_TOKENS = 8, 64  # prompts of the final comparison, and tokens decoded after each
+COMPARISONS = 3  # the most comparisons, if other work on the machine disturbs them
 
 
 def measure_guesses(
@@ -110,7 +112,7 @@ class ShapeResult(NamedTuple):
     Attributes:
         beam_width, draft_depth, tree_size: W, K and N.
         tokens_per_second: after the first token of each answer.
-        against_plain: the median over prompts of drafted over plain speed, measured one after the other.
+        against_plain: drafted over plain speed, measured one after the other; None if other work disturbed them.
         same_tokens: whether all tokens equal those of plain decoding.
         prompts: number of prompts.
         tokens_per_round_error, against_plain_error: standard errors over the prompts; None for fewer than two.
@@ -122,7 +124,7 @@ class ShapeResult(NamedTuple):
     tokens_per_round: float
     acceptance_per_depth: tuple[float, ...]
     tokens_per_second: float
-    against_plain: float
+    against_plain: float | None
     same_tokens: bool
     prompts: int
     tokens_per_round_error: float | None
@@ -150,36 +152,43 @@ def compare_shapes(
 ) -> list[ShapeResult]:
     """A result for each shape (W, K); each prompt is decoded plainly and with every shape.
 
-    Trees are skipped if the model takes only chains.
+    Trees are skipped if the model takes only chains. If other work disturbed the speeds, all are measured again.
     """
     takes_trees = check_draftable(model, tree=True) is None
     plans: list[Any] = ["off", *(shape for shape in shapes if shape[0] == 1 or takes_trees)]
-    pair, runs = Pair(model, drafter), {plan: list[PromptRuns]() for plan in plans}
-    with tqdm(total=len(prompts) * len(plans), desc="comparison") as bar:
-        for prompt in prompts:
-            for plan, own in runs.items():
-                own.append(decode_prompts(pair, [prompt], replace(options, plan=plan), eos_token_ids))
-                bar.update()
-    plain, results = runs.pop("off"), []
-    for (width, depth), own in runs.items():
-        stats = sum((run.stats for run in own), Stats())
-        pairs = [(a.tokens_per_second, b.tokens_per_second) for a, b in zip(own, plain, strict=True)]
-        ratios = [a / b for a, b in pairs if a and b]
-        result = ShapeResult(
-            width,
-            depth,
-            1 + width * depth,
-            stats.tokens_per_round,
-            stats.acceptance_per_depth,
-            sum(len(run.texts[0]) - 1 for run in own) / max(sum(run.seconds for run in own), 1e-9),
-            median(ratios or [0.0]),
-            [run.texts for run in own] == [run.texts for run in plain],
-            len(prompts),
-            find_standard_error(run.stats.tokens_per_round for run in own),
-            find_standard_error(ratios),
-        )
-        results.append(result)
+    pair, results = Pair(model, drafter), list[ShapeResult]()
+    for _ in range(COMPARISONS):
+        runs = {plan: list[PromptRuns]() for plan in plans}
+        with tqdm(total=len(prompts) * len(plans), desc="comparison") as bar:
+            for prompt in prompts:
+                for plan, own in runs.items():
+                    own.append(decode_prompts(pair, [prompt], replace(options, plan=plan), eos_token_ids))
+                    bar.update()
+        plain = runs.pop("off")
+        results = [summarize_runs(width, depth, own, plain) for (width, depth), own in runs.items()]
+        if all(result.against_plain is not None for result in results):
+            break
     return results
+
+
+def summarize_runs(width: int, depth: int, own: Sequence[PromptRuns], plain: Sequence[PromptRuns]) -> ShapeResult:
+    """The result of a shape from its runs and those of plain decoding, one for each prompt."""
+    pairs = [*zip(own, plain, strict=True), (join_runs(own), join_runs(plain))]
+    *ratios, ratio = [a.tokens_per_second / (b.tokens_per_second or math.inf) for a, b in pairs]
+    stats = pairs[-1][0].stats
+    return ShapeResult(
+        width,
+        depth,
+        1 + width * depth,
+        stats.tokens_per_round,
+        stats.acceptance_per_depth,
+        pairs[-1][0].tokens_per_second,
+        check_speedup(ratio, stats.tokens_per_round),
+        [run.texts for run in own] == [run.texts for run in plain],
+        len(own),
+        find_standard_error(run.stats.tokens_per_round for run in own),
+        find_standard_error(ratios),
+    )
 
 
 def add_results(
@@ -187,7 +196,7 @@ def add_results(
 ) -> DrafterArgs:
     """The config with measured results: the acceptance table, and the depth of the fastest chain as the default."""
     chains = [result for result in results if result.beam_width == 1]
-    best = max(chains, key=lambda result: (result.against_plain, -result.draft_depth))
+    best = max(chains, key=lambda result: (result.against_plain or 0.0, -result.draft_depth))
     rounded = [[round(share, 4) for share in row] for row in acceptance]
     return replace(sizes, base_model=base_model, draft_depth=best.draft_depth, acceptance=rounded)
 
@@ -198,10 +207,12 @@ def format_table(results: Sequence[ShapeResult]) -> str:
     for row in results:
         shares = " ".join(f"{share:.2f}" for share in row.acceptance_per_depth)
         per_round = format_error(row.tokens_per_round, row.tokens_per_round_error)
-        ratio = format_error(row.against_plain, row.against_plain_error)
+        ratio = "busy" if row.against_plain is None else format_error(row.against_plain, row.against_plain_error)
         cells = f"{row.beam_width:>3} {row.draft_depth:>3} {row.tree_size:>4}  {per_round:>12}"
         cells += f"  {row.tokens_per_second:>8.1f}  {ratio:>13}  {'yes' if row.same_tokens else 'NO':>4}"
         lines.append(f"{cells}  {shares}")
     prompts = results[0].prompts if results else 0
     doubt = "" if prompts >= MIN_PROMPTS else ": too few for reliable numbers"
+    if any(row.against_plain is None for row in results):
+        doubt += "; busy: not measured, as other work on the machine disturbed the times"
     return "\n".join([*lines, f"± is the standard error over the prompts, {prompts}{doubt}"])

@@ -367,7 +367,7 @@ def finish(run: Run) -> int:
     if note := write_report(args, record, drafter.args, place, results):
         run.say(note)
     run.say(format_table(results))
-    if (ratio := max(result.against_plain for result in results)) <= 1:
+    if (ratio := max(result.against_plain or math.inf for result in results)) <= 1:
         run.say(
             f"note: no shape is faster than plain decoding here, the best one has {ratio:.2f} times its speed: "
             "train longer, or train a smaller drafter"

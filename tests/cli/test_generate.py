@@ -16,6 +16,7 @@ from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import judge_difference, make_parser
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.options import OPTION_FLAGS, Options
+from mlx_redrafter.trials import check_speedup
 
 Run = Any
 Pair = tuple[str, str]
@@ -83,11 +84,11 @@ def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: 
     # Too few tokens for the warning about a useless drafter.
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "10", "--compare", "--seed", "1", *PLAN)
     status, out, err = run("generate", *flags)
-    assert status == 0 and "tokens identical" in err and "times" in err and len(out) > 1
+    assert status == 0 and "tokens identical" in err and len(out) > 1
     assert "guessed no token right in 9 rounds" in err and "reads the hidden state after the final norm" in err
     verdict = run_json(run, *flags)["compare"]
     assert verdict["identical"] and verdict["difference"] is None
-    assert verdict["ratio"] == verdict["generation_tps"] / verdict["plain_generation_tps"]
+    assert verdict["ratio"] == check_speedup(verdict["generation_tps"] / verdict["plain_generation_tps"], 1.0)
 
     def corrupt(*args: Any, drafter: Any = None, **options: Any) -> Any:
         for count, response in enumerate(real(*args, drafter=drafter, **options)):
@@ -101,6 +102,29 @@ def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: 
     status, out, _ = run("generate", *flags, "--json")
     difference = json.loads(out)["compare"]["difference"]
     assert status == 1 and difference["token"] == 5 and difference["rounding"] is False
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_compare_gives_no_speedup_from_disturbed_times(
+    busy: bool, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain decoding makes 10 tokens a second, or 2 on a busy machine; drafting makes 12, up to 4 a round."""
+
+    def decode(*args: Any, drafter: Any = None, **options: Any) -> Any:
+        for response in real(*args, drafter=drafter, **options):
+            drafts = drafter is not None
+            response.generation_tps = 12.0 if drafts else 2.0 if busy else 10.0
+            yield response
+
+    real = command.stream_generate
+    monkeypatch.setattr(command, "stream_generate", decode)
+    flags = ("--model", pair[0], "--draft-model", pair[0], "--prompt", "abc", "-m", "14", "--compare", "--temp", "0")
+    verdict = run_json(run, *flags, "--draft-depth", "3")["compare"]
+    assert verdict["ratio"] == (None if busy else 1.2)
+    status, _, err = run("generate", *flags, "--draft-depth", "3")
+    assert status == 0 and ("busy, not measured" in err) is busy and ("1.20 times" in err) is not busy
+    _, _, err = run("generate", *flags, "-m", "1")
+    assert "too short to measure" in err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from mlx_redrafter.pair import Pair
 from mlx_redrafter.training import evaluation
 from mlx_redrafter.training.data import Text, collate
 from mlx_redrafter.training.evaluation import (
+    COMPARISONS,
     ShapeResult,
     add_results,
     compare_shapes,
@@ -28,7 +29,7 @@ from mlx_redrafter.training.evaluation import (
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.trainer import train_drafter
-from mlx_redrafter.trials import decode_prompts
+from mlx_redrafter.trials import PromptRuns, decode_prompts
 
 
 def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
@@ -90,9 +91,30 @@ def test_shapes_are_compared_with_plain_decoding(monkeypatch: pytest.MonkeyPatch
     assert [row[:3] for row in compare_shapes(model, drafter, prompts, shapes, options, set())] == [(1, 2, 3)]
 
 
-def test_the_best_chain_is_chosen_by_paired_ratios() -> None:
+@pytest.mark.parametrize("disturbed", [0, 1, 9])
+def test_disturbed_comparisons_are_repeated(disturbed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round takes 1.5 s and a plain step 1 s, or 9 s in the first comparisons."""
+    model, drafter, options, compared = small_llama(), small_drafter(), Options(max_tokens=12, seed=0), list[int]()
+
+    def decode(pair: Pair, prompts: list[list[int]], options: Options, ends: set[int]) -> PromptRuns:
+        run = decode_prompts(pair, prompts, options, ends)
+        if options.plan != "off":
+            return run._replace(seconds=1.5 * run.stats.rounds)
+        compared.append(1)
+        return run._replace(seconds=(9.0 if len(compared) <= disturbed else 1.0) * run.stats.rounds)
+
+    monkeypatch.setattr(evaluation, "decode_prompts", decode)
+    (row,) = compare_shapes(model, drafter, [[1, 2, 3]], [(1, 2)], options, set())
+    assert len(compared) == min(disturbed + 1, COMPARISONS)
+    if disturbed < COMPARISONS:
+        assert row.against_plain == pytest.approx(row.tokens_per_round / 1.5) and "busy" not in format_table([row])
+    else:
+        assert row.against_plain is None and " busy " in format_table([row]) and "not measured" in format_table([row])
+
+
+def test_the_fastest_chain_is_the_default() -> None:
     sizes = DrafterArgs(8, 10, 4, 1)
-    ratios = {(1, 1): 0.8, (1, 2): 0.9, (1, 3): 0.9, (4, 3): 1.5}
+    ratios = {(1, 1): 0.8, (1, 2): 0.9, (1, 3): 0.9, (1, 4): None, (4, 3): 1.5}
     rows = [ShapeResult(*shape, 0, 1.5, (0.5,), 100.0, ratio, True, 8, None, None) for shape, ratio in ratios.items()]
     found = add_results(sizes, "target", [[0.123456]], rows)
     assert (found.draft_depth, found.base_model, found.acceptance) == (2, "target", [[0.1235]])
