@@ -31,11 +31,9 @@ class Messages(Completion[CountTokensBody]):
         self.messages = read_messages(body)
         self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
         self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
-        self.answer_format, thinking = body.output_config.format or body.output_format, body.thinking.get("type")
-        self.template_args = {
-            "enable_thinking": None if thinking is None else thinking != "disabled",
-            "reasoning_effort": body.output_config.effort,
-        }
+        self.answer_format, self.effort = body.output_config.format or body.output_format, body.output_config.effort
+        thinking = body.thinking.get("type")
+        self.thinks = None if thinking is None else thinking != "disabled"
         self._content: list[dict[str, Any]] = []
         self.reply = {
             "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "content": self._content,

@@ -19,7 +19,7 @@ from mlx_lm.server import convert_chat
 from ..engine.grammar import Grammar
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
-from ..session.chat_template import render
+from ..session.chat_template import make_thinking_args, render
 from .conversation import Message, Tool, Tools, arrange, list_variants
 from .json_schemas import Constraint
 from .metrics import Metrics
@@ -108,7 +108,7 @@ class Completion(ABC, Generic[AnyBody]):
         is_prefilled: whether the last message is the beginning of the answer.
         tools, forced_tools: the tools that may be called, and those of which one must be called.
         answer_format: the format that the answer must follow; None for free text.
-        template_args: variables of the chat template, which `chat_template_kwargs` overrides; None values are dropped.
+        thinks, effort: whether and how much to reason; `chat_template_kwargs` override them. None if not given.
         role_mapping: what precedes each role's text if there is no template.
         choices: how many answers to make; with a seed, choice i uses seed + i.
         top_logprobs: likeliest tokens to return with each token; None for no log-probabilities.
@@ -128,7 +128,8 @@ class Completion(ABC, Generic[AnyBody]):
         self.messages: list[Message] = []
         self.tools: Tools = {}
         self.forced_tools: Tools = {}
-        self.template_args: dict[str, Any] = {}
+        self.thinks: bool | None = None
+        self.effort: str | None = None
         self.reply: Event = {}
 
     def encode_prompt(self) -> Prompt:
@@ -142,8 +143,8 @@ class Completion(ABC, Generic[AnyBody]):
         messages = arrange(self.messages)
         if not tokenizer.has_chat_template:
             return Prompt(list(tokenizer.encode(convert_chat(messages, self.role_mapping))), "normal")
-        given = {name: value for name, value in self.template_args.items() if value is not None}
-        args = (service.args.chat_template_config or {}) | given | own | {"tools": describe_tools(tools) or None}
+        thinking = make_thinking_args(tokenizer, self.thinks, self.effort)
+        args = (service.args.chat_template_config or {}) | thinking | own | {"tools": describe_tools(tools) or None}
         errors: list[RedrafterError] = []
         for variant in (messages, *list_variants(messages)):
             try:

@@ -107,7 +107,7 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
         super().__init__(service, body)
         self.messages, self.role_mapping = body.messages, body.role_mapping
         self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
-        self.template_args = {"reasoning_effort": body.reasoning_effort}
+        self.effort = body.reasoning_effort
         if body.logprobs or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs)
         self._call_counts = [0] * body.n

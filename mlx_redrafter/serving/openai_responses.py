@@ -39,7 +39,7 @@ class Responses(Completion[ResponsesBody]):
         if body.instructions:
             self.messages.insert(0, {"role": "system", "content": body.instructions})
         self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
-        self.answer_format, self.template_args = body.text.format, {"reasoning_effort": body.reasoning.effort}
+        self.answer_format, self.effort = body.text.format, body.reasoning.effort
         self._output: list[dict[str, Any]] = []
         self._event_count = 0
         self.reply = {

@@ -6,6 +6,7 @@ tokens could change: joined texts tokenize differently, and some templates remov
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,21 @@ def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any
     if tools and not tokenizer.has_chat_template:
         raise RedrafterError("tools need a chat template, and the tokenizer has none")
     return (config or {}) | ({} if tools is None else {"tools": list(tools)})
+
+
+def make_thinking_args(tokenizer: Any, thinks: bool | None, effort: str | None) -> dict[str, Any]:
+    """The arguments that turn a template's reasoning on or off, under the names that templates have for them.
+
+    Args:
+        thinks: whether to reason; None for the template's default.
+        effort: how much; "none" turns reasoning off, or down to "low" where the template cannot.
+    """
+    template = tokenizer.chat_template  # None if mlx-lm renders it
+    thinks = False if effort == "none" else thinks
+    if effort == "none" and not re.search("['\"]none['\"]", str(template)):
+        effort = "low"
+    given = {"enable_thinking": thinks} | ({"thinking": thinks, "reasoning_effort": effort} if template else {})
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def encode_conversation(

@@ -208,6 +208,34 @@ def test_items_may_be_referenced(scripted: Scripted, scripted_openai: openai.Ope
     assert scripted[1].prompt == "<user>Why?<assistant>It is blue.<assistant><think>"
 
 
+SWITCHES = {
+    "enable_thinking": "{{ '<think>' if enable_thinking | default(true) else '<think></think>' }}",
+    "thinking": "{{ '<think>' if thinking | default(true) else '<think></think>' }}",
+    "effort": "{{ '<think>' if reasoning_effort | default('high') != 'none' else '<think></think>' }}",
+    "levels": "effort {{ reasoning_effort | default('medium') }}",
+}
+"""Ends of templates with each form of the switch that turns reasoning off; the last has none."""
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_effort_none_turns_reasoning_off(tmp_path: Any, switch: str) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}" + SWITCHES[switch]
+    fields: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"reasoning_effort": "none"},
+        "/v1/responses": {"reasoning": {"effort": "none"}},
+        "/v1/messages": {"thinking": {"type": "disabled"}, "output_config": {"effort": "none"}},
+    }
+    off, on = ("effort low", "effort medium") if switch == "levels" else ("<think></think>", "<think>")
+    with start_scripted(save_tokenizer(tmp_path, f"{template}{{# <tool_call> tool_call.name #}}")) as (server, engine):
+        for path, none in fields.items():
+            for more, expected in ((none, off), ({}, on)):
+                assert post(server, path, [say("user", "Hi")], **more).status == 200
+                assert engine.prompt == f"Hi{expected}"
+            wanted = {"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), True)}
+            assert post(server, path, [say("user", "Hi")], **none | wanted).status == 200
+            assert engine.prompt == f"Hi{off if switch in ('effort', 'levels') else on}"
+
+
 CHAT_TOOL = {"type": "function", "function": {"name": "f"}}
 RESPONSES_TOOL = {"type": "function", "name": "f"}
 MESSAGES_TOOL = {"name": "f", "input_schema": {"type": "object"}}
