@@ -62,11 +62,14 @@ def diagnose(
     no_trees = no_trees or drafter.explain_chains()
     pair = Pair(model, drafter)
     costs = pair.costs(trees=no_trees is None, refresh=refresh)
+    if is_disturbed(costs):
+        print("the measured times contradict each other: measuring again", file=sys.stderr)
+        costs = pair.costs(trees=no_trees is None, refresh=True)
     if stand_in is None:
         depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
         stats = try_drafter(pair, tokenizer, Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False))
         trial = {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
-    chains = list_chains(costs, drafter.args.max_depth, trial)
+    chains = [] if is_disturbed(costs) else list_chains(costs, drafter.args.max_depth, trial)
     tried = [chain for chain in chains if "speedup" in chain and chain["context"] == costs.contexts[0]]
     report: dict[str, Any] = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
@@ -80,11 +83,10 @@ def diagnose(
         "trial": trial,
         "no_trees": no_trees,
         "costs": costs._asdict(),
-        "plain_steps": [[ms / plain for ms in row] for row, plain in zip(costs.verify, costs.plain, strict=True)],
         "chains": chains,
         "fastest": max(tried, key=lambda chain: chain["speedup"], default=None),
     }
-    return report | {"notes": list(find_notes(report, disturbed=is_disturbed(costs)))}
+    return report | {"notes": list(find_notes(report))}
 
 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
@@ -108,13 +110,11 @@ def list_chains(costs: CostTable, max_depth: int | None, trial: dict[str, Any] |
     return found
 
 
-def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
+def find_notes(report: dict[str, Any]) -> Iterator[str]:
     """Notes for the user, the most serious first."""
     machine, target, trial = report["machine"], report["target"], report["trial"]
     if trial and sum(trial["acceptance_per_depth"][:1]) < MIN_ACCEPTANCE:
         yield "the drafter's first guess is hardly ever right: is it for this model, its states and its dtype?"
-    if disturbed:
-        yield "the measured times contradict each other, the machine was busy: measure again with --refresh"
     if "blas" in machine and platform.system() == "Linux":
         if not has_fast_blas(machine["blas"]):
             yield "no fast BLAS: a forward of N nodes costs nearly N plain steps"
@@ -123,8 +123,10 @@ def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
 
 
 def describe_verdict(report: dict[str, Any]) -> str:
-    """Whether the drafter pays; without one, from how many tokens per round one would."""
+    """Whether the drafter pays; without one, from how many tokens per round one would; or that the machine was busy."""
     fastest = report["fastest"]
+    if not report["chains"]:
+        return "Busy, not measured: the times contradict each other. Run this again when nothing else is running."
     if fastest is None:
         chain = min(report["chains"], key=lambda chain: abs(chain["depth"] - 4))
         steps = f"{chain['plain_steps']:.2f}"
@@ -158,11 +160,16 @@ def format_report(report: dict[str, Any]) -> str:
         text.append(f"Plans: chains only, {report['no_trees']}")
 
     after = [f"after {context:,} tokens" for context in costs["contexts"]]
+    if not report["chains"]:
+        return "\n".join(text)
     table = [("",), ("Milliseconds (and plain steps) of a forward; --refresh measures again:",), ("nodes", *after)]
-    table.append(("plain step", *(f"{ms:.2f} (1.00)" for ms in costs["plain"])))
-    for at, nodes in enumerate(costs["counts"]):
-        row = zip(costs["verify"], report["plain_steps"], strict=True)
-        table.append((f"{nodes}", *(f"{ms[at]:.2f} ({steps[at]:.2f})" for ms, steps in row)))
+    forwards = {
+        "plain step": costs["plain"],
+        **dict(zip(costs["counts"], zip(*costs["verify"], strict=True), strict=True)),
+    }
+    for nodes, row in forwards.items():
+        steps = (f"{ms:.2f} ({ms / plain:.2f})" for ms, plain in zip(row, costs["plain"], strict=True))
+        table.append((f"{nodes}", *steps))
     table += [
         ("",),
         ("Plain steps of a whole round, and so the tokens per round from which it pays:",),

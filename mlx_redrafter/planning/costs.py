@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..engine.plan import Plan
+from ..engine.plan import Plan, chain_plan
 from ..errors import RedrafterError
 
 MEASURED_NODES = 16  # the largest measured forward
@@ -73,11 +73,15 @@ class CostTable(NamedTuple):
 
     def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
         """Milliseconds of a round that also replays tokens, at least a plain step; the plan must be measured."""
+        parts = self.parts_ms(plan, length)
+        return max(parts, self.plain_ms(length)) + self._replay_ms(plan.rows, length, replayed)
+
+    def parts_ms(self, plan: Plan, length: int) -> float:
+        """Milliseconds of a round's parts, less what overlaps; for consistent times at least a plain step."""
         overhead = self.overhead_ms[plan.is_tree]
         if not plan.depth:  # without a draft nothing overlaps
             overhead = max(0.0, self.overhead_ms[0])
-        parts = self._verify_ms(plan.rows, length) + self.draft_ms(plan) + overhead
-        return max(parts, self.plain_ms(length)) + self._replay_ms(plan.rows, length, replayed)
+        return self._verify_ms(plan.rows, length) + self.draft_ms(plan) + overhead
 
     def _replay_ms(self, nodes: int, length: int, rows: float) -> float:
         """Milliseconds that replayed rows add to a forward; fractions of a row are interpolated."""
@@ -130,12 +134,18 @@ def is_disturbed(costs: CostTable) -> bool:
     """Whether the times contradict each other, as on a busy machine: more work took less than 0.9 times as long.
 
     A one-node forward that is read at once is at least as much work as a plain step. Longer contexts and wider levels
-    are more work. Node counts are not compared: a larger one may select a faster kernel.
+    are more work. A round is more work than its forward, of which no larger share overlaps than of a plain step's.
+    Node counts are not compared: a larger one may select a faster kernel.
     """
-    single = zip(costs.plain, (row[0] for row in costs.verify), strict=True)
+    single = list(zip(costs.plain, (row[0] for row in costs.verify), strict=True))
+    rounds = [
+        (max(plain, min(1.0, plain / first) * ms), costs.parts_ms(chain_plan(count - 1), context))
+        for context, row, (plain, first) in zip(costs.contexts, costs.verify, single, strict=True)
+        for count, ms in zip(costs.counts[1:], row[1:], strict=True)
+    ]
     contexts = [pair for column in (costs.plain, *zip(*costs.verify, strict=True)) for pair in pairwise(column)]
     drafts = [costs.draft_ms(Plan(width, 4, 1 + 4 * width)) for width in costs.widths]
-    return any(more < 0.9 * less for less, more in (*single, *contexts, *pairwise(drafts)))
+    return any(more < 0.9 * less for less, more in (*single, *rounds, *contexts, *pairwise(drafts)))
 
 
 def find_lower_quartile(values: Iterable[float]) -> float:

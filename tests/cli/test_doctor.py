@@ -79,6 +79,24 @@ def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(measured: Measur
     assert report["notes"] == [] and f"Tried greedily with a chain of {report['trial']['depth']}. " in "\n".join(others)
 
 
+def test_times_that_contradict_each_other_give_no_numbers(
+    measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A round of three nodes that takes less time than their forward alone."""
+    busy = measured.costs._replace(
+        verify=tuple((row[0], *(2.02 * ms for ms in row[1:])) for row in measured.costs.verify)
+    )
+    measured.costs = busy._replace(overhead_ms=(-1.2, -1.2))
+    model = make_model(vocab=3)
+    tokenizer = make_tokenizer()
+    tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]
+    report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
+    assert len(measured.trees) == 2 and "measuring again" in capsys.readouterr().err
+    assert report["chains"] == [] and report["fastest"] is None and report["trial"]
+    first, *others = format_report(report).splitlines()
+    assert first.startswith("Busy, not measured") and not any("plain steps" in line or " x " in line for line in others)
+
+
 def test_a_drafter_that_is_never_right_is_found(measured: Measured) -> None:
     model, tokenizer = make_model(vocab=3), make_tokenizer()
     tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]

@@ -99,6 +99,9 @@ def test_times_that_contradict_each_other_are_disturbed() -> None:
     assert is_disturbed(flat._replace(plain=(1.0, 0.5)))
     assert is_disturbed(flat._replace(plain=(1.3, 1.3)))
     assert is_disturbed(flat._replace(level=(0.05, 0.08, 0.06)))
+    assert is_disturbed(flat._replace(overhead_ms=(-0.2, 0.0))), "rounds shorter than their forwards"
+    overlapping = tuple((1.5, *row[1:]) for row in flat.verify)
+    assert not is_disturbed(flat._replace(verify=overlapping, overhead_ms=(-0.05, 0.0))), "half of a forward overlaps"
     late = (*flat.verify[0][:8], 2.0, *flat.verify[0][9:])
     assert is_disturbed(flat._replace(verify=(late, flat.verify[1])))
     assert not is_disturbed(flat._replace(verify=(late, tuple(1.5 * ms for ms in late)))), "confirmed at both lengths"
