@@ -1,13 +1,15 @@
-"""`chat`: mlx-lm's chat on top of `Session`. Ctrl-C stops an answer, not the conversation."""
+"""`chat`: mlx-lm's chat on top of `Session`. Ctrl-C stops an answer, not the chat."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 from contextlib import suppress
+from importlib import import_module
 
-from mlx_lm.cli_ui import ChatUI, _make_theme, print_chat_help, print_header_panel
+from mlx_lm.cli_ui import ChatUI, _make_theme, print_header_panel
 from rich.console import Console
 from rich.markup import escape
 
@@ -18,6 +20,9 @@ from ..errors import Parser, RedrafterError, join_lines
 from ..generate import GenerationResponse
 from ..session.session import Session
 from .generate import show_prompt_progress
+
+QUIT, RESET, HELP = ("q", "/quit", "/exit", "/bye"), ("r", "/reset", "/clear"), ("h", "/help", "/?")
+"""Commands: mlx-lm's letters, and what other chats have."""
 
 COLOURS, DEFAULT_COLOUR = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
 """Escape sequences: colours of accepted tokens by draft source, and the reset to the default colour."""
@@ -38,17 +43,23 @@ def run() -> int:
         except (EOFError, KeyboardInterrupt) as ended:
             if screen.is_interactive:
                 print()  # the cursor is on the line under the prompt
+                if isinstance(ended, KeyboardInterrupt):
+                    screen.say("to leave", "type /quit or press Ctrl-D")
+                    continue
             screen.say_bye()
             return 0 if isinstance(ended, EOFError) else 130
-        if query == "q":
+        command = query.strip()
+        if command in QUIT:
             screen.say_bye()
             return 0
-        if query == "r":
+        if command in RESET:
             session.reset()
             screen.say_reset()
-        elif query == "h":
+        elif command in HELP:
             screen.say_help()
-        elif query.strip():
+        elif re.fullmatch(r"/\w+", command):
+            screen.say("unknown command", f"{command}; /help lists all")
+        elif command:
             answer(session, screen, query, args.system_prompt)
 
 
@@ -103,6 +114,8 @@ class Screen(ChatUI):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's console writes colours into pipes, too
+        with suppress(ImportError):  # lets arrow keys edit a line and recall earlier ones
+            import_module("readline")
         self.is_interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
         has_colours = self._console.color_system is not None and not self._console.no_color
         self._uses_colours = args.show_accepted and has_colours
@@ -115,7 +128,7 @@ class Screen(ChatUI):
         rows = {"model": args.model or demo, "drafter": drafter, "max tokens": limit, "system": args.system_prompt}
         given = [(name, escape(text)) for name, text in rows.items() if text]
         print_header_panel(self._console, "mlx_redrafter.chat", given)
-        print_chat_help(self._console)
+        self.say_help()
 
     def prompt(self) -> str:
         """Reads a line from the user, on rank 0."""
@@ -126,6 +139,11 @@ class Screen(ChatUI):
         if (line := ranks.share(line)) is None:
             raise EOFError
         return str(line)
+
+    def say_help(self) -> None:
+        """Prints the commands."""
+        for what, keys in (("exit", (*QUIT, "Ctrl-D")), ("reset", RESET), ("help", HELP), ("stop", ("Ctrl-C",))):
+            self._console.print(f"  [ui.label]{what:12}[/ui.label][ui.strong]{' '.join(keys)}[/ui.strong]")
 
     def show_token(self, response: GenerationResponse) -> None:
         """Prints a token's text at once, in colour if it was drafted and colours are on."""
@@ -145,5 +163,5 @@ class Screen(ChatUI):
             )
 
     def say(self, what: str, text: str) -> None:
-        """Prints why the turn ended."""
+        """Prints a line for the user."""
         self._console.print(f"  [ui.warn]{what}[/ui.warn] [ui.muted]{escape(text)}[/ui.muted]")

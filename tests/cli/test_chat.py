@@ -91,8 +91,8 @@ def test_a_terminal_tints_accepted_tokens() -> None:
     assert f"{responses[-1].tokens_per_round:.2f} tokens per round" in rounds and "tok/s" in rounds
 
 
-def make_screen(*, interactive: bool = False) -> Screen:
-    screen = Screen(argparse.Namespace(show_accepted=False))
+def make_screen(args: argparse.Namespace | None = None, *, interactive: bool = False) -> Screen:
+    screen = Screen(args or argparse.Namespace(show_accepted=False))
     screen.is_interactive = interactive
     return screen
 
@@ -113,15 +113,30 @@ def test_ctrl_c_stops_an_answer_then_the_chat(
     assert status == 130 and out.endswith("bye\n") and "Traceback" not in err
 
 
+@pytest.mark.parametrize("leave", ["/quit", "/exit", "/bye", "q"])
+def test_ctrl_c_at_the_prompt_says_how_to_leave(
+    leave: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = Mock(side_effect=[KeyboardInterrupt, KeyboardInterrupt, "/help", "/reste", leave])
+    monkeypatch.setattr(Screen, "prompt", typed)
+    monkeypatch.setattr(chat, "Screen", lambda args: make_screen(args, interactive=True))
+    monkeypatch.setattr("sys.argv", ["chat", *FIXED])
+    assert chat.run() == 0 and typed.call_count == 5
+    shown = capsys.readouterr().out
+    assert shown.count("type /quit or press Ctrl-D") == 2 and shown.endswith("bye\n")
+    assert shown.count("q /quit /exit /bye Ctrl-D") == 2, "in the header and after /help"
+    assert "unknown command /reste" in shown and " tokens" not in shown.split("/reste")[1]
+
+
 def test_commands_work_in_a_pipe(run: Run) -> None:
-    stdin = b"def main(\n\nclass Stack:\nr\nh\ndef main(\nq\nclass Stack:"
+    stdin = b"def main(\n\nclass Stack:\n/reset\nh\ndef main(\n/quit \nclass Stack:"
     status, out, _ = run("chat", *FIXED, "-m", "9", "--show-accepted", stdin=stdin)
     session = demo_session(max_tokens=9)
     texts = [session.send(text).text for text in ("def main(", "class Stack:")]
     assert status == 0 and "\x1b" not in out and out.endswith("bye\n")
     assert out.startswith(texts[0] + "\n  9 tokens · ") and f"\n{texts[1]}\n  9 tokens · " in out
     assert out.count(f"{texts[0]}\n  9 tokens") == 2 and out.count("9 tokens ·") == 3
-    assert "reset context cleared" in out and "commands    q exit" in out
+    assert "reset context cleared" in out and "q /quit /exit /bye" in out
 
 
 def test_an_error_ends_the_turn_or_the_pipe(
