@@ -46,9 +46,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
 from ..engine.beam_search import Advance, State, top_w
 from ..engine.model_parts import find_compute_dtype, find_head, find_module_name
@@ -58,6 +56,7 @@ from .block_configs import recognises as recognises
 from .block_configs import sanitize as sanitize
 from .cached import CachedSource
 from .config import LayerArgs
+from .layers import MLP, make_rope
 from .protocol import Drafter as BaseDrafter
 from .protocol import Head
 
@@ -137,24 +136,6 @@ class DrafterArgs(LayerArgs):
         return f"{kind}block {self.block_size}, layers {self.num_layers}, {super().describe()}"
 
 
-def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any] | None) -> Any:
-    """mlx-lm's RoPE; YaRN also with unrounded bounds, as in gpt-oss.
-
-    Source: transformers, modeling_rope_utils.py::_compute_yarn_parameters; arXiv 2309.00071, section 3.
-    """
-    rope: Any = initialize_rope(dims, base, traditional, scaling)
-    if isinstance(rope, YarnRoPE) and scaling is not None and scaling.get("truncate") is False:
-        length = scaling["original_max_position_embeddings"]
-        low, high = (
-            dims * math.log(length / (2 * math.pi * scaling.get(key, turns))) / (2 * math.log(base))
-            for key, turns in (("beta_fast", 32), ("beta_slow", 1))
-        )
-        low, high = max(low, 0), min(high, dims - 1)
-        ramp = mx.clip((mx.arange(dims // 2) - low) / max(high - low, 1e-3), 0, 1)
-        rope._freqs = base ** (mx.arange(0, dims, 2) / dims) / (1 - ramp + ramp / scaling["factor"])
-    return rope
-
-
 class Attention(nn.Module):
     """Attention of a block's rows to the text's rows and to each other, with one KV cache."""
 
@@ -197,7 +178,7 @@ class Layer(nn.Module):
     def __init__(self, args: Any) -> None:
         super().__init__()
         self.self_attn = Attention(args)
-        self.mlp: nn.Module = qwen3.MLP(args.width, args.intermediate_size)
+        self.mlp = MLP(args.width, args.intermediate_size, args.hidden_act or "silu")
         self.input_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
 
@@ -273,26 +254,13 @@ class GemmaAttention(Attention):
         return mx.fast.rms_norm(values, None, self.k_norm.eps)
 
 
-class GemmaMLP(nn.Module):
-    """The MLP of Gemma 4."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def __call__(self, rows: mx.array) -> mx.array:
-        """(..., H) the output for rows (..., H)."""
-        return self.down_proj(nn.gelu_approx(self.gate_proj(rows)) * self.up_proj(rows))
-
-
 class GemmaLayer(Layer):
     """A layer of Gemma 4."""
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
-        self.self_attn, self.mlp = GemmaAttention(args), GemmaMLP(args.width, args.intermediate_size)
+        self.self_attn = GemmaAttention(args)
+        self.mlp = MLP(args.width, args.intermediate_size, args.hidden_act or "gelu_pytorch_tanh")
         self.pre_feedforward_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
         self.post_feedforward_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
         self.layer_scalar = mx.ones((1,))

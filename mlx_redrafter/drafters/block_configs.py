@@ -16,7 +16,7 @@ import mlx.nn as nn
 from ..engine.model_parts import find_model_sizes
 from ..errors import CheckpointError
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
-from .config import flatten, get_object, read_layer
+from .config import NEUTRAL, check_neutral, flatten, get_object, read_layer
 
 MODEL_TYPES = DFLASH, DSPARK = "dflash", "dspark"
 
@@ -27,7 +27,7 @@ NAMES = (
     (r"(?:logit_head\.)?confidence_head\..*", ""),  # not used here
     (r"encoder\.fc\.weight", "fc.weight"),
     (r"encoder\.output_norm_enc\.weight", "hidden_norm.weight"),
-    (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
+    (r"(?:.*\.)?rotary_emb\.inv_freq", ""),
     (r"midlayer\.(.*)", r"layers.0.\1"),
     ("d2t", DRAFT_IDS),
 )
@@ -77,6 +77,8 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
             raise CheckpointError(f"expected vocab_size in {checkpoint.where}/config.json, got none: give --base-model")
         vocab_size = find_model_sizes(model)[1]
     checkpoint.add_row_numbers(vocab_size)
+    if not DEEPSPEC.fullmatch(name):
+        check_neutral(flat, NEUTRAL)
     width, n_inputs = checkpoint.shape("fc.weight")
     own_embedding = "embed_tokens.weight" in tensors
     own_head = "lm_head.weight" in tensors or DRAFT_IDS in tensors
@@ -85,13 +87,13 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     fields |= {
         "model_type": model_type,
         "vocab_size": vocab_size,
-        "width": width,
         "hidden_size": n_inputs // len(layers) if own_embedding and own_head else width,
         "capture_layers": layers,
         "num_layers": n_layers,
         "from_anchor": guesses_from_anchor(flat, model_type),
         "own_embedding": own_embedding,
         "own_head": own_head,
+        "output_multiplier": flat.get("output_multiplier", flat.get("logit_scale", 1.0)),
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
         "embedding_scale": math.sqrt(width) if is_gemma else flat.get("input_embedding_scale"),
         "gemma": is_gemma,
@@ -125,7 +127,6 @@ def find_model_type(checkpoint: Checkpoint, name: str, flat: Config) -> str:
     for is_other, what in (
         (bool(unknown), f"is a {' '.join(unknown)!s:.60}"),
         (head != "vanilla" and flat.get("markov_rank") != 0, f"has a Markov head of type {head!r:.40}"),
-        (bool(flat.get("attention_sink_bias")), "has attention sinks"),
     ):
         if is_other:
             supported = "supported block drafters are DFlash, DFlash 2 and plain DSpark"
@@ -176,6 +177,9 @@ def find_layer_masks(flat: Config, name: str, n_layers: int) -> Config:
         has_window = True
     if has_window and SLIDING in types and not (isinstance(window, int) and window > 0):
         raise ValueError(f"expected sliding_window to be at least 1, got {window!r:.40}")
+    ropes = get_object(flat, "rope_parameters")
+    if has_window and SLIDING in types and ropes.get(SLIDING) != ropes.get(FULL):
+        raise ValueError(f"expected the same RoPE in all layers, got {ropes!r:.80}")
     explicit = flat.get("is_causal", flat.get("causal"))
     windows = [window if has_window and each == SLIDING else 0 for each in types]
     causal = [each == SLIDING and is_causal if explicit is None else explicit is True for each in types]

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError
@@ -126,11 +127,18 @@ class Checkpoint:
         return next((self.shape(name)[0] for name in names if name in self.tensors), None)
 
     def add_row_numbers(self, vocab_size: Any) -> None:
-        """Turns a draft vocabulary of offsets from row numbers into token ids; drops one that has all tokens."""
-        if (offsets := self.tensors.pop(DRAFT_IDS, None)) is None:
+        """Turns a draft vocabulary of offsets from row numbers into token ids; drops one that has all tokens.
+
+        `t2d` is a mask of the same tokens, and is dropped.
+        """
+        offsets, mask = (self.tensors.pop(name, None) for name in (DRAFT_IDS, "t2d"))
+        if offsets is None:
             return
+        ids = mx.arange(len(offsets), dtype=mx.int32) + offsets
+        if mask is not None and set(np.flatnonzero(np.array(mask)).tolist()) != set(np.array(ids).tolist()):
+            raise ValueError("expected t2d and d2t to name the same tokens, got different ones")
         if len(offsets) != vocab_size or offsets.any().item():
-            self.tensors[DRAFT_IDS] = mx.arange(len(offsets), dtype=mx.int32) + offsets
+            self.tensors[DRAFT_IDS] = ids
 
     def fill(self, drafter: Any) -> None:
         """Quantizes a drafter's layers as they are stored, and loads all tensors.

@@ -10,6 +10,7 @@ import numpy as np
 from ..engine.model_parts import AFTER_NORM, BEFORE_NORM
 from ..engine.plan import MAX_DRAFT_DEPTH
 from .checkpoint import Checkpoint, Config
+from .layers import ACTIVATIONS, find_rope_type
 
 TYPES: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
 """First word of a field's type -> the classes of its values."""
@@ -32,9 +33,26 @@ def flatten(config: Config, own: str) -> Config:
     parts = get_object(config, "transformer_layer_config"), config, get_object(config, own)
     verifier = get_object(get_object(config, "speculators_config"), "verifier")
     base = {"base_model": verifier.get("name_or_path") or config.get("base_model_name_or_path")}
-    found = {key: value for part in parts for key, value in part.items() if value is not None}
-    rope = get_object(found, "rope_parameters")
-    return found | {"rope_parameters": get_object(rope, "full_attention") or rope} | base
+    return {key: value for part in parts for key, value in part.items() if value is not None} | base
+
+
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+
+ROPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "mrope", "proportional"), ()),
+    "linear": ("factor",),
+    **dict.fromkeys(("llama3", "yarn", "deepseek_yarn"), ("factor", ORIGINAL_LENGTH)),
+}
+"""Supported type of a RoPE -> the keys that it needs. Others depend on the length of the text."""
+
+NEUTRAL = {
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_emb"), 1),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "scale_depth", "dim_model_base"), None),
+    **dict.fromkeys(("attn_logit_softcapping", "clip_qkv"), None),
+    "attention_sink_bias": False,
+    "partial_rotary_factor": 1,
+}
+"""Keys of models' configs that change the computation, and their values without an effect. No tensor shows them."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +154,7 @@ class LayerArgs(DrafterArgs):
         width: H, the width of its rows.
         rope_scaling: as in mlx-lm's models; None for none.
         rope_traditional: whether RoPE pairs adjacent dimensions instead of halves.
+        hidden_act: the MLP's activation, a name in `ACTIVATIONS`; None for the kind's default.
         capture_layers: the target's layers whose outputs it reads, in order, from 0; None for the kind's default.
     """
 
@@ -149,12 +168,15 @@ class LayerArgs(DrafterArgs):
     rope_theta: float = 10000.0
     rope_traditional: bool = False
     rope_scaling: dict[str, Any] | None = None
+    hidden_act: str | None = None
     capture_layers: list[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.capture_layers or [0]) < 0:
             raise ValueError(f"expected the numbers of the target's layers from 0, got {self.capture_layers}")
+        if self.hidden_act not in (None, *ACTIVATIONS):
+            raise ValueError(f"expected hidden_act to be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r:.40}")
 
     @property
     def min_layers(self) -> int:
@@ -176,18 +198,48 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
         layer: the prefix of its tensors' names.
     """
     head_dim = checkpoint.shape(f"{layer}.self_attn.o_proj.weight")[1] // config["num_attention_heads"]
-    rope = get_object(config, "rope_scaling") | get_object(config, "rope_parameters")
-    thetas = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
+    (width,), joined = checkpoint.shape(f"{layer}.post_attention_layernorm.weight"), checkpoint.shape("fc.weight")
+    if joined[0] != width:
+        raise ValueError(f"expected fc.weight of {width} rows, one for each output, got shape {joined}")
     return config | {
         "head_dim": head_dim,
         "num_key_value_heads": checkpoint.shape(f"{layer}.self_attn.k_proj.weight")[0] // head_dim,
         "intermediate_size": checkpoint.shape(f"{layer}.mlp.gate_proj.weight")[0],
+        "width": width,
+        "hidden_act": config.get("hidden_activation") or config.get("hidden_act"),
+        **read_rope(config),
+    }
+
+
+def read_rope(config: Config) -> Config:
+    """The fields of a head's RoPE, from a flat config."""
+    rope = find_rope(config)
+    thetas, kind = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0), find_rope_type(rope)
+    rope = {ORIGINAL_LENGTH: config.get("max_position_embeddings")} | rope
+    if rope.get("factor") == 1 and kind != "proportional":
+        kind = "default"
+    needed = ROPES.get(kind)
+    if needed is None or (kind == "default" and rope.get("factor", 1) != 1):
+        raise ValueError(f"expected rope_scaling of type {', '.join(ROPES)}, got {rope!r:.80}")
+    if missing := [key for key in needed if rope.get(key) is None]:
+        raise ValueError(f"expected {missing[0]} in rope_scaling of type {kind}, got none")
+    return {
         "rope_theta": next(theta for theta in thetas if theta is not None),
-        "rope_scaling": rope if find_rope_type(rope) != "default" else None,
+        "rope_scaling": None if kind == "default" else rope,
         "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True)) is False,
     }
 
 
-def find_rope_type(rope: Config) -> str:
-    """The type of a RoPE, read as mlx-lm reads it."""
-    return str(rope.get("type") or rope.get("rope_type") or "default")
+def find_rope(config: Config) -> Config:
+    """All keys of a flat config's RoPE, that of full attention if layers differ."""
+    given = get_object(config, "rope_parameters")
+    return get_object(config, "rope_scaling") | (get_object(given, "full_attention") or given)
+
+
+def check_neutral(config: Config, neutral: Config) -> None:
+    """Refuses a flat config in which one of the keys has another value than in `neutral`."""
+    rope = find_rope(config)
+    for key, value in neutral.items():
+        got = config.get(key, rope.get(key, value))
+        if got != value and not (key == "partial_rotary_factor" and find_rope_type(rope) == "proportional"):
+            raise ValueError(f"{key} {got!r:.40} is not supported")

@@ -29,10 +29,10 @@ import mlx.nn as nn
 from mlx_lm.models import llama, qwen3
 
 from ..engine.source import Source
-from ..errors import CheckpointError
 from .cached import LayerCache, PairDrafter, PairSource
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
-from .config import LayerArgs, flatten, get_object, read_layer
+from .config import NEUTRAL, LayerArgs, check_neutral, flatten, get_object, read_layer
+from .layers import MLP, make_rope
 from .protocol import Embed, Head
 
 MODEL_TYPE = "eagle"
@@ -41,17 +41,19 @@ N_DEFAULT_STATES = 3
 """How many target layers EAGLE-3 reads if its config does not name them."""
 
 NAMES = (
-    (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
+    (r"(?:.*\.)?rotary_emb\.inv_freq", ""),
     (r"(?:midlayer|layers\.0)\.(.*)", r"layer.\1"),
     ("d2t", DRAFT_IDS),
 )
 """The authors' names, and those of SpecForge, vLLM and speculators."""
 
 SUPPORTED = {
+    **NEUTRAL,
     "speculators_model_type": "eagle3",
     "use_aux_hidden_state": True,
     "use_mtp_layernorm": False,
-    "parallel_draft_step": 1,
+    **dict.fromkeys(("parallel_draft_step", "logit_scale", "output_multiplier", "input_embedding_scale"), 1),
+    "final_logit_softcapping": None,
 }
 """The supported values of config keys whose effect no tensor shows."""
 
@@ -72,9 +74,10 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     version = (
         3 if {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"} & tensors.keys() else 1
     )
-    for key, value in SUPPORTED.items():
-        if config.get(key, value) != value:
-            raise CheckpointError(f"{checkpoint.where}: {key} {config[key]!r:.40} is not supported in EAGLE heads")
+    check_neutral(config, SUPPORTED)
+    sees_all = config.get("use_sliding_window") is False or "full_attention" in config.get("layer_types", [])[:1]
+    if config.get("sliding_window") and not sees_all:
+        raise ValueError(f"sliding_window {config['sliding_window']!r:.40} is not supported")
     layers = find_capture_layers(config) if version == 3 else None
     width, n_inputs = checkpoint.shape("fc.weight")
     vocab_size = checkpoint.find_vocab_size(["embed_tokens.weight"])
@@ -85,7 +88,6 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     return read_layer(checkpoint, config, "layer") | {
         "model_type": MODEL_TYPE,
         "vocab_size": vocab_size,
-        "width": width,
         "hidden_size": n_inputs // len(layers or [0] * N_DEFAULT_STATES) if own_embedding else width,
         "version": version,
         "capture_layers": layers,
@@ -94,8 +96,8 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
         "qkv_bias": "layer.self_attn.q_proj.bias" in tensors,
         "o_bias": "layer.self_attn.o_proj.bias" in tensors,
         "qk_norm": "layer.self_attn.q_norm.weight" in tensors,
-        "fc_norm": "fc_norm.0.weight" in tensors,
-        "norm_before_fc": "input_norm.weight" in tensors,
+        "fc_norm": "fc_norm.0.weight" in tensors or bool(config.get("fc_norm")),
+        "norm_before_fc": "input_norm.weight" in tensors or bool(config.get("norm_before_fc")),
     }
 
 
@@ -169,13 +171,12 @@ class Layer(nn.Module):
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__()
         home: Any = qwen3 if args.qk_norm else llama
-        names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-        sizes = {name: getattr(args, name) for name in (*names, "rope_theta", "rope_traditional", "rope_scaling")}
-        fixed = {"model_type": "llama", "num_hidden_layers": 1, "max_position_embeddings": 2**24}
-        fixed |= {"tie_word_embeddings": False, "hidden_size": args.width, "vocab_size": args.vocab_size}
-        own = home.ModelArgs.from_dict(sizes | fixed)
+        fixed = {"num_hidden_layers": 1, "max_position_embeddings": 2**24, "tie_word_embeddings": False}
+        own = home.ModelArgs.from_dict(args.to_dict() | fixed | {"hidden_size": args.width, "rope_scaling": None})
         n_inputs, bias = args.width * (2 if args.version == 3 else 1), args.qkv_bias
-        self.self_attn, self.mlp = home.Attention(own), qwen3.MLP(args.width, args.intermediate_size)
+        self.self_attn = home.Attention(own)
+        self.mlp = MLP(args.width, args.intermediate_size, args.hidden_act or "silu")
+        self.self_attn.rope = make_rope(args.head_dim, args.rope_theta, args.rope_traditional, args.rope_scaling)
         for name, heads in (
             ("q_proj", args.num_attention_heads),
             ("k_proj", args.num_key_value_heads),

@@ -202,6 +202,42 @@ def test_rope_settings_are_applied(name: str, config: dict[str, Any], is_same: b
     assert mx.allclose(found, sound, atol=1e-4).item() is is_same
 
 
+@pytest.mark.parametrize("key", ["hidden_act", "hidden_activation"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash", "dspark", "dspark_gemma4"])
+def test_the_activation_is_that_of_the_config(name: str, key: str, tmp_path: Path) -> None:
+    made = {
+        act: load_drafter(publish(name, tmp_path / f"{act}", **{"hidden_activation": None, key: act})).sample_logits()
+        for act in ("silu", "gelu_pytorch_tanh", "relu")
+    }
+    sound = load_drafter(publish(name, tmp_path / "sound")).sample_logits()
+    own = "gelu_pytorch_tanh" if name == "dspark_gemma4" else "silu"
+    for act, logits in made.items():
+        assert mx.allclose(logits, sound, atol=1e-5).item() is (act == own)
+
+
+def test_a_converted_head_keeps_its_activation(tmp_path: Path) -> None:
+    done = convert(publish("eagle3", tmp_path / "in", hidden_act="relu2"), tmp_path / "out")
+    assert load_drafter(done.path).args.hidden_act == "relu2"  # type: ignore[attr-defined]
+    assert mx.array_equal(load_drafter(done.path).sample_logits(), load_drafter(tmp_path / "in").sample_logits())
+
+
+def test_a_logit_scale_multiplies_the_logits_of_blocks(tmp_path: Path) -> None:
+    found, sound = (
+        load_drafter(publish("dspark_plain", tmp_path / f"{scale}", logit_scale=scale)).sample_logits()
+        for scale in (0.25, None)
+    )
+    assert mx.allclose(found, 0.25 * sound, atol=1e-5) and not mx.allclose(found, sound, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dspark_speculators"])
+def test_a_mask_of_the_draft_vocabulary_must_agree_with_its_offsets(name: str, tmp_path: Path) -> None:
+    weights = read_golden(name)[0]
+    assert load_drafter(publish(name, tmp_path / "sound")).args.draft_vocab_size
+    other = weights | {"t2d": mx.roll(weights["t2d"], 1)}
+    with pytest.raises(CheckpointError, match="t2d"):
+        load_drafter(publish(name, tmp_path / "in", arrays=other))
+
+
 def test_a_target_supplies_a_missing_vocabulary_size(tmp_path: Path) -> None:
     name = "dflash_assistant"
     target = make_target(name, load_golden(name, tmp_path))

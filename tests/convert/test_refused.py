@@ -138,6 +138,64 @@ def test_what_would_draft_wrongly_is_refused(name: str, config: dict[str, Any], 
     refused(publish(name, tmp_path / "in", **config), tmp_path / "result", names=str(tmp_path / "in"))
 
 
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 64}
+
+UNSUPPORTED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    *((name, {"hidden_act": "xielu"}, "hidden_act") for name in ("eagle1", "eagle3", "dflash", "dspark")),
+    ("dspark_gemma4", {"hidden_activation": "gelu_10"}, "gelu_10"),
+    ("eagle3", {"rope_scaling": {"type": "linear"}}, "factor"),
+    ("eagle3", {"rope_scaling": {"factor": 4.0}}, "type"),
+    ("eagle3", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+    ("dflash", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6, "factor": 4.0}}, "longrope"),
+    ("dflash", {"rope_parameters": YARN | {"rope_theta": 1e6}}, "factor"),
+    ("eagle3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("dflash", {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("eagle3", {"sliding_window": 64}, "sliding_window"),
+    ("eagle3", {"sliding_window": 64, "layer_types": ["sliding_attention"]}, "sliding_window"),
+    ("eagle3", {"logit_scale": 0.5}, "logit_scale"),
+    ("eagle1", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("eagle1", {"scale_emb": 12}, "scale_emb"),
+    ("eagle3", {"residual_multiplier": 0.2}, "residual_multiplier"),
+    ("dflash", {"attention_multiplier": 0.1}, "attention_multiplier"),
+    ("dflash", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("eagle3", {"norm_before_fc": True}, "input_norm"),
+    ("eagle3", {"fc_norm": True}, "fc_norm"),
+    (
+        "dflash_sliding",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+        "RoPE",
+    ),
+)
+"""(golden file, config, what the error names): settings that change the computation in a way that is not supported."""
+
+
+@pytest.mark.parametrize(("name", "config", "key"), UNSUPPORTED)
+def test_what_changes_the_computation_is_named(name: str, config: dict[str, Any], key: str, tmp_path: Path) -> None:
+    refused(publish(name, tmp_path / "in", **config), tmp_path / "result", names=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("eagle3", {"sliding_window": 64, "use_sliding_window": False, "logit_scale": 1.0, "scale_emb": 1}),
+        ("eagle3", {"sliding_window": 64, "layer_types": ["full_attention"], "partial_rotary_factor": 1.0}),
+        ("dspark", {"partial_rotary_factor": 0.25, "attention_multiplier": 0.1}),  # of its target's layers
+    ],
+)
+def test_settings_without_an_effect_are_read(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """Negative control."""
+    found, sound = publish(name, tmp_path / "in", **config), publish(name, tmp_path / "sound")
+    assert mx.array_equal(load_drafter(found).sample_logits(), load_drafter(sound).sample_logits())
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash", "dspark", "qwen3_5_mtp"])
+def test_a_transposed_matrix_is_named_with_both_shapes(name: str, tmp_path: Path) -> None:
+    weights = read_golden(name)[0]
+    (key,) = [key for key in weights if key.endswith("fc.weight")]
+    source = publish(name, tmp_path / "in", arrays=weights | {key: weights[key].T})
+    refused(source, tmp_path / "result", names="fc.weight")
+
+
 ODD: tuple[Any, ...] = (None, -1, 0, "x", [1], {"y": 1})
 
 
