@@ -44,12 +44,14 @@ class Family(NamedTuple):
     Attributes:
         layer, args: the names of the layer's class and of its config's class.
         is_numbered: whether the layer's class takes the layer's number.
+        module: another module that has the classes; None for its own.
         defaults: of config values that may be missing.
     """
 
     layer: str
     args: str = "ModelArgs"
     is_numbered: bool = True
+    module: str | None = None
     defaults: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
 
@@ -61,7 +63,9 @@ LAYERS = {
     "glm4_moe": Family(
         "DecoderLayer", defaults={"partial_rotary_factor": 0.5, "rope_scaling": None, "use_qk_norm": False}
     ),
-    "mimo": Family("TransformerBlock", is_numbered=False),
+    "mimo": Family(  # its own class derives the size of heads from the width
+        "TransformerBlock", is_numbered=False, module="seed_oss", defaults={"attention_bias": True}
+    ),
     "ernie4_5": Family("DecoderLayer", is_numbered=False, defaults={"head_dim": None, "use_bias": False}),
     "nemotron_h": Family("NemotronHBlock"),
 }
@@ -203,6 +207,9 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
         count = f"the first of {layers.n_layers} multi-token-prediction layers"
         checkpoint.notes.append(f"{count} is used at every depth")
     layer_config = select_layer_config(text, model_type)
+    if model_type == "mimo":
+        inner = checkpoint.shape("layer.self_attn.o_proj.weight")[1]
+        layer_config["head_dim"] = inner // text["num_attention_heads"]
     return {"hidden_size": text["hidden_size"], "vocab_size": text.get("vocab_size"), "layer_config": layer_config}
 
 
@@ -247,6 +254,8 @@ def make_layer(layer_config: Mapping[str, Any]) -> nn.Module:
     """A layer of mlx-lm with full attention. Its weights are not evaluated."""
     model_type = layer_config["model_type"]
     given = copy.deepcopy({**layer_config, **LAYER_0_CONFIG})  # `from_dict` may change it
+    if model_type == "mimo":
+        given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
     args = _find_class(model_type, "args").from_dict(given)
     if model_type == "nemotron_h":
         return Blocks(args)
@@ -255,7 +264,8 @@ def make_layer(layer_config: Mapping[str, Any]) -> nn.Module:
 
 
 def _find_class(model_type: str, what: str) -> Any:
-    return getattr(import_module(f"mlx_lm.models.{model_type}"), getattr(LAYERS[model_type], what))
+    family = LAYERS[model_type]
+    return getattr(import_module(f"mlx_lm.models.{family.module or model_type}"), getattr(family, what))
 
 
 class Blocks(nn.Module):

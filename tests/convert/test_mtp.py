@@ -13,7 +13,7 @@ import pytest
 from cached import LAYERS, make_cached, name_as_published, save_base
 from checkpoints import INDEX, base, refused, same, save, tensors
 from families import CONFIGS, make_family
-from published import Arrays, publish
+from published import Arrays, publish, read_golden
 from small import randomised
 from toys import assert_same_steps, make_prompt, run
 
@@ -174,5 +174,21 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
     alone = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / "alone").path)
     save(sidecar / "model.safetensors", base())
     (sidecar / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), "model.safetensors")}))
-    beside = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / "beside").path)
-    assert mx.array_equal(alone.sample_logits(), beside.sample_logits())
+    for name in ("indexed", "not indexed"):
+        beside = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / name).path)
+        assert mx.array_equal(alone.sample_logits(), beside.sample_logits())
+        refused(sidecar, tmp_path / "result", names="--from-base")
+        (sidecar / INDEX).unlink(missing_ok=True)
+
+
+def test_mimo_heads_have_the_size_of_their_tensors(tmp_path: Path) -> None:
+    """Two of four heads, which equal all four with zero columns in place of the others' output."""
+    weights, at = read_golden("mimo_mtp")[0], "model.mtp_layers.0.self_attn."
+    zeroed = weights | {f"{at}o_proj.weight": mx.where(mx.arange(32) < 16, weights[f"{at}o_proj.weight"], 0)}
+    rows = {"q_proj": 16, "k_proj": 8, "v_proj": 8}
+    cut = weights | {f"{at}o_proj.weight": weights[f"{at}o_proj.weight"][:, :16]}
+    cut |= {name: weights[name][:n] for part, n in rows.items() for name in weights if f"{at}{part}." in name}
+    few = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None}
+    found = load_drafter(publish("mimo_mtp", tmp_path / "cut", arrays=cut, **few))
+    expected = load_drafter(publish("mimo_mtp", tmp_path / "zeroed", arrays=zeroed))
+    assert mx.allclose(found.sample_logits(), expected.sample_logits(), atol=1e-5)
