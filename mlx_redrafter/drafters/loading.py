@@ -36,6 +36,8 @@ INDEX = "model.safetensors.index.json"
 SIDECAR = "mtp.safetensors"
 """A file with the multi-token-prediction layer in an MLX folder. The folder's index does not name it."""
 
+HAS_LAYER = "{} is a model that has a multi-token-prediction layer: convert --from-base reads only that"
+
 SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+")
 
 LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
@@ -82,6 +84,8 @@ def choose_matching(present: Iterable[str], pattern: str, name: str) -> list[str
         shard = SHARD.fullmatch(file)
         if shard and (count := sum(other.startswith(f"{shard[1]}-") for other in files)) < int(shard[2]):
             raise CheckpointError(f"incomplete checkpoint: {count} of {shard[2]} shards like {file} in {name}")
+    if files and SIDECAR in present and SIDECAR not in files:
+        raise CheckpointError(HAS_LAYER.format(name))
     return files
 
 
@@ -114,7 +118,7 @@ def choose_base_files(path: Path, present: Collection[str], name: str, choose: C
         path: the directory of the index.
     """
     if INDEX not in present:
-        return choose(present, name)
+        return [SIDECAR] if SIDECAR in present else choose(present, name)
     placed = read_object(path / INDEX).get("weight_map")
     if not isinstance(placed, dict):
         raise CheckpointError(f"{path / INDEX} does not say which file holds which tensor")
@@ -226,8 +230,7 @@ def find_kind(checkpoint: Checkpoint) -> ModuleType:
     if checkpoint.is_base and layers is None:
         raise CheckpointError(describe_missing(where))
     if layers is not None and layers.has_model and not checkpoint.is_base:
-        advice = "convert --from-base reads only that"
-        raise CheckpointError(f"{where} is a model that has a multi-token-prediction layer: {advice}")
+        raise CheckpointError(HAS_LAYER.format(where))
     names = checkpoint.tensors.keys()
     return next(kind for kind in reversed(KINDS.values()) if kind.recognises(names, checkpoint.config))
 
