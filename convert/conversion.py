@@ -40,6 +40,9 @@ from .sources import choose_files, read_checkpoint
 NEW_TOKENS = 64
 """Tokens to generate per prompt when measuring tokens per round."""
 
+BITS = (1, 2, 3, 4, 5, 6, 8)
+"""The numbers of bits that MLX can pack weights into."""
+
 Models = tuple[nn.Module, Any]
 """A target and its tokenizer."""
 
@@ -115,7 +118,14 @@ def convert(
         raise RedrafterError("give either -q to quantize or -d to dequantize, got both")
     if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
         raise RedrafterError("bits, group size and mode need -q")
-    group_size, bits = q_group_size or MODES[q_mode][0], q_bits or MODES[q_mode][1]
+    group_size, bits = (
+        default if value is None else value
+        for value, default in zip((q_group_size, q_bits), MODES[q_mode], strict=True)
+    )
+    odd = [each for each in (bits, *filter(None, parts.values())) if each not in BITS]
+    if odd or group_size < 1:
+        got = f"{(*odd, bits)[0]} bits in groups of {group_size}"
+        raise RedrafterError(f"expected 1 to 6 or 8 bits in groups of at least 1, got {got}")
     check_option("draft_depth", draft_depth)
     if (draft_vocab_size is None) != (token_counts is None):
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
@@ -153,9 +163,12 @@ def convert(
         raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
     n_weights = sum(array.size for array in list_weights(drafter).values())
     if quantize:
+        present = {drafter.find_part(name) for name, each in drafter.named_modules() if hasattr(each, "to_quantized")}
+        if absent := sorted(parts.keys() - present):
+            raise RedrafterError(f"the drafter has no {absent[0]}: leave out --{absent[0]}-bits")
         skipped = quantize_layers(drafter, group_size, bits, q_mode, parts)
-        if skipped and not has_quantized_layers(drafter):
-            raise RedrafterError(f"no layer can be quantized: {skipped[0]}")
+        if not has_quantized_layers(drafter):
+            raise RedrafterError(f"no layer can be quantized: {(*skipped, 'all its parts have 0 bits')[0]}")
         notes += skipped
     config: dict[str, Any] = {"dtype": dtype}
     if quantization := describe_quantization(drafter):
