@@ -145,6 +145,7 @@ class PromptCache:
         nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))  # all ranks must drop the same caches
         if not tokens or not self.max_bytes:
             return
+        mx.clear_cache()  # a reused buffer may be larger than its array
         copy_arrays(cache)
         new = _Entry(np.array(tokens, np.int32), cache, nbytes)
         mx.async_eval([c.state for c in cache])  # otherwise its whole graph stays in memory

@@ -159,15 +159,20 @@ class Batch:
 
     def __init__(self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int) -> None:
         self._model = model
-        self._generator = BatchGenerator(
+        self._make_generator = partial(
+            BatchGenerator,
             model,
             completion_batch_size=size,
             prefill_batch_size=min(prefill_rows, size),
             prefill_step_size=prefill_step_size,
         )
         self._prefill_rows, self._prefill_step_size = prefill_rows, prefill_step_size
-        self._greedy = RowSampler(Sampler(), 0)  # shared, so that mlx-lm calls it once for all rows
         self._rows: dict[int, tuple[Request, RowSampler]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._generator = self._make_generator()
+        self._greedy = RowSampler(Sampler(), 0)  # shared, so that mlx-lm calls it once for all rows
 
     @property
     def rows(self) -> list[Request]:
@@ -221,6 +226,9 @@ class Batch:
         uids = [uid for uid, (row, _) in self._rows.items() if row in wanted]
         caches = self._generator.remove(uids, return_prompt_caches=keep_caches)
         removed = {uid: self._rows.pop(uid)[0] for uid in uids}
+        if removed and not self._rows:  # the generator holds the last log-probabilities of all rows
+            self.close()
+            self._begin()
         return {removed[uid]: (cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
 
     def remove_all(self, stepped: Sequence[Request]) -> list[tuple[Request, Round, Start]]:
