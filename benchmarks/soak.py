@@ -2,13 +2,16 @@
 
     python -m benchmarks soak --minutes 60
     python -m benchmarks soak --requests 200 --clients 16
+    python -m benchmarks soak --minutes 20 --model HYBRID
 
 The server runs in its own process with the packaged demo in float32. Each client sends one request after another:
 greedy, sampled and with penalties, streamed and not, with and without a drafter. Some clients disconnect early, and
-some requests are invalid. Each text is compared with plain decoding by the library.
+some requests are invalid. Each text is compared with plain decoding by the library, except those to prompts that are
+sent only once, which fill the server's prompt caches.
 
-The exit status is 1 if an answer was wrong, or if the server's memory grew by more than 5% from the third tenth of the
-time to the last. Memory grows for about two minutes, until every combination of requests has occurred.
+The exit status is 1 if an answer was wrong, if the server's memory grew by more than 5% from the third tenth of the
+time to the last, or if at the end its prompt caches hold more than their limit plus 10%. Memory grows until every
+combination of requests has occurred and the prompt caches are full.
 """
 
 from __future__ import annotations
@@ -22,21 +25,23 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_redrafter import load_demo
+from mlx_redrafter import load, load_demo
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.generate import generate
+from mlx_redrafter.serving.command import parse_size
 
 from .command import add_json, parse_above_zero, parse_positive
 from .serving import OURS, save_demo, start_server
 from .tables import show_rows
 
-PROMPTS = 6  # number of prompts; their common prefix comes from the server's prompt cache
+PROMPTS = 6  # number of prompts with a known answer; their common prefix comes from the server's prompt cache
 PENALTY: dict[str, Any] = {"repetition_penalty": 1.3, "repetition_context_size": 20}
 SAMPLING: tuple[dict[str, Any], ...] = (
     {},
@@ -52,13 +57,13 @@ DRAFTING: tuple[dict[str, Any], ...] = ({}, {"draft_model": None}, {"logprobs": 
 INVALID_FIELDS: tuple[dict[str, Any], ...] = (
     {"stop": 5},
     {"temperature": -1},
-    {"draft_model": "nobody"},
     {"max_tokens": "x"},
     {"echo": True},
     {},  # the body is cut off in the middle
 )
-MAX_GROWTH = 1.05
+MAX_GROWTH, MAX_HELD = 1.05, 1.1
 MEASURE_SECONDS = 5.0  # between measurements of the server's memory
+IDLE_SECONDS = 1.0  # from the last answer until the server has freed what it no longer needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=parse_positive, help="maximum requests per client")
     add("--clients", type=parse_positive, default=16, help="concurrent clients (default: %(default)s)")
     add("--max-tokens", type=parse_positive, default=24, help="tokens per answer (default: %(default)s)")
+    add("--model", help="an mlx-lm model whose batches are exact (default: the packaged demo with its drafter)")
+    add("--prompt-cache-bytes", type=parse_size, default="64MB", metavar="SIZE", help="default: %(default)s")
     add("--seed", type=int, default=0, help="seed for choosing requests (default: %(default)s)")
     add_json(parser)
 
@@ -75,10 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the results; returns the exit status."""
     prompts = demo_prompts()[:PROMPTS]
-    expected = decode_expected(prompts, args.max_tokens)
+    expected = decode_expected(args.model, prompts, args.max_tokens)
     sizes: list[tuple[float, int]] = []
-    bounded = ["--prompt-cache-bytes", "1GiB"]  # full after minutes
-    with tempfile.TemporaryDirectory() as folder, start_server(OURS, save_demo(Path(folder))[OURS] + bounded) as server:
+    limited = ["--prompt-cache-bytes", str(args.prompt_cache_bytes), "--log-level", "ERROR"]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        loaded = save_demo(Path(folder))[OURS] if args.model is None else ["--model", args.model]
+        server = stack.enter_context(start_server(OURS, loaded + limited))
+        empty = read_metrics(server.port)["active_memory_bytes"]
         started = time.monotonic()
         end = started + 60 * args.minutes
 
@@ -97,17 +107,27 @@ def run(args: argparse.Namespace) -> int:
                 sizes.append((time.monotonic() - started, measure_memory(server.pid)))
                 time.sleep(min(MEASURE_SECONDS, 6 * args.minutes))
         answers = [answer for client in clients for answer in client.result()]
+        while (metrics := read_metrics(server.port))["running"]:
+            time.sleep(0.1)
+        time.sleep(IDLE_SECONDS)
+        metrics = read_metrics(server.port)
     counts, wrong = Counter(kind for kind, _ in answers), [fault for _, fault in answers if fault]
     warm, last = find_growth(sizes)
-    row = {kind: counts[kind] for kind in ("answered", "refused", "left", "failed")}
+    counted, held = metrics["prompt_cache_bytes"], metrics["active_memory_bytes"] - empty
+    row = {kind: counts[kind] for kind in ("answered", "refused", "left", "failed")} | {"wrong": len(wrong)}
     memory = {"MB after two tenths": warm / 1e6, "MB at the end": last / 1e6, "growth": last / warm}
-    show_rows(args, [row | {"wrong": len(wrong)} | memory | {"first wrong": "; ".join(wrong[:3]) or None}])
-    return int(bool(wrong) or last > MAX_GROWTH * warm)
+    caches = {"MB of caches": counted / 1e6, "MB that they hold": held / 1e6, "limit": args.prompt_cache_bytes / 1e6}
+    show_rows(args, [row | memory | caches | {"first wrong": "; ".join(wrong[:3]) or None}])
+    return int(bool(wrong) or last > MAX_GROWTH * warm or held > MAX_HELD * args.prompt_cache_bytes)
 
 
-def decode_expected(prompts: list[str], max_tokens: int) -> list[list[str]]:
-    """The answers to each prompt with each of `SAMPLING`, by plain decoding in this process."""
-    model, tokenizer, _ = load_demo()
+def decode_expected(name: str | None, prompts: list[str], max_tokens: int) -> list[list[str]]:
+    """The answers to each prompt with each of `SAMPLING`, by plain decoding in this process.
+
+    Args:
+        name: the model; None for the packaged demo.
+    """
+    model, tokenizer = load_demo()[:2] if name is None else load(name)
     found = []
     for prompt in prompts:
         row = []
@@ -127,7 +147,9 @@ def send_random_request(
     """Sends a random request; returns (its outcome, the fault of the answer or "")."""
     prompt, way = generator.randrange(len(prompts)), generator.randrange(len(SAMPLING))
     stream = generator.random() < 0.5
-    body = {"prompt": prompts[prompt], "max_tokens": max_tokens, "stream": stream}
+    is_known = generator.random() < 0.5
+    text = prompts[prompt] if is_known else f"# {generator.random()}\n{prompts[prompt]}"
+    body = {"prompt": text, "max_tokens": max_tokens, "stream": stream}
     body |= SAMPLING[way] | generator.choice(DRAFTING)
     kind = generator.randrange(10)
     sent = json.dumps(body)
@@ -151,7 +173,7 @@ def send_random_request(
         return "answered", f"{body}: {reply.status} {raw[:200]!r}"
     events = [line[6:] for line in raw.splitlines() if line.startswith(b"data: {")] if stream else [raw]
     text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
-    right = expected[prompt][way]
+    right = expected[prompt][way] if is_known else text
     return "answered", "" if text == right else f"{body}: {text!r} instead of {right!r}"
 
 
@@ -159,6 +181,17 @@ def measure_memory(pid: int) -> int:
     """The current memory of a process in bytes."""
     found = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return 1024 * int(found.stdout)
+
+
+def read_metrics(port: int) -> dict[str, float]:
+    """The server's gauges by name."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    names = ("running", "prompt_cache_bytes", "active_memory_bytes")
+    found = dict(line.split() for line in lines if not line.startswith("#"))
+    return {name: float(found[f"mlx_redrafter_{name}"]) for name in names}
 
 
 def find_growth(sizes: list[tuple[float, int]]) -> tuple[float, float]:

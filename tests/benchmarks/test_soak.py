@@ -15,14 +15,17 @@ from benchmarks.soak import decode_expected, find_growth
 def test_only_wrong_answers_are_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "PROMPTS", 2)
     monkeypatch.setattr(soak, "MEASURE_SECONDS", 0.5)
-    wrong = [["no", *row[1:]] for row in decode_expected(soak.demo_prompts()[: soak.PROMPTS], 6)]
+    wrong = [["no", *row[1:]] for row in decode_expected(None, soak.demo_prompts()[: soak.PROMPTS], 6)]
     monkeypatch.setattr(soak, "decode_expected", lambda *given: wrong)
-    flags = parse_flags(soak, "--minutes", "2", "--requests", "12", "--clients", "2", "--max-tokens", "6", "--json")
+    flags = parse_flags(soak, "--minutes", "2", "--requests", "12", "--clients", "2", "--max-tokens", "6", "--json",
+                        "--prompt-cache-bytes", "16MB")  # fmt: skip
     assert soak.run(flags) == 1
     found = json.loads(capsys.readouterr().out)
     assert 0 < found["wrong"] < found["answered"] and found["failed"] == 0
     assert "instead of 'no'" in found["first wrong"] and "temperature" not in found["first wrong"]
     assert found["MB after two tenths"] > 50
+    assert 1 < found["MB of caches"] <= found["limit"] == 16
+    assert found["MB that they hold"] == pytest.approx(found["MB of caches"], rel=0.1)
     assert found["growth"] == pytest.approx(found["MB at the end"] / found["MB after two tenths"])
 
 
