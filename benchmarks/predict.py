@@ -6,9 +6,9 @@ A cost model of a round is fitted to Apple's published ReDrafter results on thre
 
     ms = plain step x (two + row (N - 2) + [N >= 16] (cliff + beyond (N - 16)) + K draft)
 
-for N verified rows and K draft levels; levels of chains and of beams have different costs. Without a plan, prints the
-model's errors on published shapes that it was not fitted to, and predicted speeds on each chip with this package's
-changes. With a plan, prints its predicted speed.
+for N verified rows and K draft levels; levels of chains and of beams have different costs. Prints the model's errors on
+published shapes that it was not fitted to, and predicted speeds on each chip with this package's changes. Takes no
+flags.
 """
 
 from __future__ import annotations
