@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
 from .completion import Answer, Completion, Event, Service
-from .conversation import Message, choose_tools, join_parts, make_call, read_tools
+from .conversation import Message, join_parts, make_call, read_tools
 from .schemas import CountTokensBody, MessagesBody
 from .text_stream import Segment
 from .types import ApiError
@@ -30,7 +30,7 @@ class Messages(Completion[CountTokensBody]):
         super().__init__(service, body)
         self.messages = read_messages(body)
         self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
-        self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.offer_tools(read_tools(body.tools), body.tool_choice)
         self.answer_format, self.effort = body.output_config.format or body.output_format, body.output_config.effort
         thinking = body.thinking.get("type")
         self.thinks = None if thinking is None else thinking != "disabled"

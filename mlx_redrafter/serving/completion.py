@@ -20,7 +20,7 @@ from ..engine.grammar import Grammar
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..session.chat_template import make_thinking_args, render
-from .conversation import Message, Tool, Tools, arrange, list_variants
+from .conversation import Message, Tool, Tools, arrange, choose_tools, describe_tools, list_variants
 from .json_schemas import Constraint
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
@@ -35,6 +35,9 @@ Event = dict[str, Any]
 
 NO_DRAFT_MODEL = "none"
 """A `draft_model` that requests plain decoding, for clients that cannot send null."""
+
+FORBIDDEN = -100.0
+"""The `logit_bias` of a token that must not be generated, as in OpenAI's API."""
 
 CODES = {
     400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
@@ -106,6 +109,7 @@ class Completion(ABC, Generic[AnyBody]):
         last_line: sent at the end of a stream.
         messages: the conversation, for `conversation.arrange`.
         is_prefilled: whether the last message is the beginning of the answer.
+        shown_tools: the tools at the beginning of the prompt.
         tools, forced_tools: the tools that may be called, and those of which one must be called.
         answer_format: the format that the answer must follow; None for free text.
         thinks, effort: whether and how much to reason; `chat_template_kwargs` override them. None if not given.
@@ -126,11 +130,17 @@ class Completion(ABC, Generic[AnyBody]):
     def __init__(self, service: Service, body: AnyBody) -> None:
         self.service, self.body = service, body
         self.messages: list[Message] = []
+        self.shown_tools: list[Tool] = []
         self.tools: Tools = {}
         self.forced_tools: Tools = {}
         self.thinks: bool | None = None
         self.effort: str | None = None
         self.reply: Event = {}
+
+    def offer_tools(self, tools: Tools, choice: Any) -> None:
+        """Shows tools to the model, and applies the request's `tool_choice`."""
+        self.shown_tools = list(tools.values())
+        self.tools, self.forced_tools = choose_tools(tools, choice)
 
     def encode_prompt(self) -> Prompt:
         """Encodes the messages with the chat template; without one, joins their texts."""
@@ -144,7 +154,12 @@ class Completion(ABC, Generic[AnyBody]):
         if not tokenizer.has_chat_template:
             return Prompt(list(tokenizer.encode(convert_chat(messages, self.role_mapping))), "normal")
         thinking = make_thinking_args(tokenizer, self.thinks, self.effort)
-        args = (service.args.chat_template_config or {}) | thinking | own | {"tools": describe_tools(tools) or None}
+        args = (
+            (service.args.chat_template_config or {})
+            | thinking
+            | own
+            | {"tools": describe_tools(self.shown_tools) or None}
+        )
         errors: list[RedrafterError] = []
         for variant in (messages, *list_variants(messages)):
             try:
@@ -224,12 +239,15 @@ class Answer:
             "prefix_lengths": prompt.prefix_lengths,
             **body.get_sampling_options(),
         }
+        marks = list(service.tokenizer.tool_call_start_tokens or ())
+        if completion.shown_tools and not completion.tools and len(marks) == 1:  # none may be called
+            asked["logit_bias"] = {marks[0]: FORBIDDEN} | asked.get("logit_bias", {})
         self._completion, self._metrics = completion, service.metrics
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
         self.choice = self.n_tokens = self.n_reasoning = 0
         self.finish_reason: ApiFinishReason | None = None
-        functions, is_call = describe_tools(completion.tools), bool(completion.forced_tools)
+        functions, is_call = describe_tools(completion.tools.values()), bool(completion.forced_tools)
         for at in range(completion.choices):
             seed = {} if body.seed is None else {"seed": body.seed + at}
             self.texts.append(TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call))
@@ -308,8 +326,3 @@ class Answer:
         self.cancel()
         for request in self.requests:
             self._metrics.count(request)
-
-
-def describe_tools(tools: Tools) -> list[dict[str, Any]]:
-    """Returns tools in the format of chat templates and mlx-lm's parsers."""
-    return [{"type": "function", "function": tool.function} for tool in tools.values()]

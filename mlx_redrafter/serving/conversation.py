@@ -234,7 +234,8 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
     """Applies the `tool_choice` of any API.
 
     Returns:
-        The tools that may be called, and those of which one must be called.
+        The tools that may be called, and those of which one must be called. The prompt shows all in any case, so that
+        requests with different choices share a prefix.
     """
     choice = choice if isinstance(choice, dict) else {"type": choice}
     match kind := choice.get("type", "auto"):
@@ -258,3 +259,8 @@ def find_tool(tools: Tools, name: Any) -> Tools:
         if name in (tool.name, shown):
             return {shown: tool}
     raise ApiError(f"tool_choice names {name!r:.100}, which is not among the tools: {', '.join(tools) or 'none':.200}")
+def describe_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    """Returns tools in the format of chat templates and mlx-lm's parsers."""
+    return [{"type": "function", "function": tool.function} for tool in tools]
+
+

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from ..generate import encode
 from .completion import Answer, Completion, Event, Prompt, Service
-from .conversation import Tool, choose_tools, read_tools
+from .conversation import Tool, read_tools
 from .request import Request, TokenEvent
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment, find_bytes
@@ -106,7 +106,7 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
     def __init__(self, service: Service, body: ChatBody) -> None:
         super().__init__(service, body)
         self.messages, self.role_mapping = body.messages, body.role_mapping
-        self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.offer_tools(read_tools(body.tools), body.tool_choice)
         self.effort = body.reasoning_effort
         if body.logprobs or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from .completion import Answer, Completion, Event, Service
-from .conversation import Message, choose_tools, join_name, join_parts, make_call, read_tools
+from .conversation import Message, join_name, join_parts, make_call, read_tools
 from .openai_completions import read_input
 from .schemas import ResponsesBody, log_once
 from .text_stream import Segment
@@ -38,7 +38,7 @@ class Responses(Completion[ResponsesBody]):
         self.messages = read_items(body.input, service)
         if body.instructions:
             self.messages.insert(0, {"role": "system", "content": body.instructions})
-        self.tools, self.forced_tools = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.offer_tools(read_tools(body.tools), body.tool_choice)
         self.answer_format, self.effort = body.text.format, body.reasoning.effort
         self._output: list[dict[str, Any]] = []
         self._event_count = 0

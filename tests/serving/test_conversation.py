@@ -272,10 +272,28 @@ def test_a_forced_call_is_one_object(scripted: Scripted, path: str, tool: Any, c
     assert found == ("f", {"a": 1})
 
 
-def test_tools_are_not_shown_if_none_may_be_called(scripted: Scripted) -> None:
-    tools = [{"type": "function", "name": name} for name in "fgh"]
-    assert post(scripted[0], "/v1/responses", [say("user", "x")], tools=tools, tool_choice="none").status == 200
-    assert scripted[1].prompt.startswith("<user>x")
+@pytest.mark.parametrize(
+    ("path", "tool", "none"),
+    [
+        ("/v1/chat/completions", CHAT_TOOL, "none"),
+        ("/v1/responses", RESPONSES_TOOL, "none"),
+        ("/v1/messages", MESSAGES_TOOL, {"type": "none"}),
+    ],
+)
+def test_tools_stay_in_the_prompt_if_none_may_be_called(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, path: str, tool: Any, none: Any
+) -> None:
+    mark, bias = 7, {8: 1.0}
+    monkeypatch.setattr(type(scripted[1].tokenizer), "tool_call_start_tokens", (mark,))
+    scripted[1].texts = [[f"</think>{CALL % ('f', '{}')}"]]
+    prompts = list[str]()
+    for choice in ({}, {"tool_choice": none}):
+        reply = post(scripted[0], path, [say("user", "x")], tools=[tool], logit_bias=bias, **choice)
+        prompts.append(scripted[1].prompt)
+        asked = scripted[1].requests[-1].asked["logit_bias"]
+        assert asked == (bias | {mark: -100.0} if choice else bias)
+        assert (b"tool_call>" in reply.body) is bool(choice), "a call of another form stays text"
+    assert prompts[0] == prompts[1] and "is how to call f" in prompts[0]
 
 
 def test_a_prefilled_answer_follows_no_format(scripted: Scripted) -> None:
