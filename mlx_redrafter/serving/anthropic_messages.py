@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
 from .completion import Answer, Completion, Event, Service
-from .conversation import Message, join_parts, make_call, read_tools
+from .conversation import Message, join_parts, list_parts, make_call, read_reasoning, read_tools
 from .schemas import CountTokensBody, MessagesBody
 from .text_stream import Segment
 from .types import ApiError
@@ -109,8 +109,7 @@ def make_block(segment: Segment) -> dict[str, Any]:
 
 def read_messages(body: CountTokensBody) -> list[Message]:
     """Returns the system prompt and the messages in chat-completions format."""
-    blocks = body.system if isinstance(body.system, list) else [{"type": "text", "text": body.system or ""}]
-    texts = [join_parts([block], "system") for block in blocks]
+    texts = [join_parts([block], "system") for block in list_parts(body.system, "system")]
     system = "\n\n".join(text for text in texts if not text.startswith(BILLING_PREFIX))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     return messages + [each for at, message in enumerate(body.messages) for each in read_message(message, at)]
@@ -125,19 +124,17 @@ def read_message(message: dict[str, Any], at: int) -> list[Message]:
     role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be 'user', 'assistant' or 'system', got {role!r:.50}")
-    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        return [{"role": role, "content": join_parts(content, f"{where}.content")}]
-    results: list[Message] = []
-    own: Message = {"role": role, "content": ""}
-    for block in content:
+    results, calls, rest = list[Message](), list[dict[str, Any]](), list[dict[str, Any]]()
+    for block in list_parts(content, f"{where}.content"):
         kind = block.get("type")
         if kind == "tool_result":
             text = join_parts(block.get("content"), f"{where}.content")
+            text = f"<error>\n{text}\n</error>" if block.get("is_error") else text
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "tool_use":
-            own.setdefault("tool_calls", []).append(make_call(block.get("id"), block.get("name"), block.get("input")))
-        elif kind == "thinking":
-            own["reasoning_content"] = own.get("reasoning_content", "") + str(block.get("thinking", ""))
-        elif kind != "redacted_thinking":
-            own["content"] += join_parts([block], f"{where}.content")
-    return [*results, own] if own["content"] or len(own) > 2 or not results else results
+            calls.append(make_call(block.get("id"), block.get("name"), block.get("input")))
+        else:
+            rest.append(block)
+    text, reasoning = join_parts(rest, f"{where}.content"), read_reasoning(rest, f"{where}.content")
+    own = {"role": role, "content": text, "reasoning_content": reasoning} | ({"tool_calls": calls} if calls else {})
+    return [*results, own] if text or reasoning or calls or not results else results

@@ -150,7 +150,7 @@ class Completion(ABC, Generic[AnyBody]):
             raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
         if tools and not (tokenizer.has_tool_calling or self.forced_tools):
             raise ApiError("tools are not supported by this model: mlx-lm has no tool parser for its tokenizer")
-        messages = arrange(self.messages)
+        messages = arrange(self.messages, tokenizer.chat_template)
         if not tokenizer.has_chat_template:
             return Prompt(list(tokenizer.encode(convert_chat(messages, self.role_mapping))), "normal")
         thinking = make_thinking_args(tokenizer, self.thinks, self.effort)

@@ -24,8 +24,16 @@ from .types import ApiError
 
 Message = dict[str, Any]
 
-TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Types of message parts that hold text."""
+
+REASONING_PARTS = (
+    "thinking", "redacted_thinking", "reasoning", "reasoning_content", "reasoning_text", "summary_text",
+)  # fmt: skip
+"""Types of message parts that hold reasoning."""
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names that clients and templates have for the reasoning of an assistant's message."""
 
 MARK = "\ufdd0"
 """Marks placeholders. It is a Unicode noncharacter, so texts do not contain it."""
@@ -55,9 +63,15 @@ Tools = dict[str, Tool]
 """Tools by the name that the model sees."""
 
 
-def arrange(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages in a form that chat templates accept, see above; each content is one text."""
-    flat = [flatten(message, f"messages[{at}]") for at, message in enumerate(messages)]
+def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
+    """Returns the messages in a form that chat templates accept, see above; each content is one text.
+
+    Args:
+        template: the chat template, to find its name for reasoning.
+    """
+    names = (name for name in REASONING_FIELDS if re.search(rf"[.'\"]{name}\b", str(template)))
+    field = next(names, REASONING_FIELDS[0])
+    flat = [flatten(message, f"messages[{at}]", field) for at, message in enumerate(messages)]
     if not flat:
         raise ApiError("expected a message to answer, got only items that this server ignores")
     is_system = [message["role"] == "system" for message in flat]
@@ -83,13 +97,23 @@ def arrange(messages: Sequence[Message]) -> list[Message]:
     return [message | {"content": message["content"].replace(MARK, "")} for message in arranged]
 
 
-def flatten(message: Message, where: str) -> Message:
-    """Returns a message with one text as content, the role "system" for "developer", and parsed tool calls."""
-    role = message.get("role")
+def flatten(message: Message, where: str, field: str) -> Message:
+    """Returns a message with one text as content, the role "system" for "developer", and parsed tool calls.
+
+    Args:
+        field: the name for its reasoning.
+    """
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise ApiError(f"{where}.role must be a string, got {role!r:.100}")
-    content = join_parts(message.get("content"), f"{where}.content")
-    flat = message | {"role": "system" if role == "developer" else role, "content": content}
+    text = join_parts(content, f"{where}.content")
+    flat = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    flat |= {"role": "system" if role == "developer" else role, "content": text}
+    given = (*(message.get(name) for name in REASONING_FIELDS), read_reasoning(content, f"{where}.content"))
+    reasoning = next((each for each in given if each and isinstance(each, str)), None)
+    # gpt-oss's template, the one that calls it "thinking", rejects it beside a text and calls.
+    if role == "assistant" and reasoning and not (field == "thinking" and text and message.get("tool_calls")):
+        flat[field] = reasoning
     if (calls := message.get("tool_calls")) is not None:
         try:
             flat["tool_calls"] = [read_call(call) for call in calls]
@@ -132,16 +156,32 @@ def wrap_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}} if is_text else call
 
 
-def join_parts(content: Any, where: str) -> str:
-    """Returns the text of a content: a string, a list of parts, or None. Parts without text become placeholders."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+def list_parts(content: Any, where: str) -> list[dict[str, Any]]:
+    """Returns the parts of a content: a string, a list of parts, or None."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list | None) or not all(isinstance(part, dict) for part in content or ()):
         raise ApiError(f"{where} must be a text or a list of objects, got {content!r:.100}")
-    texts = [read_part(part) for part in content]
+    return content or []
+
+
+def join_parts(content: Any, where: str) -> str:
+    """Returns the text of a content without its reasoning. Parts without text become placeholders."""
+    texts = [read_part(part) for part in list_parts(content, where) if part.get("type") not in REASONING_PARTS]
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(f"{where}: expected texts, got {texts!r:.100}")
     return "".join(texts)
+
+
+def read_reasoning(content: Any, where: str) -> str:
+    """Returns the text of a content's reasoning parts, in the forms of all APIs; empty if it is encrypted."""
+    text = ""
+    for part in list_parts(content, where):
+        if (kind := part.get("type")) in REASONING_PARTS:
+            held = next((part[name] for name in (kind, "text", "content", "summary") if name in part), None)
+            held = held.get("text") if isinstance(held, dict) else held
+            text += join_parts(held, where) + read_reasoning(held, where)
+    return text
 
 
 def read_part(part: dict[str, Any]) -> Any:

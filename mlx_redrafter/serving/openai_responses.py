@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from .completion import Answer, Completion, Event, Service
-from .conversation import Message, join_name, join_parts, make_call, read_tools
+from .conversation import Message, join_name, join_parts, make_call, read_reasoning, read_tools
 from .openai_completions import read_input
 from .schemas import ResponsesBody, log_once
 from .text_stream import Segment
@@ -142,14 +142,15 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
                 raise ApiError(f"{where}: item {identifier!r:.100} is not kept here; send the item itself")
             item = service.items[identifier]
         kind = str(item.get("type") or "message")
+        content = item.get("content")
         if kind == "message":
-            text = join_parts(item.get("content"), f"{where}.content")
+            text = join_parts(content, f"{where}.content")
             if item.get("role") == "assistant":
                 assistant()["content"] += text
             else:
                 messages.append({"role": item.get("role"), "content": text})
         elif kind == "reasoning":
-            text = join_parts(item.get("content") or item.get("summary"), f"{where}.content")
+            text = read_reasoning(content or item.get("summary"), f"{where}.content")
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         elif kind.endswith("_output") and "output" in item:
             output = item["output"]

@@ -296,6 +296,74 @@ def test_tools_stay_in_the_prompt_if_none_may_be_called(
     assert prompts[0] == prompts[1] and "is how to call f" in prompts[0]
 
 
+def test_failures_of_tools_are_told(scripted: Scripted) -> None:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    for given in ("No.", [{"type": "text", "text": "No."}]):
+        result = {"type": "tool_result", "tool_use_id": "c", "content": given}
+        for told in (True, False, None):
+            talk = [say("user", "x"), say("assistant", [call]), say("user", [result | {"is_error": told}])]
+            assert post(scripted[0], "/v1/messages", talk).status == 200
+            shown = "<error>\nNo.\n</error>" if told else "No."
+            assert f"<tool>{shown}<assistant>" in scripted[1].prompt
+
+
+TEMPLATE_WITH_REASONING = """{%- for m in messages %}<{{ m.role }}>{% if m.FIELD %}({{ m.FIELD }}){% endif %}
+{{- m.content }}
+{%- if "FIELD" in m and m.content and m.tool_calls and "FIELD" == "thinking" %}{{ raise_exception("both") }}{% endif %}
+{%- endfor %}{% if enable_thinking is defined %}{% endif %}{# <tool_call> tool_call.name #}"""
+
+
+def answer_after(*reasoning: dict[str, Any], kind: str = "text") -> dict[str, Any]:
+    """An answer in parts, of which the last is its text."""
+    return say("assistant", [*reasoning, {"type": kind, "text": "A."}])
+
+
+SUMMARY = {"type": "summary_text", "text": "Hm."}
+WITH_REASONING: list[tuple[str, list[dict[str, Any]]]] = [
+    ("/v1/chat/completions", [answer_after({"type": "thinking", "thinking": "Hm."})]),
+    ("/v1/chat/completions", [answer_after({"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]})]),
+    ("/v1/chat/completions", [answer_after({"type": "reasoning", "text": "Hm."})]),
+    ("/v1/chat/completions", [answer_after({"type": "reasoning_content", "reasoning_content": {"text": "Hm."}})]),
+    ("/v1/chat/completions", [say("assistant", "A.") | {"reasoning": "Hm.", "reasoning_details": [{}]}]),
+    ("/v1/chat/completions", [say("assistant", "A.") | {"reasoning_content": "Hm."}]),
+    ("/v1/messages", [answer_after({"type": "thinking", "thinking": "Hm."})]),
+    ("/v1/responses", [{"type": "reasoning", "summary": [SUMMARY]}, say("assistant", "A.")]),
+    (
+        "/v1/responses",
+        [{"type": "reasoning", "content": [SUMMARY | {"type": "reasoning_text"}]}, say("assistant", "A.")],
+    ),
+]
+WITHOUT_REASONING = [
+    ("/v1/chat/completions", answer_after({"type": "thinking", "thinking": ""})),
+    ("/v1/chat/completions", say("assistant", "A.") | {"reasoning": {"x": 1}, "thinking": None}),
+    ("/v1/messages", answer_after({"type": "redacted_thinking", "data": "x"})),
+    ("/v1/responses", answer_after({"type": "reasoning", "encrypted": "x"}, kind="output_text")),
+]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_goes_where_the_template_has_a_place(tmp_path: Any, field: str) -> None:
+    template = TEMPLATE_WITH_REASONING.replace("FIELD", field)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    with start_scripted(save_tokenizer(tmp_path, template)) as (server, engine):
+        for path, answer in WITH_REASONING:
+            assert post(server, path, [say("user", "x"), *answer, say("user", "y")]).status == 200
+            assert engine.prompt == "<user>x<assistant>(Hm.)A.<user>y"
+        for path, message in WITHOUT_REASONING:
+            assert post(server, path, [say("user", "x"), message, say("user", "y")]).status == 200
+            assert engine.prompt == "<user>x<assistant>A.<user>y"
+        calls = [say("assistant", "A.") | {"reasoning": "Hm.", "tool_calls": [call]}, say("tool", "y")]
+        assert post(server, "/v1/chat/completions", [say("user", "x"), *calls]).status == 200
+        shown = "A." if field == "thinking" else "(Hm.)A."  # that template rejects all three
+        assert engine.prompt == f"<user>x<assistant>{shown}<tool>y"
+
+
+def test_reasoning_is_dropped_if_the_template_has_no_place_for_it(scripted: Scripted) -> None:
+    for path, answer in WITH_REASONING:
+        assert post(scripted[0], path, [say("user", "x"), *answer, say("user", "y")]).status == 200
+        assert scripted[1].prompt.startswith("<user>x<assistant>A.<user>y<assistant>")
+
+
 def test_a_prefilled_answer_follows_no_format(scripted: Scripted) -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     reply = post(scripted[0], "/v1/messages", [say("user", "x"), say("assistant", "{")], output_config=form)
