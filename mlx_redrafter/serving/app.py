@@ -236,6 +236,8 @@ async def handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         expected = f"expected one of {', '.join(APIS)}" if error.status_code == 404 else error.detail
         error = ApiError(expected, error.status_code, headers=error.headers)
+    elif isinstance(error, RecursionError):
+        error = ApiError("the body is nested too deeply")
     elif not isinstance(error, RedrafterError | ClientDisconnect):
         logging.error("Request failed", exc_info=error)
         error = ApiError("the server failed; see its log", 500)

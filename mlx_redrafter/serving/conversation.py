@@ -202,8 +202,10 @@ def read_part(part: dict[str, Any]) -> Any:
 def read_call(call: dict[str, Any]) -> dict[str, Any]:
     """Returns a tool call with parsed arguments; a custom tool's call becomes a function call."""
     if "custom" in call:
-        return make_call(call.get("id"), call["custom"]["name"], {"input": call["custom"]["input"]})
+        call = make_call(call.get("id"), call["custom"]["name"], {"input": call["custom"]["input"]})
     function = call["function"]
+    if not isinstance(function["name"], str):
+        raise TypeError("expected a name")
     return call | {"function": function | {"arguments": read_arguments(function.get("arguments"))}}
 
 
@@ -270,6 +272,11 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
     return Tool(function, kind, name, namespace)
 
 
+def describe_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    """Returns tools in the format of chat templates and mlx-lm's parsers."""
+    return [{"type": "function", "function": tool.function} for tool in tools]
+
+
 def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
     """Applies the `tool_choice` of any API.
 
@@ -299,8 +306,3 @@ def find_tool(tools: Tools, name: Any) -> Tools:
         if name in (tool.name, shown):
             return {shown: tool}
     raise ApiError(f"tool_choice names {name!r:.100}, which is not among the tools: {', '.join(tools) or 'none':.200}")
-def describe_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
-    """Returns tools in the format of chat templates and mlx-lm's parsers."""
-    return [{"type": "function", "function": tool.function} for tool in tools]
-
-

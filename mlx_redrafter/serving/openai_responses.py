@@ -157,9 +157,13 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
             text = join_parts(output if isinstance(output, str | list) else json.dumps(output), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id", item.get("id")), "content": text})
         elif kind.endswith("_call") and "call_id" in item:
-            name = join_name(str(item.get("name") or kind.removesuffix("_call")), item.get("namespace"))
+            name, namespace = item.get("name") or kind.removesuffix("_call"), item.get("namespace")
+            if not isinstance(name, str) or not isinstance(namespace, str | None):
+                raise ApiError(f"{where}: name and namespace must be strings, got {name!r:.50} and {namespace!r:.50}")
             arguments = {"input": item["input"]} if "input" in item else item.get("arguments")
-            assistant().setdefault("tool_calls", []).append(make_call(item["call_id"], name, arguments))
+            assistant().setdefault("tool_calls", []).append(
+                make_call(item["call_id"], join_name(name, namespace), arguments)
+            )
         else:
             log_once(f"items of this type are ignored: {kind:.60}")
     return messages

@@ -179,25 +179,80 @@ names = st.sampled_from(
      "temperature", "top_p", "seed", "logprobs", "top_logprobs", "n", "stream", "stream_options", "logit_bias", "text",
      "response_format", "thinking", "reasoning", "instructions", "role_mapping", "chat_template_kwargs", "user"]
 )  # fmt: skip
-messages = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "tool", "x"]) | values},
-    optional={"content": values, "tool_calls": values, "tool_call_id": values},
+KINDS = """text input_text output_text refusal thinking reasoning summary_text image document search_result tool_use
+    tool_result tool_reference tool_definition tool_addition tool_removal message function custom namespace
+    item_reference function_call function_call_output custom_tool_call custom_tool_call_output tool_search_tool_regex
+    tool_search_tool_result x"""
+FIELDS = """arguments call_id content custom data defer_loading definition description function id input input_schema
+    is_error name namespace output parameters reasoning reasoning_content source summary text thinking title tool
+    tool_call_id tool_calls tool_name tool_use_id tools"""
+"""Types of parts, items and tools, and what any of them may have."""
+
+kinds, keys = (st.sampled_from(words.split()) for words in (KINDS, FIELDS))
+parts = st.recursive(
+    values | st.sampled_from(["f", "g", "{}"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.builds(lambda kind, held: held | {"type": kind}, kinds | values, st.dictionaries(keys, inner, max_size=4))
+    ),
+    max_leaves=12,
 )
+messages = st.builds(
+    lambda role, held: held | role,
+    st.fixed_dictionaries({}, optional={"role": st.sampled_from(["user", "assistant", "system", "tool"]) | values}),
+    st.dictionaries(keys, parts, max_size=4),
+)
+objects = st.lists(parts.filter(lambda part: isinstance(part, dict)), max_size=3)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from(list(BODIES)),
-    fields=st.dictionaries(names, values, max_size=3),
-    talk=st.none() | st.lists(messages, max_size=3),
+    given_fields=st.dictionaries(names, values, max_size=3),
+    talk=st.none() | st.lists(messages, max_size=3) | objects,
+    tools=st.none() | objects,
 )
 def test_no_field_breaks_the_server(
-    scripted: Scripted, path: str, fields: dict[str, Any], talk: list[Any] | None
+    scripted: Scripted, path: str, given_fields: dict[str, Any], talk: list[Any] | None, tools: list[Any] | None
 ) -> None:
-    body = {**BODIES[path], **fields} | ({"messages": talk} if talk is not None and "messages" in BODIES[path] else {})
+    conversation = "input" if path == "/v1/responses" else "messages"
+    body = {**BODIES[path], **given_fields}
+    body |= ({} if talk is None else {conversation: talk}) | ({} if tools is None else {"tools": tools})
     reply = ask(scripted[0], path, body)
     assert reply.status in (200, 400, 404), (body, reply)
     if reply.status != 200:
         assert reply.error
     elif not body.get("stream"):
         json.loads(reply.body, parse_constant=lambda name: pytest.fail(name))
+
+
+@pytest.mark.parametrize(
+    ("path", "items"),
+    [
+        (
+            "/v1/responses",
+            [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": True}],
+        ),
+        ("/v1/responses", [{"type": "custom_tool_call", "call_id": "c", "name": ["f"], "input": "x"}]),
+        ("/v1/responses", [{"type": "reasoning", "content": 5}]),
+        ("/v1/responses", [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]),
+        ("/v1/chat/completions", [{"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}]),
+        ("/v1/chat/completions", [{"role": "assistant", "tool_calls": [{"function": {"name": {}}}]}]),
+        ("/v1/messages", [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": 5, "input": {}}]}]),
+        ("/v1/messages", [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": 5}]}]),
+    ],
+)
+def test_items_of_the_wrong_type_are_refused(scripted: Scripted, path: str, items: list[Any]) -> None:
+    name = "input" if path == "/v1/responses" else "messages"
+    reply = ask(scripted[0], path, BODIES[path] | {name: items})
+    assert reply.status == 400 and f"{name}[0]" in reply.error, reply
+
+
+@pytest.mark.parametrize("depth", [100, 400])
+def test_deeply_nested_items_are_answered(scripted: Scripted, depth: int) -> None:
+    for begin, end in (('[{"type": "thinking", "thinking": ', "}]"), ('[{"type": "document", "content": ', "}]")):
+        nested = f"{begin * depth}[]{end * depth}".encode()
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            talk = b'{"max_tokens": 9, "messages": [{"role": "assistant", "content": %s}]}' % nested
+            reply = ask(scripted[0], path, talk)
+            assert reply.status == 200 or (reply.status, reply.error) == (400, "the body is nested too deeply")
