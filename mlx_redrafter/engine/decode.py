@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from itertools import count
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, cast
 
@@ -24,7 +23,7 @@ from .tree import merge
 from .types import Kept, Tree
 
 CLEAR_EVERY = 256
-"""MLX's buffer cache is cleared after this many rounds, as in mlx-lm."""
+"""MLX's buffer cache is cleared after at most this many tokens plus a round, as in mlx-lm."""
 
 
 class Round(NamedTuple):
@@ -223,16 +222,19 @@ class Decoder:
             report: see `Report`.
         """
         yield from self.prefill(prompt, prefill_step_size, report)
+        n_since_clear = 0
         try:
-            for number in count(1):
+            while True:
                 started = perf_counter()
                 with on_stream():
                     pending = self._ahead or self._enqueue_round()
                     self._enqueue_next(pending)
                     path, tokens = pending.outcome.read()  # the one host read
                     done = self._commit(pending, path, tokens, 1e3 * (perf_counter() - started))
-                if number % CLEAR_EVERY == 0:
+                n_since_clear += len(tokens)
+                if n_since_clear >= CLEAR_EVERY:
                     mx.clear_cache()
+                    n_since_clear = 0
                 yield done
         finally:
             self._planner.finish()

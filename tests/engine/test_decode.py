@@ -10,14 +10,15 @@ import pytest
 from families import follow_plain, make_family
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from toys import Broken, assert_same_cache, fail_at, ids, make_model, make_prompt, run, with_plain
+from toys import Broken, assert_same_cache, decode_steps, fail_at, ids, make_model, make_prompt, run, with_plain
 
-from mlx_redrafter.engine.decode import Decoder, Planner
+from mlx_redrafter.engine.decode import CLEAR_EVERY, Decoder, Planner
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.round import TokenChooser
 from mlx_redrafter.engine.sampling import Sampler, make_sampler
 from mlx_redrafter.engine.source import Forecast
 from mlx_redrafter.engine.target import Target
+from mlx_redrafter.options import Options
 
 PROMPT = make_prompt(9)
 COUNT = 40
@@ -129,3 +130,16 @@ def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
         tokens += next(iter(each.tokens for each in rounds if each.tokens))
         assert target.length == len(PROMPT) + count - (count not in (2, 3, 4))
     assert tokens == ids(run(model, PROMPT, max_tokens=7))
+
+
+@pytest.mark.parametrize("depth", [0, 15])
+def test_freed_buffers_are_released_as_often_as_in_plain_decoding(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, count = make_model(), 800
+    plain, drafter = with_plain(model, PROMPT, count, "right", width=1)
+    made, releases = list[int](), [0]
+    monkeypatch.setattr(mx, "clear_cache", lambda: releases.append(len(made)))
+    options = Options(context=False, max_tokens=count, plan=(1, depth) if depth else "off")
+    for step in decode_steps(PROMPT, model, drafter if depth else None, options):
+        made.append(step.token)
+    assert made == ids(plain) and round(step.stats.tokens_per_round) == depth + 1
+    assert max(after - before for before, after in pairwise([*releases, count])) <= CLEAR_EVERY + 16
