@@ -121,7 +121,7 @@ class Options:
     max_kv_size: int | None = _flag(
         int,
         None,
-        "most tokens in the KV cache, the first 4 always included; ignored if the model sets its own cache",
+        "most tokens in the KV cache, the first 4 always included; a warning if the model cannot have such a cache",
         group="cache",
         minimum=MIN_RING_SIZE,
     )

@@ -21,7 +21,7 @@ from .engine import kv_cache
 from .engine.blas import warn_of_slow_blas
 from .engine.decode import Decoder, Planner, Round, Rounds, on_stream
 from .engine.grammar import Grammar
-from .engine.model_checks import check_draftable, check_verifiable
+from .engine.model_checks import check_draftable, check_verifiable, explain_rings, make_cache
 from .engine.model_parts import AFTER_NORM, StateName, find_module_name, find_vocab_size
 from .engine.output import Output
 from .engine.plan import Plan, chain_plan
@@ -211,7 +211,9 @@ class Pair:
         sampler = options.make_sampler(draw_seed() if options.seed is None else options.seed)
         sampler.check(self.vocab_size)
         is_own = cache is None and options.max_kv_size is None
-        cache = make_prompt_cache(self.model, options.max_kv_size) if cache is None else cache
+        cache = make_cache(self.model, options.max_kv_size) if cache is None else cache
+        if options.max_kv_size is not None and (note := explain_rings(self.model, cache, options.max_kv_size)):
+            warn(note)
         with on_stream():
             length = kv_cache.length(cache)
         n_history = len(options.history)

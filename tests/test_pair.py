@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from families import make_family
+from mlx_lm.models.cache import make_prompt_cache
 from sessions import make_drafter
 from small import small_drafter, small_llama
 
@@ -45,3 +46,29 @@ def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPat
     assert note.startswith("chains, not trees: its cache (ArraysCache) takes tokens one after the other")
     (note,) = Pair(make_family("phi3small")).choose(Options()).notes
     assert note.startswith("the context does not draft: cannot draft for phi3small: its block-sparse layers")
+
+
+def decode(name: str, **options: Any) -> None:
+    """Decodes three tokens."""
+    list(Pair(make_family(name)).open([1, 2, 3], Options(max_tokens=3, plan="off", **options)))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama", "rings of 16 rows"),
+        ("qwen3_5", "rings of 16 rows"),
+        ("falcon_h1", r"is ignored: .* \(ArraysCache, KVCache\)"),
+        ("mamba2", r"is ignored: .* \(ArraysCache\)"),
+    ],
+)
+def test_max_kv_size_is_never_ignored_in_silence(name: str, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        decode(name, max_kv_size=16)
+    decode("qwen2", max_kv_size=16)  # as in mlx-lm: warnings are errors here
+    decode(name)
+
+
+def test_max_kv_size_does_not_change_a_given_cache() -> None:
+    with pytest.warns(UserWarning, match="is ignored"):
+        decode("qwen2", max_kv_size=16, prompt_cache=make_prompt_cache(make_family("qwen2")))

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 
 from ..engine import kv_cache
 from ..engine.beam_search import Adjust, State
-from ..engine.model_checks import explain_chains
+from ..engine.model_checks import explain_chains, make_cache
 from ..engine.model_parts import find_compute_dtype, find_model_sizes, find_module_name, find_parts, find_vocab_size
 from ..engine.plan import Plan, chain_plan
 from ..engine.source import Source
@@ -136,7 +136,7 @@ class DraftModelSource(Source):
         """See `Source.propose`. The root must be the last token of the text."""
         self._trim(len(self._text) - 1)
         # After an error, no partly written cache must remain.
-        cache, self._cache = self._cache or make_prompt_cache(self._model, self.max_kv_size), []
+        cache, self._cache = self._cache or make_cache(self._model, self.max_kv_size), []
         logits = self._read_text(cache)
         plan = plan if self._takes_trees else chain_plan(plan.depth)
         states = kv_cache.snapshot_rows(cache)

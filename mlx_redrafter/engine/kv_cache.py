@@ -57,6 +57,11 @@ def has_ring(cache: Cache) -> bool:
     return any(isinstance(c, RotatingKVCache) for c in leaves(cache))
 
 
+def has_size(cache: Cache, max_kv_size: int) -> bool:
+    """Whether any leaf is a `RotatingKVCache` of this size."""
+    return any(isinstance(c, RotatingKVCache) and c.max_size == max_kv_size for c in leaves(cache))
+
+
 def keeps_first_rows(cache: Cache) -> bool:
     """Whether any leaf is a rotating cache that never drops its first rows."""
     return any(getattr(c, "keep", 0) for c in leaves(cache))

@@ -6,16 +6,43 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import UnsupportedModelError, join_lines
 from . import kv_cache
 from .model_parts import AFTER_NORM, StateName, check_states, find_module_name
-from .supported_models import CHAINS, LENGTH_BOUND, REFUSED, REPLAYED, TREES
+from .supported_models import CHAINS, LENGTH_BOUND, NO_RINGS, REFUSED, REPLAYED, TREES
 from .tree_attention import Nodes, build_with_nodes
 
 ROPE_MARGIN = 256
 """Margin in tokens: some dynamic ropes take the number of heads plus the offset for the length of the text."""
+
+
+N_FIRST = 4
+"""How many first rows mlx-lm's rings keep."""
+
+
+def make_cache(model: nn.Module, max_kv_size: int | None = None) -> kv_cache.Cache:
+    """A new prompt cache, as mlx-lm makes it.
+
+    Args:
+        max_kv_size: the size of the rings that replace layers which keep every row, also those of models that make
+            their own caches, where mlx-lm ignores it; other layers stay as they are.
+    """
+    cache: kv_cache.Cache = make_prompt_cache(model, max_kv_size)
+    if max_kv_size is None or find_module_name(model) in NO_RINGS:
+        return cache
+    return [RotatingKVCache(max_kv_size, N_FIRST) if type(c) is KVCache else c for c in cache]
+
+
+def explain_rings(model: nn.Module, cache: kv_cache.Cache, max_kv_size: int) -> str | None:
+    """What `max_kv_size` does to a prompt cache, if that differs from mlx-lm or is nothing; otherwise None."""
+    name, types = find_module_name(model), ", ".join(kv_cache.find_unknown_types(cache, ()))
+    if not kv_cache.has_size(cache, max_kv_size):
+        return f"max_kv_size is ignored: the prompt cache of {name} ({types}) has no ring of {max_kv_size} rows"
+    if hasattr(model, "make_cache"):
+        return f"max_kv_size, which mlx-lm ignores for {name}, makes rings of {max_kv_size} rows for full attention"
+    return None
 
 
 def find_exact_length(model: nn.Module) -> int | None:

@@ -8,10 +8,11 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache
 
 from ..errors import RedrafterError
 from . import kv_cache
+from .model_checks import make_cache
 from .target import KVQuantization
 
 
@@ -55,7 +56,7 @@ def check_cache(
     """
     if cache is None and quantization.bits is None:
         return
-    own = make_prompt_cache(model, max_kv_size)
+    own = make_cache(model, max_kv_size)
     if quantization.bits is not None and kv_cache.has_ring(own if cache is None else cache):
         raise RedrafterError("kv_bits needs caches that keep every row: mlx-lm cannot quantize a RotatingKVCache")
     if cache is not None:

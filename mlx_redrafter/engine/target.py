@@ -57,7 +57,6 @@ class Target:
         model: as `mlx_lm.load` returns it.
         cache: its prompt cache; None makes a new one.
         quantization: of the KV cache.
-        max_kv_size: the most rows of a new cache; ignored if the model sets its own.
         capture: the hidden states that forwards return, see `StateName`.
 
     Attributes:
@@ -70,12 +69,11 @@ class Target:
         model: nn.Module,
         cache: kv_cache.Cache | None = None,
         quantization: KVQuantization | None = None,
-        max_kv_size: int | None = None,
         capture: Sequence[StateName] = (),
     ) -> None:
         self._model = model
         self._capture_points = find_capture_points(model, capture)
-        self.cache: kv_cache.Cache = make_prompt_cache(model, max_kv_size) if cache is None else cache
+        self.cache: kv_cache.Cache = make_prompt_cache(model) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv_cache.length(self.cache)
         self._exact_length = find_exact_length(model)

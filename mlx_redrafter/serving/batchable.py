@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import ranks
 from ..engine import kv_cache
+from ..engine.model_checks import make_cache
 from ..engine.model_parts import find_module_name
 from ..engine.round import log_softmax
 from ..options import Options
@@ -37,7 +38,7 @@ def count_prefill_rows(model: nn.Module, options: Options) -> int:
     Two short prompts in a batch are compared with each alone, in float32: in 16 bits, forwards of different shapes
     differ by as much as some wrong batches do. In the model's own dtype a batch only has to run without NaN.
     """
-    cache = make_prompt_cache(model, options.max_kv_size)
+    cache = make_cache(model, options.max_kv_size)
     # mlx-lm's batches support neither quantized caches nor ring caches that keep their first rows.
     if options.kv_bits is not None or kv_cache.keeps_first_rows(cache):
         return 0

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Literal
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from .. import ranks
 from ..engine import kv_cache
 from ..engine.decode import Round
+from ..engine.model_checks import make_cache
 from ..engine.output import FinishReason
 from ..generate import decode_tokens
 from ..options import Options
@@ -63,7 +63,7 @@ class Scheduler:
         self._pair, self._options, self._size, model = pair, options, size, pair.model
         self._counters, self._on_end, self.rows = counters, on_end, dict[Request, None]()
         self.prompt_cache = prompt_cache
-        fresh = make_prompt_cache(model, options.max_kv_size)
+        fresh = make_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.find_unknown_types(fresh, kv_cache.UNBOUNDED)  # can be cut after any token
         self._keeps_first = kv_cache.keeps_first_rows(fresh)
         self._prefill_rows = count_prefill_rows(model, options)

@@ -26,7 +26,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import ranks
 from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
+from ..engine import kv_cache
 from ..engine.decode import on_stream
+from ..engine.model_checks import make_cache
 from ..engine.model_parts import find_context_length
 from ..engine.request_checks import check_cache
 from ..engine.wired_limit import wired_limit
@@ -78,7 +80,7 @@ class Worker:
         prompt_cache_dir: a folder that saves as many bytes of them for the next start; None for none.
 
     Attributes:
-        context_length: None for no limit, also with `max_kv_size`, whose caches drop old rows.
+        context_length: None for no limit, also if a cache of `max_kv_size` drops old rows.
         counters: totals since the start, which the scheduler also updates.
         scheduler: holds the running requests.
     """
@@ -100,7 +102,9 @@ class Worker:
         self._pair, self._tokenizer = Pair(model, drafter), tokenizer
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._defaults = replace(options, xtc_special_tokens=special)
-        from_config = find_context_length(model) if options.max_kv_size is None else None
+        size = options.max_kv_size
+        drops_rows = size is not None and kv_cache.has_size(make_cache(model, size), size)
+        from_config = None if drops_rows else find_context_length(model)
         self.context_length = from_config if context_length is None else context_length
         check_cache(model, None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache
 
 from ..engine import kv_cache
+from ..engine.model_checks import make_cache
 from ..options import Options
 from ..planning.machine import find_usable_bytes
 
@@ -42,7 +43,7 @@ class CacheBytes(NamedTuple):
 
 def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
     """The cache's size, from the shapes of a one-token forward that is not evaluated."""
-    cache = make_prompt_cache(model, options.max_kv_size)
+    cache = make_cache(model, options.max_kv_size)
     model(mx.zeros((1, 1), mx.int32), cache=cache)
     fixed = per_token = quantized = 0.0
     for c in kv_cache.leaves(cache):

@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import ranks
 from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
+from ..engine.model_checks import make_cache
 from ..engine.source import Source
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, StopStrings, stream_text
@@ -301,7 +301,7 @@ class Session:
         After an exception the cache is undefined: it is discarded, and the next turn prefills all tokens again.
         """
         history = turn.old if self._cache is not None else []
-        kept = (self._cache if history else None) or make_prompt_cache(self.model, options.max_kv_size)
+        kept = (self._cache if history else None) or make_cache(self.model, options.max_kv_size)
         cache, states = list(kept), kv_cache.snapshot_rows(kept)  # a copy, as quantization replaces entries of the list
         callback, valid = options.prompt_progress_callback, False
         source = self._fork_source(options.on_drafter_failure) if history else self._pair.open_source()

@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -21,10 +22,10 @@ from toys import CachingDrafter, ScriptedContext, assert_same_cache, assert_same
 from mlx_redrafter import pair
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.model_checks import check_draftable
+from mlx_redrafter.engine.model_checks import check_draftable, make_cache
 from mlx_redrafter.engine.model_parts import find_model_sizes
 from mlx_redrafter.engine.plan import MAX_REPLAY
-from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
+from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, NO_RINGS, REFUSED, REPLAYED, TREES
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.generate import Step
@@ -144,6 +145,29 @@ def test_ring_buffers_work_as_a_prompt_cache(keep: int, width: int, size: int) -
     assert_same_steps(steps, plain, tolerance=CLOSE)
     assert_same_cache(cache, expected, tolerance=CLOSE)
     assert steps[-1].stats.accepted > 5
+
+
+OWN_CACHES = [name for name in RUNNING if hasattr(import_module(f"mlx_lm.models.{name}").Model, "make_cache")]
+
+
+@pytest.mark.parametrize("name", OWN_CACHES)
+def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> None:
+    """mlx-lm ignores it for these models. Other layers keep their own caches, and drafts stay exact."""
+    model, prompt, width = make_family(name), [(7 * i + 3) % 50 for i in range(15)], 2 if name in TREES else 1
+    own, cache = make_prompt_cache(model), make_cache(model, 12)
+    kept = [type(c) is KVCache and name not in NO_RINGS for c in own]
+    assert [isinstance(c, RotatingKVCache) and (c.max_size, c.keep) == (12, 4) for c in cache] == kept
+    assert all(type(c) is type(other) or ring for c, other, ring in zip(cache, own, kept, strict=True))
+    if not any(kept):
+        return
+    plain, text, recorded, expected = decode_recorded(model, prompt, 20, 6, prompt_cache=make_cache(model, 12))
+    drafter = make_follower(model, text, recorded, "mixed", width)
+    steps = run(model, prompt, drafter, max_tokens=20, prompt_cache=cache, plan=(width, 4))
+    assert_same_steps(steps, plain, tolerance=CLOSE)
+    assert_same_cache(cache, expected, tolerance=CLOSE)
+    assert steps[-1].stats.accepted > 3
+    rows = [c.keys.shape[-2] for c, ring in zip(cache, kept, strict=True) if ring and c.keys is not None]
+    assert rows and max(rows) < 12 + len(prompt), "only the rows of the last forward may exceed the ring"
 
 
 @pytest.mark.parametrize("name", RUNNING)
