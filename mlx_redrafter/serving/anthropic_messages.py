@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, ClassVar
 
 from .completion import Answer, Completion, Event, Service
-from .conversation import Message, join_parts, list_parts, make_call, read_reasoning, read_tools
+from .conversation import (
+    Message,
+    Tools,
+    choose_tools,
+    describe_tools,
+    join_parts,
+    list_parts,
+    make_call,
+    read_reasoning,
+    read_tools,
+)
 from .schemas import CountTokensBody, MessagesBody
 from .text_stream import Segment
 from .types import ApiError
@@ -28,9 +38,12 @@ class Messages(Completion[CountTokensBody]):
 
     def __init__(self, service: Service, body: CountTokensBody) -> None:
         super().__init__(service, body)
-        self.messages = read_messages(body)
+        tools, hidden = read_tools(body.tools), find_deferred(body.tools)
+        self.shown_tools = [tool for name, tool in tools.items() if name not in hidden]
+        self.messages = read_messages(body, tools, hidden)
         self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
-        self.offer_tools(read_tools(body.tools), body.tool_choice)
+        known = {name: tool for name, tool in tools.items() if name not in hidden}
+        self.tools, self.forced_tools = choose_tools(known, body.tool_choice)
         self.answer_format, self.effort = body.output_config.format or body.output_format, body.output_config.effort
         thinking = body.thinking.get("type")
         self.thinks = None if thinking is None else thinking != "disabled"
@@ -107,34 +120,84 @@ def make_block(segment: Segment) -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-def read_messages(body: CountTokensBody) -> list[Message]:
-    """Returns the system prompt and the messages in chat-completions format."""
+def find_deferred(tools: Iterable[dict[str, Any]]) -> set[str]:
+    """Returns the names of deferred tools; none if they are deferred for a search that runs on the API's servers."""
+    if any(str(tool.get("type")).startswith("tool_search_tool") for tool in tools):
+        return set()
+    return {str(tool.get("name")) for tool in tools if tool.get("defer_loading") is True}
+
+
+def read_messages(body: CountTokensBody, tools: Tools, hidden: set[str]) -> list[Message]:
+    """Returns the system prompt and the messages in chat-completions format.
+
+    Args:
+        tools: all tools by name; those that the messages define are added.
+        hidden: names of the tools that the model does not know; afterwards without those that the messages load, and
+            with those that they remove.
+    """
     texts = [join_parts([block], "system") for block in list_parts(body.system, "system")]
     system = "\n\n".join(text for text in texts if not text.startswith(BILLING_PREFIX))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    return messages + [each for at, message in enumerate(body.messages) for each in read_message(message, at)]
+    for at, message in enumerate(body.messages):
+        messages += read_message(message, f"messages[{at}]", tools, hidden)
+    return messages
 
 
-def read_message(message: dict[str, Any], at: int) -> list[Message]:
+def read_message(message: dict[str, Any], where: str, tools: Tools, hidden: set[str]) -> list[Message]:
     """Returns one message in chat-completions format; each tool result becomes a message of its own.
 
     Args:
-        at: its index, for errors.
+        where: its place, for errors.
+        tools, hidden: see `read_messages`.
     """
-    role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
+    role, place = message.get("role"), f"{where}.content"
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be 'user', 'assistant' or 'system', got {role!r:.50}")
     results, calls, rest = list[Message](), list[dict[str, Any]](), list[dict[str, Any]]()
-    for block in list_parts(content, f"{where}.content"):
+    for block in list_parts(message.get("content"), place):
         kind = block.get("type")
         if kind == "tool_result":
-            text = join_parts(block.get("content"), f"{where}.content")
+            parts = [show_tools(part, place, tools, hidden) for part in list_parts(block.get("content"), place)]
+            text = join_parts(parts, place)
             text = f"<error>\n{text}\n</error>" if block.get("is_error") else text
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "tool_use":
             calls.append(make_call(block.get("id"), block.get("name"), block.get("input")))
         else:
-            rest.append(block)
-    text, reasoning = join_parts(rest, f"{where}.content"), read_reasoning(rest, f"{where}.content")
+            rest.append(show_tools(block, place, tools, hidden))
+    text, reasoning = join_parts(rest, place), read_reasoning(rest, place)
     own = {"role": role, "content": text, "reasoning_content": reasoning} | ({"tool_calls": calls} if calls else {})
     return [*results, own] if text or reasoning or calls or not results else results
+
+
+def show_tools(block: dict[str, Any], where: str, tools: Tools, hidden: set[str]) -> dict[str, Any]:
+    """Returns the text of a block that loads, adds or removes a tool, and any other block as it is.
+
+    A definition stands where the conversation first refers to it, so the beginning of the prompt stays the same.
+
+    Args:
+        tools, hidden: see `read_messages`; updated.
+    """
+    kind = block.get("type")
+    if kind not in ("tool_reference", "tool_addition", "tool_removal"):
+        return block
+    named = block if kind == "tool_reference" else block.get("tool")
+    named = named if isinstance(named, dict) else {}
+    defined, name = named.get("definition"), named.get("tool_name", named.get("name"))
+    if not isinstance(defined, dict) and not isinstance(name, str):
+        raise ApiError(f"{where}: {kind} must have the name or the definition of a tool, got {block!r:.100}")
+    added = read_tools([defined], where) if isinstance(defined, dict) else {}
+    tools.update(added)
+    hidden.update(added)
+    texts = list[str]()
+    for each in added if isinstance(defined, dict) else [str(name)]:
+        if kind == "tool_removal" or each not in tools:
+            hidden.add(each)
+            texts.append(f"The tool {each} is not available.\n")
+        elif each in hidden:
+            hidden.remove(each)
+            shown = json.dumps(describe_tools([tools[each]])[0], ensure_ascii=False)
+            texts.append(f"<tools>\n{shown}\n</tools>\n")
+        else:
+            texts.append(f"The tool {each} is available.\n")
+    return {"type": "text", "text": "".join(texts)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from servers import Running, ScriptedWorker
+from servers import Running, ScriptedWorker, ask
 
 Scripted = tuple[Running, ScriptedWorker]
 SHELL: Any = {"name": "shell", "description": "Run it.", "input_schema": {"type": "object"}}
@@ -71,3 +71,97 @@ def test_tokens_are_counted(scripted: Scripted, scripted_anthropic: anthropic.An
 def test_other_errors_have_anthropics_types(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="expected model demo, got 'claude'"):
         scripted_anthropic.messages.create(model="claude", max_tokens=1, messages=USER)
+
+
+def use(name: str, identifier: str = "c") -> dict[str, Any]:
+    return {"role": "assistant", "content": [{"type": "tool_use", "id": identifier, "name": name, "input": {}}]}
+
+
+def result(*parts: Any, identifier: str = "c") -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": identifier, "content": list(parts)}]}
+
+
+def system(*parts: Any) -> dict[str, Any]:
+    return {"role": "system", "content": list(parts)}
+
+
+def refer(name: Any) -> dict[str, Any]:
+    return {"type": "tool_reference", "tool_name": name}
+
+
+def add(**tool: Any) -> dict[str, Any]:
+    return {"type": "tool_addition", "tool": tool}
+
+
+def remove(name: str) -> dict[str, Any]:
+    return {"type": "tool_removal", "tool": {"type": "tool_reference", "name": name}}
+
+
+FIND: Any = {"name": "find", "input_schema": {"type": "object"}}
+PAGE: Any = {"name": "page", "description": "Reads.", "input_schema": {"type": "object"}, "defer_loading": True}
+SHOWN = """<tools>
+{"type": "function", "function": {"name": "page", "description": "Reads.", "parameters": {"type": "object"}}}
+</tools>
+"""
+AVAILABLE, NOT_AVAILABLE = "The tool page is available.\n", "The tool page is not available.\n"
+BY_NAME, BY_VALUE = {"type": "tool_reference", "name": "page"}, {"type": "tool_definition", "definition": PAGE}
+
+
+@pytest.mark.parametrize(
+    ("tools", "change", "text", "is_known"),
+    [
+        ([PAGE, FIND], [result({"type": "text", "text": "One: "}, refer("page"))], f"<tool>One: {SHOWN}", True),
+        ([FIND, PAGE], [result(refer("page"), refer("page"))], f"<tool>{SHOWN}{AVAILABLE}", True),
+        ([FIND], [result(refer("page"))], f"<tool>{NOT_AVAILABLE}", False),
+        ([PAGE, FIND], [result(), system(add(**BY_NAME))], f"<tool><user><system>\n{SHOWN}\n</system>", True),
+        ([FIND], [result(), system(add(**BY_VALUE))], f"<tool><user><system>\n{SHOWN}\n</system>", True),
+        ([FIND, PAGE], [result(refer("page")), system(remove("page"))],
+         f"<tool>{SHOWN}<user><system>\n{NOT_AVAILABLE}\n</system>", False),
+        ([FIND, PAGE], [result(refer("page")), system(remove("page"), add(**BY_NAME))],
+         f"<tool>{SHOWN}<user><system>\n{NOT_AVAILABLE}{SHOWN}\n</system>", True),
+    ],
+)  # fmt: skip
+def test_a_deferred_tool_is_shown_where_the_conversation_loads_it(
+    scripted: Scripted, tools: list[Any], change: list[Any], text: str, is_known: bool
+) -> None:
+    server, engine = scripted
+    body: dict[str, Any] = {"max_tokens": 99, "messages": USER, "tools": [FIND]}
+    ask(server, "/v1/messages", body)
+    before = engine.prompt.removesuffix("<assistant><think>")
+    assert before == "<tool_call> is how to call find\n<user>Hi"
+    body |= {"tools": tools}
+    assert ask(server, "/v1/messages", body).status == 200
+    assert engine.prompt.removesuffix("<assistant><think>") == before, "a deferred tool does not change the prompt"
+    body["messages"] = [*USER, use("find"), *change]
+    engine.texts = [[f"</think>{CALL.replace('shell', 'page')}"]]
+    (call,) = ask(server, "/v1/messages", body).json["content"]
+    assert (call["type"], call["name"]) == ("tool_use", "page")
+    expected = f"{before}<assistant><tool_call>find {{}}</tool_call>{text}<assistant><think>"
+    assert engine.prompt.replace("\n", "") == expected.replace("\n", "")
+    forced = body | {"tool_choice": {"type": "tool", "name": "page"}}
+    assert ask(server, "/v1/messages", forced).status == (200 if is_known else 400)
+
+
+def test_tools_are_shown_at_once_if_only_a_hosted_search_could_load_them(scripted: Scripted) -> None:
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    body = {"max_tokens": 9, "messages": USER, "tools": [search, PAGE]}
+    assert ask(scripted[0], "/v1/messages", body).status == 200
+    assert scripted[1].prompt.startswith("<tool_call> is how to call page\n<user>Hi")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        result(refer(5)),
+        result({"type": "tool_reference"}),
+        result("page"),
+        system(add()),
+        system({"type": "tool_addition", "tool": "page"}),
+        system(add(type="tool_definition", definition=[PAGE])),
+        system(add(type="tool_definition", definition={"input_schema": {}})),
+    ],
+)
+def test_malformed_references_are_refused(scripted: Scripted, message: dict[str, Any]) -> None:
+    body = {"max_tokens": 9, "messages": [*USER, use("find"), message], "tools": [FIND, PAGE]}
+    reply = ask(scripted[0], "/v1/messages", body)
+    assert reply.status == 400 and "messages[2].content" in reply.error, reply
