@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ pytestmark = [
     pytest.mark.npm,
     pytest.mark.skipif(shutil.which("npm") is None, reason="npm installs the agents"),
 ]
+SERVER_GUIDE = Path(__file__).parents[2] / "docs" / "server.md"
 BROKEN, RIGHT = "def add(a, b):\n    return a - b\n", "def add(a, b):\n    return a + b\n"
 PRINT = "\n\nprint(add(2, 3))\n"
 
@@ -29,7 +31,7 @@ PRINT = "\n\nprint(add(2, 3))\n"
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where npm installs them; Claude Code's install script only copies its binary, so it is skipped."""
     folder = tmp_path_factory.mktemp("npm")
-    names = ["@anthropic-ai/claude-code", "@openai/codex"]
+    names = ["@anthropic-ai/claude-code@latest", "@openai/codex@latest"]  # untagged, npm takes one for its own node
     subprocess.run(
         ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", folder, *names],
         check=True, capture_output=True, timeout=600,
@@ -52,8 +54,8 @@ class Task:
         self.file = self.work / "add.py"
         self.file.write_text(BROKEN + PRINT)
 
-    def run(self, command: Sequence[str | Path], calls: Sequence[tuple[str, dict[str, Any]]], **variables: str) -> None:
-        """Runs an agent. Each call waits for the previous results; the answer comes last."""
+    def run(self, command: Sequence[str | Path], calls: Sequence[tuple[str, dict[str, Any]]], **variables: str) -> str:
+        """Runs an agent and returns its output. Each call waits for the previous results; the answer comes last."""
         submit = self._engine.submit
 
         def answer(prompt: list[int], **asked: Any) -> ScriptedRequest:
@@ -72,6 +74,7 @@ class Task:
             )  # fmt: skip
         assert done.returncode == 0 and "It adds now." in done.stdout, done.stdout + done.stderr
         assert self.file.read_text() == RIGHT + PRINT
+        return done.stdout + done.stderr
 
 
 @pytest.fixture
@@ -79,41 +82,43 @@ def task(scripted: tuple[Running, ScriptedWorker], tmp_path: Path) -> Task:
     return Task(scripted[1], tmp_path)
 
 
+def read_settings(language: str, url: str) -> str:
+    """Returns the first block of this language in docs/server.md about agents, with the name and address here."""
+    text = SERVER_GUIDE.read_text().split("## Agents")[1]
+    block = text.split(f"```{language}\n")[1].split("```")[0]
+    return block.replace("NAME", "demo").replace("http://127.0.0.1:8080", url)
+
+
 def test_claude_code_edits_and_runs_a_file(
     scripted: tuple[Running, ScriptedWorker], packages: Path, task: Task
 ) -> None:
     (binary,) = packages.glob("@anthropic-ai/claude-code-*/claude")
     run, file = f"{sys.executable} add.py", str(task.file)
-    models = dict.fromkeys(("MODEL", *(f"DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU"))), "demo")
-    task.run(
+    settings = shlex.split(read_settings("bash", scripted[0].url))
+    printed = task.run(
         [binary, "-p", "Fix add.py", "--permission-mode", "acceptEdits", "--allowedTools", f"Bash({run})"],
         [
+            ("ToolSearch", {"query": "select:WebFetch", "max_results": 1}),
             ("Read", {"file_path": file}),
             ("Edit", {"file_path": file, "old_string": "a - b", "new_string": "a + b"}),
             ("Bash", {"command": run, "description": "Run it"}),
         ],
-        ANTHROPIC_BASE_URL=scripted[0].url,
-        ANTHROPIC_AUTH_TOKEN="none",
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
-        **{f"ANTHROPIC_{name}": value for name, value in models.items()},
+        **dict(each.split("=", 1) for each in settings if "=" in each),
     )
     assert "<tool>5" in scripted[1].prompt, "it has read the program's output"
+    assert '<tool><tools>\n{"type": "function", "function": {"name": "WebFetch"' in scripted[1].prompt
+    assert "context window" not in printed, "it knows how long the context is"
 
 
 def test_codex_edits_and_runs_a_file(scripted: tuple[Running, ScriptedWorker], packages: Path, task: Task) -> None:
-    (task.home / ".codex").mkdir()
-    (task.home / ".codex" / "config.toml").write_text(f"""model = "demo"
-model_provider = "mlx_redrafter"
-model_context_window = 32768
-
-[model_providers.mlx_redrafter]
-name = "mlx_redrafter"
-base_url = "{scripted[0].url}/v1"
-wire_api = "responses"
-stream_idle_timeout_ms = 3000000
-""")
+    folder = task.home / ".codex"
+    folder.mkdir()
+    catalog = 'model_catalog_json = "models.json"\n'
+    (folder / "config.toml").write_text(catalog + read_settings("toml", scripted[0].url))
+    (folder / "models.json").write_text(read_settings("json", scripted[0].url))
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     commands = ["cat add.py", "sed -i 's/a - b/a + b/' add.py", f"{sys.executable} add.py"]
     calls = [("exec_command", {"cmd": command}) for command in commands]
-    task.run([packages / ".bin" / "codex", "exec", *flags, "Fix add.py"], calls)
+    printed = task.run([packages / ".bin" / "codex", "exec", *flags, "Fix add.py"], calls)
     assert "Output:\n5" in scripted[1].prompt, "it has read the program's output"
+    assert "Model metadata" not in printed and "You are a coding agent." in scripted[1].prompt
