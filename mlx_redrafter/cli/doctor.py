@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +21,7 @@ from ..engine.plan import chain_plan
 from ..options import Options
 from ..pair import Pair
 from ..planning.costs import CostTable, is_disturbed
-from ..planning.machine import describe_machine, has_fast_blas
+from ..planning.machine import describe_machine
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
 from ..trials import TRIAL_PROMPTS, try_drafter
@@ -115,11 +114,8 @@ def find_notes(report: dict[str, Any]) -> Iterator[str]:
     machine, target, trial = report["machine"], report["target"], report["trial"]
     if trial and sum(trial["acceptance_per_depth"][:1]) < MIN_ACCEPTANCE:
         yield "the drafter's first guess is hardly ever right: is it for this model, its states and its dtype?"
-    if "blas" in machine and platform.system() == "Linux":
-        if not has_fast_blas(machine["blas"]):
-            yield "no fast BLAS: a forward of N nodes costs nearly N plain steps"
-        if target["quantized"] or target["dtype"] != "float32":
-            yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slow, more so for more nodes"
+    if "blas" in machine and (target["quantized"] or target["dtype"] != "float32"):
+        yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slow, more so for more nodes"
 
 
 def describe_verdict(report: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..engine.plan import Plan, chain_plan
-from ..errors import RedrafterError
 
 MEASURED_NODES = 16  # the largest measured forward
 ASSUMED_ROW, ASSUMED_OVERHEAD = 0.15, 0.1  # plain steps per extra row and per round, if not measured
@@ -39,20 +38,6 @@ class CostTable(NamedTuple):
     overhead_ms: tuple[float, float]
     replay_row_ms: float = 0.0
     first: tuple[float, ...] = ()
-
-    def check(self) -> CostTable:
-        """Returns the table itself if its shapes are consistent and its times positive and finite."""
-        fits = (
-            len(self.contexts) == len(self.verify) == len(self.plain)
-            and {len(row) for row in self.verify} == {len(self.counts)}
-            and (len(self.level), len(self.overhead_ms)) == (len(self.widths), 2)
-            and len(self.first) in (0, len(self.widths))
-            and self.counts[0] == self.widths[0] == 1
-            and all(0 < ms < math.inf for row in (self.plain, self.level, self.first, *self.verify) for ms in row)
-        )
-        if not fits:
-            raise RedrafterError("costs must be a table of positive milliseconds for each context, count and width")
-        return self
 
     def chains_only(self) -> CostTable:
         """The same table, for chains only."""
@@ -127,7 +112,7 @@ def parse_costs(fields: dict[str, Any]) -> CostTable:
     def freeze(value: Any) -> Any:
         return tuple(map(freeze, value)) if isinstance(value, list) else value
 
-    return CostTable(**{name: freeze(value) for name, value in dict(fields).items()}).check()
+    return CostTable(**{name: freeze(value) for name, value in dict(fields).items()})
 
 
 def is_disturbed(costs: CostTable) -> bool:

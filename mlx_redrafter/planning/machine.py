@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from platformdirs import user_cache_path
 from ..engine.blas import LIBRARY, count_threads
 
 PACKAGES = ("mlx", "mlx-lm")
-FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # faster for several rows at once than one by one
 
 
 def describe_machine() -> dict[str, Any]:
@@ -33,7 +31,7 @@ def describe_machine() -> dict[str, Any]:
     }
     if device.type == mx.cpu:
         threads = count_threads()
-        found["blas"] = Path(LIBRARY).name if threads else ", ".join(find_blas_libraries()) or "unknown"
+        found["blas"] = Path(LIBRARY).name if threads else os.environ.get("LD_PRELOAD", "MLX's own")
         if threads:
             found["blas_threads"] = threads
         found |= {key: value for key, value in os.environ.items() if key.startswith(("OPENBLAS_", "OMP_"))}
@@ -51,24 +49,6 @@ def find_usable_bytes() -> int:
     """Bytes that MLX can use without slowing down: Metal's recommended working set, or else `find_memory_bytes`."""
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
     return int(info.get("max_recommended_working_set_size") or find_memory_bytes())
-
-
-def find_blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """File names of the loaded BLAS libraries that MLX may call if OpenBLAS was not loaded for it.
-
-    [] if the system does not report them.
-    """
-    if not maps.exists():
-        return []
-    # MLX cannot call those of numpy and scipy, as they rename functions: libscipy_openblas, libopenblas64.
-    pattern = rf"/(lib(?:blas|{FAST_BLAS})[^/\s]*)$"
-    found = re.findall(pattern, maps.read_text(encoding="utf-8"), re.MULTILINE)
-    return sorted({name for name in found if not name.startswith("libopenblas64")})
-
-
-def has_fast_blas(libraries: str) -> bool:
-    """Whether the BLAS is faster for several rows at once; `libraries` is "blas" of `describe_machine`."""
-    return re.search(FAST_BLAS, libraries) is not None
 
 
 def find_cache_directory() -> Path:

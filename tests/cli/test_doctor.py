@@ -117,8 +117,7 @@ def test_without_a_drafter_it_says_what_one_must_make(measured: Measured) -> Non
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({"blas": "libblas.so.3"}, ["no fast BLAS", "quantized weights without the BLAS"]),
-        ({"blas": "libblas.so.3", "system": "Darwin"}, []),
+        ({"blas": "libblas.so.3"}, ["quantized weights without the BLAS"]),
         ({}, []),
     ],
 )

@@ -16,10 +16,10 @@ from mlx_redrafter.engine.blas import LIBRARY
 
 REPORT = """
 from mlx_redrafter.engine.blas import choose_threads
-from mlx_redrafter.planning.machine import describe_machine, has_fast_blas
+from mlx_redrafter.planning.machine import describe_machine
 choose_threads({parameters})
 machine = describe_machine()
-print(has_fast_blas(machine["blas"]), machine.get("blas_threads"))
+print("openblas" in machine["blas"], machine.get("blas_threads"))
 """
 WARN_TWICE = """
 import mlx_redrafter
