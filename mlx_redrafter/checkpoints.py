@@ -45,6 +45,9 @@ DTYPES = ("float16", "bfloat16", "float32")
 DTYPE_HELP = "cast weights to this dtype, but only scales and biases of quantized layers (default: as stored)"
 """The help of `--dtype`."""
 
+HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+"""The keys of a model's config with the numbers of heads that ranks share."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -82,6 +85,9 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
     name, group = os.path.expanduser(path_or_hf_repo), mx.distributed.init()
     groups = (group, None) if pipeline else (None, group)
     try:
+        if not pipeline:
+            folder = mlx_lm_utils._download(name, allow_patterns=["*.json"])
+            check_divisible(mlx_lm_utils.load_config(folder), group.size())
         model, tokenizer = mlx_lm_utils.sharded_load(name, *groups, **options)
     except Exception as error:  # see `load`
         if "connection to a peer was lost" in str(error):  # MLX's message
@@ -93,6 +99,14 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
         raise UnsupportedModelError(f"{name}: the pipeline's ranks would have different kinds of layers: {kinds}")
     set_blas_threads(model)
     return model, tokenizer
+
+
+def check_divisible(config: dict[str, Any], n_ranks: int) -> None:
+    """Refuses a model's config whose heads cannot be divided among ranks, which mlx-lm does not check."""
+    config = config.get("text_config") or config
+    for key in HEADS:
+        if (count := config.get(key) or 0) % n_ranks:
+            raise RedrafterError(f"expected {key} to be divisible by the number of ranks, {n_ranks}, got {count}")
 
 
 def set_blas_threads(model: nn.Module) -> None:

@@ -137,6 +137,15 @@ def test_unsupported_flags_are_refused_on_all_ranks(each: list[list[str]], error
         assert (status, out) == (1, "") and re.search(f"^error on rank {rank}: .*{error}$", err, re.MULTILINE), ended
 
 
+def test_heads_must_be_divisible_by_the_number_of_ranks(flags: list[str], tmp_path: Path) -> None:
+    config = json.loads((Path(flags[1]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))
+    flags[1] = str(tmp_path)
+    for rank, ended in enumerate(wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.generate", *flags))):
+        assert ended.status == 1 and ended.out == ""
+        assert f"error on rank {rank}: cannot load" in ended.err and "expected num_key_value_heads" in ended.err, ended
+
+
 def test_paths_may_differ_between_machines(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "copy").symlink_to(flags[3])
     each = [["--drafter", flags[3], "--prompt", "abc"], ["--drafter", str(tmp_path / "copy"), "--prompt", "x"]]
