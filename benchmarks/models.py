@@ -22,7 +22,7 @@ from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode_chat
-from mlx_redrafter.training.data import load_prompts
+from mlx_redrafter.training.prompts import load_prompts
 
 PROMPTS = Path(__file__).parent / "prompts"
 DRAFT_MODEL = Path(__file__).parent / "draft_model"

@@ -26,7 +26,7 @@ from mlx_redrafter.generate import encode_chat
 from mlx_redrafter.json_objects import parse_object
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
-from mlx_redrafter.training.data import read_lines
+from mlx_redrafter.training.prompts import read_lines
 from mlx_redrafter.trials import decode_prompts
 
 from .command import parse_output, parse_plan, parse_positive

@@ -122,6 +122,19 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
+CHAT = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template."""
+
+
+def add_chat_template(tokenizer: Any) -> Any:
+    """mlx-lm's wrapper of a tokenizer, with `CHAT`."""
+    tokenizer._tokenizer.chat_template = CHAT
+    return type(tokenizer)(tokenizer._tokenizer)
+
+
 def save_target(directory: Path, model: Any, tokenizer: Any, **config: Any) -> None:
     """Saves a target for `mlx_lm.load`.
 

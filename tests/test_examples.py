@@ -112,10 +112,10 @@ def test_exercises_follow_their_instruction() -> None:
 def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     model, tokens = small_llama(vocab=VOCAB), np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     args = DrafterArgs(model.args.hidden_size, VOCAB, exit_dim=8, num_draft_layers=1, draft_vocab_size=12)
-    settings = TrainingArgs(iters=2, draft_depth=3, batch_size=2)
+    settings = TrainingArgs(draft_depth=3, batch_size=2)
     texts = [Text(row, 0) for row in drafter.write_texts(model, tokens, tmp_path / "texts", batches=2)]
-    drafter.train(model, texts, args, settings, tmp_path)
-    drafter.describe(model, tokens, [[1, 2, 3]], set(), tmp_path, depth=3)
+    drafter.train(model, texts, args, settings, 2, tmp_path)
+    drafter.describe(model, tokens, tmp_path, depth=3)
     found: Any = load_drafter(tmp_path, model).args
     assert found.draft_depth in (1, 2, 3) and len(found.acceptance) == 3 and found.draft_vocab_size == 12
     prompts = report.choose_prompts(load_demo()[1], 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,9 +15,9 @@ from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.model_parts import find_parts
-from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
 from mlx_redrafter.training.data import Text, find_most_frequent, make_batches
-from mlx_redrafter.training.evaluation import add_results, compare_shapes, measure_guesses
+from mlx_redrafter.training.evaluation import find_best_depth, measure_guesses
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import initialize_drafter
@@ -69,6 +70,7 @@ def train(
     texts: list[Text],
     args: DrafterArgs,
     settings: TrainingArgs,
+    steps: int,
     directory: Path,
 ) -> Drafter:
     """The trained drafter, also saved to `directory` in float16.
@@ -78,6 +80,7 @@ def train(
         texts: what it learns from.
         args: its sizes; a draft vocabulary is the texts' most frequent tokens.
         settings: of the training.
+        steps: its iterations.
     """
     mx.random.seed(settings.seed)
     count = args.draft_vocab_size
@@ -85,20 +88,16 @@ def train(
     drafter = initialize_drafter(model, args, ids)
     batches = make_batches(add_hidden_states(model, texts), settings.batch_size, settings.seed)
     embedding, checkpoint = find_parts(model).embedding, directory / "checkpoint.safetensors"
-    train_drafter(embedding, drafter, batches, settings, checkpoint=checkpoint)
+    train_drafter(embedding, drafter, batches, settings, lambda done: done / steps, checkpoint=checkpoint)
     save_drafter(directory, drafter, dtype=mx.float16)
     return drafter
 
 
-def describe(
-    model: nn.Module, held_out: np.ndarray, prompts: list[list[int]], ends: set[int], directory: Path, depth: int = 5
-) -> None:
-    """Writes into the config of the drafter in `directory` how good it is, and how deep it drafts best when greedy.
+def describe(model: nn.Module, held_out: np.ndarray, directory: Path, depth: int = 5) -> None:
+    """Writes into the config of the drafter in `directory` how good it is, and how deep it drafts best.
 
     Args:
         held_out: a stream of ids that nobody has learned; the target writes behind pieces of it.
-        prompts: for real decoding.
-        ends: ids that end a text.
     """
     drafter = load_drafter(directory, model)
     drafter.set_dtype(mx.float32)
@@ -106,7 +105,7 @@ def describe(
     settings = TrainingArgs(draft_depth=depth, batch_size=16)
     read = add_hidden_states(model, texts)
     acceptance = measure_guesses(find_parts(model).embedding, drafter, read, settings)[1]
-    chains = [(1, k) for k in range(1, depth + 1)]
-    results = compare_shapes(model, drafter, prompts, chains, Options(max_tokens=128, seed=0), ends)
-    drafter.args = add_results(drafter.args, None, acceptance, results)
+    rounded = [[round(share, 4) for share in row] for row in acceptance]
+    best = find_best_depth(Pair(model, drafter), read, settings)
+    drafter.args = replace(drafter.args, draft_depth=best, acceptance=rounded)
     save_drafter(directory, drafter, dtype=mx.float16)

@@ -28,7 +28,6 @@ from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine.model_parts import find_model_sizes
-from mlx_redrafter.generate import encode
 from mlx_redrafter.training.data import Text
 from mlx_redrafter.training.settings import TrainingArgs
 
@@ -144,15 +143,13 @@ def make_drafter(out: Path, steps: int) -> None:
     answered = edits.split_rows(rows["edits"], rows["edits_weights"], tokenizer.eos_token_id)
     texts += [Text(*edit) for edit in answered[:EDIT_TEXTS]]
     args = DrafterArgs(*find_model_sizes(model), exit_dim=EXIT_DIM, num_draft_layers=1)
-    settings = TrainingArgs(iters=steps, batch_size=ROWS_PER_STEP, learning_rate=4e-3)
-    drafter.train(model, texts, args, settings, out / "drafter")
+    settings = TrainingArgs(batch_size=ROWS_PER_STEP, learning_rate=4e-3)
+    drafter.train(model, texts, args, settings, steps, out / "drafter")
 
 
 def describe_drafter(out: Path) -> None:
     """Acceptance and depth into the drafter's config."""
-    model, tokenizer = load_trained(out)
-    prompts = [encode(tokenizer, text) for text in report.choose_prompts(tokenizer).values()]
-    drafter.describe(model, np.load(out / "held.npy"), prompts, set(tokenizer.eos_token_ids), out / "drafter")
+    drafter.describe(load_trained(out)[0], np.load(out / "held.npy"), out / "drafter")
 
 
 def print_report(out: Path) -> None:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 SKIPPED = ("site-packages", "encodings", "pydoc_data", "lib2to3")
 HELD_OUT_PERCENT = 4
-PROMPT_CHARACTERS = 200
 
 
 def list_source_files() -> list[Path]:
@@ -52,27 +48,3 @@ def split_files() -> tuple[list[Path], list[Path]]:
     """Returns (training files, held-out files)."""
     files = list_source_files()
     return [f for f in files if not is_held_out(f)], [f for f in files if is_held_out(f)]
-
-
-def make_training_prompts(count: int, seed: int = 0) -> list[str]:
-    """Returns pieces of the training files, for the demo's target to continue."""
-    return pick_pieces(split_files()[0], count, seed)
-
-
-def pick_pieces(files: Sequence[Path], count: int, seed: int = 0) -> list[str]:
-    """Returns pieces of files from random places.
-
-    Each has as many lines as PROMPT_CHARACTERS take, and at most twice as many characters.
-    """
-    rng = np.random.default_rng(seed)
-    found: list[str] = []
-    while len(found) < count:
-        lines = files[int(rng.integers(len(files)))].read_text(encoding="utf-8").splitlines(keepends=True)
-        start = int(rng.integers(len(lines)))
-        text = ""
-        for line in lines[start:]:
-            text += line
-            if len(text) >= PROMPT_CHARACTERS:
-                found.append(text[: 2 * PROMPT_CHARACTERS])
-                break
-    return found

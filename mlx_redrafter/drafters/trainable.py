@@ -33,11 +33,6 @@ class TrainableArgs(DrafterArgs):
         """
         raise NotImplementedError
 
-    def explain_fixed(self) -> str | None:
-        """Why training cannot continue from a drafter of these sizes; None if it can."""
-        reads = f"it reads {self.describe_states()}, expected that after the final norm"
-        return reads if self.reads_before_norm else None
-
     @classmethod
     def sizes_to_try(cls, hidden_size: int) -> list[dict[str, int]]:
         """Sizes that are worth measuring, as arguments of `for_training`."""

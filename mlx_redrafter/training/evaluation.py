@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from statistics import stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.nn as nn
 import numpy as np
-from tqdm import tqdm
 
-from ..drafters.config import DrafterArgs
-from ..drafters.protocol import Drafter
 from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
+from ..engine.model_parts import find_parts
+from ..engine.plan import chain_plan
 from ..engine.stats import Stats
 from ..options import Options
 from ..pair import Pair
@@ -26,10 +25,8 @@ from .settings import TrainingArgs
 from .targets import compute_targets
 
 N_RANKS = 8  # ranks of guesses whose acceptance is recorded; wider beams gain little
-MIN_PROMPTS = 8  # with fewer prompts, a table is marked as unreliable
 PROMPT_TOKENS = 64  # length of the prompt taken from a text without a masked prompt
-COMPARED_PROMPTS, COMPARED_TOKENS = 8, 64  # prompts of the final comparison, and tokens decoded after each
-COMPARISONS = 3  # the most comparisons, if other work on the machine disturbs them
+ALL = "all"  # instead of a kind
 
 
 def measure_guesses(
@@ -99,120 +96,90 @@ def count_texts(
     return each
 
 
-def make_prompts(texts: Sequence[Text], most: int) -> list[list[int]]:
-    """At most `most` prompts for decoding: the masked prompts of texts, or else their first tokens; no duplicates."""
-    sizes = (text.offset or min(PROMPT_TOKENS, max(1, len(text.ids) // 2)) for text in texts)
-    found = {tuple(text.ids[:size].tolist()): None for text, size in zip(texts, sizes, strict=True)}
-    return [list(prompt) for prompt in list(found)[:most]]
+def make_prompts(texts: Sequence[Text], most: int) -> list[tuple[str, list[int]]]:
+    """At most `most` (kind, prompt) for decoding, of all kinds in turn, without duplicates.
+
+    A prompt is the masked part of a text, or else its first tokens.
+    """
+    turns, found = Counter[str](), dict[tuple[int, ...], tuple[int, str]]()
+    for text in texts:
+        size = text.offset or min(PROMPT_TOKENS, max(1, len(text.ids) // 2))
+        if (prompt := tuple(text.ids[:size].tolist())) not in found:
+            found[prompt] = (turns[text.kind], text.kind)
+            turns[text.kind] += 1
+    chosen = sorted(found, key=lambda prompt: found[prompt][0])[:most]
+    return [(found[prompt][1], list(prompt)) for prompt in chosen]
 
 
-class ShapeResult(NamedTuple):
-    """The results of a beam shape on some prompts.
+class SpeedResult(NamedTuple):
+    """The speed of decoding some prompts.
 
     Attributes:
-        beam_width, draft_depth, tree_size: W, K and N.
-        tokens_per_second: after the first token of each answer.
+        kind: of the prompts.
+        prompts: their number.
         against_plain: drafted over plain speed, measured one after the other; None if other work disturbed them.
         same_tokens: whether all tokens equal those of plain decoding.
-        prompts: number of prompts.
-        tokens_per_round_error, against_plain_error: standard errors over the prompts; None for fewer than two.
     """
 
-    beam_width: int
-    draft_depth: int
-    tree_size: int
+    kind: str
+    prompts: int
     tokens_per_round: float
-    acceptance_per_depth: tuple[float, ...]
-    tokens_per_second: float
     against_plain: float | None
     same_tokens: bool
-    prompts: int
-    tokens_per_round_error: float | None
-    against_plain_error: float | None
 
 
-def find_standard_error(values: Iterable[float]) -> float | None:
-    """The standard error of the mean; None for fewer than two values."""
-    found = list(values)
-    return stdev(found) / len(found) ** 0.5 if len(found) > 1 else None
-
-
-def format_error(value: float, error: float | None) -> str:
-    """The value and its error with two decimals."""
-    return f"{value:.2f}" if error is None else f"{value:.2f}±{error:.2f}"
-
-
-def compare_shapes(
-    model: nn.Module,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    shapes: Sequence[tuple[int, int]],
+def compare_speed(
+    pair: Pair,
+    prompts: Sequence[tuple[str, list[int]]],
     options: Options,
     eos_token_ids: Collection[int],
-) -> list[ShapeResult]:
-    """A result for each shape (W, K); each prompt is decoded plainly and with every shape.
+    should_stop: Callable[[int], bool] = lambda done: False,
+) -> list[SpeedResult]:
+    """Decodes prompts plainly and with the drafter; returns the results of each kind, and of all at the end.
 
-    Trees are skipped if the model takes only chains. If other work disturbed the speeds, all are measured again.
+    Args:
+        prompts: (kind, token ids) of each.
+        should_stop: called with the number of prompts that were decoded.
     """
-    takes_trees = check_draftable(model, tree=True) is None
-    plans: list[Any] = ["off", *(shape for shape in shapes if shape[0] == 1 or takes_trees)]
-    pair, results = Pair(model, drafter), list[ShapeResult]()
-    for _ in range(COMPARISONS):
-        runs = {plan: list[PromptRuns]() for plan in plans}
-        with tqdm(total=len(prompts) * len(plans), desc="comparison") as bar:
-            for prompt in prompts:
-                for plan, own in runs.items():
-                    own.append(decode_prompts(pair, [prompt], replace(options, plan=plan), eos_token_ids))
-                    bar.update()
-        plain = runs.pop("off")
-        results = [summarize_runs(width, depth, own, plain) for (width, depth), own in runs.items()]
-        if all(result.against_plain is not None for result in results):
+    runs = dict[str, list[tuple[PromptRuns, PromptRuns]]]()
+    for done, (kind, prompt) in enumerate(prompts, start=1):
+        plain, drafted = (
+            decode_prompts(pair, [prompt], each, eos_token_ids) for each in (replace(options, plan="off"), options)
+        )
+        for name in (kind, ALL):
+            runs.setdefault(name, []).append((plain, drafted))
+        if should_stop(done):
             break
+    results = []
+    for kind in sorted(runs, key=lambda kind: (kind == ALL, kind)):
+        plain, drafted = map(join_runs, zip(*runs[kind], strict=True))
+        tokens = drafted.stats.tokens_per_round
+        ratio = check_speedup(drafted.tokens_per_second / (plain.tokens_per_second or math.inf), tokens)
+        results.append(SpeedResult(kind, len(runs[kind]), tokens, ratio, drafted.texts == plain.texts))
     return results
 
 
-def summarize_runs(width: int, depth: int, own: Sequence[PromptRuns], plain: Sequence[PromptRuns]) -> ShapeResult:
-    """The result of a shape from its runs and those of plain decoding, one for each prompt."""
-    pairs = [*zip(own, plain, strict=True), (join_runs(own), join_runs(plain))]
-    *ratios, ratio = [a.tokens_per_second / (b.tokens_per_second or math.inf) for a, b in pairs]
-    stats = pairs[-1][0].stats
-    return ShapeResult(
-        width,
-        depth,
-        1 + width * depth,
-        stats.tokens_per_round,
-        stats.acceptance_per_depth,
-        pairs[-1][0].tokens_per_second,
-        check_speedup(ratio, stats.tokens_per_round),
-        [run.texts for run in own] == [run.texts for run in plain],
-        len(own),
-        find_standard_error(run.stats.tokens_per_round for run in own),
-        find_standard_error(ratios),
-    )
+def find_best_depth(pair: Pair, texts: Sequence[Text], args: TrainingArgs) -> int:
+    """The depth of the chains that are fastest, by the times of rounds, and tokens per round counted on texts."""
+    drafter, embedding = pair.drafter, find_parts(pair.model).embedding
+    assert isinstance(drafter, TrainableDrafter)
+    costs = pair.costs(trees=check_draftable(pair.model, tree=True) is None)
+
+    def find_speed(depth: int) -> float:
+        """Tokens per millisecond."""
+        stats = sum(count_texts(embedding, drafter, texts, replace(args, draft_depth=depth)), Stats())
+        return stats.tokens_per_round / costs.round_ms(chain_plan(depth), costs.contexts[0])
+
+    return max(range(1, args.draft_depth + 1), key=find_speed)
 
 
-def add_results(
-    sizes: DrafterArgs, base_model: str | None, acceptance: Sequence[Sequence[float]], results: Sequence[ShapeResult]
-) -> DrafterArgs:
-    """The config with measured results: the acceptance table, and the depth of the fastest chain as the default."""
-    chains = [result for result in results if result.beam_width == 1]
-    best = max(chains, key=lambda result: (result.against_plain or 0.0, -result.draft_depth))
-    rounded = [[round(share, 4) for share in row] for row in acceptance]
-    return replace(sizes, base_model=base_model, draft_depth=best.draft_depth, acceptance=rounded)
-
-
-def format_table(results: Sequence[ShapeResult]) -> str:
+def format_results(results: Sequence[SpeedResult]) -> str:
     """The results as a text table, with a note on their reliability."""
-    lines = [f"{'W':>3} {'K':>3} {'N':>4}  tokens/round  tokens/s  against plain  same  accepted at depth 1, 2, ..."]
+    lines = [f"{'held-out prompts':<24}  tokens/round  against plain  same"]
     for row in results:
-        shares = " ".join(f"{share:.2f}" for share in row.acceptance_per_depth)
-        per_round = format_error(row.tokens_per_round, row.tokens_per_round_error)
-        ratio = "busy" if row.against_plain is None else format_error(row.against_plain, row.against_plain_error)
-        cells = f"{row.beam_width:>3} {row.draft_depth:>3} {row.tree_size:>4}  {per_round:>12}"
-        cells += f"  {row.tokens_per_second:>8.1f}  {ratio:>13}  {'yes' if row.same_tokens else 'NO':>4}"
-        lines.append(f"{cells}  {shares}")
-    prompts = results[0].prompts if results else 0
-    doubt = "" if prompts >= MIN_PROMPTS else ": too few for reliable numbers"
+        ratio = "busy" if row.against_plain is None else f"{row.against_plain:.2f}"
+        name, same = f"{row.kind}, {row.prompts}", "yes" if row.same_tokens else "NO"
+        lines.append(f"{name:<24}  {row.tokens_per_round:>12.2f}  {ratio:>13}  {same:>4}")
     if any(row.against_plain is None for row in results):
-        doubt += "; busy: not measured, as other work on the machine disturbed the times"
-    return "\n".join([*lines, f"± is the standard error over the prompts, {prompts}{doubt}"])
+        lines.append("busy: not measured, as other work on the machine disturbed the times")
+    return "\n".join(lines)

@@ -23,18 +23,12 @@ class Record:
     Attributes:
         settings: the settings as JSON values.
         args: the drafter's config; None until its size is chosen.
-        texts: a digest of the texts; None before they are complete.
-        iters: the planned number of iterations; None before planning.
-        before: tokens per round of the initial drafter on the held-out texts; None for a new drafter.
         reports: training losses.
         validations: the results of validations.
     """
 
     settings: dict[str, Any]
     args: dict[str, Any] | None = None
-    texts: str | None = None
-    iters: int | None = None
-    before: float | None = None
     reports: list[dict[str, Any]] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
 
@@ -54,11 +48,11 @@ class Files:
     def __init__(self, output: str) -> None:
         self.directory = expand_path(output)
         self.work = self.directory / "training"
-        self.record, self.answers, self.lock = self.work / "run.json", self.work / "answers.jsonl", self.work / "lock"
-        self.checkpoint, self.states = self.work / "checkpoint.safetensors", self.work / "hidden_states.f16"
+        self.record, self.lock = self.work / "run.json", self.work / "lock"
+        self.checkpoint = self.work / "checkpoint.safetensors"
 
     def start_record(self, args: TrainingArgs) -> Record:
-        """The record of a new run. A folder that only has the answers of another run is free."""
+        """The record of a new run. A folder that only has the texts of another run is free."""
         if why := explain_unwritable(self.directory / "config.json"):  # one of the files to write
             raise RedrafterError(f"--output cannot be {self.directory}: {why}")
         found = {path.name for path in self.directory.iterdir()} if self.directory.is_dir() else set()

@@ -1,4 +1,4 @@
-"""Writes the files beside a finished drafter: its record, model card and curves."""
+"""Writes the files beside a finished drafter: its record and model card."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic_files import replace_file, write_text
+from ..atomic_files import write_text
 from ..checkpoints import make_card_header, strip_folders
 from ..drafters.config import DrafterArgs
-from .evaluation import ShapeResult, format_table
+from .evaluation import SpeedResult, format_results
 from .record import Record
 from .settings import TrainingArgs
 
 
 def write_report(
-    args: TrainingArgs, record: Record, sizes: DrafterArgs, place: Path, results: Sequence[ShapeResult]
-) -> str | None:
-    """Writes training.json, the model card and the plot; returns a note if the plot could not be drawn."""
-    names = ("model", "adapter_path", "data", "prompts", "drafter")
+    args: TrainingArgs, record: Record, sizes: DrafterArgs, place: Path, results: Sequence[SpeedResult]
+) -> None:
+    """Writes training.json and the model card."""
+    names = ("model", "adapter_path", "data", "prompts")
     paths: dict[str, Any] = {name: strip_folders(path) for name in names if (path := getattr(args, name))}
     settings = replace(args, output=place.name, **paths)
     summary = {**vars(record), "settings": vars(settings), "measured": [result._asdict() for result in results]}
@@ -33,7 +33,7 @@ Sizes: {describe(sizes)}. Trained by mlx_redrafter for {record.validations[-1]["
 the output of its target. Measured where it was trained:
 
 ```text
-{format_table(results)}
+{format_results(results)}
 ```
 
 ```bash
@@ -41,11 +41,6 @@ the output of its target. Measured where it was trained:
 ```
 """
     write_text(place / "README.md", card)
-    try:
-        draw(place / "training.png", record)
-    except ImportError:
-        return "the loss was not plotted: pip install matplotlib"
-    return None
 
 
 def describe(sizes: DrafterArgs) -> str:
@@ -60,27 +55,4 @@ def make_command(args: TrainingArgs, drafter: str) -> str:
     words += [] if args.model is None else ["--model", args.model]
     words += ["--adapter-path", args.adapter_path] if args.adapter_path else []
     words += ["--trust-remote-code"] if args.trust_remote_code else []
-    return shlex.join([*words, "--drafter", drafter, "--prompt", "hello", "--no-context", "--compare"])
-
-
-def draw(path: Path, record: Record) -> None:
-    """Plots loss and acceptance."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, acceptance = figure.subplots(1, 2)
-    at, validations = [entry["iteration"] for entry in record.validations], record.validations
-    loss.plot([entry["iteration"] for entry in record.reports], [entry["loss"] for entry in record.reports])
-    loss.plot(at, [entry["loss"] for entry in validations], "o-")
-    loss.set(xlabel="iteration", ylabel="loss, nats")
-    loss.legend(["training", "validation"])
-    acceptance.plot(at, [[shares[0] for shares in entry["acceptance"]] for entry in validations], "o-")
-    acceptance.set(xlabel="iteration", ylabel="first guesses that are right", ylim=(0, 1))
-    acceptance.legend([f"depth {k}" for k in range(1, len(validations[0]["acceptance"]) + 1)], fontsize="small")
-    rounds = acceptance.twinx()
-    rounds.plot(at, [entry["tokens_per_round"] for entry in validations], "k--")
-    rounds.set(ylabel="tokens per round, decoded")
-    with replace_file(path) as partial_file:
-        figure.savefig(partial_file, dpi=120)
+    return shlex.join([*words, "--drafter", drafter, "--prompt", "hello", "--compare"])

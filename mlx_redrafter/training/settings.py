@@ -1,4 +1,4 @@
-"""The settings of a training run. Each field is also a flag of the command and a key of its YAML file."""
+"""The settings of a training run. Each field is also a flag of the command."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ class TrainingArgs:
     model: str | None = setting(None, "target: a directory or Hugging Face repo; the packaged demo if not given")
     adapter_path: str | None = setting(None, "trained adapter weights of the target")
     trust_remote_code: bool = setting(False, "trust remote code for the tokenizer and the model")
-    prompts: str | None = setting(None, "file of prompts for the target to answer: one per line, or JSONL")
+    prompts: str | None = setting(None, "file of prompts to answer first, one per line or JSONL; others are self-made")
     data: str | None = setting(None, "directory with {train,valid}.jsonl, or a data set on the Hugging Face hub")
     mask_prompt: bool = setting(False, "learn only the answers, not the prompts")
-    drafter: str | None = setting(None, "drafter to train further")
     output: str = setting("drafter", "directory for the drafter")
-    minutes: float | None = setting(None, "approximate time limit of the whole run", 0.01, type=float)
+    minutes: float = setting(60.0, "time for the whole run; more make a better drafter", 0.01)
     max_tokens: int = setting(256, "maximum tokens of an answer", 1)
     temp: float = setting(0.8, "temperature of the answers", 0)
     max_seq_length: int = setting(2048, "maximum tokens of a text; longer ones are cut", 8)
     drafter_type: str = setting(DEFAULT, "kind of drafter", choices=tuple(TRAINABLE))
     exit_dim: int | None = setting(None, f"width of a {DEFAULT} drafter; chosen by measuring if not given", 1)
+    num_draft_layers: int | None = setting(None, f"residual blocks of a {DEFAULT} drafter; needs --exit-dim", 1)
     draft_vocab_size: int | None = setting(None, "guess only this many tokens, the most frequent ones", 2)
     draft_depth: int = setting(5, "K, the number of guesses to train from each position", 1)
     dtype: str | None = setting(None, "dtype of the finished drafter; the target's if not given", choices=DTYPES)
-    iters: int = setting(1000, "iterations to train for", 1)
     batch_size: int = setting(4, "texts per iteration", 1)
     learning_rate: float = setting(4e-3, "peak learning rate of AdamW", 1e-12)
     seed: int = setting(0, "random seed", 0)
@@ -58,15 +57,13 @@ class TrainingArgs:
         check_demo_flags(self.model, self)
         if self.data and self.prompts:
             raise RedrafterError("give either --data or --prompts, got both")
-        if self.model and not (self.data or self.prompts):
-            raise RedrafterError("expected --data or --prompts: texts, or prompts to answer")
-        sizes = self.exit_dim, self.draft_vocab_size
-        if self.drafter and (self.drafter_type, *sizes) != (DEFAULT, None, None):
-            raise RedrafterError("--drafter has its own kind and sizes: leave out those flags")
-        if self.drafter_type != DEFAULT and self.exit_dim:
-            raise RedrafterError(f"--exit-dim cannot be used with --drafter-type {self.drafter_type}")
-        if self.drafter_type == DEFAULT and self.draft_vocab_size and not self.exit_dim:
-            raise RedrafterError("--draft-vocab-size needs --exit-dim")
+        own = {"--exit-dim": self.exit_dim, "--num-draft-layers": self.num_draft_layers}
+        sizes = own | {"--draft-vocab-size": self.draft_vocab_size}
+        for flag in (flag for flag, value in sizes.items() if value):
+            if self.drafter_type != DEFAULT and flag in own:
+                raise RedrafterError(f"{flag} cannot be used with --drafter-type {self.drafter_type}")
+            if self.drafter_type == DEFAULT and not self.exit_dim:
+                raise RedrafterError(f"{flag} needs --exit-dim")
 
     @property
     def kind(self) -> type[TrainableArgs]:

@@ -13,7 +13,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from tqdm import tqdm
 
 from ..atomic_files import replace_file
 from ..checkpoints import evaluate, save_arrays
@@ -27,13 +26,13 @@ REGRESSION_WEIGHT = 3.0
 """The loss weight of the distance between features and the target's next hidden states."""
 
 WARMUP = 0.1
-"""The share of iterations in which the learning rate rises."""
+"""The share of the training in which the learning rate rises."""
 
 SAVE_EVERY = 100
 """Iterations between checkpoints."""
 
-OnIteration = Callable[[int, dict[str, float]], bool]
-"""(iterations done, displayed values of the last one) -> whether to stop."""
+OnIteration = Callable[[int, float, dict[str, float]], bool]
+"""(iterations done, share of the training that is done, displayed values of the last one) -> whether to stop."""
 
 
 def train_drafter(
@@ -41,16 +40,18 @@ def train_drafter(
     drafter: TrainableDrafter,
     batches: Callable[[int], Batch],
     args: TrainingArgs,
+    progress: Callable[[int], float],
     *,
     checkpoint: Path | None = None,
     on_iteration: OnIteration | None = None,
 ) -> int:
-    """Trains a drafter of any kind in place, with AdamW, for `args.iters` iterations or until it is stopped.
+    """Trains a drafter of any kind in place, with AdamW, until all is done or it is stopped.
 
     Args:
         embedding: the target's.
         batches: iteration -> texts like those that the target will generate, ideally its own. It must depend only on
             the iteration, so that resuming changes nothing.
+        progress: iterations done -> the share of the training that is done, which sets the learning rate; all at 1.
         checkpoint: the file to save to, and to continue from if it exists.
         on_iteration: called after every iteration.
 
@@ -58,10 +59,9 @@ def train_drafter(
         The number of iterations done, including those before the checkpoint.
     """
     evaluate(drafter)
-    optimizer = make_optimizer(args)
+    optimizer = optim.AdamW(args.learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
     optimizer.init(drafter.trainable_parameters())
     saved = done = load_checkpoint(checkpoint, drafter, optimizer) if checkpoint else 0
-    smooth, stop = dict[str, float](), False
     loss_and_grads, state = nn.value_and_grad(drafter, make_loss(drafter, args)), [drafter.state, optimizer.state]
 
     @partial(mx.compile, inputs=state, outputs=state)
@@ -72,36 +72,32 @@ def train_drafter(
         optimizer.update(drafter, grads)
         return shown | {"gradient": norm}
 
-    bar = tqdm(range(done + 1, args.iters + 1), initial=done, total=args.iters, desc="drafter", mininterval=10)
-    for done in bar:
-        targets = compute_targets(embedding, batches(done - 1), drafter.get("draft_ids"))
+    share, stop = progress(done), False
+    while share < 1 and not stop:
+        optimizer.learning_rate = args.learning_rate * find_rate_factor(share)
+        targets = compute_targets(embedding, batches(done), drafter.get("draft_ids"))
         found = update(*(array for array in targets if array is not None))
         mx.eval(found, state)
+        done += 1
         shown = {key: float(np.array(value)) for key, value in found.items()}
         if odd := [key for key, value in shown.items() if not math.isfinite(value)]:
             kept = f"the checkpoint of iteration {saved} is kept" if saved else "nothing was saved before"
             raise RedrafterError(
                 f"{odd[0]} is {shown[odd[0]]} at iteration {done}; {kept}: start again with a lower learning rate"
             )
-        smooth = {key: 0.98 * smooth.get(key, value) + 0.02 * value for key, value in shown.items()}
-        bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
-        stop = on_iteration is not None and on_iteration(done, shown)
-        if checkpoint and (stop or done == args.iters or done % SAVE_EVERY == 0):
+        share = progress(done)
+        stop = on_iteration is not None and on_iteration(done, share, shown)
+        if checkpoint and (stop or share >= 1 or done % SAVE_EVERY == 0):
             save_checkpoint(checkpoint, drafter, optimizer, done)
             saved = done
-        if stop:
-            break
-    bar.close()
     return done
 
 
-def make_optimizer(args: TrainingArgs) -> optim.Optimizer:
-    """AdamW with linear warm-up and cosine decay of the learning rate."""
-    rise = max(1, round(WARMUP * args.iters))
-    rising = optim.linear_schedule(args.learning_rate / rise, args.learning_rate, rise)
-    falling = optim.cosine_decay(args.learning_rate, max(1, args.iters - rise))
-    schedule = optim.join_schedules([rising, falling], [rise])
-    return optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=0.0)
+def find_rate_factor(share: float) -> float:
+    """The learning rate relative to its peak: a linear rise, then a cosine."""
+    if share < WARMUP:
+        return max(share / WARMUP, 0.01)
+    return 0.5 * (1 + math.cos(math.pi * (share - WARMUP) / (1 - WARMUP)))
 
 
 def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Callable[..., tuple[mx.array, dict[str, mx.array]]]:

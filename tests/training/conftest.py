@@ -15,19 +15,22 @@ from small import make_byte_tokenizer, save_target, small_llama
 
 from mlx_redrafter import load_demo
 from mlx_redrafter.demo import demo_prompts
-from mlx_redrafter.training import run, trainer
+from mlx_redrafter.training import run, sources, trainer
 from mlx_redrafter.training.command import parse_args
 from mlx_redrafter.training.data import Text
 
 VOCAB = 23
-QUICK = ("--iters", "8", "--batch-size", "2", "--max-tokens", "10", "--draft-depth", "3")
+QUICK = ("--batch-size", "2", "--max-tokens", "10", "--draft-depth", "3")
 PATCHES = {
+    "run.MAX_VISITS": 1,
     "run.REPORT_EVERY": 2,
-    "run.VALIDATE_EVERY": 4,
-    "run.COMPARED_PROMPTS": 1,
+    "run.VALIDATIONS": 2,
+    "run.MAX_COMPARED": 2,
     "run.COMPARED_TOKENS": 8,
+    "sources.MAX_TEXTS": 16,
     "trainer.SAVE_EVERY": 2,
 }
+"""Changes that make runs short, and their number of texts and iterations independent of the time."""
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def script() -> str:
     """The Python code of a short run in another process; "{patch}" can change it."""
     patches = "\n".join(f"{name} = {value}" for name, value in PATCHES.items())
-    start = "import os, runpy, signal\nfrom mlx_redrafter.training import run, trainer"
+    start = "import os, runpy, signal\nfrom mlx_redrafter.training import run, sources, trainer"
     return f'{start}\n{patches}\n{{patch}}\nrunpy.run_module("mlx_redrafter.train", run_name="__main__")\n'
 
 
@@ -96,7 +99,9 @@ Train = Callable[..., tuple[int, list[str]]]
 def train(target: str, monkeypatch: pytest.MonkeyPatch) -> Train:
     """A short run in this process."""
     for name, value in PATCHES.items():
-        monkeypatch.setattr({"run": run, "trainer": trainer}[name.split(".")[0]], name.split(".")[1], value)
+        monkeypatch.setattr(
+            {"run": run, "sources": sources, "trainer": trainer}[name.split(".")[0]], name.split(".")[1], value
+        )
 
     def train(output: Path, *flags: str | Path, **options: bool) -> tuple[int, list[str]]:
         said: list[str] = []

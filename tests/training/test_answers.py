@@ -1,89 +1,96 @@
-"""The target's answers to training prompts: generated once, in groups that survive an interrupted run."""
+"""Batches of the target: answers are those of decoding alone, and their states those of a second reading."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 import pytest
+from families import make_family
+from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import generate_step
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode_chat
-from mlx_redrafter.training import data
-from mlx_redrafter.training.data import AnswerFile
-from mlx_redrafter.training.settings import TrainingArgs
+from mlx_redrafter.training import answers
+from mlx_redrafter.training.answers import Row, decode_rows, find_batch_size
+from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.hidden_states import add_hidden_states
 
+GREEDY = partial(mx.argmax, axis=-1)
 TEXTS = ("def main(", "import", "class A:\n", "for x in", "return")
 
 
-@pytest.fixture(scope="module")
-def prompts(demo: tuple[Any, Any]) -> list[list[int]]:
-    return [encode_chat(demo[1], text) for text in TEXTS]
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MAX_BATCH_SIZE", 4)
 
 
-def answer_file(path: Path, prompts: list[list[int]], **changes: Any) -> AnswerFile:
-    return AnswerFile(path, TrainingArgs(**{"temp": 0.8, "max_tokens": 6, "seed": 3} | changes), prompts)
+def decode(
+    model: nn.Module, rows: Sequence[Row], sampler: Any = GREEDY, ends: Collection[int] = (), steps: int = 1000
+) -> list[Row]:
+    """The rows in the order in which they end."""
+    waiting, left = list(rows), [steps]
+
+    def should_stop(tokens: int) -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    def take(count: int) -> list[Row]:
+        return [waiting.pop(0) for _ in waiting[:count]]
+
+    return list(decode_rows(model, take, sampler, ends, should_stop, find_batch_size(model)))
 
 
-def test_answers_match_the_target(demo: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path) -> None:
+def test_answers_are_those_of_decoding_alone(demo: tuple[Any, Any]) -> None:
     model, tokenizer = demo
-    found = answer_file(tmp_path / "answers.jsonl", prompts[:3], temp=0.0).complete(model, tokenizer)
-    for text, prompt in zip(found, prompts, strict=False):
-        plain = [token for token, _, _ in generate_step(prompt, model, max_tokens=6)]
-        assert text.ids.tolist() == prompt + plain and text.offset == len(prompt)
-    ended = plain[2]
-    tokenizer.add_eos_token(str(tokenizer.convert_ids_to_tokens(ended)))
-    try:
-        short = answer_file(tmp_path / "short.jsonl", prompts[2:3], temp=0.0).complete(model, tokenizer)[0]
-        assert short.ids.tolist()[short.offset :] == plain[: plain.index(ended) + 1], "includes the end token"
-    finally:
-        tokenizer.eos_token_ids.discard(ended)
+    prompts = [encode_chat(tokenizer, text) for text in TEXTS]
+    plain = [[token for token, _, _ in generate_step(prompt, model, max_tokens=9)] for prompt in prompts]
+    found = decode(model, [Row(list(prompt), 4 + at, tag=at) for at, prompt in enumerate(prompts)])
+    assert len(found) == 5 > answers.MAX_BATCH_SIZE, "the last one takes the place of another"
+    for row in found:
+        assert row.ids == [*prompts[row.tag], *plain[row.tag][: 4 + row.tag]] and row.offset == len(prompts[row.tag])
+    end = plain[2][2]
+    (short,) = decode(model, [Row(list(prompts[2]), 9)], ends={end})
+    assert short.ids[short.offset :] == plain[2][: plain[2].index(end) + 1], "includes the end token"
+    (longer,) = decode(model, [Row(list(prompts[2]), 9, least=6)], ends={end})
+    assert len(longer.ids) - longer.offset >= 6 and end not in longer.ids[longer.offset : -1]
 
 
-def test_prompts_of_similar_length_are_grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = []
-
-    def write(model: Any, tokenizer: Any, group: Any, temp: float, max_tokens: int) -> list[list[int]]:
-        groups.append([len(prompt) for prompt in group])
-        return [[len(prompt)] for prompt in group]
-
-    monkeypatch.setattr(data, "generate_answers", write)
-    monkeypatch.setattr(data, "MAX_BATCH_SIZE", 2)
-    given = [[1] * size for size in (3, 9, 2, 8, 4)]
-    found = answer_file(tmp_path / "answers.jsonl", given).complete(None, None)  # type: ignore[arg-type]
-    assert groups == [[9, 8], [4, 3], [2]]
-    assert [text.ids.tolist() for text in found] == [[*prompt, len(prompt)] for prompt in given]
-
-
-def test_an_interrupted_run_keeps_complete_groups(
-    demo: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data, "MAX_BATCH_SIZE", 2)
-    whole = answer_file(tmp_path / "whole.jsonl", prompts).complete(*demo)
-    real, calls, path = data.generate_answers, [], tmp_path / "answers.jsonl"
-
-    def count(*args: Any) -> list[list[int]]:
-        calls.append(len(args[2]))
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(data, "generate_answers", count)
-    with pytest.raises(KeyboardInterrupt):
-        answer_file(path, prompts).complete(*demo)
-    assert len(answer_file(path, prompts).read()) == 2
-    found = answer_file(path, prompts).complete(*demo)
-    assert calls == [2, 2, 2, 1], "the first group is not generated again"
-    assert [text.ids.tolist() for text in found] == [text.ids.tolist() for text in whole]
-    assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
-    assert answer_file(path, prompts).complete(*demo) and len(calls) == 4
-    for changes, given, name in (({"seed": 4}, prompts, "seed"), ({}, prompts[1:], "prompts")):
-        with pytest.raises(RedrafterError, match=f"has the answers of another run, with a different {name}"):
-            answer_file(path, given, **changes).complete(*demo)
+@pytest.mark.parametrize("name", ["llama", "cohere", "qwen3_5", "gemma2", "mamba", "phixtral"])
+def test_states_are_those_of_a_second_reading(name: str) -> None:
+    """Also of hybrids, and of models that mlx-lm does not batch correctly."""
+    model, rng = make_family(name), np.random.default_rng(0)
+    mx.random.seed(0)
+    sizes = zip(rng.integers(1, 12, 9).tolist(), rng.integers(2, 14, 9).tolist(), strict=True)
+    rows = [Row(rng.integers(0, 20, size).tolist(), most, first_learned=1) for size, most in sizes]
+    rows += [Row([5, 3, 8, 2, 9], 6, first_learned=4), Row([7, 7, 2], 5)]
+    found = decode(model, rows, make_sampler(1.0), {3})
+    assert len(found) == 11 and sum(row.states is None for row in found) == 1
+    for row in found:
+        if row.states is None or len(row.ids) < 3:
+            continue
+        first = row.first_learned or 1
+        (text,) = add_hidden_states(model, [Text(np.array(row.ids), first + 1)])
+        assert text.states is not None and row.states.shape == text.states.shape == (len(row.ids) - 1,)
+        assert np.allclose(row.states["hidden"], text.states["hidden"], rtol=2e-3, atol=2e-3)
+        assert np.allclose(row.states["probs"][first:], text.states["probs"][first:], rtol=2e-3, atol=2e-4)
+        likeliest = zip(row.states[first:], text.states[first:], strict=True)
+        assert all(set(one["ids"][:4]) & set(other["ids"][:4]) for one, other in likeliest)
+        assert not row.states["probs"][: min(first, row.offset - 1)].any(), "nothing is learned there"
 
 
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "answers.jsonl").write_bytes(b"{}\nx\n")
-    with pytest.raises(RedrafterError, match=r"cannot read the answers in .*answers.jsonl"):
-        answer_file(tmp_path / "answers.jsonl", [[1], [2]]).read()
+def test_stopping_ends_all_answers_where_they_are() -> None:
+    model = make_family("llama")
+    found = decode(model, [Row([1, 2, at], 50, first_learned=1) for at in range(6)], steps=5)
+    assert [len(row.ids) for row in found] == [3 + 5] * 4, "two were not begun"
+    assert all(row.states is not None and len(row.states) == len(row.ids) - 1 for row in found)
+
+
+def test_models_that_cannot_be_batched_are_decoded_one_by_one() -> None:
+    """mlx-lm pads the states of a Mamba, and cannot batch the masks of Gemma 2."""
+    found = {name: find_batch_size(make_family(name)) for name in ("llama", "qwen3_5", "mamba", "gemma2")}
+    assert found == {"llama": 4, "qwen3_5": 4, "mamba": 1, "gemma2": 1}

@@ -1,4 +1,4 @@
-"""Flags and YAML file of `train`: errors come before anything is loaded or written."""
+"""Flags of `train`: errors come before anything is loaded or written."""
 
 from __future__ import annotations
 
@@ -14,48 +14,25 @@ from mlx_redrafter.training.command import make_parser, parse_args
 from mlx_redrafter.training.settings import TrainingArgs
 
 
-def test_flags_override_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "train.yaml"
-    path.write_text("iters: 7\nlearning_rate: 1e-3\ntemp: 0\nmask_prompt: true\nmodel: some/model\ndata: x\ndtype:\n")
-    args, flags = parse_args(["-c", str(path), "--iters", "9"])
-    assert (args.iters, args.learning_rate, args.temp, args.mask_prompt) == (9, 1e-3, 0.0, True)
-    assert args.batch_size == TrainingArgs().batch_size and not flags.resume
+def test_every_setting_is_a_flag() -> None:
+    args, flags = parse_args(["--minutes", "9", "--learning-rate", "1e-3", "--mask-prompt", "--resume"])
+    assert (args.minutes, args.learning_rate, args.mask_prompt, flags.resume) == (9.0, 1e-3, True, True)
     assert parse_args([])[0] == TrainingArgs()
     shown = make_parser().format_help()
     assert all(f"--{each.name.replace('_', '-')}" in shown for each in fields(TrainingArgs))
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("iterations: 3\n", "train.yaml: unknown settings: iterations"),
-        ("iters: many\n", "argument --iters: invalid int value: 'many'"),
-        ("iters: 2.5\n", "argument --iters: invalid int value: '2.5'"),
-        ("dtype: float65\n", "dtype must be one of .*, got 'float65'"),
-        ("- 3\n", "expected a YAML mapping of settings in .*, got list"),
-        ("a: [\n", "cannot read the settings in"),
-        ("", "expected a YAML mapping of settings in .*, got NoneType"),
-        (None, "cannot read the settings in"),
-    ],
-)
-def test_an_invalid_file_is_refused(text: str | None, reason: str, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "train.yaml").write_text(text)
-    with pytest.raises(RedrafterError, match=reason):
-        parse_args(["-c", str(tmp_path / "train.yaml")])
-
-
-@pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--model", "x"), "expected --data or --prompts"),
         (("--data", "x", "--prompts", "y"), "give either --data or --prompts, got both"),
         (("--adapter-path", "x"), "--adapter-path needs --model"),
         (("--draft-vocab-size", "64"), "--draft-vocab-size needs --exit-dim"),
         (("--drafter-type", "medusa", "--exit-dim", "64"), "--exit-dim cannot be used with --drafter-type medusa"),
-        (("--drafter", "y", "--exit-dim", "8"), "--drafter has its own kind and sizes"),
+        (("--num-draft-layers", "2"), "--num-draft-layers needs --exit-dim"),
         (("--drafter-type", "hydra"), "argument --drafter-type: invalid choice: 'hydra'"),
-        (("--iters", "many"), "argument --iters: invalid int value: 'many'"),
+        (("--minutes", "many"), "argument --minutes: invalid float value: 'many'"),
+        (("--minutes", "0"), "minutes must be at least 0.01, got 0.0"),
         (("--exit-dim", "0"), "exit_dim must be at least 1, got 0"),
         (("--temp", "nan"), "temp must be at least 0, got nan"),
         (("--output", __file__), "--output cannot be .*: .*test_command.py is not a directory"),

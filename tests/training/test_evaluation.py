@@ -1,4 +1,4 @@
-"""Evaluating a drafter: acceptance rates, and draft shapes compared with plain decoding."""
+"""Evaluating a drafter: acceptance rates, the best depth, and the speed against plain decoding."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 from small import small_drafter, small_llama
 
-from mlx_redrafter.drafters.recurrent import DrafterArgs
+from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
+from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.training import evaluation
 from mlx_redrafter.training.data import Text, collate
 from mlx_redrafter.training.evaluation import (
-    COMPARISONS,
-    ShapeResult,
-    add_results,
-    compare_shapes,
+    compare_speed,
     count_rounds,
     count_texts,
     find_accepted,
-    format_table,
+    find_best_depth,
+    format_results,
     make_prompts,
     measure_guesses,
 )
@@ -60,7 +59,7 @@ def test_counted_rounds_match_decoding(depth: int) -> None:
     """Greedy texts: rounds counted on a finished text equal those of decoding it with chains."""
     model, drafter = small_llama(vocab=12), small_drafter(vocab=12)
     embedding, (known,) = model.model.embed_tokens, add_hidden_states(model, [Text(np.arange(40) % 12, 1)])
-    train_drafter(embedding, drafter, lambda at: collate([known]), TrainingArgs(iters=60))
+    train_drafter(embedding, drafter, lambda at: collate([known]), TrainingArgs(), lambda done: done / 60)
     args, accepted = TrainingArgs(draft_depth=depth), 0
     for at in range(6):
         prompt = [at, 3, at + 5]
@@ -75,52 +74,53 @@ def test_counted_rounds_match_decoding(depth: int) -> None:
     assert accepted > 10
 
 
-def test_shapes_are_compared_with_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, drafter, options = small_llama(), small_drafter(), Options(max_tokens=12, seed=0)
-    prompts, shapes = [[1, 2, 3], [4, 5, 6]], [(1, 2), (2, 3)]
-    found = compare_shapes(model, drafter, prompts, shapes, options, set())
-    assert [row[:3] for row in found] == [(1, 2, 3), (2, 3, 7)]
-    assert all(row.same_tokens and row.against_plain > 0 and row.tokens_per_round >= 1 for row in found)
-    *lines, noise = format_table(found).splitlines()
-    assert [line.split()[:3] for line in lines[1:]] == [["1", "2", "3"], ["2", "3", "7"]] and "prompts, 2: too" in noise
-    one, two = (compare_shapes(model, drafter, [each], shapes[:1], options, set())[0] for each in prompts)
-    assert one.tokens_per_round_error is None
-    error = abs(one.tokens_per_round - two.tokens_per_round) / 2
-    assert found[0].tokens_per_round_error == pytest.approx(error) and f"±{error:.2f}" in lines[1]
-    monkeypatch.setattr(evaluation, "check_draftable", lambda model, tree: "no trees" if tree else None)
-    assert [row[:3] for row in compare_shapes(model, drafter, prompts, shapes, options, set())] == [(1, 2, 3)]
+def test_each_kind_is_compared_with_plain_decoding() -> None:
+    pair, options = Pair(small_llama(), small_drafter()), Options(max_tokens=12, seed=0, plan=(1, 2))
+    prompts = [("maths", [1, 2, 3]), ("code", [4, 5, 6]), ("maths", [7, 8, 9])]
+    found = compare_speed(pair, prompts, options, set())
+    assert [(row.kind, row.prompts) for row in found] == [("code", 1), ("maths", 2), ("all", 3)]
+    assert all(row.same_tokens and row.tokens_per_round >= 1 for row in found)
+    assert [line.split()[:2] for line in format_results(found).splitlines()[1:4]] == [
+        ["code,", "1"],
+        ["maths,", "2"],
+        ["all,", "3"],
+    ]
+    assert compare_speed(pair, prompts, options, set(), lambda done: done == 2)[-1].prompts == 2
 
 
-@pytest.mark.parametrize("disturbed", [0, 1, 9])
-def test_disturbed_comparisons_are_repeated(disturbed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round takes 1.5 s and a plain step 1 s, or 9 s in the first comparisons."""
-    model, drafter, options, compared = small_llama(), small_drafter(), Options(max_tokens=12, seed=0), list[int]()
-
-    def decode(pair: Pair, prompts: list[list[int]], options: Options, ends: set[int]) -> PromptRuns:
-        run = decode_prompts(pair, prompts, options, ends)
-        if options.plan != "off":
-            return run._replace(seconds=1.5 * run.stats.rounds)
-        compared.append(1)
-        return run._replace(seconds=(9.0 if len(compared) <= disturbed else 1.0) * run.stats.rounds)
+@pytest.mark.parametrize(("plain", "ratio"), [(0.8, 1.2), (1.01, 1.5), (2.0, None)])
+def test_no_speed_above_the_tokens_per_round_is_reported(
+    plain: float, ratio: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(pair: Any, prompts: Any, options: Options, ends: Any) -> PromptRuns:
+        stats = Stats(rounds=10, accepted=5)
+        return PromptRuns(stats, (tuple(range(16)),), 1.5 * plain if options.plan == "off" else 1.0)
 
     monkeypatch.setattr(evaluation, "decode_prompts", decode)
-    (row,) = compare_shapes(model, drafter, [[1, 2, 3]], [(1, 2)], options, set())
-    assert len(compared) == min(disturbed + 1, COMPARISONS)
-    if disturbed < COMPARISONS:
-        assert row.against_plain == pytest.approx(row.tokens_per_round / 1.5) and "busy" not in format_table([row])
-    else:
-        assert row.against_plain is None and " busy " in format_table([row]) and "not measured" in format_table([row])
+    *_, row = compare_speed(Pair(small_llama()), [("code", [1])], Options(), set())
+    assert row.tokens_per_round == 1.5 and row.against_plain == (ratio and pytest.approx(ratio))
+    assert ("busy: not measured" in format_results([row])) is (ratio is None)
 
 
-def test_the_fastest_chain_is_the_default() -> None:
-    sizes = DrafterArgs(8, 10, 4, 1)
-    ratios = {(1, 1): 0.8, (1, 2): 0.9, (1, 3): 0.9, (1, 4): None, (4, 3): 1.5}
-    rows = [ShapeResult(*shape, 0, 1.5, (0.5,), 100.0, ratio, True, 8, None, None) for shape, ratio in ratios.items()]
-    found = add_results(sizes, "target", [[0.123456]], rows)
-    assert (found.draft_depth, found.base_model, found.acceptance) == (2, "target", [[0.1235]])
+def test_the_best_depth_weighs_tokens_against_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, settings = Pair(small_llama(), small_drafter()), TrainingArgs(draft_depth=4)
+    texts = add_hidden_states(pair.model, [Text(np.arange(20) % 12, 1)])
+    tokens = {1: 0.5, 2: 0.9, 3: 1.2, 4: 1.25}
+    stats = {depth: [Stats(rounds=100, accepted=int(100 * more))] for depth, more in tokens.items()}
+    monkeypatch.setattr(evaluation, "count_texts", lambda *args: stats[args[-1].draft_depth])
+    for row_ms, expected in ((0.01, 4), (0.12, 3), (3.0, 1)):
+        forwards = tuple(1 + row_ms * n for n in range(5))
+        costs = CostTable((64,), (1, 2, 3, 4, 5), (forwards,), (1.0,), (1,), (1e-3,), (0, 0))
+        monkeypatch.setattr(Pair, "costs", lambda pair, trees, costs=costs: costs)
+        assert find_best_depth(pair, texts, settings) == expected
 
 
-def test_prompts_are_the_masked_part_or_the_start_of_a_text() -> None:
+def test_prompts_of_all_kinds_are_chosen_in_turn() -> None:
+    """They are the masked part or the start of a text."""
     ids = np.arange(200)
-    texts = [Text(ids, 3), Text(ids, 3), Text(ids, 0), Text(ids[:5], 0), Text(ids, 9)]
-    assert [len(prompt) for prompt in make_prompts(texts, 3)] == [3, 64, 2]
+    texts = [Text(ids, 3), Text(ids, 3), Text(ids, 0), Text(ids[:5], 0), Text(ids, 9), Text(ids, 7, kind="code")]
+    assert [(kind, len(prompt)) for kind, prompt in make_prompts(texts, 3)] == [
+        ("given", 3),
+        ("code", 7),
+        ("given", 64),
+    ]

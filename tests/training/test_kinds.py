@@ -59,7 +59,7 @@ def test_the_loss_matches_its_drafts(kind: str, model: Any, texts: list[Text]) -
 
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_it_learns_and_resumes_to_the_same_weights(kind: str, model: Any, texts: list[Text], tmp_path: Path) -> None:
-    args = TrainingArgs(draft_depth=3, iters=60, learning_rate=1e-2)
+    args = TrainingArgs(draft_depth=3, learning_rate=1e-2)
     own = {"exit_dim": 32} if kind == "recurrent" else {}
     batches, drafters = make_batches(add_hidden_states(model, texts), 2, seed=1), []
     made = TRAINABLE[kind].for_training(HIDDEN, VOCAB, depth=3, draft_vocab_size=None, **own)
@@ -68,10 +68,17 @@ def test_it_learns_and_resumes_to_the_same_weights(kind: str, model: Any, texts:
         drafters.append(initialize_drafter(model, made))
     untrained, whole, stopped, resumed = drafters
     embedding = model.model.embed_tokens
-    train_drafter(embedding, whole, batches, args)
+
+    def progress(done: int) -> float:
+        return done / 60
+
+    def stop(done: int, share: float, shown: dict[str, float]) -> bool:
+        return done == 20
+
+    train_drafter(embedding, whole, batches, args, progress)
     path = tmp_path / "checkpoint.safetensors"
-    train_drafter(embedding, stopped, batches, args, checkpoint=path, on_iteration=lambda done, shown: done == 20)
-    assert train_drafter(embedding, resumed, batches, args, checkpoint=path) == 60
+    train_drafter(embedding, stopped, batches, args, progress, checkpoint=path, on_iteration=stop)
+    assert train_drafter(embedding, resumed, batches, args, progress, checkpoint=path) == 60
     assert same(tensors(resumed), tensors(whole)) and not same(tensors(stopped), tensors(whole))
     targets = compute_targets(embedding, batches(0))
     before, after = (draft_loss(drafter, targets, 3, [1.0] * 3).loss.item() for drafter in (untrained, whole))
@@ -81,7 +88,7 @@ def test_it_learns_and_resumes_to_the_same_weights(kind: str, model: Any, texts:
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_a_run_of_each_kind_decodes_exactly(kind: str, train: Any, prompts: str, target: str, tmp_path: Path) -> None:
     size = {"recurrent": ("--exit-dim", "32"), "medusa": ("--draft-vocab-size", "100")}.get(kind, ())
-    status, said = train(tmp_path / "drafter", "--prompts", prompts, "--drafter-type", kind, *size, "--iters", "4")
+    status, said = train(tmp_path / "drafter", "--prompts", prompts, "--drafter-type", kind, *size)
     assert status == 0
     model, tokenizer = load(target)
     drafter = load_drafter(tmp_path / "drafter", model)

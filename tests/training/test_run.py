@@ -26,19 +26,22 @@ from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.engine.supported_models import REFUSED
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode
-from mlx_redrafter.training import estimate, run
+from mlx_redrafter.training import run, sources
+from mlx_redrafter.training.plan import Speed
 
 ROOT = Path(__file__).parents[2]
 SIZE = ("--exit-dim", "32")
-FLAGS = (*SIZE, "--iters", "8", "--batch-size", "2", "--max-tokens", "10", "--draft-depth", "3")
+FLAGS = (*SIZE, "--batch-size", "2", "--max-tokens", "10", "--draft-depth", "3")
+ITERATIONS = 7  # of 15 texts, besides one that is held out
 SIGNALLED = """
 real = run.validate
 def validate(*args):
+    run.validate = real
     os.kill(os.getpid(), signal.{name})
     return real(*args)
 run.validate = validate
 """
-"""A run that signals itself before its first validation, after iteration 4 of 8."""
+"""A run that signals itself before its first validation, after iteration 4 of 7."""
 HALF_WRITTEN = """
 real, count = trainer.save_checkpoint, []
 def write_half(file, *args):
@@ -80,14 +83,13 @@ def copied(whole: tuple[Path, str], tmp_path: Path) -> Path:
 
 def test_a_run_reports_its_progress(whole: tuple[Path, str]) -> None:
     place, said = whole
-    assert re.search(
-        r"drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, 0\.\d\d M parameters\nexpected", said
-    )
+    assert re.search(r"drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, 0\.\d\d M parameters\n", said)
+    assert re.search(r"in \S+ \S+( \S+ \S+)?: about 16 texts besides 0 \(\d+ s, 0\.0 GB of disk\), training", said)
     assert re.search(
         r"iteration 4: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok.*texts: 1",
         said,
     )
-    assert "comparison: 100%" in said and re.search(r"\n  W   K    N  tokens/round .*\n  1   1    2 ", said)
+    assert re.search(r"held-out prompts .*\ngiven, 1 .*\nall, 1 ", said)
     command = said.splitlines()[-1].split()
     assert command[:3] == ["python", "-m", "mlx_redrafter.generate"] and str(place) in command
     status, _, error = execute(*command[1:], "--max-tokens", "8", "--json")
@@ -96,17 +98,16 @@ def test_a_run_reports_its_progress(whole: tuple[Path, str]) -> None:
 
 def test_the_finished_directory(whole: tuple[Path, str], target: str) -> None:
     place, _ = whole
-    assert {path.name for path in place.iterdir()} == {
-        *("config.json", "model.safetensors", "README.md", "training.json", "training.png", "training"),
-    }
+    names = {"config.json", "model.safetensors", "README.md", "training.json", "training"}
+    assert {path.name for path in place.iterdir()} == names
     config, summary = (json.loads((place / name).read_text()) for name in ("config.json", "training.json"))
     assert 1 <= config["draft_depth"] <= 3 and config["base_model"] == Path(target).name
     shares = np.array(config["acceptance"])
     assert shares.shape == (3, 8) and (shares >= 0).all() and (shares.sum(axis=1) <= 1).all() and shares.max() > 0
-    assert [entry["iteration"] for entry in summary["reports"]] == [2, 4, 6, 8]
-    assert [entry["iteration"] for entry in summary["validations"]] == [4, 8]
-    assert all(row["same_tokens"] for row in summary["measured"]) and summary["settings"]["iters"] == 8
-    assert (place / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert [entry["iteration"] for entry in summary["reports"]] == [2, 4, 6]
+    assert [entry["iteration"] for entry in summary["validations"]] == [4, ITERATIONS]
+    assert [row["kind"] for row in summary["measured"]] == ["given", "all"]
+    assert all(row["same_tokens"] for row in summary["measured"]) and summary["settings"]["batch_size"] == 2
     card = (place / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: mlx\n") and "base_model:" not in card
     for file in ("config.json", "training.json", "README.md"):
@@ -125,24 +126,62 @@ def test_the_finished_directory(whole: tuple[Path, str], target: str) -> None:
 def test_a_stopped_run_resumes_to_the_same_drafter(
     patch: str, status: int, whole: tuple[Path, str], target: str, prompts: str, script: str, train: Any, tmp_path: Path
 ) -> None:
+    """It makes no text again. The number of iterations does not depend on the time here."""
     place = tmp_path / "drafter"
     code, flags = script.replace("{patch}", patch), ("--prompts", prompts)
     found, _, said = execute("-c", code, "--model", target, *flags, "--output", place, *FLAGS)
     assert found == status, said
-    assert (place / "training" / "checkpoint.safetensors").exists() and not (place / "config.json").exists()
+    assert (place / "training" / "checkpoint.safetensors").exists()
     if status == run.INTERRUPTED:
-        assert re.search(r"stopped at iteration [45] of 8; the same command with --resume continues\n", said)
+        assert "stopped; the same command with --resume continues, for --minutes more" in said
+        assert load_drafter(place).args.acceptance is not None, "a usable drafter"
     with pytest.raises(RedrafterError, match="exists already: give another --output, or --resume to continue its run"):
         train(place, *flags, *SIZE)
-    assert train(place, *flags, *SIZE, resume=True)[0] == 0
+    status, messages = train(place, *flags, *SIZE, resume=True)
+    assert status == 0 and any("about 0 texts besides 16" in line for line in messages)
     assert same(tensors(load_drafter(whole[0])), tensors(load_drafter(place)))
     one, other = (json.loads((folder / "training.json").read_text()) for folder in (whole[0], place))
-    assert one["validations"] == other["validations"] and one["reports"] == other["reports"]
+    assert one["reports"] == other["reports"] and one["validations"][-1] == other["validations"][-1]
+
+
+def test_a_run_killed_while_it_makes_texts_keeps_them(
+    target: str, prompts: str, script: str, train: Any, tmp_path: Path
+) -> None:
+    patch = """
+from mlx_redrafter.training.store import TextStore
+real = TextStore.add
+def add(store, text):
+    real(store, text)
+    if len(store.texts) == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+TextStore.add = add
+"""
+    code, flags = script.replace("{patch}", patch), ("--prompts", prompts)
+    place = tmp_path / "drafter"
+    status, _, said = execute("-c", code, "--model", target, *flags, "--output", place, *FLAGS)
+    assert status == -signal.SIGKILL, said
+    files = {path: path.stat().st_mtime_ns for path in (place / "training").glob("texts-*/*")}
+    assert len(files) == 6
+    status, messages = train(place, *flags, *SIZE, resume=True)
+    assert status == 0 and any("about 10 texts besides 6" in line for line in messages)
+    assert all(path.stat().st_mtime_ns == changed for path, changed in files.items())
+    assert len(list((place / "training").glob("texts-*/*"))) == 16
+
+
+def test_more_minutes_make_more_texts(train: Any, prompts: str, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished run goes on with further texts, its own at last, and trains on."""
+    monkeypatch.setattr(sources, "MAX_TEXTS", 30)
+    before = json.loads((copied / "training.json").read_text())["validations"][-1]
+    status, said = train(copied, "--prompts", prompts, *SIZE, "--minutes", "30", resume=True)
+    assert status == 0 and any("about 14 texts besides 16" in line for line in said)
+    after = json.loads((copied / "training.json").read_text())["validations"][-1]
+    assert after["iteration"] > before["iteration"]
 
 
 def test_a_dry_run_writes_nothing(train: Any, prompts: str, tmp_path: Path) -> None:
     status, said = train(tmp_path / "drafter", "--prompts", prompts, *SIZE, dry_run=True)
-    assert status == 0 and re.search(r"[\d:]+ for answers, [\d:]+ to read them, .*; \d+ MB of hidden states", said[-1])
+    assert status == 0 and re.search(r"^in .*: about 16 texts besides 0 .*, training .*, a comparison", said[-1])
+    assert said[0].startswith("loading "), "before it does anything that takes time"
     assert not list(tmp_path.iterdir())
 
 
@@ -179,8 +218,9 @@ def test_a_draft_vocabulary_and_given_texts(train: Any, data: str, target: str, 
     frequent = encode(tokenizer, "".join(text[:80] for text in demo_prompts()))
     assert max(set(frequent), key=frequent.count) in np.array(drafter.draft_ids)
     (given / "train.jsonl").write_text((given / "train.jsonl").read_text().replace("def", "fed"))
-    with pytest.raises(RedrafterError, match=r"cannot resume .*: the texts of .* have changed"):
-        train(tmp_path / "drafter", *flags, resume=True)
+    known = len(list((tmp_path / "drafter" / "training").glob("texts-*/*")))
+    status, said = train(tmp_path / "drafter", *flags, resume=True)
+    assert status == 0 and any(f"texts besides {known} " in line for line in said), "the new ones"
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -193,13 +233,11 @@ def test_prompts_are_learned_unless_masked(train: Any, prompts: str, target: str
     assert bool(np.isin(encode(tokenizer, "def"), ids).all()) is not masked
 
 
-def test_answers_are_reused_with_other_settings(train: Any, prompts: str, copied: Path, tmp_path: Path) -> None:
-    (tmp_path / "other" / "training").mkdir(parents=True)
-    answers = [tmp_path / place / "training" / "answers.jsonl" for place in ("drafter", "other")]
-    shutil.copy(*answers)
-    flags = ("--prompts", prompts, *SIZE, "--iters", "2", "--learning-rate", "1e-3")
-    assert train(tmp_path / "other", *flags)[0] == 0
-    assert answers[0].read_text() == answers[1].read_text()
+def test_texts_are_reused_with_other_settings(train: Any, prompts: str, copied: Path, tmp_path: Path) -> None:
+    for folder in (copied / "training").glob("texts-*"):
+        shutil.copytree(folder, tmp_path / "other" / "training" / folder.name)
+    status, said = train(tmp_path / "other", "--prompts", prompts, *SIZE, "--learning-rate", "1e-3")
+    assert status == 0 and any("about 0 texts besides 16" in line for line in said)
 
 
 def test_a_run_resumes_with_its_own_settings_only(train: Any, prompts: str, copied: Path) -> None:
@@ -221,35 +259,33 @@ def test_one_directory_is_for_one_run(train: Any, prompts: str, tmp_path: Path) 
     assert [path.name for path in work.iterdir()] == ["lock"]
 
 
-LONG = ("--iters", str(2**31 - 1))
-
-
-def test_minutes_limit_a_run(train: Any, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails if the time is too short for anything."""
-    status, said = train(tmp_path / "new", "--data", data, *SIZE, *LONG, "--minutes", "0.2")
-    assert status == 0 and any(re.fullmatch(r"\d+ iterations of \S+ s fit into 0\.2 minutes", line) for line in said)
-    monkeypatch.setattr(estimate, "COMPARED_TOKENS", 10**6)
-    with pytest.raises(RedrafterError, match=r"expected more --minutes: of 0\.2 no time is left to train"):
-        train(tmp_path / "other", "--data", data, *SIZE, *LONG, "--minutes", "0.2")
+def test_minutes_limit_a_run(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends although there is more to do, and does not begin if nothing could be done."""
+    monkeypatch.setattr(sources, "MAX_TEXTS", 10**6)
+    monkeypatch.setattr(run, "MAX_VISITS", 10**6)
+    status, said = train(tmp_path / "new", *SIZE, "--minutes", "0.3")
+    assert status == 0
+    assert json.loads((tmp_path / "new" / "training.json").read_text())["measured"][0]["kind"] == "free text", said
+    monkeypatch.setattr(run, "measure_speed", lambda *args: Speed(text=100.0, visit=1.0))
+    with pytest.raises(RedrafterError, match=r"expected more --minutes: 0\.3 are too short for 3 texts"):
+        train(tmp_path / "other", *SIZE, "--minutes", "0.3")
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_out_of_time_resumes_to_the_same_drafter(
-    train: Any, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_drafter_is_saved_at_each_validation(
+    train: Any, prompts: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training ends in time if the estimate was too low."""
+    found: list[Any] = []
+    real = run.validate
 
-    def stop(*args: Any) -> Any:
-        raise KeyboardInterrupt
+    def validate(*args: Any) -> Any:
+        entry = real(*args)
+        found.append(load_drafter(tmp_path / "new", load(target)[0]).args.acceptance)
+        return entry
 
-    monkeypatch.setattr(run, "plan_iters", lambda *args: 2**30)
-    flags = ("--data", data, *SIZE, *LONG, "--minutes", "0.05")
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "compare_shapes", stop)
-        assert train(tmp_path / "new", *flags)[0] == run.INTERRUPTED
-    written = tensors(load_drafter(tmp_path / "new"))
-    assert train(tmp_path / "new", *flags, resume=True)[0] == 0
-    assert same(written, tensors(load_drafter(tmp_path / "new")))
+    monkeypatch.setattr(run, "validate", validate)
+    assert train(tmp_path / "new", "--prompts", prompts, *SIZE)[0] == 0
+    assert len(found) == 2 and all(np.array(shares).shape == (3, 8) for shares in found)
 
 
 @pytest.mark.parametrize(

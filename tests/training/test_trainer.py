@@ -21,7 +21,7 @@ from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import Batch
-from mlx_redrafter.training.trainer import save_checkpoint, train_drafter
+from mlx_redrafter.training.trainer import find_rate_factor, save_checkpoint, train_drafter
 
 HIDDEN, VOCAB = 16, 23
 
@@ -39,7 +39,12 @@ def untrained() -> Drafter:
 
 
 def settings(**changes: Any) -> TrainingArgs:
-    return TrainingArgs(**{"draft_depth": 3, "learning_rate": 1e-2, "iters": 8, **changes})
+    return TrainingArgs(**{"draft_depth": 3, "learning_rate": 1e-2, **changes})
+
+
+def in_eight(done: int) -> float:
+    """The progress of a training of eight iterations."""
+    return done / 8
 
 
 class Stopped(Exception):
@@ -56,18 +61,20 @@ def test_resuming_changes_nothing(
         seen.append(iteration)
         return batches(iteration)
 
-    def on_iteration(done: int, shown: dict[str, float]) -> bool:
-        assert set(shown) == {"loss", "first", "last", "gradient"}
+    def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
+        assert share == done / 8 and set(shown) == {"loss", "first", "last", "gradient"}
         if done == 6:
             raise Stopped
         return False
 
     whole, stopped, resumed = untrained(), untrained(), untrained()
-    train_drafter(embedding, whole, batches, settings())
+    train_drafter(embedding, whole, batches, settings(), in_eight)
     with pytest.raises(Stopped):
-        train_drafter(embedding, stopped, batches, settings(), checkpoint=checkpoint, on_iteration=on_iteration)
+        train_drafter(
+            embedding, stopped, batches, settings(), in_eight, checkpoint=checkpoint, on_iteration=on_iteration
+        )
     resumed.update({"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}})  # all weights must come from the checkpoint
-    assert train_drafter(embedding, resumed, watched, settings(), checkpoint=checkpoint) == 8
+    assert train_drafter(embedding, resumed, watched, settings(), in_eight, checkpoint=checkpoint) == 8
     assert seen == list(range(4, 8))
     assert same(tensors(resumed), tensors(whole)) and not same(tensors(resumed), tensors(stopped))
     assert [file.name for file in tmp_path.iterdir()] == [checkpoint.name]
@@ -84,7 +91,7 @@ def test_a_loss_that_is_nan_keeps_the_checkpoint(
         return batch._replace(hidden=batch.hidden * float("nan")) if iteration == 3 else batch
 
     with pytest.raises(RedrafterError, match=r"is nan at iteration 4; the checkpoint of iteration 2 is kept"):
-        train_drafter(model.model.embed_tokens, untrained(), broken, settings(), checkpoint=saved)
+        train_drafter(model.model.embed_tokens, untrained(), broken, settings(), in_eight, checkpoint=saved)
     loaded: Any = mx.load(str(saved), return_metadata=True)
     assert loaded[1]["step"] == "2" and all(np.isfinite(np.array(array)).all() for array in loaded[0].values())
 
@@ -106,8 +113,13 @@ def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_another_drafters_checkpoint_is_refused(model: Any, batches: Batches, tmp_path: Path) -> None:
     path, other = tmp_path / "checkpoint.safetensors", Drafter(DrafterArgs(HIDDEN, VOCAB, 8, 1))
-    train_drafter(model.model.embed_tokens, untrained(), batches, settings(iters=1), checkpoint=path)
+    train_drafter(model.model.embed_tokens, untrained(), batches, settings(), lambda done: float(done), checkpoint=path)
     for damage in (lambda: None, lambda: path.write_bytes(path.read_bytes()[:500])):
         damage()
         with pytest.raises(CheckpointError, match="cannot continue from"):
-            train_drafter(model.model.embed_tokens, other, batches, settings(iters=2), checkpoint=path)
+            train_drafter(model.model.embed_tokens, other, batches, settings(), in_eight, checkpoint=path)
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [find_rate_factor(share) for share in (0.0, 0.05, 0.1, 0.55, 1.0)]
+    assert rates == pytest.approx([0.01, 0.5, 1.0, 0.5, 0.0])

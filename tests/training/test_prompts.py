@@ -1,0 +1,146 @@
+"""Prompts: read from files, and written by the target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import CHAT, add_chat_template
+
+from mlx_redrafter import load_demo
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generate import encode_chat
+from mlx_redrafter.training import prompts
+from mlx_redrafter.training.answers import Row
+from mlx_redrafter.training.prompts import KINDS, PromptWriter, encode_prompts, read_prompts, split_template
+
+MESSAGES = [{"role": "user", "content": "add two numbers"}, {"role": "assistant", "content": "return a + b"}]
+
+
+@pytest.fixture
+def chatty() -> Any:
+    """The demo's tokenizer with a chat template."""
+    return add_chat_template(load_demo()[1])
+
+
+def jsonl(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load(path: Path, tokenizer: Any) -> list[list[int]]:
+    return encode_prompts(read_prompts(path), tokenizer)
+
+
+def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("first\n\nsecond\n")
+    jsonl(tmp_path / "prompts.jsonl", [{"prompt": "first"}, {"messages": MESSAGES}, {"messages": MESSAGES[:1]}])
+    tokenizer = demo[1]
+    assert load(tmp_path / "prompts.txt", tokenizer) == [encode_chat(tokenizer, t) for t in ("first", "second")]
+    said = [chatty.decode(ids) for ids in load(tmp_path / "prompts.jsonl", chatty)]
+    assert said == ["<user>first\n<assistant>"] + 2 * ["<user>add two numbers\n<assistant>"]
+    assert tokenizer.decode(load(tmp_path / "prompts.jsonl", tokenizer)[1]) == "add two numbers"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("none.txt", None, "cannot read the prompts in .*none.txt: "),
+        ("empty.txt", "\n \n", "expected prompts in .*, one per line, got an empty file"),
+        ("broken.jsonl", "{\n", "broken.jsonl, line 1 is not JSON"),
+        ("other.jsonl", '{"prompt": "x"}\n{"text": 3}\n', "other.jsonl, line 2: expected an object with 'prompt'"),
+    ],
+)
+def test_unreadable_prompts_are_refused(name: str, content: str | None, reason: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(RedrafterError, match=reason):
+        read_prompts(tmp_path / name)
+
+
+def test_a_chat_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\ufeff{"prompt": "one\u2028two"}\r\n{"prompt": "three"}\n', encoding="utf-8")
+    said = [chatty.decode(ids) for ids in load(path, chatty)]
+    assert said == ["<user>one\u2028two\n<assistant>", "<user>three\n<assistant>"]
+    chatty._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RedrafterError, match=r"prompt 1: the tokenizer rejects it: roles must alternate"):
+        load(path, chatty)
+
+
+def test_a_prompt_without_tokens_is_refused(demo: Any, tmp_path: Path) -> None:
+    jsonl(tmp_path / "prompts.jsonl", [{"prompt": "import"}, {"messages": [{"role": "user", "content": ""}]}])
+    with pytest.raises(RedrafterError, match=r"prompt 2: expected at least one token, got none"):
+        load(tmp_path / "prompts.jsonl", demo[1])
+
+
+def test_the_template_is_cut_at_the_users_words(chatty: Any) -> None:
+    head, tail = split_template(chatty)
+    assert chatty.decode(head) == "<user>" and chatty.decode(tail) == "<assistant>"
+    writer = PromptWriter(None, chatty, 0, 4)  # type: ignore[arg-type]
+    assert writer.decode_prompt(encode_chat(chatty, "add two numbers")) == "add two numbers\n"
+    chatty._tokenizer.chat_template = CHAT.replace("message.content", "message.content | lower")
+    with pytest.raises(RedrafterError, match="does not show a user's words as they are"):
+        split_template(chatty)
+
+
+Write = Callable[[Callable[[str, str], tuple[str, bool]]], list[tuple[str, str]]]
+
+
+@pytest.fixture
+def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Lets a function of (kind, beginning) write the rest of each prompt, and say whether it ended it."""
+    end = chatty.eos_token_id
+
+    def write(complete: Callable[[str, str], tuple[str, bool]]) -> list[tuple[str, str]]:
+        def decode(model: Any, take: Callable[[int], list[Row]], *args: Any) -> Iterator[Row]:
+            while rows := take(1):
+                (row,) = rows
+                begun = chatty.decode(row.ids[len(split_template(chatty)[0]) :])
+                text, is_ended = complete(row.tag.kind, begun)
+                assert begun == row.tag.text
+                row.ids += [*chatty.encode(text, add_special_tokens=False), *([end] if is_ended else [])]
+                yield row
+
+        monkeypatch.setattr(prompts, "decode_rows", decode)
+        return PromptWriter(None, chatty, 0, 4).write(lambda tokens: False)  # type: ignore[arg-type]
+
+    return write
+
+
+def test_prompts_of_all_kinds_are_written(write: Write) -> None:
+    count = iter(range(1000))
+    found = write(lambda kind, begun: (f" the {next(count)} things of {kind}", True))
+    assert {kind for kind, _ in found} == set(KINDS) and len(found) == prompts.DRAFTS
+    for kind, text in found:
+        about = KINDS[kind]
+        assert text.startswith(tuple(opening.strip() for opening in about["openings"]))
+        if "questions" in about:
+            question = text.split("\n\n")[-1]
+            assert question.startswith(tuple(about["questions"])) and question != text, "after a text"
+
+
+@pytest.mark.parametrize(
+    ("complete", "count"),
+    [
+        (lambda kind, begun: (" the same words", True), None),
+        (lambda kind, begun: (" one two three four five six seven eight nine ten eleven twelve", True), None),
+        (lambda kind, begun: (" no end", False), 0),
+        (lambda kind, begun: (" again and" * 30, True), 0),
+        (lambda kind, begun: (" three more words \ufffd", True), 0),
+        (lambda kind, begun: (" three more <|words|>", True), 0),
+    ],
+)
+def test_duplicates_and_noise_are_dropped(complete: Any, count: int | None, write: Write) -> None:
+    found = write(complete)
+    if count is not None:
+        assert len(found) == count
+    words = [text.lower().split() for _, text in found]
+    assert len({tuple(each) for each in words}) == len({tuple(each[:12]) for each in words}) == len(words)
+
+
+def test_a_long_text_is_cut_after_a_sentence(write: Write) -> None:
+    found = dict(write(lambda kind, begun: (" some words. And more", False)))
+    assert found["summary"].endswith("some words.") and set(found) == {"summary"}, "its question did not end"
