@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 
 from mlx_redrafter.checkpoints import DTYPES
 from mlx_redrafter.drafters.checkpoint import MODES
 from mlx_redrafter.engine.model_parts import AFTER_NORM, BEFORE_NORM
+from mlx_redrafter.errors import Parser
 
 from .conversion import Conversion, convert
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The argument parser; each flag is a parameter of `convert`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx_redrafter.convert",
         description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, MLP or Arctic speculators, "
         "EAGLE, DFlash or DSpark heads, multi-token-prediction layers.",

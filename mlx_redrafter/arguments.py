@@ -42,10 +42,18 @@ def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ())
     add("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
     add("--pipeline", action="store_true", help="on several ranks: pipelining instead of tensor parallelism")
     template_args = ("--chat-template-config", "--chat-template-args")  # mlx-lm's names in generate and in the server
-    add(*template_args, type=parse_object, help="additional chat template arguments, as JSON")
+    add(*template_args, type=parse_template_arguments, help="additional chat template arguments, as JSON")
     add_options(parser, without)
     add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name for --draft-depth")
     return parser
+
+
+def parse_template_arguments(text: str) -> dict[str, Any]:
+    """Parses a JSON object."""
+    try:
+        return parse_object(text)
+    except RedrafterError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def load_models(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from ..atomic_files import expand_path
@@ -167,8 +167,11 @@ def list_files(name: str, revision: str | None) -> list[str]:
         return [file.rfilename for file in HfApi().repo_info(name, revision=revision).siblings or []]
     except HfHubHTTPError:  # the hub has answered
         raise
-    except Exception:
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception as error:
+        try:
+            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise error from None
         return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 

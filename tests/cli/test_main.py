@@ -33,6 +33,12 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
         (["nonsense"], 2, "mlx_redrafter: error: argument COMMAND: invalid choice: 'nonsense'"),
         ([], 2, "mlx_redrafter: error: the following arguments are required: COMMAND; see --help\n"),
         (["chat", "--help"], 0, "usage: mlx_redrafter.chat"),
+        (
+            ["convert"],
+            2,
+            "mlx_redrafter.convert: error: one of the arguments --hf-path/--model --from-base is required",
+        ),
+        (["generate", "--chat-template-config", "[1]"], 2, "the value must be a JSON object, got list; see --help"),
         (["chat", "--draft-model", "x", "--drafter", "y"], 2, "--drafter: not allowed with argument --draft-model"),
     ],
 )

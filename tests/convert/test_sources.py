@@ -101,7 +101,7 @@ def test_downloaded_files_need_no_network(hub: Hub, tmp_path: Path) -> None:
     apple(hub.root / "some" / "drafter" / "main", tensors(make()))
     trap(hub.root / "some" / "drafter" / "main" / "pytorch_model.bin")
     hub.is_reached = False
-    refused("some/drafter", tmp_path / "result", names="some/drafter")
+    refused("some/drafter", tmp_path / "result", names="there is no network")
     hub.is_reached = True
     convert("some/drafter", tmp_path / "first")
     hub.is_reached = False

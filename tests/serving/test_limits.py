@@ -263,7 +263,7 @@ def test_wrong_flags_are_named(flags: list[str], said: str) -> None:
     ("flags", "said"),
     [
         (["--prompt-cache-bytes", "5 parsecs"], "expected a number of bytes, such as 512MB or 2GB"),
-        (["--chat-template-args", "[1]"], "invalid parse_object value: '[1]'"),
+        (["--chat-template-args", "[1]"], "must be a JSON object, got list"),
         (["--api-key", "x", "--api-key-file", __file__], "--api-key-file: not allowed with argument --api-key"),
     ],
 )
