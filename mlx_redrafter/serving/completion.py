@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from mlx_lm.server import convert_chat
@@ -27,9 +28,10 @@ from .prefixes import find_prefix_lengths
 from .request import ApiFinishReason, Request, TokenEvent
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
 from .structured_output import GrammarCompiler
+from .text_length import ShortestEncoding
 from .text_stream import Segment, TextStream
 from .types import ApiError
-from .worker import Worker
+from .worker import Worker, check_length
 
 Event = dict[str, Any]
 
@@ -84,6 +86,16 @@ class Service:
         if not self.takes_any_name and name not in (DEFAULT_MODEL, self.model_name, self.args.model, *self.names):
             expected = " or ".join(self.names)
             raise ApiError(f"expected model {expected}, got {name!r:.100}", 404, code="model_not_found")
+
+    @cached_property
+    def _shortest_encoding(self) -> ShortestEncoding:
+        return ShortestEncoding(self.tokenizer)
+
+    def check_text(self, text: str) -> None:
+        """Refuses a prompt that is too long however it is encoded, before it is encoded."""
+        length = self.worker.context_length
+        if length is not None and len(text) >= length:
+            check_length(self._shortest_encoding.count_tokens(text), length, is_exact=False)
 
 
 class Prompt(NamedTuple):
@@ -152,7 +164,9 @@ class Completion(ABC, Generic[AnyBody]):
             raise ApiError("tools are not supported by this model: mlx-lm has no tool parser for its tokenizer")
         messages = arrange(self.messages, tokenizer.chat_template)
         if not tokenizer.has_chat_template:
-            return Prompt(list(tokenizer.encode(convert_chat(messages, self.role_mapping))), "normal")
+            text = convert_chat(messages, self.role_mapping)
+            service.check_text(text)
+            return Prompt(list(tokenizer.encode(text)), "normal")
         thinking = make_thinking_args(tokenizer, self.thinks, self.effort)
         args = (
             (service.args.chat_template_config or {})
@@ -169,6 +183,7 @@ class Completion(ABC, Generic[AnyBody]):
                 errors.append(error)
         else:
             raise errors[0]
+        service.check_text(text)
         prompt = list(tokenizer.encode(text, add_special_tokens=False))
         thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
         state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")

@@ -148,7 +148,10 @@ class Completions(OpenAICompletions[CompletionBody]):
     def encode_prompt(self) -> Prompt:
         """Encodes the prompt without the chat template."""
         prompt = self.body.prompt
-        return Prompt(encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt)
+        if isinstance(prompt, str):
+            self.service.check_text(prompt)
+            prompt = encode(self.service.tokenizer, prompt)
+        return Prompt(prompt)
 
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
         return {"text": "".join(segment.text for segment in segments)}

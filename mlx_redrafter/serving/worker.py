@@ -182,12 +182,7 @@ class Worker:
         length = self.context_length
         if not prompt:
             raise ApiError("the prompt is empty: expected at least one token")
-        if length is not None and len(prompt) >= length:
-            raise ApiError(
-                f"prompt is too long: {len(prompt)} tokens > {length} maximum; the model's maximum context length is "
-                f"{length} tokens, including the answer",
-                code="context_length_exceeded",
-            )
+        check_length(len(prompt), length)
         vocab_size = self._pair.vocab_size
         for name, ids in (("token ids", prompt), ("logit_bias token ids", asked.get("logit_bias") or ())):
             for extreme in (min(ids, default=0), max(ids, default=0)):
@@ -307,3 +302,13 @@ class Worker:
         grammars = {at: self._grammars.compile(*given) for at, given in arguments.items()}
         rebuilt = [self._make_request(None, **asked, grammar=grammars.get(id(given))) for asked, given in started]
         return Decisions({rows[at]: reason for at, reason in ended}, rebuilt, is_last)
+
+
+def check_length(size: int, context_length: int | None, *, is_exact: bool = True) -> None:
+    """Refuses a prompt of `size` tokens, or of more if that is not exact, if it leaves no room for an answer."""
+    if context_length is not None and size >= context_length:
+        raise ApiError(
+            f"prompt is too long: {'' if is_exact else 'at least '}{size} tokens > {context_length} maximum; the "
+            f"model's maximum context length is {context_length} tokens, including the answer",
+            code="context_length_exceeded",
+        )

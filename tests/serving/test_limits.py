@@ -146,6 +146,36 @@ def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], mos
         assert (reply.status, reply.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
+LONG = "it goes on " * 50_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": LONG}]}]}),
+        ("/v1/messages", {"system": LONG}),
+        ("/v1/messages/count_tokens", {"messages": USER, "system": LONG}),
+    ],
+)
+def test_a_prompt_far_too_long_is_not_encoded(
+    scripted: Scripted, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, encoded = type(scripted[0].service.tokenizer._tokenizer), list[str]()
+    encode = kind.encode
+
+    def record(tokenizer: Any, text: str, **options: Any) -> Any:
+        encoded.append(text)
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(kind, "encode", record)
+    reply = ask(scripted[0], path, BODIES.get(path, {}) | fields)
+    assert reply.status == 400 and not encoded
+    assert "prompt is too long: at least 2" in reply.error and "tokens > 8192 maximum" in reply.error
+    assert ask(scripted[0], "/v1/completions", {"prompt": LONG[:9000]}).status == 200 and LONG[:9000] in encoded
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool) -> None:
     engine = demo.service.worker
