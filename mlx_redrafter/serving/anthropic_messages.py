@@ -8,17 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any, ClassVar
 
 from .completion import Answer, Completion, Event, Service
-from .conversation import (
-    Message,
-    Tools,
-    choose_tools,
-    describe_tools,
-    join_parts,
-    list_parts,
-    make_call,
-    read_reasoning,
-    read_tools,
-)
+from .conversation import Message, Tools, describe_tools, join_parts, list_parts, make_call, read_reasoning, read_tools
 from .schemas import CountTokensBody, MessagesBody
 from .text_stream import Segment
 from .types import ApiError
@@ -39,11 +29,11 @@ class Messages(Completion[CountTokensBody]):
     def __init__(self, service: Service, body: CountTokensBody) -> None:
         super().__init__(service, body)
         tools, hidden = read_tools(body.tools), find_deferred(body.tools)
-        self.shown_tools = [tool for name, tool in tools.items() if name not in hidden]
+        shown = {name: tool for name, tool in tools.items() if name not in hidden}
         self.messages = read_messages(body, tools, hidden)
         self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
         known = {name: tool for name, tool in tools.items() if name not in hidden}
-        self.tools, self.forced_tools = choose_tools(known, body.tool_choice)
+        self.offer_tools(shown, known, body.tool_choice)
         self.answer_format, self.effort = body.output_config.format or body.output_format, body.output_config.effort
         thinking = body.thinking.get("type")
         self.thinks = None if thinking is None else thinking != "disabled"

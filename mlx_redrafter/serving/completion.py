@@ -38,9 +38,6 @@ Event = dict[str, Any]
 NO_DRAFT_MODEL = "none"
 """A `draft_model` that requests plain decoding, for clients that cannot send null."""
 
-FORBIDDEN = -100.0
-"""The `logit_bias` of a token that must not be generated, as in OpenAI's API."""
-
 CODES = {
     400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     408: "request_timeout", 503: "server_overloaded",
@@ -149,9 +146,9 @@ class Completion(ABC, Generic[AnyBody]):
         self.effort: str | None = None
         self.reply: Event = {}
 
-    def offer_tools(self, tools: Tools, choice: Any) -> None:
-        """Shows tools to the model, and applies the request's `tool_choice`."""
-        self.shown_tools = list(tools.values())
+    def offer_tools(self, shown: Tools, tools: Tools, choice: Any) -> None:
+        """Shows tools at the beginning of the prompt, and applies `tool_choice` to those that are known at its end."""
+        self.shown_tools = list(shown.values())
         self.tools, self.forced_tools = choose_tools(tools, choice)
 
     def encode_prompt(self) -> Prompt:
@@ -168,12 +165,8 @@ class Completion(ABC, Generic[AnyBody]):
             service.check_text(text)
             return Prompt(list(tokenizer.encode(text)), "normal")
         thinking = make_thinking_args(tokenizer, self.thinks, self.effort)
-        args = (
-            (service.args.chat_template_config or {})
-            | thinking
-            | own
-            | {"tools": describe_tools(self.shown_tools) or None}
-        )
+        shown = {"tools": describe_tools(self.shown_tools) or None}
+        args = (service.args.chat_template_config or {}) | thinking | own | shown
         errors: list[RedrafterError] = []
         for variant in (messages, *list_variants(messages)):
             try:
@@ -256,7 +249,7 @@ class Answer:
         }
         marks = list(service.tokenizer.tool_call_start_tokens or ())
         if completion.shown_tools and not completion.tools and len(marks) == 1:  # none may be called
-            asked["logit_bias"] = {marks[0]: FORBIDDEN} | asked.get("logit_bias", {})
+            asked["logit_bias"] = {marks[0]: -100.0} | asked.get("logit_bias", {})
         self._completion, self._metrics = completion, service.metrics
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
