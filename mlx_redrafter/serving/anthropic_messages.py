@@ -173,7 +173,8 @@ def show_tools(block: dict[str, Any], where: str, tools: Tools, hidden: set[str]
         return block
     named = block if kind == "tool_reference" else block.get("tool")
     named = named if isinstance(named, dict) else {}
-    defined, name = named.get("definition"), named.get("tool_name", named.get("name"))
+    defined = named.get("definition")
+    name = named.get("tool_name", named.get("name", named.get("server_name")))  # the last for a hosted set of tools
     if not isinstance(defined, dict) and not isinstance(name, str):
         raise ApiError(f"{where}: {kind} must have the name or the definition of a tool, got {block!r:.100}")
     added = read_tools([defined], where) if isinstance(defined, dict) else {}
