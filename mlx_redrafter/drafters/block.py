@@ -56,7 +56,7 @@ from .block_configs import recognises as recognises
 from .block_configs import sanitize as sanitize
 from .cached import CachedSource
 from .config import LayerArgs
-from .layers import MLP, make_rope
+from .layers import MLP, Attention
 from .protocol import Drafter as BaseDrafter
 from .protocol import Head
 
@@ -65,6 +65,10 @@ Guess = Callable[[mx.array, int], mx.array]
 
 Attend = Callable[[mx.array], mx.array]
 """Normed rows (B, H) -> attention's output (B, H)."""
+
+
+DEFAULT_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+"""The activations of Qwen3 and of Gemma 4."""
 
 
 @dataclass(frozen=True)
@@ -136,49 +140,14 @@ class DrafterArgs(LayerArgs):
         return f"{kind}block {self.block_size}, layers {self.num_layers}, {super().describe()}"
 
 
-class Attention(nn.Module):
-    """Attention of a block's rows to the text's rows and to each other, with one KV cache."""
-
-    def __init__(self, args: DrafterArgs) -> None:
-        super().__init__()
-        width, head_dim, bias = args.width, args.head_dim, args.attention_bias
-        self.head_dim, self.scale = head_dim, head_dim**-0.5
-        self.q_proj = nn.Linear(width, args.num_attention_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, args.num_key_value_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, args.num_key_value_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(args.num_attention_heads * head_dim, width, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim, args.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head_dim, args.rms_norm_eps)
-        self.rope = make_rope(head_dim, args.rope_theta, args.rope_traditional, args.rope_scaling)
-
-    def append(self, rows: mx.array, position: mx.array | int, cache: KVCache) -> tuple[mx.array, mx.array]:
-        """Appends keys and values of rows (R, H), the first at `position`; returns all keys and values in the cache."""
-        keys = self._split(self.k_proj(rows))
-        values = self.make_values(rows, keys)
-        return cache.update_and_fetch(self.rope(self.k_norm(keys), offset=position), values)
-
-    def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
-        """(1, heads, R, head_dim) the values of rows (R, H); `keys` are their keys before the norm."""
-        return self._split(self.v_proj(rows))
-
-    def __call__(self, rows: mx.array, position: mx.array, cache: KVCache, mask: mx.array) -> mx.array:
-        """(B, H) the output for a block's rows; `mask` (B, C) covers the last C cache rows, including the block's."""
-        queries = self.rope(self.q_norm(self._split(self.q_proj(rows))), offset=position)
-        keys, values = (array[..., -mask.shape[1] :, :] for array in self.append(rows, position, cache))
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
-        return self.o_proj(out[0].swapaxes(0, 1).flatten(1))
-
-    def _split(self, rows: mx.array) -> mx.array:
-        return rows.reshape(1, len(rows), -1, self.head_dim).swapaxes(1, 2)
-
-
 class Layer(nn.Module):
     """A layer of Qwen3."""
 
     def __init__(self, args: Any) -> None:
         super().__init__()
-        self.self_attn = Attention(args)
-        self.mlp = MLP(args.width, args.intermediate_size, args.hidden_act or "silu")
+        bias = args.attention_bias
+        self.self_attn: Attention = (GemmaAttention if args.gemma else Attention)(args, args.width, bias, bias, True)
+        self.mlp = MLP(args.width, args.intermediate_size, args.hidden_act or DEFAULT_ACTIVATIONS[args.gemma])
         self.input_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
 
@@ -243,12 +212,6 @@ class Selector(nn.Module):
 class GemmaAttention(Attention):
     """Attention of Gemma 4's full layers."""
 
-    def __init__(self, args: Any) -> None:
-        super().__init__(args)
-        if not args.own_values:
-            del self.v_proj
-        self.scale = 1.0
-
     def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
         values = super().make_values(rows, keys) if "v_proj" in self else keys
         return mx.fast.rms_norm(values, None, self.k_norm.eps)
@@ -259,8 +222,9 @@ class GemmaLayer(Layer):
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
-        self.self_attn = GemmaAttention(args)
-        self.mlp = MLP(args.width, args.intermediate_size, args.hidden_act or "gelu_pytorch_tanh")
+        self.self_attn.scale = 1.0
+        if not args.own_values:
+            del self.self_attn.v_proj
         self.pre_feedforward_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
         self.post_feedforward_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
         self.layer_scalar = mx.ones((1,))

@@ -22,17 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama, qwen3
 
 from ..engine.source import Source
 from .cached import LayerCache, PairDrafter, PairSource
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
 from .config import NEUTRAL, LayerArgs, check_neutral, flatten, get_object, read_layer
-from .layers import MLP, make_rope
+from .layers import MLP, Attention
 from .protocol import Embed, Head
 
 MODEL_TYPE = "eagle"
@@ -170,20 +168,9 @@ class Layer(nn.Module):
 
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__()
-        home: Any = qwen3 if args.qk_norm else llama
-        fixed = {"num_hidden_layers": 1, "max_position_embeddings": 2**24, "tie_word_embeddings": False}
-        own = home.ModelArgs.from_dict(args.to_dict() | fixed | {"hidden_size": args.width, "rope_scaling": None})
-        n_inputs, bias = args.width * (2 if args.version == 3 else 1), args.qkv_bias
-        self.self_attn = home.Attention(own)
+        n_inputs = args.width * (2 if args.version == 3 else 1)
+        self.self_attn = Attention(args, n_inputs, args.qkv_bias, args.o_bias, args.qk_norm)
         self.mlp = MLP(args.width, args.intermediate_size, args.hidden_act or "silu")
-        self.self_attn.rope = make_rope(args.head_dim, args.rope_theta, args.rope_traditional, args.rope_scaling)
-        for name, heads in (
-            ("q_proj", args.num_attention_heads),
-            ("k_proj", args.num_key_value_heads),
-            ("v_proj", args.num_key_value_heads),
-        ):
-            self.self_attn[name] = nn.Linear(n_inputs, heads * args.head_dim, bias=bias)
-        self.self_attn.o_proj = nn.Linear(args.num_attention_heads * args.head_dim, args.width, bias=args.o_bias)
         self.post_attention_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
         if args.version == 3:
             self.input_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
@@ -244,7 +231,7 @@ class Drafter(PairDrafter):
             normed = layer.hidden_norm(features)
             x = mx.concatenate([layer.input_layernorm(embedded), normed], axis=-1)
             residual = normed if self.args.norm_before_residual else features
-        x = residual + layer.self_attn(x[None], cast(Any, mask), cache)[0]
+        x = residual + layer.self_attn(x, cache.offset, cache, mask)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x) if self.args.norm_output else x
 

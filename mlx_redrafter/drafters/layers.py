@@ -70,3 +70,59 @@ def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any]
 def find_rope_type(rope: dict[str, Any]) -> str:
     """The type of a RoPE, read as mlx-lm reads it."""
     return str(rope.get("type") or rope.get("rope_type") or "default")
+
+
+class Attention(nn.Module):
+    """Attention with one KV cache.
+
+    Args:
+        args: its sizes and RoPE, see `LayerArgs`.
+        n_inputs: the width of its input.
+        bias, o_bias: whether the projections of queries, keys and values, and of the output, have biases.
+        has_norms: whether queries and keys are normed.
+    """
+
+    def __init__(self, args: Any, n_inputs: int, bias: bool, o_bias: bool, has_norms: bool) -> None:
+        super().__init__()
+        head_dim, heads, kv_heads = args.head_dim, args.num_attention_heads, args.num_key_value_heads
+        self.head_dim, self.scale = head_dim, head_dim**-0.5
+        self.q_proj = nn.Linear(n_inputs, heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(n_inputs, kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(n_inputs, kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * head_dim, args.width, bias=o_bias)
+        if has_norms:
+            self.q_norm = nn.RMSNorm(head_dim, args.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, args.rms_norm_eps)
+        self.rope = make_rope(head_dim, args.rope_theta, args.rope_traditional, args.rope_scaling)
+
+    def append(self, rows: mx.array, position: mx.array | int, cache: Any) -> tuple[mx.array, mx.array]:
+        """Appends keys and values of rows (R, H), the first at `position`; returns all keys and values in the cache."""
+        keys = self._split(self.k_proj(rows))
+        values = self.make_values(rows, keys)
+        found: tuple[mx.array, mx.array] = cache.update_and_fetch(self._rotate("k_norm", keys, position), values)
+        return found
+
+    def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
+        """(1, heads, R, head_dim) the values of rows (R, H); `keys` are their keys before the norm."""
+        return self._split(self.v_proj(rows))
+
+    def __call__(self, rows: mx.array, position: mx.array | int, cache: Any, mask: mx.array | str) -> mx.array:
+        """(R, H) the output for rows (R, H), whose keys and values are appended to the cache.
+
+        Args:
+            position: of the first row.
+            mask: "causal", or (..., R, C) bool for the last C cache rows, including these.
+        """
+        queries = self._rotate("q_norm", self._split(self.q_proj(rows)), position)
+        keys, values = self.append(rows, position, cache)
+        if isinstance(mask, mx.array):
+            keys, values = (array[..., -mask.shape[-1] :, :] for array in (keys, values))
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
+        return self.o_proj(out[0].swapaxes(0, 1).flatten(1))
+
+    def _split(self, rows: mx.array) -> mx.array:
+        return rows.reshape(1, len(rows), -1, self.head_dim).swapaxes(1, 2)
+
+    def _rotate(self, norm: str, heads: mx.array, position: mx.array | int) -> mx.array:
+        rotated: mx.array = self.rope(self[norm](heads) if norm in self else heads, offset=position)
+        return rotated
