@@ -100,6 +100,13 @@ NAMES = (
 )
 """Qwen's names, DeepSeek's, mlx-vlm's, MiMo's, ERNIE's and Nemotron-H's."""
 
+LAYER_NAMES = (
+    (r"(?:.*\.)?mtp\.((?:layers\.(\d+)\.)?.+)", r"\2", r"\1"),
+    (r"(?:.*\.)?mtp_layers\.(\d+)\.(.+)", r"\1", r"\2"),
+    (r"(?:.*\.)?(mtp_(?!layers)\w+)\.(\d+)\.(.+)", r"\2", r"\1.\3"),
+)
+"""(names of tensors, the number of their layer, their names in `NAMES`): Qwen's and Nemotron-H's; MiMo's; ERNIE's."""
+
 SPLIT_LAYER_NAME = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight")
 """A name without a prefix, which shows that mlx-vlm split the layer off."""
 
@@ -140,32 +147,26 @@ class Layers(NamedTuple):
 
 def find_layers(names: Collection[str]) -> Layers | None:
     """The multi-token-prediction layers among tensors of these names; None if there are none."""
-    tails = {name: found[1] for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp\.(.+)", name))}
     numbered = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.+)", name))}
-    mimo = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp_layers\.(\d+)\.(.+)", name))}
-    ernie = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?(mtp_\w+)\.(\d+)\.(.+)", name))}
-    others = numbered.keys() - tails.keys() - mimo.keys() - ernie.keys()
-    if mimo:
-        first = {found[2]: name for name, found in mimo.items() if int(found[1]) == 0}
-        return Layers(first, 1 + max(int(found[1]) for found in mimo.values()), bool(others))
-    if ernie:  # its final norm is the target's
-        first = {f"{found[1]}.{found[3]}": name for name, found in ernie.items() if int(found[2]) == 0}
-        if norm := next((name for name in names if name.endswith("model.norm.weight")), None):
-            first["norm.weight"] = norm
-        return Layers(first, 1 + max(int(found[2]) for found in ernie.values()), bool(others))
-    if "layers.0.eh_proj.weight" in tails.values():  # Nemotron-H: all blocks are one layer
-        return Layers({tail: name for name, tail in tails.items()}, 1, bool(others))
-    if tails:
-        later = {name: int(found[1]) for name, tail in tails.items() if (found := re.match(r"layers\.(\d+)\.", tail))}
-        first = {tail: name for name, tail in tails.items() if not later.get(name)}
-        return Layers(first, 1 + max(later.values(), default=0), bool(numbered.keys() - tails.keys()))
-    if any(map(SPLIT_LAYER_NAME.fullmatch, names)):
+    parts = {
+        name: (int(found.expand(layer) or 0), found.expand(tail))
+        for name in names
+        for pattern, layer, tail in LAYER_NAMES
+        if (found := re.fullmatch(pattern, name))
+    }
+    if "layers.0.eh_proj.weight" in (tail for _, tail in parts.values()):  # Nemotron-H: all blocks are one layer
+        parts = {name: (0, tail) for name, (_, tail) in parts.items()}
+    if not parts and any(map(SPLIT_LAYER_NAME.fullmatch, names)):
         return Layers({name.removeprefix("model."): name for name in names}, 1, False, is_split=True)
-    numbers = {int(found[1]) for found in numbered.values() if found[2].startswith("eh_proj.")}
-    if not numbers:
+    if not parts:  # DeepSeek's layers follow the model's
+        own = sorted({found[1] for found in numbered.values() if found[2].startswith("eh_proj.")}, key=int)
+        parts = {name: (own.index(found[1]), found[2]) for name, found in numbered.items() if found[1] in own}
+    if not parts:
         return None
-    mine = {found[2]: name for name, found in numbered.items() if int(found[1]) == min(numbers)}
-    return Layers(mine, len(numbers), any(int(found[1]) not in numbers for found in numbered.values()))
+    first = {tail: name for name, (layer, tail) in parts.items() if layer == 0}
+    if "mtp_linear_proj.weight" in first:  # ERNIE's final norm is the target's
+        first |= {"norm.weight": name for name in names if name.endswith("model.norm.weight")}  # noqa: B035
+    return Layers(first, 1 + max(layer for layer, _ in parts.values()), bool(numbered.keys() - parts.keys()))
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
