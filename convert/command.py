@@ -40,7 +40,6 @@ def make_parser() -> Parser:
     add("--token-counts", help="JSON file: token ids, most frequent first, or an object from ids to counts")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add("--upload-repo", help="Hugging Face repo to upload the result to")
-    add("--force", action="store_true", help="replace an existing drafter at --mlx-path")
     return parser
 
 

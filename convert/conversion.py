@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -34,7 +35,7 @@ from mlx_redrafter.options import Options, check_option
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.trials import try_drafter
 
-from .output import check_destination, make_card, replace_directory, upload
+from .output import make_card, make_directory, upload
 from .sources import choose_files, read_checkpoint
 
 NEW_TOKENS = 64
@@ -90,7 +91,6 @@ def convert(
     hidden_state: str | None = None,
     draft_vocab_size: int | None = None,
     token_counts: str | Path | None = None,
-    force: bool = False,
     from_base: str | Path | None = None,
 ) -> Conversion:
     """Converts a drafter to a directory that `load_drafter` reads.
@@ -105,11 +105,10 @@ def convert(
         hidden_state: the target's hidden state that the drafter reads, `AFTER_NORM` or `BEFORE_NORM`; recorded.
         draft_vocab_size: keep only this many rows of the head, for the most frequent tokens of `token_counts`.
         token_counts: a JSON file, see `read_frequent_tokens`.
-        force: replace an existing drafter at `mlx_path`.
         from_base: a model instead of `hf_path`, a directory or a hub id; only its multi-token-prediction layer is read.
 
     Raises:
-        RedrafterError: settings contradict each other, or the directory must not or cannot be written.
+        RedrafterError: settings contradict each other, or the directory exists or cannot be written.
         CheckpointError: the source cannot be converted.
     """
     given = {"head": head_bits, "blocks": blocks_bits, "rnn": rnn_bits}
@@ -133,7 +132,8 @@ def convert(
     if origin is None or None not in (hf_path, from_base):
         raise RedrafterError("give either a drafter (--hf-path) or a model that contains one (--from-base)")
     place = expand_path(mlx_path).absolute()
-    check_destination(place, origin, force)
+    if os.path.lexists(place):
+        raise RedrafterError(f"{place} exists already: delete it, or give another --mlx-path")
     source = find_files(origin, revision, choose_files, is_base=from_base is not None)
     models = load(base_model) if base_model is not None else None
     checkpoint = read_checkpoint(source)
@@ -175,7 +175,7 @@ def convert(
         config |= {"quantization": quantization, "quantization_config": quantization}
     bytes_after = count_bytes(drafter)
 
-    with replace_directory(place) as stage:
+    with make_directory(place) as stage:
         save_drafter(stage, drafter, extra=config)
         (stage / "README.md").write_text(make_card(origin, args, config), encoding="utf-8")
         after = measure(load_drafter(stage), models)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import CONFIG, INDEX, WEIGHTS, apple, command, is_identical, make, refused, tensors, trainer
+from checkpoints import CONFIG, WEIGHTS, apple, command, is_identical, make, refused, tensors
 
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.convert import output
@@ -43,59 +43,21 @@ def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_p
     assert "Converted from `in`" in card and f"--model {tmp_path.name} --drafter THIS" in card
 
 
-def filled(name: str) -> Callable[[Path], Any]:
-    """A drafter directory with one more file."""
-
-    def write(directory: Path) -> None:
-        save_drafter(directory, make(seed=1))
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_text("mine")
-
-    return write
-
-
-def foreign(directory: Path) -> None:
-    directory.mkdir()
-    (directory / "thesis.tex").write_text("mine")
-
-
-def link(directory: Path) -> None:
-    save_drafter(directory.with_name("real"), make(seed=1))
-    directory.symlink_to("real")
-
-
-KEPT: dict[str, Callable[[Path], Any]] = {
-    "other files": foreign,
-    "a drafter and a folder": filled("notes/a.txt"),
-    "a base model": lambda place: apple(place, tensors(make()), model_type="llama"),
-    "a trainer's checkpoint": lambda place: trainer(place, tensors(make())),
+EXISTING: dict[str, Callable[[Path], Any]] = {
+    "an empty directory": Path.mkdir,
+    "a drafter": lambda place: save_drafter(place, make(seed=1)),
     "a file": lambda place: place.write_text("mine"),
-    "a link": link,
+    "a link to nothing": lambda place: place.symlink_to("none"),
 }
 
 
-@pytest.mark.parametrize("case", KEPT)
-def test_only_drafters_are_replaced_by_force(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", EXISTING)
+def test_what_exists_is_never_replaced(case: str, tmp_path: Path) -> None:
     source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
-    KEPT[case](place)
-    for flags in ((), ("--force",)):
-        refused(source, tmp_path, *flags, names="--force")
-
-
-@pytest.mark.parametrize("name", ["training.json", INDEX, SHARD, None])
-def test_force_replaces_a_drafter(name: str | None, tmp_path: Path) -> None:
-    """Negative control."""
-    place = tmp_path / "out"
-    filled(name)(place) if name else place.mkdir()
-    assert is_identical(convert(apple(tmp_path / "in", tensors(make())), place, force=True), make())
-    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
-
-
-@pytest.mark.parametrize("given", ["out", f"out/{WEIGHTS}", "link"])
-def test_source_is_never_replaced(given: str, tmp_path: Path) -> None:
-    place = apple(tmp_path / "out", tensors(make()))
-    (tmp_path / "link").symlink_to(place)
-    refused(tmp_path / given, tmp_path, "--force", names="the source")
+    if case == "a drafter":
+        place.mkdir()
+    EXISTING[case](place)
+    refused(source, tmp_path, names="--mlx-path")
 
 
 def limit_files() -> None:
