@@ -36,14 +36,8 @@ def flatten(config: Config, own: str) -> Config:
     return {key: value for part in parts for key, value in part.items() if value is not None} | base
 
 
-ORIGINAL_LENGTH = "original_max_position_embeddings"
-
-ROPES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("default", "mrope", "proportional"), ()),
-    "linear": ("factor",),
-    **dict.fromkeys(("llama3", "yarn", "deepseek_yarn"), ("factor", ORIGINAL_LENGTH)),
-}
-"""Supported type of a RoPE -> the keys that it needs. Others depend on the length of the text."""
+ROPES = ("default", "mrope", "linear", "llama3", "yarn", "deepseek_yarn", "proportional")
+"""Supported types of RoPE. Others depend on the length of the text."""
 
 NEUTRAL = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_emb"), 1),
@@ -212,17 +206,15 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
 
 
 def read_rope(config: Config) -> Config:
-    """The fields of a head's RoPE, from a flat config."""
+    """The fields of a head's RoPE, from a flat config. A factor of 1 is no scaling."""
     rope = find_rope(config)
     thetas, kind = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0), find_rope_type(rope)
-    rope = {ORIGINAL_LENGTH: config.get("max_position_embeddings")} | rope
     if rope.get("factor") == 1 and kind != "proportional":
         kind = "default"
-    needed = ROPES.get(kind)
-    if needed is None or (kind == "default" and rope.get("factor", 1) != 1):
+    if kind not in ROPES or (kind == "default" and rope.get("factor", 1) != 1):
         raise ValueError(f"expected rope_scaling of type {', '.join(ROPES)}, got {rope!r:.80}")
-    if missing := [key for key in needed if rope.get(key) is None]:
-        raise ValueError(f"expected {missing[0]} in rope_scaling of type {kind}, got none")
+    if "max_position_embeddings" in config:
+        rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     return {
         "rope_theta": next(theta for theta in thetas if theta is not None),
         "rope_scaling": None if kind == "default" else rope,

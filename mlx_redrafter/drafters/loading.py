@@ -38,8 +38,6 @@ SIDECAR = "mtp.safetensors"
 
 HAS_LAYER = "{} is a model that has a multi-token-prediction layer: convert --from-base reads only that"
 
-SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+")
-
 LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
 """Name patterns of files with tensors. Only files that match the first pattern with any match are read."""
 
@@ -78,12 +76,8 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
 
 
 def choose_matching(present: Iterable[str], pattern: str, name: str) -> list[str]:
-    """The files that match a pattern, none of them in a folder. If they are shards, all of them must be present."""
+    """The files that match a pattern, none of them in a folder."""
     files = [file for file in present if "/" not in file and re.fullmatch(pattern, file)]
-    for file in files:
-        shard = SHARD.fullmatch(file)
-        if shard and (count := sum(other.startswith(f"{shard[1]}-") for other in files)) < int(shard[2]):
-            raise CheckpointError(f"incomplete checkpoint: {count} of {shard[2]} shards like {file} in {name}")
     if files and SIDECAR in present and SIDECAR not in files:
         raise CheckpointError(HAS_LAYER.format(name))
     return files
@@ -268,7 +262,7 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
     except CheckpointError:
         raise
     except Exception as error:  # a config or a tensor that does not fit the others may raise any type
-        why = f"it lacks {error}" if isinstance(error, KeyError) else join_lines(error)
+        why = f"its config lacks {error}" if isinstance(error, KeyError) else join_lines(error)
         raise CheckpointError(
             f"{where} cannot be read as a drafter ({kind.__name__.rpartition('.')[2]}): {why[:400]}"
         ) from error
