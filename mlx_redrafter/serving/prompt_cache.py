@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ class PromptCache:
         cache = copy.deepcopy(best.cache)
         if most < len(best.tokens):
             trim_prompt_cache(cache, len(best.tokens) - most)
+            for c in kv_cache.leaves(cache):
+                if isinstance(c, kv_cache.UNBOUNDED) and c.keys is not None:  # the next forward would copy all rows
+                    rows = itemgetter((..., slice(c.offset), slice(None)))
+                    c.keys, c.values = tree_map(rows, (c.keys, c.values))
         return cache, most
 
     def find_prefix_length(self, wanted: Tokens) -> int:

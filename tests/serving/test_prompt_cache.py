@@ -65,6 +65,17 @@ def test_fetched_caches_are_copies() -> None:
     assert_same_cache(cache.fetch([1, 2, 3, 4])[0] or [], read([1, 2, 3]))
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_fetched_cache_has_only_the_shared_rows(bits: int | None) -> None:
+    cache, tokens = PromptCache(BIG), [token % 40 for token in range(600)]
+    states = read(tokens)
+    cache.store(tokens, [c.to_quantized(32, bits) for c in states] if bits else states)
+    found, count = cache.fetch([*tokens[:60], 41, 42])
+    assert found and count == 60
+    assert 5 * sum(c.nbytes for c in found) < cache.nbytes
+    assert cache.fetch([*tokens, 41])[1] == 600  # the other one keeps all
+
+
 def test_states_match_only_as_whole_prefixes() -> None:
     model = make_family("mamba2")
     cache = PromptCache(BIG)
