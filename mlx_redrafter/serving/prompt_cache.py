@@ -37,7 +37,6 @@ class _Entry:
     tokens: Tokens
     cache: kv_cache.Cache
     nbytes: int
-    is_evaluated: bool = True
     is_saved: bool = False
     file: Path | None = None
     used: float = field(default_factory=time.time)
@@ -75,7 +74,7 @@ class PromptCache:
         if self._folder is not None and self.max_bytes:
             for file, tokens, cache in self._folder.read():
                 nbytes = sum(c.nbytes for c in cache)
-                self._entries.append(_Entry(tokens, cache, nbytes, is_evaluated=False, is_saved=True, file=file))
+                self._entries.append(_Entry(tokens, cache, nbytes, is_saved=True, file=file))
             self._drop_oldest()
 
     def fetch(self, tokens: Sequence[int]) -> tuple[kv_cache.Cache | None, int]:
@@ -85,11 +84,16 @@ class PromptCache:
         Caches of shorter prefixes count as used, too: other prompts may share only those.
         """
         best, most = self._find(wanted := np.array(tokens[:-1], np.int32))
-        while best is not None and not self._evaluate(best):
-            self._entries.remove(best)
-            best, most = self._find(wanted)
         if best is None:
             return None, 0
+        try:
+            mx.eval([c.state for c in best.cache])  # reads its file
+        except Exception as error:
+            if self._folder is None or best.file is None:
+                raise
+            self._folder.remove_damaged(best.file, error)
+            self._entries.remove(best)
+            return self.fetch(tokens)
         self._mark_used([each for each in self._entries if each is best or _is_prefix(each.tokens, wanted)])
         cache = copy.deepcopy(best.cache)
         if most < len(best.tokens):
@@ -119,17 +123,6 @@ class PromptCache:
                 with suppress(OSError):
                     os.utime(each.file, (each.used, each.used))
 
-    def _evaluate(self, entry: _Entry) -> bool:
-        """Loads an entry's arrays if they are not loaded yet. Returns whether that succeeded."""
-        if not entry.is_evaluated:
-            assert self._folder is not None and entry.file is not None
-            try:
-                mx.eval([c.state for c in entry.cache])
-                entry.is_evaluated = True
-            except Exception as error:
-                self._folder.remove_damaged(entry.file, error)
-        return entry.is_evaluated
-
     def _find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
         best, most = None, 0
         for entry in reversed(self._entries):
@@ -141,7 +134,7 @@ class PromptCache:
         return best, most
 
     def store(self, tokens: Sequence[int], cache: kv_cache.Cache, *, has_answer: bool = False) -> None:
-        """Keeps a cache of exactly these tokens. The caller must not use the cache afterwards.
+        """Keeps a copy of a cache of exactly these tokens.
 
         Args:
             has_answer: whether the tokens end with an answer. Later prompts may render it differently, so it is dropped
@@ -151,7 +144,7 @@ class PromptCache:
         if not tokens or not self.max_bytes:
             return
         mx.clear_cache()  # a reused buffer may be larger than its array
-        copy_arrays(cache)
+        cache = copy_cache(cache)
         new = _Entry(np.array(tokens, np.int32), cache, nbytes)
         mx.async_eval([c.state for c in cache])  # otherwise its whole graph stays in memory
         for old in [each for each in self._entries if _is_prefix(each.tokens, new.tokens)]:
@@ -198,14 +191,16 @@ class PromptCache:
             self._folder.close()
 
 
-def copy_arrays(cache: kv_cache.Cache) -> None:
-    """Replaces the arrays of a cache by copies that hold `nbytes` of memory.
+def copy_cache(cache: kv_cache.Cache) -> kv_cache.Cache:
+    """Returns a copy of a cache whose arrays hold `nbytes` of memory.
 
     A slice holds the whole array that it was cut from: mlx-lm extracts from a batch slices of all rows' states, and a
     recurrent state may be a slice of everything that its layer has just read.
     """
-    for c in kv_cache.leaves(cache):
+    copied = copy.deepcopy(cache)  # shares the arrays
+    for c in kv_cache.leaves(copied):
         vars(c).update(tree_map(_copy_array, vars(c)))
+    return copied
 
 
 def _copy_array(x: Any) -> Any:

@@ -6,7 +6,6 @@ prefilled twice. Everything here runs in one thread, on mlx-lm's generation stre
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -94,10 +93,9 @@ class Loops:
         row.n_prefilled = min(max(row.n_prefilled, text.length), len(row.prompt))
         return made
 
-    def copy_cache(self, row: Request) -> Start:
-        """Returns a copy of the row's cache during its prefill."""
-        text = self._loops[row]
-        return copy.deepcopy(text.cache), text.length
+    def find_cache(self, row: Request) -> Start:
+        """Returns the row's cache during its prefill, valid until the next step."""
+        return self._loops[row].cache, self._loops[row].length
 
     def stop_running_ahead(self, row: Request) -> bool:
         """Stops the row's loop from running ahead.
@@ -211,11 +209,11 @@ class Batch:
                 to_copy.append(row)
         return to_copy, [self._add_token(self._rows[each.uid][0], each.token, each.logprobs) for each in tokens]
 
-    def copy_cache(self, row: Request) -> Start:
-        """Returns a copy of the row's cache during its prefill."""
+    def find_cache(self, row: Request) -> Start:
+        """Returns the row's cache during its prefill, valid until the next step."""
         uid = next(uid for uid, (other, _) in self._rows.items() if other is row)
         cache, tokens = self._generator.extract_cache([uid])[uid]
-        return copy.deepcopy(cache), len(tokens)
+        return cache, len(tokens)
 
     def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
         """Removes those of the given rows that are in the batch. Returns their caches if `keep_caches`.

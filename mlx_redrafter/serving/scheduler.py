@@ -174,7 +174,7 @@ class Scheduler:
     def _store_prompt(self, row: Request) -> None:
         """Keeps a copy of a row's cache at its current length."""
         with self._catch_errors(row):
-            cache, held = (self._loops if row in self._loops.rows else self._batch).copy_cache(row)
+            cache, held = (self._loops if row in self._loops.rows else self._batch).find_cache(row)
             self.prompt_cache.store(row.text[:held], cache or [])
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import threading
 import time
@@ -32,7 +31,7 @@ from ..engine.model_checks import make_cache
 from ..engine.model_parts import find_context_length
 from ..engine.request_checks import check_cache
 from ..engine.wired_limit import wired_limit
-from ..errors import RedrafterError, join_lines
+from ..errors import join_lines
 from ..options import Options
 from ..pair import Pair
 from .cache_folder import CacheFolder
@@ -284,10 +283,6 @@ class Worker:
             assert own is not None
             return own
         rows = list(self.scheduler.rows)
-        if ranks.CHECK_VARIABLE in os.environ:
-            texts = ranks.gather([(row.length, row.output.tokens[-1:], row.n_prefilled) for row in rows])
-            if any(each != texts[0] for each in texts):
-                raise RedrafterError(f"the ranks decode different texts: {texts}")
         sent = None
         if own is not None:
             ended = [(rows.index(row), reason) for row, reason in own.ended.items()]

@@ -165,7 +165,7 @@ def test_caches_from_a_batch_take_what_is_counted(name: str) -> None:
     cache = PromptCache(BIG)
     for states, tokens in batch.remove(uids, return_prompt_caches=True).values():
         cache.store(tokens, states)
-        mx.eval([c.state for c in states])
+        cache.fetch([*tokens, 0])  # waits for the copies
     del states
     batch.close()
     counted = cache.nbytes
@@ -178,7 +178,7 @@ def test_a_prefilled_cache_takes_what_is_counted(name: str) -> None:
     cache, tokens = PromptCache(BIG), [token % 40 for token in range(500)]
     states = read(tokens, make_family(name))
     cache.store(tokens, states)
-    mx.eval([c.state for c in states])
+    cache.fetch([*tokens, 0])  # waits for the copies
     del states
     counted = cache.nbytes
     assert measure_freed(cache) == pytest.approx(counted, rel=0.01)
