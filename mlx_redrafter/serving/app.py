@@ -257,9 +257,7 @@ class OriginMiddleware(CORSMiddleware):
         if origin is None or is_own_page or self.is_allowed_origin(origin):
             await super().__call__(scope, receive, send)
         else:
-            error = ApiError(
-                f"expected the Origin of a local page or one of --allowed-origins, got {origin!r:.100}", 403
-            )
+            error = ApiError(f"expected an Origin of this machine or --allowed-origins, got {origin!r:.100}", 403)
             await (await handle_error(Request(scope), error))(scope, receive, send)
 
 

@@ -67,11 +67,8 @@ class Server(uvicorn.Server):
         self._worker, self._drain_timeout = service.worker, service.args.drain_timeout
         self._saves_prompts = service.args.prompt_cache_dir is not None
         options: dict[str, Any] = {"log_config": None, "ws": "none", "lifespan": "off", "server_header": False}
-        timeouts = {
-            "timeout_keep_alive": IDLE_SECONDS,
-            "timeout_graceful_shutdown": self._drain_timeout + GRACE_SECONDS,
-        }
-        super().__init__(uvicorn.Config(app, **timeouts, **options))
+        options |= {"timeout_keep_alive": IDLE_SECONDS}
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finishes answers. After the drain timeout the worker closes, and clients get an error."""

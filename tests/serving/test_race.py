@@ -103,7 +103,7 @@ def test_other_pages_are_refused(page_server: tuple[Running, ScriptedWorker]) ->
     for origin in ("http://evil.example", "null", "", f"{server.url}.evil.example", "http://127.0.0.1:1"):
         reply = ask(server, TEXT, body, {"Origin": origin})
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
-        assert reply.error == f"expected the Origin of a local page or one of --allowed-origins, got {origin!r}"
+        assert reply.error == f"expected an Origin of this machine or --allowed-origins, got {origin!r}"
 
 
 def test_the_page_opens_if_there_is_a_screen(
