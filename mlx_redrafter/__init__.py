@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .engine.blas import load_openblas
-from .progress import set_bar_lock
 
 if TYPE_CHECKING:
     from .checkpoints import load, load_demo, load_draft_model, load_drafter
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 load_openblas()
-set_bar_lock()
 
 _MODULES = {
     "Answer": "session",

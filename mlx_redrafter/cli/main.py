@@ -7,9 +7,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 import warnings
 from importlib import import_module
 from typing import NoReturn
+
+from tqdm import tqdm
 
 from .. import __version__
 from ..errors import Parser, RedrafterError, join_lines
@@ -64,6 +67,7 @@ def run_module(module: str) -> None:
     has_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if has_handler:  # it would print a traceback during imports, and is not called while waiting for ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    tqdm.set_lock(threading.RLock())  # its own lock would start a process on macOS
     warnings.formatwarning = lambda message, *place, **more: f"warning: {join_lines(message)}\n"
     logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
     if logging.lastResort is not None:  # handles log messages if the command sets up no handler
