@@ -155,6 +155,7 @@ def prefill(
                 one.extend(other)
         cache, order = cache or own, order + part
     assert cache is not None
+    mx.clear_cache()  # of buffers of the sizes before
     return order, cache
 
 
@@ -166,15 +167,13 @@ def find_batch_size(model: nn.Module) -> int:
         return [waiting.pop() for _ in waiting[:count]]
 
     try:
-        made = list(decode_rows(model, take, partial(mx.argmax, axis=-1), (), lambda _: False, MAX_BATCH_SIZE))
+        made: list[Any] = list(
+            decode_rows(model, take, partial(mx.argmax, axis=-1), (), lambda _: False, MAX_BATCH_SIZE)
+        )
     except Exception:  # model code may raise anything
         return 1
-    read = add_hidden_states(model, [Text(np.array(row.ids), 0) for row in made])
-    one, other = (np.concatenate([get_hidden(each.states) for each in rows]) for rows in (made, read))
-    return MAX_BATCH_SIZE if np.linalg.norm(one - other) < TOLERANCE * np.linalg.norm(other) else 1
-
-
-def get_hidden(states: Any) -> np.ndarray[Any, Any]:
-    """(L, D) float32 hidden states of a text."""
-    hidden: np.ndarray[Any, Any] = states["hidden"].astype(np.float32)
-    return hidden
+    read: list[Any] = add_hidden_states(model, [Text(np.array(row.ids), 0) for row in made])
+    together, alone = (
+        np.concatenate([each.states["hidden"] for each in rows]).astype(np.float32) for rows in (made, read)
+    )
+    return MAX_BATCH_SIZE if np.linalg.norm(together - alone) < TOLERANCE * np.linalg.norm(alone) else 1

@@ -23,19 +23,16 @@ class Record:
     Attributes:
         settings: the settings as JSON values.
         args: the drafter's config; None until its size is chosen.
-        reports: training losses.
         validations: the results of validations.
     """
 
     settings: dict[str, Any]
     args: dict[str, Any] | None = None
-    reports: list[dict[str, Any]] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
 
     def drop_after(self, iteration: int) -> None:
-        """Drops the entries after an iteration."""
-        for entries in (self.reports, self.validations):
-            entries[:] = [entry for entry in entries if entry["iteration"] <= iteration]
+        """Drops the validations after an iteration."""
+        self.validations = [entry for entry in self.validations if entry["iteration"] <= iteration]
 
     def save(self, path: Path) -> None:
         """Writes the record, completely or not at all."""

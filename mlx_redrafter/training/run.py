@@ -53,9 +53,6 @@ VALIDATIONS, COUNTED_TEXTS = 8, 24
 MAX_COMPARED, COMPARED_TOKENS = 48, 64
 """The prompts of the comparison at the end, if there is time, and the tokens decoded after each."""
 
-REPORT_EVERY = 10
-"""Iterations between entries of the training loss."""
-
 
 @dataclass
 class Run:
@@ -113,6 +110,7 @@ def run_steps(args: TrainingArgs, files: Files, record: Record, clock: Clock, *,
     clock.say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
     store = TextStore(files.work, args, sizes.hidden_size)
     source = TextSource(args, tokenizer, store.texts)
+    clock.say(source.describe())
     speed = measure_speed(model, sizes, args, source.length)
     visits = args.batch_size * load_checkpoint(files.checkpoint)
     texts = min(source.count, speed.count_wanted(clock.left_to_train, len(store.texts), visits))
@@ -216,12 +214,12 @@ def make_new_drafter(
 
 
 def fit_drafter(run: Run, interrupted: threading.Event) -> None:
-    """Trains until the time for it is over, with reports and validations. Each validation saves a usable drafter."""
+    """Trains until the time for it is over, with validations. Each validation saves a usable drafter."""
     args, record = run.args, run.record
     before, most = load_checkpoint(run.files.checkpoint), max(1, MAX_VISITS * len(run.training) // args.batch_size)
     seconds = max(run.clock.left_to_train, 1e-9)
     share_before = before / (before + seconds / run.speed.visit / args.batch_size)
-    began, smooth, validated = time.perf_counter(), dict[str, float](), share_before
+    began, validated = time.perf_counter(), share_before
 
     def progress(done: int) -> float:
         """By time, or by visits if all texts were learned often enough; at least one iteration."""
@@ -232,12 +230,7 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> None:
     def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
         nonlocal validated
         record.drop_after(done - 1)  # entries after the checkpoint are recorded again
-        smooth.update({key: 0.98 * smooth.get(key, value) + 0.02 * value for key, value in shown.items()})
-        loss, right = smooth["loss"], smooth["first"]
-        run.clock.show(f"iteration {done}: loss {loss:.2f}, {right:.0%} of first guesses right")
-        if done % REPORT_EVERY == 0:
-            record.reports.append({"iteration": done, **shown})
-            record.save(run.files.record)
+        run.clock.show(f"iteration {done}: loss {shown['loss']:.2f}, {shown['first']:.0%} of first guesses right")
         is_last = share >= 1 or interrupted.is_set()
         if is_last or int(share * VALIDATIONS) > int(validated * VALIDATIONS):
             validated = share

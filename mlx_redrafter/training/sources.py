@@ -59,6 +59,16 @@ class TextSource:
         lengths = [len(text.ids) for text in self.texts or known]
         self.length = round(sum(lengths) / len(lengths)) if lengths else PROMPT_TOKENS + args.max_tokens
 
+    def describe(self) -> str:
+        """What it makes, as a sentence for the user."""
+        if self.args.data:
+            return f"the model reads {len(self.texts)} texts"
+        given = f"answers {len(self.prompts)} prompts, then " if self.prompts else ""
+        own = "answers its own prompts"
+        if not self.tokenizer.has_chat_template:
+            own = "writes free text, as it has no chat template"
+        return f"the model {given}{own}"
+
     def cut(self, text: Text) -> Text:
         """The text cut to `max_seq_length`."""
         return text._replace(ids=text.ids[: self.args.max_seq_length + 1])

@@ -23,7 +23,6 @@ VOCAB = 23
 QUICK = ("--batch-size", "2", "--max-tokens", "10", "--draft-depth", "3")
 PATCHES = {
     "run.MAX_VISITS": 1,
-    "run.REPORT_EVERY": 2,
     "run.VALIDATIONS": 2,
     "run.MAX_COMPARED": 2,
     "run.COMPARED_TOKENS": 8,

@@ -58,7 +58,7 @@ def test_given_texts_are_read_in_any_order(model: Any, tokenizer: Any, tmp_path:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in part))
     args = settings(data=str(tmp_path), max_seq_length=40)
     source = TextSource(args, tokenizer, [])
-    assert source.count == 90 and 20 < source.length <= 41
+    assert source.describe() == "the model reads 90 texts" and source.count == 90 and 20 < source.length <= 41
     texts = make(source, model, 1000)
     assert sum(text.is_held_out for text in texts) == 10 and max(len(text.ids) for text in texts) == 41
     assert all(text.states is not None and len(text.states) == len(text.ids) - 1 for text in texts)
@@ -75,6 +75,7 @@ def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path:
     args = settings(prompts=write_prompts(tmp_path / "prompts.jsonl", given), max_seq_length=40)
     source = TextSource(args, tokenizer, [])
     assert sorted(tokenizer.decode(prompt) for prompt in source.prompts) == ["one", "three", "two"]
+    assert source.describe() == "the model answers 3 prompts, then writes free text, as it has no chat template"
     texts = make(source, model, 9)
     own = [text for text in texts if text.kind == GIVEN]
     assert len(own) <= 3 < len(texts) and {text.kind for text in texts} == {GIVEN, FREE}
@@ -106,7 +107,9 @@ def test_the_target_writes_its_own_prompts(
         monkeypatch.setitem(kind, "most", 6)
         monkeypatch.setitem(kind, "least", 1)
     args = settings(mask_prompt=is_masked, max_tokens=6)
-    texts = make(TextSource(args, chatty, []), model, 6)
+    source = TextSource(args, chatty, [])
+    assert source.describe() == "the model answers its own prompts"
+    texts = make(source, model, 6)
     assert len(texts) >= 6 and {text.kind for text in texts} <= set(KINDS)
     for text in texts:
         said = chatty.decode(text.ids[: text.offset].tolist())
