@@ -33,7 +33,7 @@ from .plan import MAX_TEXT_SHARE, Clock, Say, Speed, format_time, measure_speed
 from .record import Files, Record
 from .report import describe, make_command, write_report
 from .settings import TrainingArgs
-from .sources import TextSource
+from .sources import HELD_OUT_EVERY, MAX_HELD_OUT, TextSource
 from .store import TextStore
 from .targets import initialize_drafter
 from .trainer import load_checkpoint, train_drafter
@@ -43,9 +43,6 @@ INTERRUPTED = 130
 
 MAX_VISITS, MIN_MEASURED = 30, 16
 """How often a run learns each text at most, and the texts after which their own time counts, not the estimate."""
-
-HELD_OUT_EVERY, MAX_HELD_OUT = 20, 100
-"""One of so many texts is held out, and how many at most."""
 
 VALIDATIONS, COUNTED_TEXTS = 8, 24
 """How often a drafter is validated and saved, and the held-out texts whose rounds are then counted."""
@@ -119,6 +116,8 @@ def run_steps(args: TrainingArgs, files: Files, record: Record, clock: Clock, *,
         f"in {format_time(clock.left)}: about {texts} texts besides {len(store.texts)} ({format_time(making)}, "
         f"{size:.1f} GB of disk), training ({format_time(clock.left_to_train - making)}), a comparison at the end"
     )
+    if record.validations:
+        clock.say(f"so far the drafter makes {record.validations[-1]['tokens_per_round']:.2f} tokens per round")
     if len(store.texts) + min(texts, source.count) <= args.batch_size < len(store.texts) + source.count:
         least = args.batch_size + 1
         raise RedrafterError(f"expected more --minutes: {args.minutes:g} are too short for {least} texts")
@@ -192,9 +191,9 @@ def make_texts(store: TextStore, source: TextSource, model: nn.Module, clock: Cl
     if should_stop(0):
         return
     for text in source.make(model, should_stop):
-        n_held_out = sum(each.is_held_out for each in store.texts)
-        is_held_out = len(store.texts) % HELD_OUT_EVERY == 0 and n_held_out < MAX_HELD_OUT
-        store.add(text._replace(is_held_out=text.is_held_out or is_held_out))
+        if not source.has_held_out and len(store.texts) % HELD_OUT_EVERY == 0:
+            text = text._replace(is_held_out=sum(each.is_held_out for each in store.texts) < MAX_HELD_OUT)
+        store.add(text)
 
 
 def make_new_drafter(

@@ -24,6 +24,9 @@ READ_TOGETHER = 64
 MAX_TEXTS, PROMPT_TOKENS = 10_000, 60
 """The most texts of a run, and the assumed length of prompts that are not written yet."""
 
+HELD_OUT_EVERY, MAX_HELD_OUT = 20, 100
+"""One of so many texts is held out, and how many at most."""
+
 FREE = "free text"
 """The kind of texts that a target without a chat template writes."""
 
@@ -36,16 +39,18 @@ class TextSource:
 
     Attributes:
         texts, prompts: the given texts that are not known, and the given prompts that are not answered.
+        has_held_out: whether the given texts have a validation set.
         count: the largest number of texts that it makes.
         length: their mean length in tokens, or an estimate of it.
     """
 
     def __init__(self, args: TrainingArgs, tokenizer: Any, known: Sequence[Text]) -> None:
         self.args, self.tokenizer, self.known = args, tokenizer, known
-        self.texts, self.prompts = list[Text](), list[list[int]]()
+        self.texts, self.prompts, self.has_held_out = list[Text](), list[list[int]](), False
         rng = np.random.default_rng(args.seed)
         if args.data:
             training, held_out = load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt)
+            self.has_held_out, held_out = bool(held_out), held_out[:MAX_HELD_OUT]
             made = {tuple(text.ids.tolist()) for text in known}
             given = [self.cut(text) for text in (*held_out, *(training[i] for i in rng.permutation(len(training))))]
             self.texts = [text for text in given if self.is_long_enough(text) and tuple(text.ids.tolist()) not in made]

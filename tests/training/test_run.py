@@ -173,6 +173,7 @@ def test_more_minutes_make_more_texts(train: Any, prompts: str, copied: Path, mo
     before = json.loads((copied / "training.json").read_text())["validations"][-1]
     status, said = train(copied, "--prompts", prompts, *SIZE, "--minutes", "30", resume=True)
     assert status == 0 and any("about 14 texts besides 16" in line for line in said)
+    assert f"so far the drafter makes {before['tokens_per_round']:.2f} tokens per round" in said
     after = json.loads((copied / "training.json").read_text())["validations"][-1]
     assert after["iteration"] > before["iteration"]
 

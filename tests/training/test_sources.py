@@ -13,7 +13,7 @@ import pytest
 from small import add_chat_template, make_byte_tokenizer, small_llama
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training import prompts
+from mlx_redrafter.training import prompts, sources
 from mlx_redrafter.training.data import GIVEN, Text
 from mlx_redrafter.training.prompts import KINDS
 from mlx_redrafter.training.settings import TrainingArgs
@@ -52,7 +52,9 @@ def write_prompts(path: Path, texts: Sequence[str]) -> str:
     return str(path)
 
 
-def test_given_texts_are_read_in_any_order(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_given_texts_are_read_in_any_order(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [f"text number {n}: " + "x" * n for n in range(90)]
     for name, part in (("train", rows[:80]), ("valid", rows[80:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in part))
@@ -60,13 +62,21 @@ def test_given_texts_are_read_in_any_order(model: Any, tokenizer: Any, tmp_path:
     source = TextSource(args, tokenizer, [])
     assert source.describe() == "the model reads 90 texts" and source.count == 90 and 20 < source.length <= 41
     texts = make(source, model, 1000)
-    assert sum(text.is_held_out for text in texts) == 10 and max(len(text.ids) for text in texts) == 41
+    assert (
+        source.has_held_out
+        and sum(text.is_held_out for text in texts) == 10
+        and max(len(text.ids) for text in texts) == 41
+    )
     assert all(text.states is not None and len(text.states) == len(text.ids) - 1 for text in texts)
     lengths = [len(text.ids) for text in texts if not text.is_held_out]
     assert sorted(lengths) != lengths, "not in the order of the file"
     again = TextSource(args, tokenizer, texts[:30])
     assert again.count == 60 and not {str(text.ids) for text in texts[:30]} & {str(text.ids) for text in again.texts}
     assert TextSource(settings(data=str(tmp_path), draft_depth=20), tokenizer, []).count < 90, "some are too short"
+    monkeypatch.setattr(sources, "MAX_HELD_OUT", 3)
+    assert TextSource(args, tokenizer, []).count == 83, "a validation takes time"
+    (tmp_path / "valid.jsonl").unlink()
+    assert not TextSource(args, tokenizer, []).has_held_out
 
 
 def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path: Path) -> None:
