@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .engine.blas import load_openblas
+from .engine.cuda import disable_thrashing_check
 
 if TYPE_CHECKING:
     from .checkpoints import load, load_demo, load_draft_model, load_drafter
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
+disable_thrashing_check()
 load_openblas()
 
 _MODULES = {
