@@ -117,6 +117,12 @@ class Options:
     context: bool | None = _flag(
         bool, None, "draft what followed the same tokens earlier in the text (default: with --plan auto)"
     )
+    exact: bool | None = _flag(
+        bool,
+        None,
+        "compute all rows after the prompt alike, bit for bit, so that drafts cannot change the text even at ties "
+        "(default: where that costs nothing)",
+    )
     prefill_step_size: int = _flag(int, 2048, "prompt tokens per forward", minimum=1)
     max_kv_size: int | None = _flag(
         int,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from . import ranks
 from .drafters.context import ContextSource
@@ -20,6 +20,7 @@ from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.blas import warn_of_slow_blas
 from .engine.decode import Decoder, Planner, Round, Rounds, on_stream
+from .engine.exactness import MOST_ROWS, RowCounts
 from .engine.grammar import Grammar
 from .engine.model_checks import check_draftable, check_verifiable, explain_rings, make_cache
 from .engine.model_parts import AFTER_NORM, StateName, find_module_name, find_vocab_size
@@ -28,14 +29,14 @@ from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_cache, check_prompt, check_tokens
 from .engine.round import TokenChooser
 from .engine.source import Source
-from .engine.target import Target
+from .engine.target import KVQuantization, Target
 from .errors import RedrafterError, UnsupportedModelError, warn
 from .options import AUTO, OnRound, Options, find_default_depth
 from .planning.acceptance import Counts, find_acceptance
 from .planning.costs import CostTable
 from .planning.history import History
-from .planning.planner import AutoPlanner, make_context_planner
-from .planning.store import load_table, read_counts, save_counts
+from .planning.planner import AutoPlanner, choose_row_counts, make_context_planner
+from .planning.store import load_row_classes, load_table, read_counts, save_counts
 
 Cache = kv_cache.Cache | None
 """A prompt cache to decode with; None for a new one of the model's own type."""
@@ -50,12 +51,14 @@ class Findings:
         chains: for the hidden states that a drafter reads, why the model verifies chains only, or None.
         costs: the cost table measured with trees (True) and without (False).
         histories: of texts that the drafter drafted (True), and of those without it (False).
+        row_classes: the classes of row counts that are computed alike, by (KV bits, group size, max_kv_size).
     """
 
     vocab_size: int | None = None
     chains: dict[tuple[StateName, ...], str | None] = field(default_factory=dict)
     costs: dict[bool, CostTable] = field(default_factory=dict)
     histories: dict[bool, History] = field(default_factory=dict)
+    row_classes: dict[tuple[int | None, ...], tuple[RowCounts, ...]] = field(default_factory=dict)
 
 
 _lock = Lock()
@@ -131,24 +134,69 @@ class Pair:
                 self.findings.histories[drafted] = History(counts)
             return self.findings.histories[drafted]
 
+    def find_row_classes(self, options: Options, cache: Cache = None, *, find: bool = True) -> tuple[RowCounts, ...]:
+        """See `engine.exactness`: from memory, from disk, or found now; none if `find` is false and none are saved.
+
+        Args:
+            cache: the prompt cache to decode with.
+        """
+        bits, group_size, _ = options.quantization
+        for c in kv_cache.leaves(cache or []):
+            if isinstance(c, QuantizedKVCache):
+                bits, group_size = c.bits, c.group_size
+        key = (bits, group_size, options.max_kv_size)
+        with _lock:
+            known = self.findings.row_classes.get(key)
+            if known is None or (find and not known):
+                quantization = KVQuantization(bits, group_size)
+                known = load_row_classes(self.model, quantization, options.max_kv_size, find=find)
+                self.findings.row_classes[key] = known
+            return known
+
+    def choose_row_counts(self, options: Options, cache: Cache = None) -> RowCounts | None:
+        """The row counts of all forwards after the prompt with `exact`, which pads to them; None without.
+
+        They depend on the models, the machine and the cache, but not on the plan: the text without drafts is the same.
+
+        Args:
+            cache: the prompt cache to decode with; None for a new one of the model's own type.
+        """
+        if options.exact is False:
+            return None
+        classes, every = self.find_row_classes(options, cache, find=bool(options.exact)), range(1, MOST_ROWS + 1)
+        if options.exact is None and (not classes or classes[0] != tuple(every)):
+            return None
+        source = self.open_source()
+        trees = source is not None and self.explain_chains(cache, source.capture) is None
+        if options.exact is None:
+            return None if trees else classes[0]
+        if source is None or len(classes) < 2 or (cache is not None and kv_cache.has_ring(cache)):
+            return classes[0]
+        return choose_row_counts(self.costs(trees=trees), find_acceptance(source.drafter), classes)
+
     def open_source(self) -> Source | None:
         """A new source of the drafter, which drafts for one text; None without a drafter."""
         return None if self.drafter is None else self.drafter.open(self.model)
 
-    def make_planner(self, *, trees: bool, chains_only: bool = False) -> AutoPlanner:
+    def make_planner(
+        self, *, trees: bool, chains_only: bool = False, row_counts: RowCounts | None = None
+    ) -> AutoPlanner:
         """A planner for one text; its `plans` are empty if none can beat plain decoding.
 
         Args:
             trees: see `costs`.
             chains_only: draft chains for this text even if trees are possible.
+            row_counts: see `choose_row_counts`; chains only, too.
         """
         model, drafter, history = self.model, self.drafter, self.history(drafted=True)
         assert drafter is not None
-        costs = self.costs(trees=trees)
+        costs, chains_only = self.costs(trees=trees), chains_only or row_counts is not None
+        costs = costs.chains_only() if chains_only else costs
         return AutoPlanner(
-            costs.chains_only() if chains_only else costs,
+            costs if row_counts is None else costs.restrict_rows(row_counts),
             find_acceptance(drafter),
             can_merge=trees and not chains_only,
+            max_rows=None if row_counts is None else row_counts[-1],
             history=history,
             on_finish=lambda: save_counts(model, drafter, history.counts),
         )
@@ -223,10 +271,11 @@ class Pair:
         # A rank that continued without its drafter would decide differently from the others.
         if ranks.count_ranks() > 1:
             options = replace(options, on_drafter_failure=None)
-        sources, planner, _ = self.choose(options, source, None if is_own else cache, grammar)
+        row_counts = self.choose_row_counts(options, None if is_own else cache)
+        sources, planner, _ = self.choose(options, source, None if is_own else cache, grammar, row_counts)
         with on_stream():
             capture = [name for each in sources for name in each.capture]
-            target = Target(self.model, cache, options.quantization, capture=capture)
+            target = Target(self.model, cache, options.quantization, capture=capture, row_counts=row_counts)
         target.length = n_history or target.length
         decoder = Decoder(
             target,
@@ -244,18 +293,26 @@ class Pair:
         return Generation(decoder, rounds, output or Output(options.max_tokens, end_tokens), options.on_round)
 
     def choose(
-        self, options: Options, source: Source | None = None, cache: Cache = None, grammar: Grammar | None = None
+        self,
+        options: Options,
+        source: Source | None = None,
+        cache: Cache = None,
+        grammar: Grammar | None = None,
+        row_counts: RowCounts | None = None,
     ) -> Choice:
         """Chooses the sources and the planner of a text, by the options and by what the model supports.
 
         Args:
             source, grammar: see `open`.
             cache: the prompt cache to decode with; None for a new one of the model's own type.
+            row_counts: from `choose_row_counts`.
         """
         model, drafter, shape, notes = self.model, self.drafter, options.shape, list[str]()
-        plan = options.resolve_plan(drafter)
+        plan, max_rows = options.resolve_plan(drafter), None if row_counts is None else row_counts[-1]
         if shape is None or options.max_tokens == 0:
             return Choice([], Planner(None), ["plan is off"])
+        if max_rows == 1:
+            return Choice([], Planner(None), ["nothing drafts: this machine computes no two rows as it computes one"])
         context, note = self._choose_context(options, source, cache, grammar)
         notes += [note] if note else []
 
@@ -264,7 +321,10 @@ class Pair:
             no_trees = self.explain_chains(cache, source.capture)
             if plan == AUTO and isinstance(drafter, nn.Module):
                 try:
-                    planner = self.make_planner(trees=no_trees is None, chains_only=bool(options.logits_processors))
+                    has_processors = bool(options.logits_processors)
+                    planner = self.make_planner(
+                        trees=no_trees is None, chains_only=has_processors, row_counts=row_counts
+                    )
                 except Exception as error:  # from measuring
                     if options.on_drafter_failure is None:
                         raise
@@ -277,13 +337,18 @@ class Pair:
                     return Choice([*([source] if planner.plans else []), *context], planner, notes)
             else:
                 plan = plan if isinstance(plan, Plan) else chain_plan(find_default_depth(drafter))
-                can_merge = bool(context) and not options.logits_processors and no_trees is None
-                planned = Planner(self.fit_plan(plan, cache, source.capture), can_merge=can_merge)
+                can_merge = bool(context) and not options.logits_processors and no_trees is None and not max_rows
+                plan = self.fit_plan(plan, cache, source.capture)
+                if max_rows and (plan.width > 1 or plan.rows > max_rows):
+                    plan = chain_plan(min(plan.depth, max_rows - 1))
+                    notes.append(f"the plan is cut to 1 x {plan.depth}: at most {max_rows} rows are computed alike")
+                planned = Planner(plan, can_merge=can_merge, max_rows=max_rows)
                 return Choice([source, *context], planned, notes)
         if context and (shape == AUTO or not options.context):
             replays = bool(kv_cache.find_unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
-            return Choice(context, make_context_planner(self.history(drafted=False), replays=replays), notes)
-        return Choice(context, Planner(None), notes)
+            planner = make_context_planner(self.history(drafted=False), replays=replays, max_rows=max_rows)
+            return Choice(context, planner, notes)
+        return Choice(context, Planner(None, max_rows=max_rows), notes)
 
     def _choose_context(
         self, options: Options, source: Source | None, cache: Cache, grammar: Grammar | None

@@ -15,6 +15,7 @@ from ..arguments import make_parser
 from ..checkpoints import find_drafter_name, format_dtype, is_quantized, list_weights, load_pair
 from ..drafters import make_drafter
 from ..drafters.protocol import Drafter
+from ..engine.exactness import format_row_counts
 from ..engine.model_checks import check_draftable
 from ..engine.model_parts import find_compute_dtype, find_module_name
 from ..engine.plan import chain_plan
@@ -81,6 +82,7 @@ def diagnose(
         },
         "trial": trial,
         "no_trees": no_trees,
+        "row_classes": pair.find_row_classes(Options()),
         "costs": costs._asdict(),
         "chains": chains,
         "fastest": max(tried, key=lambda chain: chain["speedup"], default=None),
@@ -152,6 +154,8 @@ def format_report(report: dict[str, Any]) -> str:
     if trial:
         shares = " ".join(f"{share:.2f}" for share in trial["acceptance_per_depth"])
         text.append(f"Tried greedily with a chain of {trial['depth']}. Accepted at depth 1, 2, ...: {shares}")
+    alike = "; ".join(map(format_row_counts, report["row_classes"]))
+    text.append(f"Row counts computed alike: {alike} (chains, {report['target']['dtype']}); see --exact of generate")
     if report["no_trees"]:
         text.append(f"Plans: chains only, {report['no_trees']}")
 

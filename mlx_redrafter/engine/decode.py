@@ -14,9 +14,9 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from .. import ranks
-from .cuda_attention import avoid_cudnn
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
 from .round import Draft, Outcome, TokenChooser, extend, process_rows, step, verify
+from .row_attention import attend_by_row
 from .source import Forecast, Source
 from .target import Target
 from .tree import merge
@@ -63,10 +63,11 @@ class Planner:
         plan: the drafter's plan; None without a drafter.
         can_merge: whether one forward can verify both drafts, the drafter's and the context's: the model takes trees,
             and there are no logits processors. If not, the better of the two is verified.
+        max_rows: the most rows of a forward, at least 2; None for no limit. Drafts are not merged then.
     """
 
-    def __init__(self, plan: Plan | None, *, can_merge: bool = False) -> None:
-        self._plan, self.can_merge = plan, can_merge
+    def __init__(self, plan: Plan | None, *, can_merge: bool = False, max_rows: int | None = None) -> None:
+        self._plan, self.can_merge, self.max_rows = plan, can_merge, max_rows
 
     @property
     def may_draft(self) -> bool:
@@ -99,6 +100,8 @@ class Planner:
             replayed: how many tokens the next round replays.
         """
         count = len(cumulative_acceptance)
+        if self.max_rows is not None:
+            count = min(count, self.max_rows - 1)
         if plan is not None and not self.can_merge and plan.depth >= count:
             return plan
         return (plan if plan and self.can_merge else CONTEXT_ONLY)._replace(context=count)
@@ -328,7 +331,7 @@ class Decoder:
 
         try:
             in_level_order, adjusts = bool(self._chooser.processors), processors or draws is not None
-            with avoid_cudnn():
+            with attend_by_row():
                 tree = drafter.propose(root, plan, adjust if adjusts else None, in_level_order=in_level_order)
             self._draft = Draft(tree, draws)
             mx.async_eval(self._draft, drafter.state)

@@ -15,9 +15,9 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from .. import ranks
 from ..errors import RedrafterError
 from . import kv_cache
-from .cuda_attention import avoid_cudnn
 from .model_checks import find_exact_length
 from .model_parts import StateName, capture, find_capture_points
+from .row_attention import attend_by_row
 from .tree import chain
 from .tree_attention import Nodes, build_with_nodes
 from .types import Tree
@@ -58,10 +58,13 @@ class Target:
         cache: its prompt cache; None makes a new one.
         quantization: of the KV cache.
         capture: the hidden states that forwards return, see `StateName`.
+        row_counts: the numbers of rows that a step or a verify forward may have, ascending; rows are padded to the next
+            of them, and attend one at a time. None for any number. Padding needs caches that keep every row.
 
     Attributes:
         cache: the prompt cache.
         length: how many tokens of the text the cache holds, including those to replay.
+        limit: the length up to which several rows in one forward equal the same rows one by one; None for no limit.
     """
 
     def __init__(
@@ -70,13 +73,18 @@ class Target:
         cache: kv_cache.Cache | None = None,
         quantization: KVQuantization | None = None,
         capture: Sequence[StateName] = (),
+        row_counts: Sequence[int] | None = None,
     ) -> None:
         self._model = model
         self._capture_points = find_capture_points(model, capture)
         self.cache: kv_cache.Cache = make_prompt_cache(model) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv_cache.length(self.cache)
-        self._exact_length = find_exact_length(model)
+        self._row_counts = row_counts
+        self.limit = find_exact_length(model)
+        if row_counts is not None:  # a ring that is full has its rows in another order after several at once
+            rings = [c.max_size for c in kv_cache.leaves(self.cache) if isinstance(c, RotatingKVCache)]
+            self.limit = min([*rings, *([] if self.limit is None else [self.limit])], default=None)
         self._trimmable = not kv_cache.find_unknown_types(self.cache, kv_cache.TRIMMABLE)
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = any(isinstance(c, RotatingKVCache) and c.keep for c in kv_cache.leaves(self.cache))
@@ -96,8 +104,10 @@ class Target:
         return 0 if len(self._path) == self._rows else len(self._replay) + len(self._path)
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` rows in one forward equal the same rows one by one, see `find_exact_length`."""
-        return self._exact_length is None or self.length + count <= self._exact_length
+        """Whether `count` rows in one forward equal the same rows one by one."""
+        if self._row_counts is not None and count > self._row_counts[-1]:
+            return False
+        return self.limit is None or self.length + count + self._count_padding(count) <= self.limit
 
     def forward(self, tokens: mx.array, *, want_hidden: bool = True) -> Forward:
         """Runs the model on `tokens` (T,) after the text, and keeps all rows.
@@ -113,7 +123,10 @@ class Target:
             tokens = mx.concatenate([mx.array(self._replay, mx.int32), tokens.astype(mx.int32)])
         self._replay, self._snapshot, self._has_run = [], None, True
         self.length += count
-        return self._run(tokens, self.cache, count, want_hidden)
+        if count > 1 or self._row_counts is None or self._row_counts[0] == 1:
+            return self._run(tokens, self.cache, count, want_hidden)
+        self._rows, self._path, self._path_tokens = self._row_counts[0], [0], []
+        return self._run(tokens, self.cache, count, want_hidden, is_chain=True)
 
     def verify(self, tree: Tree, *, is_tree: bool) -> Forward:
         """Runs the model on all nodes of `tree`, each seeing the text and its ancestors. Call `keep_path` next.
@@ -129,26 +142,43 @@ class Target:
         self._path, self._path_tokens, self._has_run = [], [], True
         if self._replay:  # on caches that cannot be trimmed every tree is a chain
             tree = chain(mx.array(self._replay[0]), mx.concatenate([mx.array(self._replay[1:], mx.int32), tree.tokens]))
-        if not is_tree and not self._has_ring:
-            return self._run(tree.tokens, self.cache, count)
+        if not is_tree and (self._row_counts is not None or not self._has_ring):
+            self._rows += self._count_padding(count)
+            return self._run(tree.tokens, self.cache, count, is_chain=True)
         nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, is_tree)
-        call = partial(self._run, tree.tokens, count=count)
+        call = partial(self._run, tree.tokens, count=count, is_chain=not is_tree)
         return build_with_nodes(self.cache, nodes, call).result
 
-    def _run(self, tokens: mx.array, cache: list[Any], count: int, want_hidden: bool = True) -> Forward:
+    def _run(
+        self, tokens: mx.array, cache: list[Any], count: int, want_hidden: bool = True, *, is_chain: bool = False
+    ) -> Forward:
+        """Runs the model on `tokens`, and returns the last `count` rows.
+
+        Args:
+            is_chain: whether rows are padded and attend one at a time, if `row_counts` or CUDA wants that.
+        """
         if ranks.CHECK_VARIABLE in os.environ:
             self._compare_ranks(tokens)
+        end = tokens.shape[0]
+        rows = slice(end - count, end)
+        if n_padding := self._count_padding(count) if is_chain else 0:  # equal rows select the same experts
+            tokens = mx.concatenate([tokens, mx.repeat(tokens[-1:], n_padding)])
+        by_row = is_chain and (self._row_counts is not None or mx.cuda.is_available())
 
         def call() -> mx.array:
-            with avoid_cudnn():
+            with attend_by_row(end + n_padding if by_row else 0, n_padding):
                 logits: mx.array = self._model(tokens[None], cache=cache)
             return logits
 
         if not (want_hidden and self._capture_points):
-            return Forward(call()[0, -count:], {})
+            return Forward(call()[0, rows], {})
         logits, found = capture(list(self._capture_points.values()), call)
-        states = {name: calls[-1][0, -count:] for name, calls in zip(self._capture_points, found, strict=True)}
-        return Forward(logits[0, -count:], states)
+        states = {name: calls[-1][0, rows] for name, calls in zip(self._capture_points, found, strict=True)}
+        return Forward(logits[0, rows], states)
+
+    def _count_padding(self, count: int) -> int:
+        """How many rows are added to a chain of `count` rows."""
+        return 0 if self._row_counts is None else next(each for each in self._row_counts if each >= count) - count
 
     def _compare_ranks(self, tokens: mx.array) -> None:
         """Raises a RedrafterError if ranks read different tokens, or texts of different lengths."""

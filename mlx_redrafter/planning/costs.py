@@ -43,6 +43,15 @@ class CostTable(NamedTuple):
         """The same table, for chains only."""
         return self._replace(widths=self.widths[:1], level=self.level[:1], first=self.first[:1])
 
+    def restrict_rows(self, row_counts: Sequence[int]) -> CostTable:
+        """The same table if all forwards are padded to the next of these numbers of rows; one must be measured."""
+        at = [place for place, count in enumerate(self.counts) if count in row_counts]
+        return self._replace(
+            counts=tuple(self.counts[i] for i in at),
+            verify=tuple(tuple(row[i] for i in at) for row in self.verify),
+            plain=tuple(ms + row[at[0]] - row[0] for ms, row in zip(self.plain, self.verify, strict=True)),
+        )
+
     def plain_ms(self, length: int) -> float:
         """Milliseconds of a plain step at context length `length`."""
         return interpolate(self.contexts, self.plain, length)

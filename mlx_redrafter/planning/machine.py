@@ -14,6 +14,8 @@ from platformdirs import user_cache_path
 from ..engine.blas import LIBRARY, count_threads
 
 PACKAGES = ("mlx", "mlx-lm")
+KERNEL_VARIABLES = ("MLX_ENABLE_", "MLX_CUDA_", "MLX_METAL_", "MLX_SDPA_", "OPENBLAS_", "OMP_")
+"""Beginnings of environment variables that select kernels."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -34,8 +36,7 @@ def describe_machine() -> dict[str, Any]:
         found["blas"] = Path(LIBRARY).name if threads else os.environ.get("LD_PRELOAD", "MLX's own")
         if threads:
             found["blas_threads"] = threads
-        found |= {key: value for key, value in os.environ.items() if key.startswith(("OPENBLAS_", "OMP_"))}
-    return found
+    return found | {name: value for name, value in os.environ.items() if name.startswith(KERNEL_VARIABLES)}
 
 
 def find_memory_bytes() -> int:

@@ -13,6 +13,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.decode import Planner
+from ..engine.exactness import RowCounts
 from ..engine.plan import CONTEXT_ONLY, MAX_REPLAY, Plan, chain_plan
 from .acceptance import (
     NO_DRAFT,
@@ -91,7 +92,7 @@ def predict_replay(cumulative: Cumulative) -> float:
 def list_measured_plans(costs: CostTable) -> list[Plan]:
     """Every plan whose parts were measured."""
     trees = (Plan(*shape) for shape in product(costs.widths[1:], range(1, costs.counts[-1]), costs.counts))
-    chains = [chain_plan(size - 1) for size in costs.counts[1:]]
+    chains = [chain_plan(size - 1) for size in costs.counts if size > 1]
     return chains + [plan for plan in trees if max(plan[:2]) < plan.size <= 1 + plan.width * plan.depth]
 
 
@@ -123,6 +124,24 @@ def list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan
     return tuple(sorted(best))
 
 
+def choose_row_counts(costs: CostTable, table: AcceptanceTable, classes: Sequence[RowCounts]) -> RowCounts:
+    """The class of row counts whose chains decode fastest; the first, which needs no padding, unless one is faster.
+
+    Args:
+        classes: those without a measured count are left out.
+    """
+
+    def find_speed(row_counts: RowCounts) -> float:
+        restricted, length = costs.chains_only().restrict_rows(row_counts), costs.contexts[0]
+        found = find_cumulative(restricted, table).items()
+        speedups = (predict(restricted, plan, length, cumulative).speedup for plan, cumulative in found)
+        return max(speedups, default=1.0) / restricted.plain_ms(length)
+
+    first, *others = [each for each in classes if not set(each).isdisjoint(costs.counts)]
+    fastest = max(others, key=find_speed, default=first)
+    return fastest if find_speed(fastest) > (1 + HYSTERESIS) * max(find_speed(first), 1 / costs.plain[0]) else first
+
+
 class AutoPlanner(Planner):
     """Chooses the plans of one text from its rounds so far.
 
@@ -130,7 +149,7 @@ class AutoPlanner(Planner):
         costs: of the model and drafter on this machine.
         table: the drafter's acceptance.
         plans: the drafter's plans to choose from; None for `list_candidate_plans`.
-        can_merge: whether one forward can verify both the drafter's tokens and the context's, see `Planner`.
+        can_merge, max_rows: see `Planner`.
         least_slowdown: lower limit of the slowdown, see `Slowdown`.
         history: of earlier texts; updated with this text.
         on_finish: called when decoding ends.
@@ -143,11 +162,12 @@ class AutoPlanner(Planner):
         plans: Sequence[Plan] | None = None,
         *,
         can_merge: bool = False,
+        max_rows: int | None = None,
         least_slowdown: float = 1.0,
         history: History | None = None,
         on_finish: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__(None, can_merge=can_merge)
+        super().__init__(None, can_merge=can_merge, max_rows=max_rows)
         self._history, self._on_finish = (history := history or History()), on_finish
         self.plans = list_candidate_plans(costs, history.counts.correct(table)) if plans is None else tuple(plans)
         self._costs, self._acceptance = costs, Acceptance(table, self.plans, history.counts)
@@ -268,7 +288,8 @@ class AutoPlanner(Planner):
 
     def _add_context(self, plan: Plan, cumulative: Sequence[float], length: int) -> Prediction:
         """The fastest prediction for a plan extended by part or all of a proposal."""
-        counts = {count for count in CONTEXT_LENGTHS if count < len(cumulative)} | {len(cumulative)}
+        longest = len(cumulative) if self.max_rows is None else min(len(cumulative), self.max_rows - 1)
+        counts = {count for count in CONTEXT_LENGTHS if count < longest} | {longest}
         extended = (self._predict(plan._replace(context=count), length, cumulative) for count in counts)
         return max(extended, key=attrgetter("speedup"))
 
@@ -308,7 +329,7 @@ def _mix(chance: float, hit: Prediction, miss: Prediction) -> float:
     return tokens / (chance * hit.steps + (1 - chance) * miss.steps)
 
 
-def make_context_planner(history: History | None, *, replays: bool) -> AutoPlanner:
+def make_context_planner(history: History | None, *, replays: bool, max_rows: int | None = None) -> AutoPlanner:
     """A planner for drafting from the context alone, without a measured cost table.
 
     The assumed costs are corrected by the round times of the model's earlier texts in this process.
@@ -316,6 +337,13 @@ def make_context_planner(history: History | None, *, replays: bool) -> AutoPlann
     Args:
         history: of the earlier texts.
         replays: whether the model must replay tokens after a rejection.
+        max_rows: see `Planner`.
     """
-    costs = assume_costs(replays=replays)
-    return AutoPlanner(costs, UNKNOWN_ACCEPTANCE, (), least_slowdown=MIN_ASSUMED_SLOWDOWN, history=history)
+    return AutoPlanner(
+        assume_costs(replays=replays),
+        UNKNOWN_ACCEPTANCE,
+        (),
+        max_rows=max_rows,
+        least_slowdown=MIN_ASSUMED_SLOWDOWN,
+        history=history,
+    )

@@ -17,7 +17,9 @@ from mlx.utils import tree_flatten
 from .. import ranks
 from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
+from ..engine.exactness import RowCounts, find_row_classes
 from ..engine.model_parts import find_module_name
+from ..engine.target import KVQuantization
 from ..errors import join_lines, warn
 from .acceptance import Counts
 from .costs import CostTable, is_disturbed, parse_costs
@@ -35,26 +37,49 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         trees: whether both take trees.
         refresh: measure even if a table is saved.
     """
-    described = {"format": 7, "machine": describe_machine(), "model": find_module_name(model), "trees": trees}
-    described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
-    if ranks.count_ranks() > 1:
-        described["ranks"] = ranks.gather(describe_machine())
-    name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
-    file, tries = Path("costs", f"{name}.json"), 0
-    found = ranks.share({} if refresh else read_saved(file))
+    described, file = find_file("costs", model, trees=trees, drafter_tensors=digest_tensors(drafter))
+    found, tries = ranks.share({} if refresh else read_saved(file)), 0
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         kept, tries = parse_costs(found["costs"]), int(found["tries"])
         if tries >= 3 or not is_disturbed(kept):
             return kept
     costs = measure_costs(model, drafter, trees=trees)
-    if ranks.get_rank():
-        return costs
-    text = json.dumps({"of": described, "tries": tries + 1, "costs": costs._asdict()}, indent=1)
-    try:
-        write_text(find_cache_directory() / file, text + "\n")
-    except (OSError, RuntimeError) as error:
-        warn(f"cannot save the measured costs: {join_lines(error)}")
+    save(file, {"of": described, "tries": tries + 1, "costs": costs._asdict()})
     return costs
+
+
+def load_row_classes(
+    model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, *, find: bool = True
+) -> tuple[RowCounts, ...]:
+    """See `find_row_classes`: read from disk, or found now and saved; none if `find` is false and none are saved."""
+    bits, group_size, _ = quantization
+    described, file = find_file("rows", model, kv_cache=[bits, bits and group_size, max_kv_size])
+    with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
+        return tuple(tuple(map(int, counts)) for counts in ranks.share(read_saved(file))["classes"])
+    if not find:
+        return ()
+    classes = find_row_classes(model, quantization, max_kv_size)
+    save(file, {"of": described, "classes": classes})
+    return classes
+
+
+def find_file(folder: str, model: nn.Module, **more: Any) -> tuple[dict[str, Any], Path]:
+    """(what was measured on this machine for this model, the file in the cache directory that is named by it)."""
+    described = {"format": 7, "machine": describe_machine(), "model": find_module_name(model)}
+    described |= {"model_tensors": digest_tensors(model), **more}
+    if ranks.count_ranks() > 1:
+        described["ranks"] = ranks.gather(describe_machine())
+    name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
+    return described, Path(folder, f"{name}.json")
+
+
+def save(file: Path, measured: dict[str, Any]) -> None:
+    """Writes what was measured as JSON to a file of the cache directory, on rank 0; warns if it cannot."""
+    if ranks.get_rank() == 0:
+        try:
+            write_text(find_cache_directory() / file, json.dumps(measured, indent=1) + "\n")
+        except (OSError, RuntimeError) as error:
+            warn(f"cannot save what was measured: {join_lines(error)}")
 
 
 def read_counts(model: nn.Module, drafter: Drafter) -> Counts:

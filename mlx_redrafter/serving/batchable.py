@@ -40,7 +40,7 @@ def count_prefill_rows(model: nn.Module, options: Options) -> int:
     """
     cache = make_cache(model, options.max_kv_size)
     # mlx-lm's batches support neither quantized caches nor ring caches that keep their first rows.
-    if options.kv_bits is not None or kv_cache.keeps_first_rows(cache):
+    if options.exact or options.kv_bits is not None or kv_cache.keeps_first_rows(cache):
         return 0
     exact = cast(nn.Module, _InFloat32(model))
     alone = [_decode_alone(exact, prompt, len(prompt) - 1) for prompt in PROMPTS]

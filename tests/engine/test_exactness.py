@@ -1,162 +1,217 @@
-"""Tokens are the same with and without a drafter, whatever it drafts.
-
-This includes sampled tokens: a draw depends only on (seed, position), so only candidates that tie within float32
-noise could differ. The toys' logits span about ten, with noise below 1e-5.
-"""
+"""Numbers of rows that are computed alike: found by comparing bits, and kept to with `exact`."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
-from math import inf, nan
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from grids import pairs
-from mlx_lm.generate import generate_step as mlx_lm_generate_step
-from small import small_drafter
-from toys import SCRIPTS, assert_same_steps, ids, make_model, make_prompt, run, with_plain
+from exact import DTYPES, compare_rows, make_long_family
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from small import small_drafter, small_llama
+from toys import ScriptedContext, ids, make_model, make_prompt, run
 
-from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine import round as rounds
-from mlx_redrafter.engine.types import Accepted, Tree
+from mlx_redrafter import pair
+from mlx_redrafter.engine.cuda import THRASHING_CHECK, disable_thrashing_check
+from mlx_redrafter.engine.exactness import MOST_ROWS, find_row_classes, format_row_counts
+from mlx_redrafter.engine.supported_models import CHAINS, TREES
+from mlx_redrafter.engine.target import KVQuantization, Target
+from mlx_redrafter.engine.tree import chain
+from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
+from mlx_redrafter.planning.costs import CostTable
+from mlx_redrafter.planning.planner import choose_row_counts
 
-SAMPLING: dict[str, dict[str, Any]] = {
-    "temp 0.7": {"temp": 0.7},
-    "temp 1": {"temp": 1.0},
-    "top_p": {"temp": 1.0, "top_p": 0.85},
-    "min_p": {"temp": 0.7, "min_p": 0.05, "min_tokens_to_keep": 2},
-    "top_k": {"temp": 1.0, "top_k": 4},
-    "top_k 1": {"temp": 1.0, "top_k": 1},
-    "xtc": {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1, "xtc_special_tokens": [3]},
-    "all": {"temp": 0.9, "top_p": 0.95, "min_p": 0.02, "top_k": 8, "xtc_probability": 0.3, "xtc_threshold": 0.2},
-}
+ALL = tuple(range(1, MOST_ROWS + 1))
 
 
-@pytest.mark.parametrize(("width", "depth", "script"), pairs((1, 2, 4), (1, 2, 5), SCRIPTS))
-def test_every_shape_gives_the_plain_tokens(width: int, depth: int, script: str) -> None:
-    model, prompt, size = make_model(), make_prompt(11, seed=width), 1 + width * depth
-    plain, drafter = with_plain(model, prompt, 15, script, width=width, script_seed=depth)
-    for pruned in range(2, 1 + size) if script == "mixed" and width > 1 else [size]:
-        steps = run(model, prompt, drafter, max_tokens=15, plan=(width, depth, pruned))
-        assert_same_steps(steps, plain)
-        stats = steps[-1].stats
-        assert stats.accepted == sum(step.from_draft for step in steps)
-        if script == "right":
-            assert stats.rounds == -(-14 // (depth + 1)), "every round but the last accepts the whole draft"
-        if script == "wrong":
-            assert stats.accepted == 0 and stats.rounds == 14
+class ByRow(nn.Module):
+    """A model that computes each row alone, and adds `change(rows, keys)` units in the last place to all logits."""
+
+    def __init__(self, change: Callable[[int, int], int]) -> None:
+        super().__init__()
+        self.inner, self._change = small_llama(max_position_embeddings=4096), change
+        self.args = self.inner.args
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Of the inner model."""
+        layers: list[nn.Module] = self.inner.layers
+        return layers
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        cache = cache or make_prompt_cache(self)
+        count = tokens.shape[1]
+        if count > MOST_ROWS:
+            return self.inner(tokens, cache=cache)
+        logits = mx.concatenate([self.inner(tokens[:, i : i + 1], cache=cache) for i in range(count)], axis=1)
+        bits = logits.view(mx.int32) + self._change(count, cache[0].offset)
+        return bits.view(mx.float32)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "shape", "script"), pairs(SAMPLING, ((1, 4), (2, 3, 5), (3, 4)), SCRIPTS), ids=str
-)
-def test_sampled_tokens_equal_plain_ones(sampling: str, shape: tuple[int, ...], script: str) -> None:
-    model, seed = make_model(), len(shape) + shape[0]
-    prompt, options = make_prompt(seed, seed=seed), SAMPLING[sampling] | {"seed": seed}
-    plain, drafter = with_plain(model, prompt, 20, script, width=shape[0], script_seed=seed, **options)
-    steps = run(model, prompt, drafter, max_tokens=20, plan=shape, **options)
-    assert_same_steps(steps, plain)
-    assert (steps[-1].stats.accepted > 0) is (script != "wrong")
+@pytest.fixture
+def rows_attend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ByRow` has no attention of several rows whose keys could be checked."""
+    monkeypatch.setattr("mlx_redrafter.engine.exactness.attends_to_cache", lambda model: True)
 
 
-def test_length_dependent_ropes_stop_drafting() -> None:
-    model, prompt = make_model("llama-dynamic"), make_prompt(10)
-    plain, drafter = with_plain(model, prompt, 20, "right", width=1)
-    steps = run(model, prompt, drafter, max_tokens=20, plan=(1, 4))
-    assert_same_steps(steps, plain)
-    assert steps[-1].stats.plain_steps == 19
+@pytest.mark.usefixtures("rows_attend_alone")
+@pytest.mark.parametrize(("change", "expected"), [
+    (lambda rows, keys: 0, (ALL,)),
+    (lambda rows, keys: int(rows > 3), (ALL[:3], ALL[3:])),
+    (lambda rows, keys: int(rows > 3 and keys > 1024), (ALL[:3], ALL[3:])),
+    (lambda rows, keys: rows in (2, 5), ((1, 3, 4, *ALL[5:]), (2, 5))),
+], ids=["alike", "above three", "above three after 1,024 keys", "two and five"])  # fmt: skip
+def test_classes_are_found_by_bits(change: Callable[[int, int], int], expected: Any) -> None:
+    """One unit in the last place is enough, also if only long contexts show it."""
+    assert find_row_classes(ByRow(change)) == expected
 
 
-@pytest.mark.parametrize(
-    ("length", "chunk"),
-    [*((length, chunk) for length in (1, 2, 3, 4, 7) for chunk in (1, 3, 64)),
-     *((length, 64) for length in (63, 64, 65, 66, 128, 129)), *((length, 2048) for length in (250, 255, 256, 257))],
-)  # fmt: skip
-def test_any_prompt_length_and_prefill_step_size(length: int, chunk: int) -> None:
-    model, prompt = make_model(), make_prompt(length)
-    plain, drafter = with_plain(model, prompt, 10, "mixed", width=2, script_seed=length, prefill_step_size=chunk)
-    progress, theirs = [], []
-    options: dict[str, Any] = {"max_tokens": 10, "prefill_step_size": chunk}
-    mine = options | {"prompt_progress_callback": lambda *done: progress.append(done)}
-    assert_same_steps(run(model, mx.array(prompt), drafter, plan=(2, 3), **mine), plain)
-    options["prompt_progress_callback"] = lambda *done: theirs.append(done)
-    assert [token for token, _ in mlx_lm_generate_step(mx.array(prompt), model, **options)] == ids(plain)
-    assert progress == theirs
+def test_row_counts_are_not_probed_where_padding_or_attention_forbid_it() -> None:
+    assert find_row_classes(make_long_family("mamba")) == ((1,),), "its cache cannot drop rows"
+    assert find_row_classes(make_long_family("deepseek_v3")) == ((1,),), "it computes keys from all cached rows"
+    assert find_row_classes(make_model("qwen2"), max_kv_size=64) == ((1,),), "the ring is full before 76 tokens"
+    assert len(find_row_classes(make_model("qwen2"), max_kv_size=200)) == 1, "a ring is not padded"
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("late", [-3, 0, 1, 2, 5, 10])
-def test_kv_cache_is_quantized_at_mlx_lms_token(late: int, bits: int) -> None:
-    model, prompt = make_model(), make_prompt(8, seed=1)
-    options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 8 + late}
-    for width in (1, 3):
-        plain, drafter = with_plain(model, prompt, 16, "right", width=width, **options)
-        assert_same_steps(run(model, prompt, drafter, max_tokens=16, plan=(width, 4), **options), plain)
-    theirs = mlx_lm_generate_step(mx.array(prompt), model, max_tokens=16, **options)
-    assert [token for token, _ in theirs] == ids(plain)
-    assert plain[-1].logprobs.tolist() != run(model, prompt, max_tokens=16)[-1].logprobs.tolist(), "bits matter"
+def test_row_counts_in_words() -> None:
+    assert format_row_counts((1, 2, 3, 8)) == "1 to 3, 8"
+    assert format_row_counts((16,)) == "16"
 
 
-def test_scripts_reach_every_depth_and_branch() -> None:
-    model, width, depth = make_model(), 3, 3
-    paths: list[list[int]] = []
-    reached = set()
-    for script_seed in range(4):
-        prompt = make_prompt(10, seed=script_seed)
-        plain, drafter = with_plain(model, prompt, 60, "mixed", width=width, script_seed=script_seed)
-        on_round = {"on_round": lambda tree, path, chosen: paths.append(path)}
-        steps = run(model, prompt, drafter, max_tokens=60, plan=(width, depth), **on_round)
-        assert_same_steps(steps, plain)
-        deep = 0
-        for step, rank in zip(steps, drafter.ranks[len(prompt) :], strict=False):
-            deep = deep + 1 if step.from_draft else 0
-            reached.add((deep, rank if deep else None))
-    assert {len(path) - 1 for path in paths} == set(range(depth + 1))
-    assert reached == {(0, None)} | {(d + 1, rank) for d in range(depth) for rank in range(width)}
-    assert any(path != list(range(len(path))) for path in paths), "some accepted rows must move"
+@pytest.mark.parametrize("name", sorted({*TREES, *CHAINS})[::5])
+def test_drafts_change_no_bit(name: str) -> None:
+    """In each class of this machine, with contexts that cross 1,024 tokens; `tests/exact.py` runs every family."""
+    model = make_long_family(name)
+    model.set_dtype(list(DTYPES.values())[len(name) % 3])
+    try:
+        mx.eval(model(mx.zeros((1, 1), mx.int32)))
+    except RuntimeError:  # a CPU cannot compute its experts in 16 bits
+        model.set_dtype(mx.float32)
+    for each in compare_rows(model):
+        assert not each.differ, each
+        assert each.accepted or each.row_counts[-1] < 3, each
 
 
-real_keep_rows = kv_cache.keep_rows
-
-
-def broken_accept(tree: Tree, tokens: mx.array, depth: int, limit: int) -> Accepted:
-    """Accepts the first path whatever the target chose."""
-    count = min(depth, limit)
-    return Accepted(mx.array(count), mx.array([min(level, count) for level in range(depth + 1)]))
-
-
-def broken_keep_rows(cache: kv_cache.Cache, count: int, path: list[int]) -> None:
-    """Does not move the accepted rows."""
-    real_keep_rows(cache, count, list(range(len(path))))
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "broken"), [(rounds, "accept", broken_accept), (kv_cache, "keep_rows", broken_keep_rows)]
-)
-def test_a_broken_engine_gives_other_tokens(
-    module: Any, name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("counts", [(1, 2, 3), (4, 5, 6)], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_every_forward_has_an_allowed_number_of_rows(
+    counts: tuple[int, ...], kv_bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompt = make_model(), make_prompt(10)
-    plain, drafter = with_plain(model, prompt, 30, "mixed", width=3)
-    assert ids(run(model, prompt, drafter, max_tokens=30, plan=(3, 3))) == ids(plain)
-    monkeypatch.setattr(module, name, broken)
-    assert ids(run(model, prompt, drafter, max_tokens=30, plan=(3, 3))) != ids(plain)
+    """Whatever is drafted: a drafter with a fixed plan, the context, both, or with logits processors."""
+    monkeypatch.setattr(Pair, "choose_row_counts", lambda *args: counts)
+    model, drafter, prompt, seen = make_model("llama"), small_drafter(hidden=64, vocab=40), make_prompt(20), set[int]()
+    options: dict[str, Any] = {"max_tokens": 24, "temp": 0.7, "seed": 5, "kv_bits": kv_bits}
+    options |= {"kv_group_size": 32, "quantized_kv_start": 30}
+    plain = run(model, prompt, **options)
+    text = prompt + ids(run(model, prompt, **options | {"max_tokens": 32}))
+    monkeypatch.setattr(pair, "ContextSource", partial(ScriptedContext, text))
+    forward = type(model).__call__
+
+    def count_rows(self: Any, tokens: mx.array, cache: Any = None) -> mx.array:
+        if cache is own:
+            seen.add(tokens.shape[1])
+        return forward(self, tokens, cache=cache)
+
+    monkeypatch.setattr(type(model), "__call__", count_rows)
+    for more in ({"plan": (4, 5)}, {"plan": (1, 8), "context": True}, {"plan": "auto", "context": True}):
+        own = make_prompt_cache(model)
+        steps = run(model, prompt, drafter, prompt_cache=own, **options | more)
+        assert ids(steps) == ids(plain) and own[0].offset == len(prompt) + len(steps)
+        assert seen <= {19, *counts}, more
+        seen.clear()
 
 
-@pytest.mark.parametrize("score", [-inf, nan, inf])
-@pytest.mark.parametrize("threshold", [-100.0, 2.0])
-def test_infinite_or_nan_scores_change_no_tokens(score: float, threshold: float) -> None:
-    model, prompt = make_model(vocab=300), make_prompt(6)
-    drafter = small_drafter(hidden=64, vocab=300)
-    real = drafter.logits
+def test_the_fastest_class_is_chosen() -> None:
+    costs = CostTable((64,), (1, 2, 3, 4), ((10.0, 11.0, 11.0, 12.0),), (10.0,), (1,), (0.1,), (0.0, 0.0))
+    good, bad = ((0.9,),), ((0.05,),)
+    assert choose_row_counts(costs, good, [(1,), (2, 3, 4)]) == (2, 3, 4), "plain steps are padded to two rows"
+    assert choose_row_counts(costs, bad, [(1,), (2, 3, 4)]) == (1,), "a drafter that does not pay"
+    assert choose_row_counts(costs, good, [(1, 2, 3), (4, 5)]) == (4, 5), "longer drafts"
+    assert choose_row_counts(costs, ((0.5,),), [(1, 2, 3), (4, 5)]) == (1, 2, 3), "and the text is mlx-lm's own"
+    assert choose_row_counts(costs, good, [(1,), (5, 6)]) == (1,), "not measured"
 
-    def logits(*given: Any) -> mx.array:
-        scores = real(*given)
-        return mx.where(scores > threshold, score, scores)
 
-    drafter.logits = logits
-    for options in ({}, {"temp": 1.0, "seed": 1, "top_k": 2}):
-        plain = run(model, prompt, max_tokens=16, **options)
-        for plan in ((2, 4, 5), (2, 4)):
-            assert_same_steps(run(model, prompt, drafter, max_tokens=16, plan=plan, **options), plain)
+def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: ((1,), (2, 3)))
+    model, prompt = small_llama(), [1, 2, 3, 1, 2, 3]
+    options = Options(exact=True, max_tokens=8)
+    only = Pair(model)
+    assert only.choose_row_counts(options) == (1,)
+    choice = only.choose(options, row_counts=(1,))
+    assert not choice.sources and "computes no two rows" in choice.notes[0]
+    assert ids(run(model, prompt, exact=True, context=True, max_tokens=8)) == ids(run(model, prompt, max_tokens=8))
+
+
+@pytest.mark.parametrize(("classes", "expected"), [((), None), (((1, 2),), None), ((ALL,), ALL)])
+def test_exact_is_the_default_where_it_costs_nothing(
+    classes: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All counts are known to be alike, and nothing drafts trees."""
+    monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: classes)
+    assert Pair(small_llama()).choose_row_counts(Options()) == expected
+    assert Pair(small_llama(), small_drafter()).choose_row_counts(Options()) is None, "its drafter drafts trees"
+    assert Pair(small_llama()).choose_row_counts(Options(exact=False)) is None
+
+
+def test_classes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory, and on disk for the next process; a quantized cache has its own."""
+    calls = list[Any]()
+
+    def find(model: nn.Module, quantization: KVQuantization, max_kv_size: int | None) -> Any:
+        calls.append(quantization.bits)
+        return ((1, 2), (3,))
+
+    monkeypatch.setattr("mlx_redrafter.planning.store.find_row_classes", find)
+    model = small_llama()
+    assert Pair(model).find_row_classes(Options(), find=False) == () and not calls
+    for _ in range(2):
+        one = Pair(model)
+        assert one.find_row_classes(Options()) == one.find_row_classes(Options()) == ((1, 2), (3,))
+    assert calls == [None]
+    cache = [QuantizedKVCache(64, 4) for _ in model.layers]
+    assert one.find_row_classes(Options(), cache) == one.find_row_classes(Options(kv_bits=4))
+    assert calls == [None, 4]
+
+
+def test_a_chain_within_a_ring_is_computed_as_single_rows() -> None:
+    """Only until the ring is full, as it then has its rows in another order."""
+    model, tokens = make_model("qwen2"), mx.array(make_prompt(20))
+    target = Target(model, make_prompt_cache(model, 24), row_counts=(1, 2, 3, 4))
+    target.forward(tokens)
+    assert target.has_room(4) and not target.has_room(5)
+    target.verify(chain(tokens[0], tokens[1:3]), is_tree=False)
+    target.keep_path([0, 1], tokens[:2].tolist())
+    assert target.has_room(2) and not target.has_room(3)
+
+
+def test_mlx_keeps_its_graphs_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is set before MLX is imported, by the package alone; later there is a warning, on CUDA only."""
+    code = f"import os, sys, mlx_redrafter; print('mlx.core' in sys.modules, os.environ.get('{THRASHING_CHECK}'))"
+    environment = {name: value for name, value in os.environ.items() if name != THRASHING_CHECK}
+    is_linux = sys.platform == "linux"
+    for given, expected in ({}, "0" if is_linux else "None"), ({THRASHING_CHECK: "1"}, "1"):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment | given, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [
+            "False",
+            expected if sys.platform == "linux" else str(given.get(THRASHING_CHECK)),
+        ]
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setitem(sys.modules, "mlx.core", ModuleType("mlx.core"))
+    for has_cuda in (False, True):
+        monkeypatch.delenv(THRASHING_CHECK, raising=False)
+        monkeypatch.setattr(sys.modules["mlx.core"], "cuda", ModuleType("cuda"), raising=False)
+        monkeypatch.setattr(sys.modules["mlx.core"].cuda, "is_available", lambda found=has_cuda: found, raising=False)
+        if has_cuda:
+            with pytest.warns(UserWarning, match="import mlx_redrafter before mlx"):
+                disable_thrashing_check()
+        else:
+            disable_thrashing_check()

@@ -8,7 +8,7 @@ import pytest
 from small import small_drafter, small_llama
 
 from mlx_redrafter import generate_step
-from mlx_redrafter.engine.cuda_attention import MOST_ROWS, avoid_cudnn
+from mlx_redrafter.engine.row_attention import MOST_ROWS, attend_by_row
 
 KEYS = 80
 
@@ -29,9 +29,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
 
 @pytest.fixture
 def dtypes(recorded: list[mx.Dtype]) -> Iterator[list[mx.Dtype]]:
-    """The same in `avoid_cudnn`, whose change is undone afterwards."""
+    """The same in `attend_by_row`, whose change is undone afterwards."""
     attention = mx.fast.scaled_dot_product_attention
-    with avoid_cudnn():
+    with attend_by_row():
         yield recorded
     assert mx.fast.scaled_dot_product_attention is attention
 
@@ -76,12 +76,12 @@ def test_one_row_and_prompts_are_left_alone(dtypes: list[mx.Dtype], rows: int) -
 def test_nothing_is_replaced_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
-    with avoid_cudnn():
+    with attend_by_row():
         assert mx.fast.scaled_dot_product_attention is attention
 
 
 @pytest.mark.parametrize("plan", [(1, 3), (3, 3)], ids=str)
-def test_drafted_forwards_avoid_cudnn(recorded: list[mx.Dtype], plan: Any) -> None:
+def test_drafted_forwards_attend_by_row(recorded: list[mx.Dtype], plan: Any) -> None:
     model, attention = small_llama(), mx.fast.scaled_dot_product_attention
     model.set_dtype(mx.bfloat16)
     assert len(list(generate_step([1, 2, 3, 4], model, small_drafter(), plan=plan, max_tokens=8))) == 8

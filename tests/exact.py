@@ -1,0 +1,91 @@
+"""Counts the rows that differ in a bit between plain and drafted decoding with `exact`, for random models of mlx-lm.
+
+python tests/exact.py                 all families and dtypes; ends with 1 if a row differs
+python tests/exact.py llama qwen3     some families
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import NamedTuple
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+from families import CONFIGS, make_family
+from toys import ScriptedContext, ids, make_prompt, run
+
+from mlx_redrafter import pair
+from mlx_redrafter.engine.exactness import RowCounts
+from mlx_redrafter.engine.supported_models import CHAINS, REPLAYED, TREES
+from mlx_redrafter.options import Options
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+LENGTHS = {9: 40, 1010: 30}
+"""Tokens of a prompt, and tokens after it: the second text crosses 1,024."""
+
+
+class Compared(NamedTuple):
+    """Rows of log-probabilities that were compared in a class of row counts, those that differ, accepted tokens."""
+
+    row_counts: RowCounts
+    rows: int
+    differ: int
+    accepted: int
+
+
+def make_long_family(name: str) -> nn.Module:
+    """A random model of a family, whose windows and context are longer than the texts."""
+    config = CONFIGS[name].get("text_config", CONFIGS[name])
+    limits = ("sliding_window", "window_size", "chunk_size", "positions", "position_embeddings", "n_ctx")
+    long = [key for key, value in config.items() if isinstance(value, int) and key.endswith(limits)]
+    return make_family(name, **dict.fromkeys(long, 4096))
+
+
+def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
+    """Compares texts that are drafted by a scripted context with plain decoding, for each class of row counts."""
+    found = []
+    for counts in pair.Pair(model).find_row_classes(Options()):
+        if counts == (1,):
+            continue  # nothing drafts
+        rows = differ = accepted = 0
+        with mock.patch.object(pair.Pair, "choose_row_counts", lambda *args, counts=counts: counts):
+            for number, (size, count) in enumerate(LENGTHS.items()):
+                prompt = make_prompt(size, vocab=48, seed=seed)
+                options = {"max_tokens": count, "temp": 0.9 * (number % 2), "seed": seed, "exact": True}
+                plain = run(model, prompt, **options)
+                text = prompt + ids(run(model, prompt, **options | {"max_tokens": count + 8}))
+                with mock.patch.object(pair, "ContextSource", partial(ScriptedContext, text, seed=seed)):
+                    steps = run(model, prompt, context=True, **options)
+                assert ids(steps) == ids(plain), (counts, size)
+                rows += count
+                differ += sum(
+                    not mx.array_equal(one.logprobs, other.logprobs) for one, other in zip(steps, plain, strict=True)
+                )
+                accepted += steps[-1].stats.accepted
+        found.append(Compared(counts, rows, differ, accepted))
+    return found
+
+
+def sweep(names: list[str]) -> int:
+    """Prints a line for each family and dtype; returns the exit status."""
+    total = differ = 0
+    for name in names or sorted({*TREES, *CHAINS, *REPLAYED}):
+        for label, dtype in DTYPES.items():
+            try:
+                model = make_long_family(name)
+                model.set_dtype(dtype)
+                found = compare_rows(model)
+            except Exception as error:
+                print(name, label, f"{type(error).__name__}: {error}", flush=True)
+                continue
+            total += sum(each.rows for each in found)
+            differ += sum(each.differ for each in found)
+            print(name, label, *map(tuple, found), flush=True)
+    print(f"{differ} of {total:,} rows differ in a bit")
+    return int(differ > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(sweep(sys.argv[1:]))
