@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.generate import DEFAULT_MAX_TOKENS, DEFAULT_PROMPT
@@ -25,10 +25,10 @@ from ..checkpoints import find_drafter_name
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
 from ..engine.cached_tokens import find_tokens
-from ..engine.sampling import Sampler
+from ..engine.exactness import format_row_counts
 from ..errors import Parser, RedrafterError
 from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, format_summary, is_text, stream_generate
-from ..options import OFF, Options
+from ..options import OFF, OPTION_NAMES, PLAN_OPTIONS, Options
 from ..pair import Pair, draw_seed, find_pair
 from ..planning.machine import PACKAGES
 from ..session.chat_template import render
@@ -80,9 +80,7 @@ def run() -> int:
     if show and shows_edit:
         print(tokenizer.decode(prompt), end="", flush=True)
     if args.compare:
-        special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-        sampler = Options(**options, xtc_special_tokens=special).make_sampler(options["seed"])
-        decoded, verdict = compare(stream, sampler, len(prompt), show=show)
+        decoded, verdict = compare(stream, show=show)
     else:
         decoded = decode(stream, show=show)
     if args.json:
@@ -231,9 +229,9 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
         yield callback
 
 
-def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
+def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the drafted text, the `compare` field of `--json`); both sides are warmed up first."""
-    plain = {"drafter": None, "context": False}
+    plain = dict.fromkeys(PLAN_OPTIONS) | {"plan": OFF, "context": None}
     plain_stream, (model, tokenizer, prompt) = partial(stream, **plain), stream.args
     for side in ({}, plain):
         start = partial(stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **stream.keywords | side)
@@ -242,18 +240,21 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
     drafted = decode(stream, show=show, label=None if show else "drafting", expected=expected.tokens)
     at, difference = find_first_difference(expected.tokens, drafted.tokens), None
     if at is not None:
-        difference = Difference(at, 0.0, 0.0, rounding=False)  # kept if one text is only longer than the other
+        distance = None  # if one text is only longer than the other
         if drafted.row is not None and at < len(expected.tokens):
-            rows = (decode(plain_stream, max_tokens=at + 1).last.logprobs, drafted.row)
-            chosen = (expected.tokens[at], drafted.tokens[at])
-            difference = judge_difference(at, rows, chosen, sampler, prompt_tokens + at)
+            row = decode(plain_stream, max_tokens=at + 1).last.logprobs
+            distance = measure_distance((row, drafted.row), (expected.tokens[at], drafted.tokens[at]))
+        difference = {"token": at, "distance": distance}
+    options = Options(**{name: value for name, value in stream.keywords.items() if name in OPTION_NAMES})
+    row_counts = find_pair(model, stream.keywords["drafter"])[0].choose_row_counts(options)
     plain_tps, last = expected.last.generation_tps, drafted.last
     return drafted, {
         "plain_generation_tps": plain_tps,
         "generation_tps": last.generation_tps,
         "ratio": check_speedup(last.generation_tps / plain_tps, last.tokens_per_round) if last.rounds else None,
         "identical": difference is None,
-        "difference": None if difference is None else difference._asdict(),
+        "difference": difference,
+        "row_counts": row_counts,
     }
 
 
@@ -263,13 +264,18 @@ def describe(verdict: dict[str, Any], last: GenerationResponse) -> str:
     why = "busy, not measured: other work slowed plain decoding down" if last.rounds else "too short to measure"
     times = why if ratio is None else f"{ratio:.2f} times"
     text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {times}\n"
-    if verdict["identical"]:
-        return f"{text}all {last.generation_tokens} tokens identical"
-    token, distance, margin, rounding = verdict["difference"].values()
-    text += f"token {token} differs: the log-probabilities there are {distance:.2g} apart, "
-    if rounding:
-        return f"{text}which rounding explains; with --dtype float32 most such ties disappear"
-    return f"{text}rounding explains {margin:.2g}: please report it, unless the KV cache is quantized or TF32 is on"
+    counts, difference = verdict["row_counts"], verdict["difference"]
+    if difference is not None:
+        text += f"token {difference['token']} differs"
+        if difference["distance"] is not None:
+            text += f": the log-probabilities there are {difference['distance']:.2g} apart"
+        return f"{text}; please report it" if counts else f"{text}; --exact tells a tie within rounding from an error"
+    text += f"all {last.generation_tokens} tokens identical"
+    if counts is None:
+        return f"{text} here; ties within rounding are possible (see --exact)"
+    if counts[0] == 1:
+        return f"{text}, exact by construction: {format_row_counts(counts)} rows are computed alike"
+    return f"{text}, exact against plain steps padded to {counts[0]} rows"
 
 
 def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -277,49 +283,10 @@ def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | Non
     return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
-class Difference(NamedTuple):
-    """The first token at which plain and drafted decoding differ.
-
-    Attributes:
-        token: its index in the text.
-        distance: the difference between the sides' log-probabilities; the larger one of the two chosen tokens.
-        margin: the largest distance that rounding explains.
-        rounding: whether rounding explains the difference.
-    """
-
-    token: int
-    distance: float
-    margin: float
-    rounding: bool
-
-
-def judge_difference(
-    token: int, rows: tuple[mx.array, mx.array], chosen: tuple[int, int], sampler: Sampler, position: int
-) -> Difference:
-    """Judges whether rounding explains that two sides chose different tokens.
-
-    Forwards of one row and of several rows round differently, by at most `margin`: four steps of the dtype at logits of
-    20, and at least 0.001. Each side maximizes the log-probability or, if tokens are sampled, log-probability /
-    temperature + noise, a sum that may tie to the last bit even in float32. Rounding therefore explains a difference if
-    the sides differ by at most `margin` at both tokens, and each side chose the better token by its own row and the
-    shared noise, up to the last bits.
-
-    Args:
-        token: its index in the text.
-        rows: the log-probabilities (V,) of each side.
-        chosen: the token that each side chose.
-        sampler: of both sides, with the seed in use.
-        position: of the token, counted from the start of the prompt.
-    """
-    one, other = (row.astype(mx.float32) for row in rows)
-    both = mx.array(chosen)
-    distance: float = mx.abs(one - other)[both].max().item()  # type: ignore[assignment]
-    margin = max(1e-3, 4 * 20 * mx.finfo(rows[0].dtype).eps)
-    draws = sampler.draw(mx.array(position), 1, one.size)
-    scores = [row[both] if draws is None else sampler.adjust(row[None], draws, 0)[0, both] for row in (one, other)]
-    last_bits = 4 * mx.finfo(mx.float32).eps * mx.abs(mx.concatenate(scores)).min()
-    is_best = scores[0][0] >= scores[0][1] - last_bits and scores[1][1] >= scores[1][0] - last_bits
-    return Difference(token, distance, margin, rounding=distance <= margin and bool(is_best))
+def measure_distance(rows: tuple[mx.array, mx.array], chosen: tuple[int, int]) -> float:
+    """The larger difference between two sides' log-probabilities (V,) of the tokens that each chose."""
+    one, other = (row.astype(mx.float32)[mx.array(chosen)] for row in rows)
+    return cast(float, mx.abs(one - other).max().item())
 
 
 def make_record(args: argparse.Namespace, drafter: Drafter | None, decoded: Decoded) -> dict[str, Any]:

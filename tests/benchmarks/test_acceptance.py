@@ -11,7 +11,6 @@ from small import small_drafter, small_llama
 
 from benchmarks import acceptance, run, tables
 from benchmarks.models import Prompt, Workload
-from mlx_redrafter.cli.generate import Difference
 from mlx_redrafter.errors import RedrafterError
 
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -44,16 +43,16 @@ def test_rows_state_flags_and_machine(pair: Workload, capsys: pytest.CaptureFixt
     assert "max_tokens 6" in table[-1] and "seed 3" in table[-1] and "temp 0.0" in table[-1]
 
 
-@pytest.mark.parametrize("rounding", [True, False])
-def test_differences_beyond_rounding_are_errors(
-    rounding: bool, pair: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("flags", [[], ["--exact"]], ids=["default", "exact"])
+def test_differences_are_errors_if_exact(
+    flags: list[str], pair: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words = ("--plans", "1,2", "--max-tokens", "8", "--temp", "0.8", "--compare", *flags)
+    (row,) = run_json(capsys, acceptance, *words)
+    assert (row["texts"], row["differ"]) == (2, 0) and (row["rows differ"] == 0 or not flags)
     monkeypatch.setattr(acceptance, "find_first_difference", lambda one, other: 2)
-    found = Difference(2, 1.0, 0.001, rounding=rounding)
-    monkeypatch.setattr(acceptance, "judge_difference", lambda *args: found)
-    words = ("--plans", "1,2", "--max-tokens", "4", "--compare")
-    (row,) = run_json(capsys, acceptance, *words, status=0 if rounding else 1)
-    assert (row["differ"], row["errors"], row["largest gap"]) == (2, 0 if rounding else 2, 1.0)
+    (row,) = run_json(capsys, acceptance, *words, status=len(flags))
+    assert row["differ"] == 2
 
 
 @pytest.mark.parametrize("module", [acceptance, run])

@@ -1,4 +1,4 @@
-"""`generate`: flags, text and JSON output; `--compare` says whether rounding explains a difference."""
+"""`generate`: flags, text and JSON output; `--compare` finds a different token, and says what equal texts prove."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter import generate_step, load, load_demo
 from mlx_redrafter.cli import generate as command
-from mlx_redrafter.cli.generate import judge_difference, make_parser
+from mlx_redrafter.cli.generate import make_parser
 from mlx_redrafter.demo import demo_prompts
-from mlx_redrafter.options import OPTION_FLAGS, Options
+from mlx_redrafter.options import OPTION_FLAGS
 from mlx_redrafter.trials import check_speedup
 
 Run = Any
@@ -90,18 +89,18 @@ def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: 
     assert verdict["identical"] and verdict["difference"] is None
     assert verdict["ratio"] == check_speedup(verdict["generation_tps"] / verdict["plain_generation_tps"], 1.0)
 
-    def corrupt(*args: Any, drafter: Any = None, **options: Any) -> Any:
-        for count, response in enumerate(real(*args, drafter=drafter, **options)):
-            response.token ^= drafter is not None and count == 5
+    def corrupt(*args: Any, **options: Any) -> Any:
+        for count, response in enumerate(real(*args, **options)):
+            response.token ^= options["plan"] != "off" and count == 5
             yield response
 
     real = command.stream_generate
     monkeypatch.setattr(command, "stream_generate", corrupt)
     status, out, err = run("generate", *flags)
-    assert status == 1 and "token 5 differs: " in err and "please report it" in err
+    assert status == 1 and "token 5 differs: " in err and "--exact tells a tie" in err
     status, out, _ = run("generate", *flags, "--json")
     difference = json.loads(out)["compare"]["difference"]
-    assert status == 1 and difference["token"] == 5 and difference["rounding"] is False
+    assert status == 1 and difference["token"] == 5 and difference["distance"] < 1e-3
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -110,9 +109,9 @@ def test_compare_gives_no_speedup_from_disturbed_times(
 ) -> None:
     """Plain decoding makes 10 tokens a second, or 2 on a busy machine; drafting makes 12, up to 4 a round."""
 
-    def decode(*args: Any, drafter: Any = None, **options: Any) -> Any:
-        for response in real(*args, drafter=drafter, **options):
-            drafts = drafter is not None
+    def decode(*args: Any, **options: Any) -> Any:
+        for response in real(*args, **options):
+            drafts = options["plan"] != "off"
             response.generation_tps = 12.0 if drafts else 2.0 if busy else 10.0
             yield response
 
@@ -127,26 +126,19 @@ def test_compare_gives_no_speedup_from_disturbed_times(
     assert "too short to measure" in err
 
 
-@pytest.mark.parametrize(
-    ("dtype", "step", "rounding"),
-    [(mx.float32, 1e-4, True), (mx.float32, 1e-2, False), (mx.bfloat16, 0.125, True), (mx.bfloat16, 3.0, False)],
-)
-def test_greedy_ties_are_rounding(dtype: mx.Dtype, step: float, rounding: bool) -> None:
-    row = mx.array([-1.0, -1.0 - step / 2, -17.0, -60.0])
-    rows = row.astype(dtype), (row + mx.array([0.0, step, 0.0, 30.0])).astype(dtype)
-    sampler = Options().make_sampler(0)
-    assert judge_difference(4, rows, (0, 1), sampler, 9).rounding is rounding
-    assert judge_difference(4, rows, (0, 2), sampler, 9).rounding is False, "token 2 scores far below the best"
-
-
-def test_ties_of_noisy_scores_are_rounding() -> None:
-    sampler, position = Options(temp=1.5, top_p=0.99).make_sampler(seed=3), 7
-    gumbel = sampler.draw(mx.array(position), 1, 4).gumbel[0]
-    tie = mx.array([0.0, (1.5 * (gumbel[0] - gumbel[1])).item(), -9.0, -9.0])  # tokens 0 and 1 tie
-    row = tie - mx.logsumexp(tie)
-    assert judge_difference(4, (row, row + mx.array([0.0, 1e-5, 0.0, 0.0])), (0, 1), sampler, position).rounding
-    assert not judge_difference(4, (row, row), (0, 2), sampler, position).rounding
-    assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "noise of another position"
+@pytest.mark.parametrize(("counts", "words"), [
+    (None, "here; ties within rounding are possible"),
+    ((1, 2, 3), "exact by construction: 1 to 3 rows are computed alike"),
+    ((2, 3, 4), "exact against plain steps padded to 2 rows"),
+], ids=["default", "unpadded", "padded"])  # fmt: skip
+def test_compare_says_how_exact_it_is(
+    counts: Any, words: str, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_redrafter.pair.Pair.choose_row_counts", lambda *args: counts)
+    flags = ("--model", pair[0], "--draft-model", pair[0], "--prompt", "abc", "-m", "12", "--compare", *PLAN)
+    status, _, err = run("generate", *flags)
+    assert status == 0 and f"all 12 tokens identical{',' * bool(counts)} {words}" in err
+    assert run_json(run, *flags)["compare"]["row_counts"] == (counts and list(counts))
 
 
 def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
