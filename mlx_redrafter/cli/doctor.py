@@ -66,6 +66,7 @@ def diagnose(
         print("the measured times contradict each other: measuring again", file=sys.stderr)
         costs = pair.costs(trees=no_trees is None, refresh=True)
     if stand_in is None:
+        print(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts", file=sys.stderr)
         depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
         stats = try_drafter(pair, tokenizer, Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False))
         trial = {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
