@@ -119,19 +119,13 @@ def read_parts(checkpoint: Checkpoint, width: int) -> Config:
 
 def find_model_type(checkpoint: Checkpoint, name: str, flat: Config) -> str:
     """The kind of a published head with this architecture."""
-    kinds = [str(flat[key]) for key in ("speculators_model_type", "projector_type") if key in flat]
-    unknown = [kind for kind in kinds if kind.lower() not in ("dflash", "dflash2", "dspark")]
-    if name and not ARCHITECTURE.fullmatch(name):
-        unknown.append(name)
+    kinds = [str(flat[key]).lower() for key in ("speculators_model_type", "projector_type") if key in flat]
     head = flat.get("markov_head_type", "vanilla")
-    for is_other, what in (
-        (bool(unknown), f"is a {' '.join(unknown)!s:.60}"),
-        (head != "vanilla" and flat.get("markov_rank") != 0, f"has a Markov head of type {head!r:.40}"),
-    ):
-        if is_other:
-            supported = "supported block drafters are DFlash, DFlash 2 and plain DSpark"
-            raise CheckpointError(f"{checkpoint.where} {what}: {supported}")
-    says_so = "DSpark" in name or "dspark" in map(str.lower, kinds)
+    is_known = {*kinds} <= {"dflash", "dflash2", "dspark"} and (not name or ARCHITECTURE.fullmatch(name))
+    if not is_known or (head != "vanilla" and flat.get("markov_rank") != 0):
+        got = f"{' '.join([*kinds, name])!s:.60} with a Markov head of type {head!r:.40}"
+        raise CheckpointError(f"{checkpoint.where}: expected DFlash, DFlash 2 or plain DSpark, got {got}")
+    says_so = "DSpark" in name or "dspark" in kinds
     return DSPARK if says_so or matches_any(MARKOV, checkpoint.tensors.keys()) else DFLASH
 
 
