@@ -72,11 +72,13 @@ class Choice(NamedTuple):
         sources: the sources that draft.
         planner: plans the rounds.
         notes: one line for each source that does not draft, or drafts chains only, with the reason.
+        row_counts: see `Pair.choose_row_counts`.
     """
 
     sources: list[Source]
     planner: Planner
     notes: list[str]
+    row_counts: RowCounts | None = None
 
 
 class Pair:
@@ -271,8 +273,7 @@ class Pair:
         # A rank that continued without its drafter would decide differently from the others.
         if ranks.count_ranks() > 1:
             options = replace(options, on_drafter_failure=None)
-        row_counts = self.choose_row_counts(options, None if is_own else cache)
-        sources, planner, _ = self.choose(options, source, None if is_own else cache, grammar, row_counts)
+        sources, planner, _, row_counts = self.choose(options, source, None if is_own else cache, grammar)
         with on_stream():
             capture = [name for each in sources for name in each.capture]
             target = Target(self.model, cache, options.quantization, capture=capture, row_counts=row_counts)
@@ -298,15 +299,24 @@ class Pair:
         source: Source | None = None,
         cache: Cache = None,
         grammar: Grammar | None = None,
-        row_counts: RowCounts | None = None,
     ) -> Choice:
         """Chooses the sources and the planner of a text, by the options and by what the model supports.
 
         Args:
             source, grammar: see `open`.
             cache: the prompt cache to decode with; None for a new one of the model's own type.
-            row_counts: from `choose_row_counts`.
         """
+        row_counts = self.choose_row_counts(options, cache)
+        return self._choose(options, source, cache, grammar, row_counts)._replace(row_counts=row_counts)
+
+    def _choose(
+        self,
+        options: Options,
+        source: Source | None,
+        cache: Cache,
+        grammar: Grammar | None,
+        row_counts: RowCounts | None,
+    ) -> Choice:
         model, drafter, shape, notes = self.model, self.drafter, options.shape, list[str]()
         plan, max_rows = options.resolve_plan(drafter), None if row_counts is None else row_counts[-1]
         if shape is None or options.max_tokens == 0:

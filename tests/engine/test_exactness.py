@@ -145,8 +145,8 @@ def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> 
     options = Options(exact=True, max_tokens=8)
     only = Pair(model)
     assert only.choose_row_counts(options) == (1,)
-    choice = only.choose(options, row_counts=(1,))
-    assert not choice.sources and "computes no two rows" in choice.notes[0]
+    choice = only.choose(options)
+    assert choice.row_counts == (1,) and not choice.sources and "computes no two rows" in choice.notes[0]
     assert ids(run(model, prompt, exact=True, context=True, max_tokens=8)) == ids(run(model, prompt, max_tokens=8))
 
 
