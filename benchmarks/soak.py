@@ -9,9 +9,9 @@ greedy, sampled and with penalties, streamed and not, with and without a drafter
 some requests are invalid. Each text is compared with plain decoding by the library, except those to prompts that are
 sent only once, which fill the server's prompt caches.
 
-The exit status is 1 if an answer was wrong, if the server's memory beside its prompt caches grew by more than 5% from
+The exit status is 1 if an answer was wrong, if the server's memory beside its prompt caches grew by more than 10% from
 the third tenth of the time to the last, or if at the end the caches hold more than their limit plus 10%. Memory grows
-for about two minutes, until every combination of requests has occurred.
+for about two minutes, until every combination of requests has occurred; later because caches come and go in pieces.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ INVALID_FIELDS: tuple[dict[str, Any], ...] = (
     {"echo": True},
     {},  # the body is cut off in the middle
 )
-MAX_GROWTH, MAX_HELD = 1.05, 1.1
+MAX_GROWTH = MAX_HELD = 1.1
 MEASURE_SECONDS = 5.0  # between measurements of the server's memory
 IDLE_SECONDS = 1.0  # from the last answer until the server has freed what it no longer needs
 
