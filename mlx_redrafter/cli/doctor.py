@@ -103,7 +103,8 @@ def list_chains(costs: CostTable, max_depth: int | None, trial: dict[str, Any] |
     depths = [count - 1 for count in costs.counts[1:] if max_depth is None or count - 1 <= max_depth]
     for context in costs.contexts:
         for depth in depths:
-            steps = costs.round_ms(chain_plan(depth), context) / costs.plain_ms(context)
+            ms = max(costs.round_ms(chain_plan(depth), context), costs.least_ms(1 + depth, context))
+            steps = ms / costs.plain_ms(context)
             chain: dict[str, Any] = {"context": context, "depth": depth, "plain_steps": steps}
             if trial and depth <= trial["depth"]:
                 tokens = 1 + sum(trial["acceptance_per_depth"][:depth])
@@ -163,14 +164,12 @@ def format_report(report: dict[str, Any]) -> str:
     after = [f"after {context:,} tokens" for context in costs["contexts"]]
     if not report["chains"]:
         return "\n".join(text)
-    table = [("",), ("Milliseconds (and plain steps) of a forward; --refresh measures again:",), ("nodes", *after)]
-    forwards = {
-        "plain step": costs["plain"],
-        **dict(zip(costs["counts"], zip(*costs["verify"], strict=True), strict=True)),
-    }
-    for nodes, row in forwards.items():
-        steps = (f"{ms:.2f} ({ms / plain:.2f})" for ms, plain in zip(row, costs["plain"], strict=True))
-        table.append((f"{nodes}", *steps))
+    unit = "1.00 is a plain step, or one node if that takes longer, as it is read at once"
+    table = [("",), (f"Milliseconds of a forward ({unit}); --refresh measures again:",), ("nodes", *after)]
+    columns = [(plain, *row) for plain, row in zip(costs["plain"], costs["verify"], strict=True)]
+    for nodes, row in zip(("plain step", *costs["counts"]), zip(*columns, strict=True), strict=True):
+        cells = (f"{ms:.2f} ({ms / max(column[:2]):.2f})" for ms, column in zip(row, columns, strict=True))
+        table.append((f"{nodes}", *cells))
     table += [
         ("",),
         ("Plain steps of a whole round, and so the tokens per round from which it pays:",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 from ..engine.plan import Plan, chain_plan
@@ -71,11 +71,16 @@ class CostTable(NamedTuple):
         return max(parts, self.plain_ms(length)) + self._replay_ms(plan.rows, length, replayed)
 
     def parts_ms(self, plan: Plan, length: int) -> float:
-        """Milliseconds of a round's parts, less what overlaps; for consistent times at least a plain step."""
+        """Milliseconds of a round's parts, less what overlaps; at least `least_ms` if the times are consistent."""
         overhead = self.overhead_ms[plan.is_tree]
         if not plan.depth:  # without a draft nothing overlaps
             overhead = max(0.0, self.overhead_ms[0])
         return self._verify_ms(plan.rows, length) + self.draft_ms(plan) + overhead
+
+    def least_ms(self, nodes: int, length: int) -> float:
+        """Milliseconds of a round's forward; no larger share of it overlaps than of a plain step's."""
+        plain, single = self.plain_ms(length), self._verify_ms(1, length)
+        return max(plain, min(1.0, plain / single) * self._verify_ms(nodes, length))
 
     def _replay_ms(self, nodes: int, length: int, rows: float) -> float:
         """Milliseconds that replayed rows add to a forward; fractions of a row are interpolated."""
@@ -128,14 +133,12 @@ def is_disturbed(costs: CostTable) -> bool:
     """Whether the times contradict each other, as on a busy machine: more work took less than 0.9 times as long.
 
     A one-node forward that is read at once is at least as much work as a plain step. Longer contexts and wider levels
-    are more work. A round is more work than its forward, of which no larger share overlaps than of a plain step's.
-    Node counts are not compared: a larger one may select a faster kernel.
+    are more work. A round takes `least_ms`. Node counts are not compared: a larger one may select a faster kernel.
     """
-    single = list(zip(costs.plain, (row[0] for row in costs.verify), strict=True))
+    single = zip(costs.plain, (row[0] for row in costs.verify), strict=True)
     rounds = [
-        (max(plain, min(1.0, plain / first) * ms), costs.parts_ms(chain_plan(count - 1), context))
-        for context, row, (plain, first) in zip(costs.contexts, costs.verify, single, strict=True)
-        for count, ms in zip(costs.counts[1:], row[1:], strict=True)
+        (costs.least_ms(count, context), costs.parts_ms(chain_plan(count - 1), context))
+        for context, count in product(costs.contexts, costs.counts[1:])
     ]
     contexts = [pair for column in (costs.plain, *zip(*costs.verify, strict=True)) for pair in pairwise(column)]
     drafts = [costs.draft_ms(Plan(width, 4, 1 + 4 * width)) for width in costs.widths]

@@ -79,6 +79,22 @@ def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(measured: Measur
     assert report["notes"] == [] and f"Tried greedily with a chain of {report['trial']['depth']}. " in "\n".join(others)
 
 
+def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured) -> None:
+    """A forward that is read at once takes 1.2 plain steps; rounds overlap a little more than plain steps do."""
+    rows = tuple(tuple(1.2 * ms for ms in row) for row in measured.costs.verify)
+    measured.costs = measured.costs._replace(verify=rows, overhead_ms=(-0.3, -0.3))
+    report = diagnose(make_model(), make_tokenizer())
+    shown = [line.split() for line in format_report(report).splitlines()]
+    forwards = {
+        int(cells[0]): float(cells[2].strip("()"))
+        for cells in shown
+        if cells and cells[0].isdigit() and "x" not in cells
+    }
+    rounds = {int(cells[2]): float(cells[3]) for cells in shown if cells[:2] == ["1", "x"]}
+    assert forwards[1] == 1.0 and len(rounds) == 15
+    assert all(steps >= forwards[1 + depth] for depth, steps in rounds.items())
+
+
 def test_times_that_contradict_each_other_give_no_numbers(
     measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
