@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from mlx_lm.server import convert_chat
@@ -28,7 +27,6 @@ from .prefixes import find_prefix_lengths
 from .request import ApiFinishReason, Request, TokenEvent
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
 from .structured_output import GrammarCompiler
-from .text_length import ShortestEncoding
 from .text_stream import Segment, TextStream
 from .types import ApiError
 from .worker import Worker, check_length
@@ -43,6 +41,9 @@ CODES = {
     408: "request_timeout", 503: "server_overloaded",
 }  # fmt: skip
 """HTTP status -> the default `code` of an error."""
+
+SHORT_TEXT = 8
+"""Texts of fewer characters per token of the context length are encoded at once."""
 
 ANY_NAME = "*"
 """A served name that lets requests use any name."""
@@ -84,15 +85,14 @@ class Service:
             expected = " or ".join(self.names)
             raise ApiError(f"expected model {expected}, got {name!r:.100}", 404, code="model_not_found")
 
-    @cached_property
-    def _shortest_encoding(self) -> ShortestEncoding:
-        return ShortestEncoding(self.tokenizer)
-
     def check_text(self, text: str) -> None:
-        """Refuses a prompt that is too long however it is encoded, before it is encoded."""
+        """Refuses a prompt that is far too long before all of it is encoded: a megabyte takes seconds and 80 MB."""
         length = self.worker.context_length
-        if length is not None and len(text) >= length:
-            check_length(self._shortest_encoding.count_tokens(text), length, is_exact=False)
+        size = len(text) if length is None else SHORT_TEXT * length
+        while size < len(text):
+            n_tokens = len(self.tokenizer.encode(text[:size], add_special_tokens=False))
+            check_length(n_tokens // 2, length, is_exact=False)  # half: the whole text is divided differently
+            size *= 2
 
 
 class Prompt(NamedTuple):

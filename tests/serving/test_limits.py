@@ -159,7 +159,7 @@ LONG = "it goes on " * 50_000
         ("/v1/messages/count_tokens", {"messages": USER, "system": LONG}),
     ],
 )
-def test_a_prompt_far_too_long_is_not_encoded(
+def test_most_of_a_prompt_far_too_long_is_not_encoded(
     scripted: Scripted, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, encoded = type(scripted[0].service.tokenizer._tokenizer), list[str]()
@@ -171,8 +171,8 @@ def test_a_prompt_far_too_long_is_not_encoded(
 
     monkeypatch.setattr(kind, "encode", record)
     reply = ask(scripted[0], path, BODIES.get(path, {}) | fields)
-    assert reply.status == 400 and not encoded
-    assert "prompt is too long: at least 2" in reply.error and "tokens > 8192 maximum" in reply.error
+    assert reply.status == 400 and max(map(len, encoded)) < len(LONG) / 2
+    assert "prompt is too long: at least " in reply.error and "tokens > 8192 maximum" in reply.error
     assert ask(scripted[0], "/v1/completions", {"prompt": LONG[:9000]}).status == 200 and LONG[:9000] in encoded
 
 
