@@ -21,12 +21,11 @@ from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..session.chat_template import make_thinking_args, render
 from .conversation import Message, Tool, Tools, arrange, choose_tools, describe_tools, list_variants
-from .json_schemas import Constraint
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import ApiFinishReason, Request, TokenEvent
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
-from .structured_output import GrammarCompiler
+from .structured_output import Constraint, GrammarCompiler
 from .text_stream import Segment, TextStream
 from .types import ApiError
 from .worker import Worker, check_length

