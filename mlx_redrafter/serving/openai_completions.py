@@ -15,7 +15,7 @@ from .completion import Answer, Completion, Event, Prompt, Service
 from .conversation import Tool, read_tools
 from .request import Request, TokenEvent
 from .schemas import ChatBody, CompletionBody, OpenAIBody
-from .text_stream import Segment, find_bytes
+from .text_stream import Segment
 
 IMPOSSIBLE_LOGPROB = -9999.0
 """Log-probability of an impossible token, as in OpenAI's API: JSON has no infinity."""
@@ -80,7 +80,8 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
 
         def describe(token: int, logprob: float) -> dict[str, Any]:
             text, found = tokenizer.decode([token]), logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB
-            return {"id": token, "token": text, "bytes": find_bytes(tokenizer, token, text), "logprob": found}
+            known = None if "\ufffd" in text else list(text.encode())  # a part of a character
+            return {"id": token, "token": text, "bytes": known, "logprob": found}
 
         top = [describe(*each) for each in event.top_logprobs]
         return describe(event.token, event.logprob) | {"top_logprobs": top}

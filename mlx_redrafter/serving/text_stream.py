@@ -11,16 +11,12 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..errors import join_lines
 from ..generate import StopStrings
 
 KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reasoning": "reasoning"}
 """State of mlx-lm's text state machine -> kind of its text. In state "tool" it is a tool call, in all others markup."""
-
-BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
-"""Character of a byte-level vocabulary such as GPT-2's -> the byte that it stands for."""
 
 JSON_START = re.compile(r'[^<"{]*[\[{]')
 JSON_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<extra>\{(?=\s*\{)|,(?=\s*[}\]]))|[{}\[\]]', re.DOTALL)
@@ -176,20 +172,6 @@ def make_state_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
     names = ("has_thinking", "think_start", "think_end", "structural_markers", "response_transitions")
     plain = SimpleNamespace(has_tool_calling=False, **{name: getattr(tokenizer, name) for name in names})
     return make_text_state_machine(tokenizer if calls else plain)
-
-
-def find_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
-    """Returns the bytes of a token, which may be part of a character; None if they are not known.
-
-    Args:
-        text: the token, decoded alone.
-    """
-    if "\ufffd" not in text:
-        return list(text.encode())
-    piece = tokenizer.convert_ids_to_tokens(token)
-    if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # a byte of a SentencePiece vocabulary
-        return [int(found[1], 16)]
-    return [BYTES[each] for each in piece] if BYTES.keys() >= set(piece) else None
 
 
 def _read_call(call: dict[str, Any]) -> Segment:
