@@ -2,8 +2,7 @@
 
 - Leading system and developer messages become one system message. Later ones become marked text in a user turn, as many
   templates accept a system message only at the beginning. They keep their place as the conversation grows.
-- Images, audio and files become placeholders, so that an attachment does not end a conversation. A last turn that has
-  nothing else is refused.
+- Images, audio and files become placeholders, so that an attachment does not end a conversation.
 - `custom` and `namespace` tools are shown to the model as functions. Other types are ignored; most of
   them run on the API's own servers. Calls in earlier turns are shown as calls.
 
@@ -34,11 +33,6 @@ REASONING_PARTS = (
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names that clients and templates have for the reasoning of an assistant's message."""
-
-MARK = "\ufdd0"
-"""Marks placeholders. It is a Unicode noncharacter, so texts do not contain it."""
-
-PLACEHOLDER = re.compile(rf"{MARK}\[\w{{1,40}} omitted\]")
 
 CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Parameters of a `custom` tool, whose input is one text."""
@@ -91,10 +85,7 @@ def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
         else:
             arranged.append(message)
             is_late = role == "system"
-    last = arranged[-1]
-    if last["role"] == "user" and MARK in last["content"] and not PLACEHOLDER.sub("", last["content"]).strip():
-        raise ApiError("the last message holds no text: this server reads text only, not images, audio or files")
-    return [message | {"content": message["content"].replace(MARK, "")} for message in arranged]
+    return arranged
 
 
 def flatten(message: Message, where: str, field: str) -> Message:
@@ -196,7 +187,7 @@ def read_part(part: dict[str, Any]) -> Any:
             return f"{part.get('title') or 'Document'}:\n{text}\n"
     name = re.sub(r"^input_|_url$|\W", "", kind)
     log_once(f"message parts without text are replaced by placeholders: {name:.40}")
-    return f"{MARK}[{name or 'part':.40} omitted]"
+    return f"[{name or 'part':.40} omitted]"
 
 
 def read_call(call: dict[str, Any]) -> dict[str, Any]:
