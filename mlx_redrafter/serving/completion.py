@@ -121,7 +121,6 @@ class Completion(ABC, Generic[AnyBody]):
         tools, forced_tools: the tools that may be called, and those of which one must be called.
         answer_format: the format that the answer must follow; None for free text.
         thinks, effort: whether and how much to reason; `chat_template_kwargs` override them. None if not given.
-        role_mapping: what precedes each role's text if there is no template.
         choices: how many answers to make; with a seed, choice i uses seed + i.
         top_logprobs: likeliest tokens to return with each token; None for no log-probabilities.
         reply: the non-streamed reply, complete once `render_events` has ended.
@@ -131,7 +130,6 @@ class Completion(ABC, Generic[AnyBody]):
     last_line: ClassVar[str] = ""
     is_prefilled = False
     answer_format: AnswerFormat | None = None
-    role_mapping: dict[str, str] | None = None
     choices = 1
     top_logprobs: int | None = None
 
@@ -160,7 +158,7 @@ class Completion(ABC, Generic[AnyBody]):
             raise ApiError("tools are not supported by this model: mlx-lm has no tool parser for its tokenizer")
         messages = arrange(self.messages, tokenizer.chat_template)
         if not tokenizer.has_chat_template:
-            text = convert_chat(messages, self.role_mapping)
+            text = convert_chat(messages)
             service.check_text(text)
             return Prompt(list(tokenizer.encode(text)), "normal")
         thinking = make_thinking_args(tokenizer, self.thinks, self.effort)

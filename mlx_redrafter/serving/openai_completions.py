@@ -106,7 +106,7 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
 
     def __init__(self, service: Service, body: ChatBody) -> None:
         super().__init__(service, body)
-        self.messages, self.role_mapping = body.messages, body.role_mapping
+        self.messages = body.messages
         tools = read_tools(body.tools)
         self.offer_tools(tools, tools, body.tool_choice)
         self.effort = body.reasoning_effort

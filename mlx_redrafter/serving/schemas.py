@@ -147,7 +147,6 @@ class ChatBody(OpenAIBody):
     tools: ToolList = []
     tool_choice: ToolChoice = "auto"
     reasoning_effort: str | None = None
-    role_mapping: dict[str, str] | None = None
 
 
 class CompletionBody(OpenAIBody):
