@@ -57,8 +57,8 @@ BODY_SECONDS = 60.0
 """How long to wait for the next part of a request's body."""
 
 PROGRESS_SECONDS = 3.0
-"""Interval of keep-alives in a silent stream, and of prefill progress in the log. Clients and proxies abort silent
-streams: some after 60 seconds, and some even if they receive comments."""
+"""Interval of keep-alives in a silent stream. Clients and proxies abort silent streams: some after 60 seconds, and some
+even if they receive comments."""
 
 
 def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | None = None) -> Starlette:
@@ -138,7 +138,7 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
     answer = Answer(completion, prompt)
     if body.stream:
         return EventStream(completion, answer)
-    with run_tasks(cancel_on_disconnect(request, answer), log_progress(answer)), closing(answer):
+    with run_task(cancel_on_disconnect(request, answer)), closing(answer):
         async for _ in completion.render_events(answer):
             pass
         return JSONResponse(completion.reply)
@@ -157,14 +157,13 @@ async def read_body(request: Request) -> bytes:
 
 
 @contextmanager
-def run_tasks(*coroutines: Coroutine[Any, Any, None]) -> Iterator[None]:
-    """Runs coroutines as tasks, and cancels them when the context exits."""
-    tasks = [asyncio.create_task(each) for each in coroutines]
+def run_task(coroutine: Coroutine[Any, Any, None]) -> Iterator[None]:
+    """Runs a coroutine as a task, and cancels it when the context exits."""
+    task = asyncio.create_task(coroutine)
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
+        task.cancel()
 
 
 async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
@@ -172,18 +171,6 @@ async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     answer.cancel()
-
-
-async def log_progress(answer: Answer) -> None:
-    """Logs prefill progress in the format of mlx-lm's server, until the first token."""
-    logged = ""
-    while True:
-        await asyncio.sleep(PROGRESS_SECONDS)
-        if answer.requests[0].time_to_first_token is not None:
-            return
-        if answer.progress != logged:
-            logged = answer.progress
-            logging.info("Prompt processing progress: %s", logged)
 
 
 async def stream_events(completion: Completion[Any], answer: Answer) -> AsyncIterator[str]:
@@ -204,7 +191,7 @@ def format_event(data: Event) -> str:
 
 
 class EventStream(StreamingResponse):
-    """A streamed reply. It sends keep-alives while no event is sent, and always closes the answer."""
+    """A streamed reply. It sends and logs prefill progress while no event is sent, and always closes the answer."""
 
     def __init__(self, completion: Completion[Any], answer: Answer) -> None:
         self._completion, self._answer, self._is_silent = completion, answer, True
@@ -218,7 +205,7 @@ class EventStream(StreamingResponse):
             self._is_silent = False
             await send(message)
 
-        with run_tasks(self._keep_alive(send), log_progress(self._answer)), closing(self._answer):
+        with run_task(self._keep_alive(send)), closing(self._answer):
             await super().__call__(scope, receive, send_event)
 
     async def _keep_alive(self, send: Send) -> None:
@@ -228,6 +215,8 @@ class EventStream(StreamingResponse):
             if self._is_silent:
                 event = format_event(self._completion.make_empty_event(self._answer))
                 text = f": keepalive {self._answer.progress}\n\n{event}"
+                if not self._answer.n_tokens:
+                    logging.info("Prompt processing progress: %s", self._answer.progress)  # as mlx-lm's server
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
