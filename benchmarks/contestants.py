@@ -32,6 +32,7 @@ from .tables import (
     DRAFT_MODEL,
     DRAFT_MODEL_BOTH,
     DRAFTED,
+    EXACT,
     MLX_LM,
     MLX_LM_DRAFT,
     PLAIN,
@@ -115,6 +116,7 @@ def make_contestants(
     mlx_lm: bool = True,
     context: bool = False,
     random: bool = False,
+    exact: bool = False,
 ) -> list[Contestant]:
     """The contestants of a workload, without duplicates; the first is plain decoding.
 
@@ -127,6 +129,7 @@ def make_contestants(
         mlx_lm: whether to include mlx-lm's plain and speculative decoding.
         context: whether to include drafts from the context, alone and together with the drafter.
         random: whether to include an untrained drafter of the same size and cost, with plan "auto".
+        exact: whether to include the drafter and the context with "auto" and `exact`, too.
     """
     found = [make_ours(workload, None, "off", settings, PLAIN)]
     if mlx_lm:
@@ -143,6 +146,8 @@ def make_contestants(
         found += [make_ours(workload, workload.drafter, plan, settings, DRAFTED) for plan in plans]
         if context and "auto" in plans:
             found.append(make_ours(workload, workload.drafter, "auto", settings, BOTH))
+        if exact:
+            found.append(make_ours(workload, workload.drafter, "auto", settings, EXACT))
         if random:
             found.append(make_ours(workload, make_random_drafter(workload.drafter), "auto", settings, RANDOM))
     return list({side.label: side for side in found}.values())
@@ -150,8 +155,9 @@ def make_contestants(
 
 def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: Settings, kind: str) -> Contestant:
     """Our loop with a plan; its chain if the model takes no trees."""
-    context, temp = kind in (CONTEXT, BOTH, DRAFT_MODEL_BOTH), 0.0 if workload.sampler else settings.temp
-    options = Options(seed=settings.seed, plan=plan, context=context, temp=temp, sampler=workload.sampler)
+    given: dict[str, Any] = {"seed": settings.seed, "plan": plan, "temp": 0.0 if workload.sampler else settings.temp}
+    given |= {"context": kind in (CONTEXT, BOTH, EXACT, DRAFT_MODEL_BOTH), "sampler": workload.sampler}
+    options = Options(**given, exact=kind == EXACT)
     found = options.resolve_plan(drafter)
     pair = Pair(workload.model, drafter)
     if isinstance(found, Plan):

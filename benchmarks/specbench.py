@@ -124,6 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=parse_positive, default=1, help="repeats of each contestant (default: %(default)s)")
     add("--plans", type=parse_plan, nargs="+", default=PLANS, metavar="PLAN", help="auto, W,K or W,K,N")
     add("--random-drafter", action="store_true", help="also run auto with an untrained drafter")
+    add("--exact", action="store_true", help="also run auto with the context and --exact")
     add("--output", type=parse_output, metavar="FILE", help="file for records; existing ones are not measured again")
     add("--plot", type=parse_output, metavar="FILE", help="file for a bar chart of the speeds")
 
@@ -141,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
         records.append(measure_costs(workload) | {"machine": machine})
     for temp in args.temp:
         settings = Settings(args.max_tokens, temp, args.seed, args.repeats)
-        how = {"context": True, "random": args.random_drafter, "mlx_lm": not temp}  # sampled texts of mlx-lm differ
+        how = {"context": True, "random": args.random_drafter, "exact": args.exact}
+        how["mlx_lm"] = not temp  # its sampled texts differ
         sides = make_contestants(workload, args.plans, settings, **how)
         shared = {"temp": temp, "seed": args.seed, "max_tokens": args.max_tokens, "repeats": args.repeats}
         shared |= {key: workload.describe()[key] for key in ("model", "drafter")}

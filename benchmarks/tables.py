@@ -16,7 +16,7 @@ from .records import Record, stamp
 
 PLAIN, MLX_LM, MLX_LM_DRAFT = "plain", "mlx-lm", "mlx-lm draft model"
 DRAFTED, RANDOM = "drafted", "drafted, random drafter"
-CONTEXT, BOTH = "context", "drafter + context"
+CONTEXT, BOTH, EXACT = "context", "drafter + context", "drafter + context, exact"
 DRAFT_MODEL, DRAFT_MODEL_BOTH = "draft model", "draft model + context"
 """Contestants in records: plain decoding, mlx-lm, our drafter, the context, both, and mlx-lm's draft model in our loop
 without and with the context. New ones need a name here and in `record.schema.json`."""
@@ -97,7 +97,12 @@ def describe_plan(plan: Plan) -> str:
 def label(kind: str, plan: Any) -> str:
     """A contestant's name in tables: `1 x 3`, `4 x 3, 9 nodes`, `auto`, `plain`, ..."""
     name = describe_plan(Plan(*plan)) if isinstance(plan, list) else "auto" if plan == "auto" else kind
-    labels = {CONTEXT: kind, BOTH: f"{name} + context", RANDOM: f"{name}, random drafter"}
+    labels = {
+        CONTEXT: kind,
+        BOTH: f"{name} + context",
+        EXACT: f"{name} + context, exact",
+        RANDOM: f"{name}, random drafter",
+    }
     labels |= {DRAFT_MODEL: f"draft model, {name}", DRAFT_MODEL_BOTH: f"draft model, {name} + context"}
     return labels.get(kind, name)
 
