@@ -18,7 +18,7 @@ from .hidden_states import (
     add_hidden_states,
     check_finite,
     find_likeliest,
-    find_log_probs,
+    find_probs,
     group_by_length,
     make_row_dtype,
     read_rows,
@@ -72,10 +72,11 @@ def decode_rows(
 
     Args:
         take: returns at most so many further rows; none if there are none left.
-        sampler: (B, V) log-probabilities -> (B,) tokens, as from mlx-lm's `make_sampler`.
+        sampler: (B, M) logits of the likeliest tokens -> (B,) the chosen ones, as from mlx-lm's `make_sampler`. To
+            sample among all tokens would cost nearly as much as a forward, on a CPU.
         most_rows: how many rows are decoded together, see `find_batch_size`.
     """
-    ends = sorted(end_tokens)
+    ends = mx.array([-1, *end_tokens])  # never empty
     rows, cache, tokens = list[Row](), list[Any](), mx.zeros((0,), mx.int32)
     # What the step before computes: the arrays, and (index in the arrays, row, position) of the states to keep.
     computing, places = tuple[mx.array, ...](), list[tuple[int, Row, int]]()
@@ -87,11 +88,13 @@ def decode_rows(
         if not rows:
             return
         logits, hidden = run_forward(model, tokens[:, None], cache)
-        log_probs = find_log_probs(logits[:, -1])
-        is_early = [len(row.ids) + 2 - row.offset < row.least for row in rows]
-        following = sampler(forbid(log_probs, ends, is_early) if any(is_early) else log_probs).astype(mx.int32)
+        logits = logits[:, -1]
+        ids, largest = find_likeliest(logits)
+        is_early = mx.array([len(row.ids) + 2 - row.offset < row.least for row in rows])[:, None]
+        possible = mx.where(is_early & (ids[:, :, None] == ends).any(axis=-1), -mx.inf, largest)
+        following = mx.take_along_axis(ids, sampler(possible)[:, None], axis=-1)[:, 0]
         learned = [at for at, row in enumerate(rows) if row.states is not None]
-        next_states = (hidden[:, -1], *find_likeliest(log_probs)) if learned else ()
+        next_states = (hidden[:, -1], ids, find_probs(largest, logits)) if learned else ()
         mx.async_eval(following, *next_states)
         store(computing, places)
         computing, places = next_states, [(at, rows[at], len(rows[at].ids)) for at in learned]
@@ -112,13 +115,6 @@ def decode_rows(
             for each in cache if rows else []:
                 each.filter(keep)
         tokens = following
-
-
-def forbid(log_probs: mx.array, tokens: list[int], rows: list[bool]) -> mx.array:
-    """(B, V) log-probabilities with tokens made impossible in some rows."""
-    changed = mx.array(log_probs)
-    changed[:, tokens] = mx.where(mx.array(rows)[:, None], -mx.inf, log_probs[:, tokens])
-    return changed
 
 
 def store(computed: Sequence[mx.array], places: Sequence[tuple[int, Row, int]]) -> None:

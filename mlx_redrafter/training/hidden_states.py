@@ -77,7 +77,8 @@ def read_rows(
         kept["hidden"] = np.array(hidden[row, :size])
         for at in range(start, size, ROWS_AT_ONCE):
             part = slice(at, min(at + ROWS_AT_ONCE, size))
-            likeliest, probs = find_likeliest(find_log_probs(logits[row, part]))
+            likeliest, largest = find_likeliest(logits[row, part])
+            probs = find_probs(largest, logits[row, part])
             kept["ids"][part, : likeliest.shape[1]] = np.array(likeliest)
             kept["probs"][part, : likeliest.shape[1]] = np.array(probs)
         found.append(check_finite(kept))
@@ -91,19 +92,18 @@ def run_forward(model: nn.Module, ids: mx.array, cache: list[Any] | None) -> tup
     return logits, states[-1].astype(mx.float16)
 
 
-def find_log_probs(logits: mx.array) -> mx.array:
-    """(..., V) float32 log-probabilities."""
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def find_likeliest(log_probs: mx.array) -> tuple[mx.array, mx.array]:
-    """((N, M) int32, (N, M) float32): the likeliest tokens, the likeliest first, and their probabilities."""
-    count = min(TOP_K, log_probs.shape[-1])
-    ids = mx.argpartition(-log_probs, count - 1, axis=-1)[:, :count].astype(mx.int32)
-    kept = mx.take_along_axis(log_probs, ids, axis=-1)
+def find_likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """((N, M) int32, (N, M) float32): the likeliest tokens, the likeliest first, and their logits."""
+    count = min(TOP_K, logits.shape[-1])
+    ids = mx.argpartition(logits, -count, axis=-1)[:, -count:].astype(mx.int32)
+    kept = mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32)
     order = mx.argsort(-kept, axis=-1)
-    return mx.take_along_axis(ids, order, axis=-1), mx.exp(mx.take_along_axis(kept, order, axis=-1))
+    return mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(kept, order, axis=-1)
+
+
+def find_probs(some: mx.array, logits: mx.array) -> mx.array:
+    """(N, M) float32 probabilities of the tokens with these logits, of (N, V) in all."""
+    return mx.exp(some - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True))
 
 
 def check_finite(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
