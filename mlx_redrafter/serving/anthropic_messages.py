@@ -29,11 +29,11 @@ class Messages(Completion[CountTokensBody]):
     def __init__(self, service: Service, body: CountTokensBody) -> None:
         super().__init__(service, body)
         tools, hidden = read_tools(body.tools), find_deferred(body.tools)
-        shown = {name: tool for name, tool in tools.items() if name not in hidden}
+        shown = [tool for name, tool in tools.items() if name not in hidden]
         self.messages = read_messages(body, tools, hidden)
         self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
-        known = {name: tool for name, tool in tools.items() if name not in hidden}
-        self.offer_tools(shown, known, body.tool_choice)
+        loaded = {name: tool for name, tool in tools.items() if name not in hidden}
+        self.offer_tools(loaded, body.tool_choice, shown)
         self.answer_format, self.effort = body.output_config.format or body.output_format, body.output_config.effort
         thinking = body.thinking.get("type")
         self.thinks = None if thinking is None else thinking != "disabled"
@@ -173,22 +173,20 @@ def show_tools(block: dict[str, Any], where: str, tools: Tools, hidden: set[str]
         return block
     named = block if kind == "tool_reference" else block.get("tool")
     named = named if isinstance(named, dict) else {}
-    defined = named.get("definition")
-    name = named.get("tool_name", named.get("name", named.get("server_name")))  # the last for a hosted set of tools
-    if not isinstance(defined, dict) and not isinstance(name, str):
+    name, defined = named.get("tool_name", named.get("name")), named.get("definition")
+    if isinstance(defined, dict):
+        added = read_tools([defined], where)
+        tools.update(added)
+        hidden.update(added)
+        name = next(iter(added), None)
+    if not isinstance(name, str):
         raise ApiError(f"{where}: {kind} must have the name or the definition of a tool, got {block!r:.100}")
-    added = read_tools([defined], where) if isinstance(defined, dict) else {}
-    tools.update(added)
-    hidden.update(added)
-    texts = list[str]()
-    for each in added if isinstance(defined, dict) else [str(name)]:
-        if kind == "tool_removal" or each not in tools:
-            hidden.add(each)
-            texts.append(f"The tool {each} is not available.\n")
-        elif each in hidden:
-            hidden.remove(each)
-            shown = json.dumps(describe_tools([tools[each]])[0], ensure_ascii=False)
-            texts.append(f"<tools>\n{shown}\n</tools>\n")
-        else:
-            texts.append(f"The tool {each} is available.\n")
-    return {"type": "text", "text": "".join(texts)}
+    text = f"The tool {name} is available.\n"
+    if kind == "tool_removal" or name not in tools:
+        hidden.add(name)
+        text = f"The tool {name} is not available.\n"
+    elif name in hidden:
+        hidden.remove(name)
+        shown = json.dumps(describe_tools([tools[name]])[0], ensure_ascii=False)
+        text = f"<tools>\n{shown}\n</tools>\n"
+    return {"type": "text", "text": text}

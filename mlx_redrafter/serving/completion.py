@@ -32,20 +32,11 @@ from .worker import Worker, check_length
 
 Event = dict[str, Any]
 
-NO_DRAFT_MODEL = "none"
-"""A `draft_model` that requests plain decoding, for clients that cannot send null."""
-
 CODES = {
     400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     408: "request_timeout", 503: "server_overloaded",
 }  # fmt: skip
 """HTTP status -> the default `code` of an error."""
-
-SHORT_TEXT = 8
-"""Texts of fewer characters per token of the context length are encoded at once."""
-
-ANY_NAME = "*"
-"""A served name that lets requests use any name."""
 
 
 @dataclass
@@ -75,8 +66,8 @@ class Service:
     def __post_init__(self) -> None:
         self.grammars = GrammarCompiler(self.tokenizer, self.worker.vocab_size)
         served = self.args.served_model_name or []
-        self.names = [name for name in served if name != ANY_NAME] or [self.model_name]
-        self.takes_any_name = ANY_NAME in served
+        self.names = [name for name in served if name != "*"] or [self.model_name]
+        self.takes_any_name = "*" in served
 
     def check_model(self, name: str) -> None:
         """Refuses a name under which the loaded model is not served."""
@@ -87,7 +78,7 @@ class Service:
     def check_text(self, text: str) -> None:
         """Refuses a prompt that is far too long before all of it is encoded: a megabyte takes seconds and 80 MB."""
         length = self.worker.context_length
-        size = len(text) if length is None else SHORT_TEXT * length
+        size = len(text) if length is None else 8 * length
         while size < len(text):
             n_tokens = len(self.tokenizer.encode(text[:size], add_special_tokens=False))
             check_length(n_tokens // 2, length, is_exact=False)  # half: the whole text is divided differently
@@ -143,9 +134,9 @@ class Completion(ABC, Generic[AnyBody]):
         self.effort: str | None = None
         self.reply: Event = {}
 
-    def offer_tools(self, shown: Tools, tools: Tools, choice: Any) -> None:
-        """Shows tools at the beginning of the prompt, and applies `tool_choice` to those that are known at its end."""
-        self.shown_tools = list(shown.values())
+    def offer_tools(self, tools: Tools, choice: Any, shown: list[Tool] | None = None) -> None:
+        """Applies `tool_choice` to tools; those `shown` at the beginning of the prompt are the same by default."""
+        self.shown_tools = list(tools.values()) if shown is None else shown
         self.tools, self.forced_tools = choose_tools(tools, choice)
 
     def encode_prompt(self) -> Prompt:
@@ -239,7 +230,7 @@ class Answer:
         asked = {
             "grammar": prompt.grammar,
             "top_logprobs": completion.top_logprobs,
-            "draft": body.draft_model not in (None, NO_DRAFT_MODEL),
+            "draft": body.draft_model not in (None, "none"),  # some clients cannot send null
             "include_drafts": service.shows_drafts,
             "prefix_lengths": prompt.prefix_lengths,
             **body.get_sampling_options(),

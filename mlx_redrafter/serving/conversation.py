@@ -254,12 +254,8 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
     if not isinstance(own.get("description", ""), str | None) or not isinstance(parameters, dict | None):
         raise ApiError(f"{where} must have a string as description and an object as parameters, got {own!r:.100}")
     parameters = CUSTOM_PARAMETERS if kind == "custom" else parameters
-    shown = shown | {
-        "name": join_name(name, namespace),
-        "description": own.get("description"),
-        "parameters": parameters,
-    }
-    function = {key: value for key, value in shown.items() if value is not None}
+    read = {"name": join_name(name, namespace), "description": own.get("description"), "parameters": parameters}
+    function = {key: value for key, value in (shown | read).items() if value is not None}
     return Tool(function, kind, name, namespace)
 
 
@@ -287,13 +283,10 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
             return tools, tools
         case "function" | "custom" | "tool":
             own = choice.get(kind, choice)
-            return tools, find_tool(tools, own.get("name") if isinstance(own, dict) else None)
+            name = own.get("name") if isinstance(own, dict) else None
+            for shown, tool in tools.items():
+                if name in (tool.name, shown):
+                    return tools, {shown: tool}
+            known = ", ".join(tools) or "none"
+            raise ApiError(f"tool_choice names {name!r:.100}, which is not among the tools: {known:.200}")
     raise ApiError(f"tool_choice must be auto, none, required or a tool's name, got {choice!r:.100}")
-
-
-def find_tool(tools: Tools, name: Any) -> Tools:
-    """Returns the tool with this name."""
-    for shown, tool in tools.items():
-        if name in (tool.name, shown):
-            return {shown: tool}
-    raise ApiError(f"tool_choice names {name!r:.100}, which is not among the tools: {', '.join(tools) or 'none':.200}")

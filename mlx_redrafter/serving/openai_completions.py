@@ -107,8 +107,7 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
     def __init__(self, service: Service, body: ChatBody) -> None:
         super().__init__(service, body)
         self.messages = body.messages
-        tools = read_tools(body.tools)
-        self.offer_tools(tools, tools, body.tool_choice)
+        self.offer_tools(read_tools(body.tools), body.tool_choice)
         self.effort = body.reasoning_effort
         if body.logprobs or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs)

@@ -38,8 +38,7 @@ class Responses(Completion[ResponsesBody]):
         self.messages = read_items(body.input, service)
         if body.instructions:
             self.messages.insert(0, {"role": "system", "content": body.instructions})
-        tools = read_tools(body.tools)
-        self.offer_tools(tools, tools, body.tool_choice)
+        self.offer_tools(read_tools(body.tools), body.tool_choice)
         self.answer_format, self.effort = body.text.format, body.reasoning.effort
         self._output: list[dict[str, Any]] = []
         self._event_count = 0

@@ -43,13 +43,8 @@ def refuse(given: Any) -> None:
         raise ValueError("is not supported")
 
 
-def read_integer(given: Any) -> Any:
-    """Returns whole floats as integers, as some clients send 100.0."""
-    return int(given) if type(given) is float and given.is_integer() else given
-
-
 Refused = Annotated[Any, AfterValidator(refuse)]
-Integer = Annotated[int, BeforeValidator(read_integer)]
+Integer = Annotated[int, Field(strict=False)]  # some clients send 100.0
 TopK = Annotated[Integer, BeforeValidator(lambda given: 0 if given == -1 else given)]
 StopStrings = Annotated[
     list[str], BeforeValidator(lambda given: [given] if given and isinstance(given, str) else given or [])
@@ -111,7 +106,7 @@ class Body(Part):
     presence_context_size: Integer | None = None
     frequency_penalty: float | None = None
     frequency_context_size: Integer | None = None
-    logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None
+    logit_bias: dict[Integer, float] | None = None
     seed: Integer | None = None
     chat_template_kwargs: dict[str, Any] = {}
 

@@ -31,8 +31,6 @@ WHITESPACE = r"[ \n]{1,24}"
 """Whitespace between the parts of an object. Without the limit some models never stop."""
 
 CANNOT_FOLLOW = "the JSON schema cannot be followed"
-MAX_ERROR = 300
-"""Maximum length of llguidance's message in an error."""
 
 MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
 """Maximum `$ref`s in a schema, and the stack for them: llguidance recurses into each, up to 128 levels deep, and a
@@ -144,7 +142,7 @@ def find_objects(schema: Any) -> Iterator[dict[str, Any]]:
 def describe_error(matcher: LLMatcher) -> str:
     """Returns llguidance's error on one line."""
     wrong = join_lines(matcher.get_error())
-    return f"{CANNOT_FOLLOW}: {'no text satisfies it' if wrong.startswith('NoExtensionBias') else wrong[:MAX_ERROR]}"
+    return f"{CANNOT_FOLLOW}: {'no text satisfies it' if wrong.startswith('NoExtensionBias') else wrong[:300]}"
 
 
 class SchemaGrammar:

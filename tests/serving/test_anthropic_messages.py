@@ -142,16 +142,6 @@ def test_a_deferred_tool_is_shown_where_the_conversation_loads_it(
     assert ask(server, "/v1/messages", forced).status == (200 if is_known else 400)
 
 
-def test_hosted_tools_are_not_available(scripted: Scripted) -> None:
-    hosted = (
-        add(type="mcp_toolset_reference", server_name="page"),
-        add(type="tool_definition", definition={"type": "x"}),
-    )
-    body = {"max_tokens": 9, "messages": [*USER, system(*hosted)], "tools": [FIND]}
-    assert ask(scripted[0], "/v1/messages", body).status == 200
-    assert f"<user>Hi\n\n<system>\n{NOT_AVAILABLE}\n</system>" in scripted[1].prompt
-
-
 def test_tools_are_shown_at_once_if_only_a_hosted_search_could_load_them(scripted: Scripted) -> None:
     search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
     body = {"max_tokens": 9, "messages": USER, "tools": [search, PAGE]}
@@ -168,6 +158,7 @@ def test_tools_are_shown_at_once_if_only_a_hosted_search_could_load_them(scripte
         system(add()),
         system({"type": "tool_addition", "tool": "page"}),
         system(add(type="tool_definition", definition=[PAGE])),
+        system(add(type="mcp_toolset_reference", server_name="page")),
         system(add(type="tool_definition", definition={"input_schema": {}})),
     ],
 )
