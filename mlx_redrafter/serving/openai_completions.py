@@ -31,6 +31,8 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
 
     def __init__(self, service: Service, body: AnyOpenAIBody) -> None:
         super().__init__(service, body)
+        if body.max_completion_tokens is not None:  # the newer name
+            body.max_tokens = body.max_completion_tokens
         self.answer_format, self.choices = body.response_format, body.n
         self.reply = {
             "id": f"chatcmpl-{uuid.uuid4()}",

@@ -156,20 +156,13 @@ class Batch:
     """
 
     def __init__(self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int) -> None:
-        self._model = model
-        self._make_generator = partial(
-            BatchGenerator,
-            model,
-            completion_batch_size=size,
-            prefill_batch_size=min(prefill_rows, size),
-            prefill_step_size=prefill_step_size,
-        )
-        self._prefill_rows, self._prefill_step_size = prefill_rows, prefill_step_size
+        self._model, self._prefill_rows, self._prefill_step_size = model, prefill_rows, prefill_step_size
+        self._sizes = {"completion_batch_size": size, "prefill_batch_size": min(prefill_rows, size)}
         self._rows: dict[int, tuple[Request, RowSampler]] = {}
         self._begin()
 
     def _begin(self) -> None:
-        self._generator = self._make_generator()
+        self._generator = BatchGenerator(self._model, **self._sizes)
         self._greedy = RowSampler(Sampler(), 0)  # shared, so that mlx-lm calls it once for all rows
 
     @property

@@ -8,16 +8,7 @@ import re
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from ..json_objects import parse_object
 from ..options import OPTION_NAMES
@@ -124,11 +115,6 @@ class OpenAIBody(Body):
     top_logprobs: Annotated[Integer, Field(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
     stream_options: dict[str, Any] = {}
     response_format: AnswerFormat | None = None
-
-    @model_validator(mode="after")
-    def _take_newer_name(self) -> OpenAIBody:
-        self.max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self
 
 
 class ChatBody(OpenAIBody):

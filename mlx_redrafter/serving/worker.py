@@ -82,6 +82,7 @@ class Worker:
         context_length: None for no limit, also if a cache of `max_kv_size` drops old rows.
         counters: totals since the start, which the scheduler also updates.
         scheduler: holds the running requests.
+        vocab_size: the model's.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Worker:
         tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         options = options or Options()
         self._pair, self._tokenizer = Pair(model, drafter), tokenizer
+        self.vocab_size = self._pair.vocab_size
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._defaults = replace(options, xtc_special_tokens=special)
         size = options.max_kv_size
@@ -122,11 +124,6 @@ class Worker:
     def is_alive(self) -> bool:
         """Whether the worker can serve requests."""
         return self._thread.is_alive()
-
-    @property
-    def vocab_size(self) -> int:
-        """The model's vocabulary size."""
-        return self._pair.vocab_size
 
     @property
     def n_queued(self) -> int:
@@ -182,15 +179,14 @@ class Worker:
         if not prompt:
             raise ApiError("the prompt is empty: expected at least one token")
         check_length(len(prompt), length)
-        vocab_size = self._pair.vocab_size
         for name, ids in (("token ids", prompt), ("logit_bias token ids", asked.get("logit_bias") or ())):
             for extreme in (min(ids, default=0), max(ids, default=0)):
-                if not 0 <= extreme < vocab_size:
-                    raise ApiError(f"{name} must be from 0 to {vocab_size - 1}, got {extreme}")
+                if not 0 <= extreme < self.vocab_size:
+                    raise ApiError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
         room = None if length is None else length - len(prompt)
         try:
             request = Request(loop, self._defaults, self._tokenizer.eos_token_ids, room, prompt, **asked)
-            request.options.make_sampler(0).check(vocab_size)  # `asked` has a seed, so 0 is not used
+            request.options.make_sampler(0).check(self.vocab_size)  # `asked` has a seed, so 0 is not used
         except ValueError as error:
             raise ApiError(join_lines(error)) from error
         return request
