@@ -134,12 +134,7 @@ def read_messages(body: CountTokensBody, tools: Tools, hidden: set[str]) -> list
 
 
 def read_message(message: dict[str, Any], where: str, tools: Tools, hidden: set[str]) -> list[Message]:
-    """Returns one message in chat-completions format; each tool result becomes a message of its own.
-
-    Args:
-        where: its place, for errors.
-        tools, hidden: see `read_messages`.
-    """
+    """Returns one message in chat-completions format, see `read_messages`; each tool result becomes its own message."""
     role, place = message.get("role"), f"{where}.content"
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be 'user', 'assistant' or 'system', got {role!r:.50}")
@@ -164,9 +159,6 @@ def show_tools(block: dict[str, Any], where: str, tools: Tools, hidden: set[str]
     """Returns the text of a block that loads, adds or removes a tool, and any other block as it is.
 
     A definition stands where the conversation first refers to it, so the beginning of the prompt stays the same.
-
-    Args:
-        tools, hidden: see `read_messages`; updated.
     """
     kind = block.get("type")
     if kind not in ("tool_reference", "tool_addition", "tool_removal"):

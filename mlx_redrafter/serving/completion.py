@@ -238,7 +238,7 @@ class Answer:
         marks = list(service.tokenizer.tool_call_start_tokens or ())
         if completion.shown_tools and not completion.tools and len(marks) == 1:  # none may be called
             asked["logit_bias"] = {marks[0]: -100.0} | asked.get("logit_bias", {})
-        self._completion, self._metrics = completion, service.metrics
+        self._metrics = service.metrics
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
         self.choice = self.n_tokens = self.n_reasoning = 0
@@ -291,19 +291,15 @@ class Answer:
         request = self.requests[self.choice]
         return f"{request.n_prefilled}/{len(request.prompt)}"
 
-    def describe_usage(self, read: str, made: str) -> dict[str, Any]:
-        """Returns the token counts so far in OpenAI's format.
-
-        Args:
-            read, made: what the API calls prompt and answer in field names.
-        """
+    def describe_usage(self, prompt_word: str, answer_word: str) -> dict[str, Any]:
+        """Returns the token counts so far in OpenAI's format, with the API's words for prompt and answer."""
         first = self.requests[0]
         return {
-            f"{read}_tokens": len(first.prompt),
-            f"{made}_tokens": self.n_tokens,
+            f"{prompt_word}_tokens": len(first.prompt),
+            f"{answer_word}_tokens": self.n_tokens,
             "total_tokens": len(first.prompt) + self.n_tokens,
-            f"{read}_tokens_details": {"cached_tokens": first.cached_tokens, "cache_write_tokens": 0},
-            f"{made}_tokens_details": {"reasoning_tokens": self.n_reasoning},
+            f"{prompt_word}_tokens_details": {"cached_tokens": first.cached_tokens, "cache_write_tokens": 0},
+            f"{answer_word}_tokens_details": {"reasoning_tokens": self.n_reasoning},
             **self.count_drafts(),
         }
 

@@ -58,11 +58,7 @@ Tools = dict[str, Tool]
 
 
 def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
-    """Returns the messages in a form that chat templates accept, see above; each content is one text.
-
-    Args:
-        template: the chat template, to find its name for reasoning.
-    """
+    """Returns the messages in a form that `template` and others accept, see above; each content is one text."""
     names = (name for name in REASONING_FIELDS if re.search(rf"[.'\"]{name}\b", str(template)))
     field = next(names, REASONING_FIELDS[0])
     flat = [flatten(message, f"messages[{at}]", field) for at, message in enumerate(messages)]
@@ -89,11 +85,7 @@ def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
 
 
 def flatten(message: Message, where: str, field: str) -> Message:
-    """Returns a message with one text as content, the role "system" for "developer", and parsed tool calls.
-
-    Args:
-        field: the name for its reasoning.
-    """
+    """Returns a message with one text, parsed tool calls, reasoning as `field`, and "system" instead of "developer"."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise ApiError(f"{where}.role must be a string, got {role!r:.100}")

@@ -83,7 +83,7 @@ class PromptCache:
         At least the last token is left to prefill. A cache that cannot be trimmed matches only with all its tokens.
         Caches of shorter prefixes count as used, too: other prompts may share only those.
         """
-        best, most = self._find(wanted := np.array(tokens[:-1], np.int32))
+        best, most = self.find(wanted := np.array(tokens[:-1], np.int32))
         if best is None:
             return None, 0
         try:
@@ -104,14 +104,6 @@ class PromptCache:
                     c.keys, c.values = tree_map(rows, (c.keys, c.values))
         return cache, most
 
-    def find_prefix_length(self, wanted: Tokens) -> int:
-        """Returns the length of the prefix that `fetch` would find.
-
-        Args:
-            wanted: a prompt without its last token.
-        """
-        return self._find(wanted)[1]
-
     def _mark_used(self, used: list[_Entry]) -> None:
         """Marks entries as most recently used; of them, the longest is dropped first."""
         used.sort(key=lambda each: -len(each.tokens))
@@ -123,7 +115,8 @@ class PromptCache:
                 with suppress(OSError):
                     os.utime(each.file, (each.used, each.used))
 
-    def _find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
+    def find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
+        """Returns (the cache that `fetch` would copy, the length of the prefix) for a prompt without its last token."""
         best, most = None, 0
         for entry in reversed(self._entries):
             if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -157,7 +157,7 @@ class Batch:
 
     def __init__(self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int) -> None:
         self._model, self._prefill_rows, self._prefill_step_size = model, prefill_rows, prefill_step_size
-        self._sizes = {"completion_batch_size": size, "prefill_batch_size": min(prefill_rows, size)}
+        self._sizes: dict[str, Any] = {"completion_batch_size": size, "prefill_batch_size": min(prefill_rows, size)}
         self._rows: dict[int, tuple[Request, RowSampler]] = {}
         self._begin()
 

@@ -126,7 +126,7 @@ class Scheduler:
                 count = max((n for n in each.copy_lengths if each.n_prefilled < n <= count), default=0)
             if count > shared:
                 shared, other = count, each
-        is_kept = shared < MIN_SHARED or shared - self.prompt_cache.find_prefix_length(row.prefix) < MIN_SHARED
+        is_kept = shared < MIN_SHARED or shared - self.prompt_cache.find(row.prefix)[1] < MIN_SHARED
         return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
 
     def step(self, ended: Mapping[Request, str | Exception], started: Sequence[Request]) -> None:

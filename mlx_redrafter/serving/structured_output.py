@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
 from functools import cached_property
@@ -59,7 +59,7 @@ class GrammarCompiler:
         """
         matcher, ignored = self._match(constraint, unless), list[str]()
         if matcher.is_error():
-            followed, ignored = drop_refused(constraint, self._refuses)
+            followed, ignored = self._drop_refused(constraint)
             matcher = self._match(followed, unless) if ignored else matcher
         if matcher.is_error():
             raise ApiError(describe_error(matcher))
@@ -92,9 +92,17 @@ class GrammarCompiler:
         matcher.compute_bitmask()
         return matcher
 
-    def _refuses(self, schema: dict[str, Any]) -> bool:
-        error = LLMatcher.validate_grammar(describe_grammar(schema, ()), self._compiled)
-        return bool(error) and not error.startswith("Unsatisfiable")
+    def _drop_refused(self, constraint: Constraint) -> tuple[Constraint, list[str]]:
+        """Returns (a copy of a constraint without the keywords that llguidance rejects, what was dropped)."""
+        constraint, dropped = deepcopy(constraint), list[str]()
+        for part in list(find_objects(constraint)):
+            for name in KEYWORDS:
+                if isinstance(part.get(name), str | int | float):  # not a property of this name
+                    own = {key: part[key] for key in ("type", name) if key in part}
+                    error = LLMatcher.validate_grammar(describe_grammar(own, ()), self._compiled)
+                    if error and not error.startswith("Unsatisfiable"):
+                        dropped.append(f"{name} {part.pop(name)!r:.80}")
+        return constraint, dropped
 
 
 def describe_grammar(constraint: Constraint, unless: tuple[int, ...]) -> str:
@@ -113,21 +121,6 @@ def describe_grammar(constraint: Constraint, unless: tuple[int, ...]) -> str:
         schema = function.get("parameters") or {"type": "object"}
         schemas.append({"name": f"arguments{at}", "json_schema": schema | {"x-guidance": options}})
     return json.dumps({"grammars": [{"lark_grammar": f"start: {' | '.join(calls)}"}, *schemas]})
-
-
-def drop_refused(constraint: Constraint, refuses: Callable[[dict[str, Any]], bool]) -> tuple[Constraint, list[str]]:
-    """Returns (a copy of a constraint without the keywords that a grammar rejects, what was dropped).
-
-    Args:
-        refuses: whether a grammar rejects a schema.
-    """
-    constraint, dropped = deepcopy(constraint), list[str]()
-    for part in list(find_objects(constraint)):
-        for name in KEYWORDS:
-            own = {key: part[key] for key in ("type", name) if key in part}
-            if isinstance(part.get(name), str | int | float) and refuses(own):  # not a property of this name
-                dropped.append(f"{name} {part.pop(name)!r:.80}")
-    return constraint, dropped
 
 
 def find_objects(schema: Any) -> Iterator[dict[str, Any]]:

@@ -117,7 +117,7 @@ def test_the_longest_prefix_of_a_text_is_dropped_first() -> None:
     held = []
     for new in (7, 8, 6):
         cache.store([new], read([new], model))
-        held.append([cache.find_prefix_length(np.array(text, np.int32)) for text in ([9], [1, 2, 3])])
+        held.append([cache.find(np.array(text, np.int32))[1] for text in ([9], [1, 2, 3])])
     assert held == [[0, 3], [0, 2], [0, 1]]
 
 
@@ -129,7 +129,7 @@ def test_an_answer_does_not_drop_its_prompt() -> None:
     # The other text is dropped first, then the other answer.
     for answer, held in (([1, 2, 3], [0, 3]), ([1, 2, 4], [0, 2])):
         cache.store(answer, read(answer, model), has_answer=True)
-        assert [cache.find_prefix_length(np.array(text, np.int32)) for text in ([9], [1, 2, 3])] == held
+        assert [cache.find(np.array(text, np.int32))[1] for text in ([9], [1, 2, 3])] == held
 
 
 def test_the_newest_is_kept_even_if_it_is_too_large() -> None:
