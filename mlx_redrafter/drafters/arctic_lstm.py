@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -95,10 +94,6 @@ class Drafter(Speculator):
         """(..., I) the state s."""
         features: mx.array = state[0]
         return features
-
-    @property
-    def embeddings(self) -> list[Any]:
-        return [self.emb]
 
     @property
     def output_layers(self) -> list[nn.Module]:

@@ -101,11 +101,6 @@ class DrafterArgs:
         return 0
 
     @property
-    def reads_before_norm(self) -> bool:
-        """Whether it reads the target's hidden state before the final norm."""
-        return self.hidden_state == BEFORE_NORM
-
-    @property
     def state_name(self) -> str:
         """The name of the target's hidden state that it reads."""
         return self.hidden_state or AFTER_NORM
@@ -116,7 +111,7 @@ class DrafterArgs:
 
     def describe_states(self) -> str:
         """The target's hidden states that it reads, in words."""
-        return f"the hidden state {'before' if self.reads_before_norm else 'after'} the final norm"
+        return f"the hidden state {'before' if self.hidden_state == BEFORE_NORM else 'after'} the final norm"
 
     def explain_useless(self) -> str:
         """What to check if no guess is right."""

@@ -11,6 +11,7 @@ Source: Saxena, prompt lookup decoding, 2023; vLLM's n-gram proposer.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -140,12 +141,6 @@ class Matches:
         hits = self._hits[bucket] + PRIOR_WEIGHT * PRIOR_RATES[bucket]
         return hits / (self._counts[bucket] + PRIOR_WEIGHT)
 
-    def cumulative_acceptance(self, ahead: int = 0) -> list[float]:
-        """See `Forecast`; for the longest proposal of a match, after `ahead` more matching tokens."""
-        match = self.match + ahead
-        count = min(MAX_PROPOSAL_RATIO * match, MAX_PROPOSAL)
-        return list(accumulate((self.rate(match + depth) for depth in range(count)), mul))
-
 
 class ContextSource(Source):
     """Drafts the tokens that followed the text's last tokens earlier in the text."""
@@ -180,10 +175,10 @@ class ContextSource(Source):
         found = self._matches
         if not found.match:
             return None
-        chance = 1.0
-        for match in range(found.match, found.match + ahead):
-            chance *= found.rate(match)
-        return Forecast(chance, found.cumulative_acceptance(ahead))
+        match = found.match + ahead
+        chance = math.prod(map(found.rate, range(found.match, match)))
+        rates = map(found.rate, range(match, match + min(MAX_PROPOSAL_RATIO * match, MAX_PROPOSAL)))
+        return Forecast(chance, list(accumulate(rates, mul)))
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
         """The chain of the first `plan.context` tokens after the match."""

@@ -69,9 +69,8 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     checkpoint.rename(NAMES)
     config = checkpoint.config = flatten(checkpoint.config, "eagle_config")
     tensors = checkpoint.tensors
-    version = (
-        3 if {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"} & tensors.keys() else 1
-    )
+    only_in_3 = {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"}
+    version = 1 if only_in_3.isdisjoint(tensors) else 3
     check_neutral(config, SUPPORTED)
     sees_all = config.get("use_sliding_window") is False or "full_attention" in config.get("layer_types", [])[:1]
     if config.get("sliding_window") and not sees_all:

@@ -92,10 +92,7 @@ def find_files(
         is_base: whether it is a model, of which only the files with its multi-token-prediction layer are needed.
     """
     name = str(path_or_hf_repo)
-    try:
-        path = expand_path(path_or_hf_repo)
-    except RedrafterError as error:
-        raise CheckpointError(str(error)) from error
+    path = expand_path(path_or_hf_repo)
     if path.is_file():
         return Files(path, (path,), read_config(path.parent), is_base)
     if not name or not path.is_dir():

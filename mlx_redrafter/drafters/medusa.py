@@ -131,8 +131,7 @@ class Drafter(TrainableDrafter):
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        layers: list[Any] = self.output
-        return layers
+        return list(self.output)
 
     def find_part(self, name: str) -> str:
         return "head" if name.startswith("output.") else "blocks"

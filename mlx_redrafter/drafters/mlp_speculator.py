@@ -109,17 +109,13 @@ class Speculator(TrainableDrafter):
     """What MLP speculators and Arctic LSTMs share: they have their own token embeddings."""
 
     args: DrafterArgs
-
-    @property
-    def embeddings(self) -> list[Any]:
-        """Its token embeddings."""
-        raise NotImplementedError
+    emb: Any
 
     def start_from(self, project: Project) -> None:
         """Initialises output matrices and embeddings with the principal components of the target's embedding."""
         project = scale_components(project)
         super().start_from(project)
-        for embedding in self.embeddings:
+        for embedding in [self.emb] if isinstance(self.emb, nn.Module) else self.emb:
             columns = project(mx.arange(self.args.vocab_size), self.args.inner_dim)
             embedding.weight = fill_columns(embedding.weight, columns)
 
@@ -151,10 +147,5 @@ class Drafter(Speculator):
         return state
 
     @property
-    def embeddings(self) -> list[Any]:
-        return self.emb
-
-    @property
     def output_layers(self) -> list[nn.Module]:
-        layers: list[Any] = self.head
-        return layers
+        return list(self.head)

@@ -71,9 +71,6 @@ LAYERS = {
 }
 """Module of mlx-lm -> its layer classes."""
 
-STATE_FIRST = "mimo"
-"""The model whose `fc` reads the state before the embedding, which shapes do not show."""
-
 ATTENTION = "*"
 """The type of Nemotron-H's blocks with a KV cache."""
 
@@ -110,11 +107,8 @@ LAYER_NAMES = (
 SPLIT_LAYER_NAME = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight")
 """A name without a prefix, which shows that mlx-vlm split the layer off."""
 
-REFERENCE_NORMS = {
-    "norm_embedding.weight": "layer.input_layernorm.weight",
-    "norm_hidden.weight": "layer.input_layernorm.weight",
-}
-"""Norms whose mean does not show whether 1 was subtracted from their weights -> the norm whose mean does."""
+INPUT_NORMS, REFERENCE_NORM = ("norm_embedding.weight", "norm_hidden.weight"), "layer.input_layernorm.weight"
+"""Norms whose mean does not show whether 1 was subtracted from their weights, and the norm whose mean does."""
 
 OWN_QUANTIZATION = "mtplx_mtp_quantization"
 """MTPLX's config key for the layer's quantization, if it differs from the model's."""
@@ -124,9 +118,6 @@ MAX_ZERO_CENTERED_MEAN = 0.5
 
 EXPERTS = {"up_proj": "fc1", "down_proj": "fc2"}
 """mlx-lm's names of the matrices of Nemotron-H's experts."""
-
-SCALE_SUFFIX = "_scale_inv"
-"""The suffix of the name of an FP8 tensor's scales."""
 
 
 class Layers(NamedTuple):
@@ -255,8 +246,6 @@ def make_layer(layer_config: Mapping[str, Any]) -> nn.Module:
     """A layer of mlx-lm with full attention. Its weights are not evaluated."""
     model_type = layer_config["model_type"]
     given = copy.deepcopy({**layer_config, **LAYER_0_CONFIG})  # `from_dict` may change it
-    if model_type == "mimo":
-        given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
     args = _find_class(model_type, "args").from_dict(given)
     if model_type == "nemotron_h":
         return Blocks(args)
@@ -312,7 +301,7 @@ class Drafter(PairDrafter):
     ) -> mx.array:
         embedded, (cache,) = self.norm_embedding(embed(tokens).astype(self.dtype)), caches
         parts = [embedded, self.norm_hidden(features)]
-        is_reversed = self.args.layer_config["model_type"] == STATE_FIRST
+        is_reversed = self.args.layer_config["model_type"] == "mimo"  # which shapes do not show
         x = self.fc(mx.concatenate(parts[::-1] if is_reversed else parts, axis=-1))
         if isinstance(mask, str) and "embed_q" in self.layer.get("self_attn", {}):  # latent attention needs an array
             mask = create_causal_mask(len(tokens), cache.n_rows)
@@ -331,41 +320,28 @@ class Drafter(PairDrafter):
         for gate, bias in gates:
             gate[name] = bias
 
-    @property
-    def dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = self.norm.weight.dtype
-        return dtype
-
     def find_part(self, name: str) -> str:
         return "router" if name in ROUTERS else "blocks"
 
 
 def multiply_scales(checkpoint: Checkpoint) -> None:
-    """Multiplies FP8 tensors by their blocks' scales, into bfloat16."""
+    """Multiplies FP8 tensors (e4m3, stored as uint8) by their blocks' scales, into bfloat16."""
     tensors = checkpoint.tensors
     block = get_object(checkpoint.config, "quantization_config").get("weight_block_size") or [128, 128]
-    for name in [name for name in tensors if f"{name}{SCALE_SUFFIX}" in tensors]:
-        tensors[name] = multiply_blocks(tensors[name], tensors.pop(f"{name}{SCALE_SUFFIX}"), block)
+    for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:
+        weight, factors = tensors[name], tensors.pop(f"{name}_scale_inv").astype(mx.float32)
+        for axis, size in zip((-2, -1), block, strict=True):
+            factors = mx.repeat(factors, size, axis=axis)
+        factors = factors[..., : weight.shape[-2], : weight.shape[-1]]
+        tensors[name] = (mx.from_fp8(weight, dtype=mx.float32) * factors).astype(mx.bfloat16)
 
 
 def add_ones(arrays: Mapping[str, Any]) -> dict[str, mx.array]:
     """Adds 1 to the norms of Qwen's layer from which 1 was subtracted. In MLX folders these may be some, or none."""
-    norms = {name: array for name, array in arrays.items() if name.endswith("norm.weight") or name in REFERENCE_NORMS}
+    norms = {name: array for name, array in arrays.items() if name.endswith("norm.weight") or name in INPUT_NORMS}
     means = {name: array.astype(mx.float32).mean().item() for name, array in norms.items()}
-    reference_means = {name: means.get(REFERENCE_NORMS.get(name, name), 0) for name in norms}
-    return {name: array + 1 for name, array in norms.items() if reference_means[name] < MAX_ZERO_CENTERED_MEAN}
-
-
-def multiply_blocks(weight: mx.array, scales: mx.array, block: Sequence[int]) -> mx.array:
-    """(..., M, N) bfloat16: FP8 numbers (e4m3, stored as uint8), each times its block's scale.
-
-    Args:
-        scales: (..., ceil(M / block[0]), ceil(N / block[1])).
-    """
-    rows, columns = block
-    factors = mx.repeat(mx.repeat(scales.astype(mx.float32), rows, axis=-2), columns, axis=-1)
-    numbers = mx.from_fp8(weight, dtype=mx.float32) * factors[..., : weight.shape[-2], : weight.shape[-1]]
-    return numbers.astype(mx.bfloat16)
+    means |= dict.fromkeys(INPUT_NORMS, means.get(REFERENCE_NORM, 0))
+    return {name: array + 1 for name, array in norms.items() if means[name] < MAX_ZERO_CENTERED_MEAN}
 
 
 def stack_experts(checkpoint: Checkpoint) -> None:

@@ -1,7 +1,7 @@
 """The interface of drafters for decoding.
 
 A kind is a module of this package with a `MODEL_TYPE`, `recognises`, `NAMES`, a `DrafterArgs` and a `Drafter`, listed
-in `MODULES`. No code outside this package depends on the kind of a drafter.
+in `KINDS`. No code outside this package depends on the kind of a drafter.
 
 Most kinds guess from one hidden state of the target and keep nothing between drafts: `StepwiseSource` drafts with them.
 Others open their own source, see `Drafter.open`.
@@ -85,8 +85,9 @@ class Drafter(nn.Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of its computation."""
-        raise NotImplementedError
+        """The dtype of its computation, that of its last norm."""
+        dtype: mx.Dtype = self.norm.weight.dtype
+        return dtype
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
         """Begins a draft: returns the function that reads tokens one by one and guesses the next one.

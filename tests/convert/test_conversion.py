@@ -180,7 +180,7 @@ def test_settings_are_recorded(tmp_path: Path) -> None:
     status, out, _ = command("--hf-path", source, "--mlx-path", tmp_path / "out", *flags)
     assert status == 0 and "before the final norm" in out
     args = load_drafter(tmp_path / "out").args
-    assert args.reads_before_norm and args.draft_depth == 2
+    assert args.hidden_state == "before_norm" and args.draft_depth == 2
 
 
 def compute_logits(drafter: Drafter) -> np.ndarray:

@@ -19,7 +19,7 @@ from published import Arrays, publish, read_golden
 
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
-from mlx_redrafter.drafters.block_configs import find_architecture, find_layer_masks
+from mlx_redrafter.drafters.block import find_architecture, find_layer_masks
 from mlx_redrafter.drafters.config import flatten
 from mlx_redrafter.errors import CheckpointError
 
