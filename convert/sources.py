@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_redrafter.drafters import loading
 from mlx_redrafter.drafters.checkpoint import Checkpoint, unwrap
-from mlx_redrafter.drafters.loading import Files, choose_matching, make_checkpoint, read_safetensors
+from mlx_redrafter.drafters.loading import Files, make_checkpoint, read_safetensors
 from mlx_redrafter.errors import CheckpointError, join_lines
 
 RANK_FILE = r"rank\d+\.safetensors"
@@ -34,11 +34,7 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
     present = sorted(present)
     if files := [file for file in present if re.fullmatch(RANK_FILE, file)]:
         return sorted(files, key=lambda file: (len(file), file))  # rank10 after rank9
-    for pattern in (*loading.LAYOUTS, *PICKLES):
-        if files := choose_matching(present, pattern, name):
-            return files
-    got = ", ".join(present[:4]) or "no files"
-    raise CheckpointError(f"no weights in {name}: expected *.safetensors, *.bin, *.pt or *.pth, got {got}")
+    return loading.choose_files(present, name, (*loading.LAYOUTS, *PICKLES))
 
 
 def read_checkpoint(files: Files) -> Checkpoint:

@@ -34,8 +34,7 @@ from .errors import RedrafterError, UnsupportedModelError, warn
 from .options import AUTO, OnRound, Options, find_default_depth
 from .planning.acceptance import Counts, find_acceptance
 from .planning.costs import CostTable
-from .planning.history import History
-from .planning.planner import AutoPlanner, choose_row_counts, make_context_planner
+from .planning.planner import AutoPlanner, History, choose_row_counts, make_context_planner
 from .planning.store import load_row_classes, load_table, read_counts, save_counts
 
 Cache = kv_cache.Cache | None

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.serving import save_demo
-from mlx_redrafter.planning import history, measure
+from mlx_redrafter.planning import measure, planner
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def steady_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides slow rounds from the planner: on a busy machine it would stop drafting."""
-    monkeypatch.setattr(history, "MAX_SLOWDOWN", 1.0)
+    monkeypatch.setattr(planner, "MAX_SLOWDOWN", 1.0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -40,7 +40,6 @@ NAMES = (
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
-    """Whether a checkpoint holds an Arctic LSTM."""
     return "forget_emb.0.weight" in names
 
 

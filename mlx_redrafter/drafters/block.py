@@ -107,7 +107,6 @@ def find_architecture(config: Config) -> str:
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
-    """Whether a checkpoint holds a block drafter."""
     return matches_any(MARKS, names) or ARCHITECTURE.fullmatch(find_architecture(config)) is not None
 
 

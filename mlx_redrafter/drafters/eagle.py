@@ -57,7 +57,6 @@ SUPPORTED = {
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
-    """Whether a checkpoint holds an EAGLE head."""
     return matches_any(r"fc\.weight|(?:midlayer|layers\.0)\.hidden_norm\.weight", names)
 
 

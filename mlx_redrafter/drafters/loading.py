@@ -7,7 +7,7 @@ Of a model that contains a drafter, only the drafter is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from ..engine.model_parts import AFTER_NORM
 from ..errors import CheckpointError, RedrafterError, join_lines
 from ..json_objects import parse_object
 from . import KINDS, is_converted, recurrent
-from .checkpoint import DRAFT_IDS, Checkpoint, list_weights, matches_any, unwrap
+from .checkpoint import DRAFT_IDS, Checkpoint, list_weights, unwrap
 from .mtp import find_layers
 from .protocol import Drafter
 
@@ -40,9 +40,6 @@ HAS_LAYER = "{} is a model that has a multi-token-prediction layer: convert --fr
 
 LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
 """Name patterns of files with tensors. Only files that match the first pattern with any match are read."""
-
-CONVERTED = r".*\.(bin|pt|pth)|rank\d+\.safetensors"
-"""Files that `convert` reads."""
 
 Choose = Callable[[Iterable[str], str], list[str]]
 """(files of a checkpoint, its name) -> those that hold its tensors, in order."""
@@ -64,23 +61,18 @@ class Files(NamedTuple):
     is_base: bool = False
 
 
-def choose_files(present: Iterable[str], name: str) -> list[str]:
-    """The safetensors of a checkpoint, see `Choose`."""
+def choose_files(present: Iterable[str], name: str, layouts: Sequence[str] = LAYOUTS) -> list[str]:
+    """The files outside folders that match the first of the patterns with any match, see `Choose`."""
     present = sorted(present)
-    for pattern in LAYOUTS:
-        if files := choose_matching(present, pattern, name):
+    for pattern in layouts:
+        files = [file for file in present if "/" not in file and re.fullmatch(pattern, file)]
+        if files and SIDECAR in present and SIDECAR not in files:
+            raise CheckpointError(HAS_LAYER.format(name))
+        if files:
             return files
     got = ", ".join(present[:4]) or "no files"
-    advice = ": 'python -m mlx_redrafter.convert' reads other files" if matches_any(CONVERTED, present) else ""
-    raise CheckpointError(f"no safetensors in {name}, got {got}{advice}")
-
-
-def choose_matching(present: Iterable[str], pattern: str, name: str) -> list[str]:
-    """The files that match a pattern, none of them in a folder."""
-    files = [file for file in present if "/" not in file and re.fullmatch(pattern, file)]
-    if files and SIDECAR in present and SIDECAR not in files:
-        raise CheckpointError(HAS_LAYER.format(name))
-    return files
+    advice = "'python -m mlx_redrafter.convert' also reads *.bin, *.pt, *.pth and rank*.safetensors"
+    raise CheckpointError(f"expected *.safetensors in {name}, got {got}; {advice}")
 
 
 def find_files(

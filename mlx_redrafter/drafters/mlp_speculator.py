@@ -38,12 +38,10 @@ EPS = 1e-6
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
-    """Whether a checkpoint holds an MLP speculator."""
     return not {"emb.0.weight", "emb.0.0.weight"}.isdisjoint(names)
 
 
 def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
-    """Renames a published speculator's tensors to our names; returns our config."""
     config = checkpoint.config
     checkpoint.rename(TIED_NAMES if config.get("tie_weights") is True else NAMES)
     inner_dim, hidden_size = checkpoint.shape("proj.0.weight")

@@ -1,7 +1,8 @@
 """The interface of drafters for decoding.
 
-A kind is a module of this package with a `MODEL_TYPE`, `recognises`, `NAMES`, a `DrafterArgs` and a `Drafter`, listed
-in `KINDS`. No code outside this package depends on the kind of a drafter.
+A kind is a module of this package, listed in `KINDS`, with a `MODEL_TYPE`, a `DrafterArgs`, a `Drafter`, `recognises`
+(whether a checkpoint holds a published drafter of this kind), and `sanitize` (renames its tensors to our names and
+returns our config). No code outside this package depends on the kind of a drafter.
 
 Most kinds guess from one hidden state of the target and keep nothing between drafts: `StepwiseSource` drafts with them.
 Others open their own source, see `Drafter.open`.

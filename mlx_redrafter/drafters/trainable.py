@@ -77,11 +77,6 @@ class TrainableDrafter(Drafter):
         guesses: Any = self.output_layer(depth)
         return self.scatter(guesses(self.features(hidden, state, depth)))
 
-    @property
-    def output_layers(self) -> list[nn.Module]:
-        """Its output matrices: one, or one for each depth."""
-        raise NotImplementedError
-
     def output_layer(self, depth: int) -> nn.Module:
         """The output matrix of the guess after `depth` + 1 tokens; the last one for all deeper guesses."""
         layers = self.output_layers

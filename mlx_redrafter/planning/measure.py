@@ -76,11 +76,11 @@ def find_seconds_left(end: float) -> float:
     return float(max(ranks.gather(end - time.perf_counter())))
 
 
-def time_step(model: nn.Module) -> float:
-    """Seconds of a plain step, after one that compiles kernels."""
+def time_step(model: nn.Module, seconds: float = 0.0) -> float:
+    """Seconds of a plain step, after one that compiles kernels; repeated for at most `seconds`."""
     target, chooser = Target(model), TokenChooser(make_sampler(seed=0))
     calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
-    return time_calls(calls, 0.0, min_turns=2)[1][-1] / 1e3
+    return find_lower_quartile(time_calls(calls, seconds, min_turns=2, max_turns=MAX_TURNS)[1][1:]) / 1e3
 
 
 def read_zeros(model: nn.Module, drafter: Drafter, context: int) -> tuple[Target, Source, int]:

@@ -6,7 +6,9 @@ slowdown. A budget limits the time lost in bad rounds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby, pairwise, product
 from operator import attrgetter, itemgetter
@@ -20,11 +22,11 @@ from .acceptance import (
     UNKNOWN_ACCEPTANCE,
     Acceptance,
     AcceptanceTable,
+    Counts,
     Cumulative,
     cumulative_acceptances,
 )
-from .costs import CostTable, assume_costs
-from .history import History, Slowdown
+from .costs import CostTable, assume_costs, find_lower_quartile
 
 if TYPE_CHECKING:
     from ..engine.source import Forecast
@@ -35,6 +37,7 @@ MAX_LOSS, MIN_TOKENS = 0.01, 512  # a source may lose this share of the plain de
 WARM_UP = 4  # plain steps at the start of the first text, as a baseline for rounds
 PROBE_EVERY = 16  # plain steps before a probe round while no plan is faster; doubled by each rejected one, to 256
 CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # lengths to which a proposal may be cut
+MAX_SLOWDOWN, WINDOW = 4.0, 16  # of `Slowdown`: upper limit; number of recent rounds and of recent plain steps used
 MIN_ASSUMED_SLOWDOWN = 0.3  # lower limit of the slowdown if costs are assumed
 
 
@@ -140,6 +143,45 @@ def choose_row_counts(costs: CostTable, table: AcceptanceTable, classes: Sequenc
     first, *others = [each for each in classes if not set(each).isdisjoint(costs.counts)]
     fastest = max(others, key=find_speed, default=first)
     return fastest if find_speed(fastest) > (1 + HYSTERESIS) * max(find_speed(first), 1 / costs.plain[0]) else first
+
+
+class Slowdown:
+    """Measured over predicted time of rounds, relative to the same ratio of plain steps.
+
+    Args:
+        least: lower limit; 1 for measured costs, as a busy machine must not make rounds look cheap.
+        earlier: the slowdown of an earlier text to start from.
+    """
+
+    def __init__(self, least: float, earlier: Slowdown | None = None) -> None:
+        self._least = least
+        self._rounds: deque[float] = deque(earlier._rounds if earlier else (), WINDOW)
+        self._steps: deque[float] = deque(earlier._steps if earlier else (), WINDOW)
+        self.value: float = earlier.value if earlier else 1.0
+
+    def observe(self, ratio: float, *, is_round: bool) -> None:
+        """Adds the measured over predicted time of a round or plain step."""
+        (self._rounds if is_round else self._steps).append(ratio)
+        if min(len(self._rounds), len(self._steps)) >= 3:  # ignore a single stalled round
+            ratio = find_lower_quartile(self._rounds) / find_lower_quartile(self._steps)
+            self.value = min(max(ratio, self._least), MAX_SLOWDOWN)
+
+
+@dataclass
+class History:
+    """What earlier texts of a target with its drafter, or with the context alone, showed; held in memory.
+
+    Attributes:
+        counts: the drafter's hits.
+        slowdown: of the last text; None before the first.
+        debts: lost time, in plain steps, that later texts must recover, by whether the drafter took part.
+
+    Concurrent texts may share it: values are replaced, so one text may overwrite another's.
+    """
+
+    counts: Counts = field(default_factory=Counts)
+    slowdown: Slowdown | None = None
+    debts: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
 
 
 class AutoPlanner(Planner):

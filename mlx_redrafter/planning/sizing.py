@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafters import DEFAULT, TRAINABLE, make_drafter
 from ..drafters.config import DrafterArgs
@@ -17,7 +16,7 @@ from ..engine.model_parts import find_model_sizes
 from ..engine.plan import DRAFT_DEPTH, chain_plan
 from ..engine.types import Kept
 from .costs import find_lower_quartile
-from .measure import time_calls
+from .measure import time_calls, time_step
 
 MAX_DRAFT_COST = 0.05
 """The maximum cost of a draft step, as a share of a plain step."""
@@ -31,7 +30,7 @@ MAX_FULL_VOCABULARY = 32768
 MAX_SMALL_VOCABULARY = 16384
 """Draft vocabularies up to this size lose acceptance; larger ones omit only tokens that are rare in any text."""
 
-REPEATS, SECONDS = 7, 1.0  # maximum runs of a draft or plain step, and their time limit
+REPEATS, SECONDS = 7, 1.0  # maximum runs of a draft step, and the time limit for these and for plain steps
 
 
 class SizeChoice(NamedTuple):
@@ -85,7 +84,7 @@ def choose_size(
         kind: of the drafter to train.
         depth: how many tokens it drafts.
     """
-    plain = time_plain_step(model)
+    plain = 1e3 * time_step(model, SECONDS)
     sizes = list_candidates(*find_model_sizes(model), kind, depth)
     budget = MAX_DRAFT_COST * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
     light = [args for args in sizes if count_weights(args) * dtype.size <= 1.5 * budget]
@@ -97,14 +96,6 @@ def choose_size(
             return SizeChoice(args, reason)
     reason = f"no size is cheap enough; the smallest costs {cost:.1%} of a plain step ({plain:.2f} ms) per draft step"
     return SizeChoice(sizes[-1], reason)
-
-
-def time_plain_step(model: nn.Module) -> float:
-    """Milliseconds of one step of plain decoding after a few tokens."""
-    cache, token = make_prompt_cache(model), mx.zeros((1, 1), mx.int32)
-    calls = {"step": lambda: mx.eval(mx.argmax(model(token, cache=cache)[:, -1], axis=-1))}
-    calls["step"]()
-    return find_lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["step"])
 
 
 def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:

@@ -36,13 +36,13 @@ from mlx_redrafter.planning.acceptance import (
     cumulative_acceptance,
 )
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.history import History
 from mlx_redrafter.planning.planner import (
     MAX_LOSS,
     MIN_TOKENS,
     PROBE_EVERY,
     WARM_UP,
     AutoPlanner,
+    History,
     Prediction,
     find_cumulative,
     list_candidate_plans,
