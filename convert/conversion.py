@@ -152,8 +152,7 @@ def convert(
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
     stored_dtype = source.config.get("dtype") if is_quantized else None  # mxfp4's scales do not tell the dtype
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else format_dtype(drafter.dtype))
-    stays = is_quantized and not dequantize  # only for a layer of a quantized model
-    if not stays:
+    if dequantize or not is_quantized:  # the layer of a quantized model stays quantized
         drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:
         ids = trim_vocabulary(drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size))

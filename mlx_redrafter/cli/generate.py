@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from itertools import zip_longest
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import DEFAULT_MAX_TOKENS, DEFAULT_PROMPT
@@ -243,7 +243,9 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
         distance = None  # if one text is only longer than the other
         if drafted.row is not None and at < len(expected.tokens):
             row = decode(plain_stream, max_tokens=at + 1).last.logprobs
-            distance = measure_distance((row, drafted.row), (expected.tokens[at], drafted.tokens[at]))
+            chosen = mx.array([expected.tokens[at], drafted.tokens[at]])
+            one, other = (each[chosen].astype(mx.float32) for each in (row, drafted.row))
+            distance = float(mx.abs(one - other).max())
         difference = {"token": at, "distance": distance}
     options = Options(**{name: value for name, value in stream.keywords.items() if name in OPTION_NAMES})
     row_counts = find_pair(model, stream.keywords["drafter"])[0].choose_row_counts(options)
@@ -281,12 +283,6 @@ def describe(verdict: dict[str, Any], last: GenerationResponse) -> str:
 def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """The index of the first token at which two texts differ; None if they are equal."""
     return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
-
-
-def measure_distance(rows: tuple[mx.array, mx.array], chosen: tuple[int, int]) -> float:
-    """The larger difference between two sides' log-probabilities (V,) of the tokens that each chose."""
-    one, other = (row.astype(mx.float32)[mx.array(chosen)] for row in rows)
-    return cast(float, mx.abs(one - other).max().item())
 
 
 def make_record(args: argparse.Namespace, drafter: Drafter | None, decoded: Decoded) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ..checkpoints import find_drafter_name
 from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, join_lines
 from ..generate import GenerationResponse
+from ..json_objects import parse_object
 from ..session.session import Session
 
 PROTOCOL = 1
@@ -195,11 +196,8 @@ class SessionServer:
 
 def parse_line(line: bytes) -> Request:
     """Parses a line as a request."""
-    try:
-        request = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RedrafterError(f"not JSON: {join_lines(error)}") from error
-    if not isinstance(request, dict) or not isinstance(request.get("id"), str):
+    request = parse_object(line, "the request")
+    if not isinstance(request.get("id"), str):
         raise RedrafterError(f"expected an object with a string id, got {request!r:.100}")
     return request
 

@@ -144,7 +144,7 @@ class DrafterArgs(LayerArgs):
 
     @property
     def min_layers(self) -> int:
-        """The fewest layers that a target must have; `find_default_layers` needs 4."""
+        """The fewest layers that a target must have; the default ones need 4."""
         return 4 if self.version == 3 and self.capture_layers is None else super().min_layers
 
     def describe_states(self) -> str:
@@ -154,11 +154,6 @@ class DrafterArgs(LayerArgs):
 
     def describe(self) -> str:
         return f"EAGLE-{self.version}, {super().describe()}"
-
-
-def find_default_layers(n_layers: int) -> list[int]:
-    """The target's layers whose outputs EAGLE-3 reads by default: the inputs of layers 2, n / 2 and n - 3."""
-    return [1, n_layers // 2 - 1, n_layers - 4]
 
 
 class Layer(nn.Module):
@@ -205,7 +200,9 @@ class Drafter(PairDrafter):
     def open(self, model: nn.Module) -> Source:
         if self.args.version == 1:
             return PairSource(self, model, [self.args.state_name])
-        return PairSource(self, model, self.args.capture_layers or find_default_layers(len(model.layers)))
+        count = len(model.layers)
+        default = [1, count // 2 - 1, count - 4]  # the inputs of layers 2, n / 2 and n - 3
+        return PairSource(self, model, self.args.capture_layers or default)
 
     def project(self, states: mx.array) -> mx.array:
         states = states.astype(self.dtype)

@@ -37,6 +37,10 @@ SIDECAR = "mtp.safetensors"
 """A file with the multi-token-prediction layer in an MLX folder. The folder's index does not name it."""
 
 HAS_LAYER = "{} is a model that has a multi-token-prediction layer: convert --from-base reads only that"
+NO_LAYER = (
+    "{} has no multi-token-prediction layer: few models have one, and conversions to MLX leave it out; "
+    "give the repository of such a model's authors"
+)
 
 LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
 """Name patterns of files with tensors. Only files that match the first pattern with any match are read."""
@@ -109,14 +113,8 @@ def choose_base_files(path: Path, present: Collection[str], name: str, choose: C
     if layers is None and SIDECAR in present:
         return [SIDECAR]
     if layers is None:
-        raise CheckpointError(describe_missing(name))
+        raise CheckpointError(NO_LAYER.format(name))
     return sorted({str(placed[tensor]) for tensor in layers.names.values()})
-
-
-def describe_missing(name: str) -> str:
-    """The error for a model without a multi-token-prediction layer."""
-    advice = "few models have one, and conversions to MLX leave it out; give the repository of such a model's authors"
-    return f"{name} has no multi-token-prediction layer: {advice}"
 
 
 def check_hub_id(name: str) -> None:
@@ -214,7 +212,7 @@ def find_kind(checkpoint: Checkpoint) -> ModuleType:
     """The module of a published drafter's kind, by the names of its tensors."""
     layers, where = find_layers(checkpoint.stored.values()), checkpoint.where
     if checkpoint.is_base and layers is None:
-        raise CheckpointError(describe_missing(where))
+        raise CheckpointError(NO_LAYER.format(where))
     if layers is not None and layers.has_model and not checkpoint.is_base:
         raise CheckpointError(HAS_LAYER.format(where))
     names = checkpoint.tensors.keys()

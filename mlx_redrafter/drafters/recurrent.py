@@ -154,28 +154,14 @@ class Drafter(TrainableDrafter):
         self.hold_draft_ids()
 
     def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., D) the state after one more token."""
-        return self.advance(embed(tokens).astype(self.dtype), state)
-
-    def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
-        """The state after one more token.
-
-        Args:
-            embedding: (..., D) the target's raw embedding of that token.
-            state: (..., D) the state before it, or None for s_0 = 0.
-        """
+        """(..., D) the state after one more token; s_0 = 0."""
+        embedding = embed(tokens).astype(self.dtype)
         if "rnn_w" not in self:
             return embedding if state is None else embedding + state
         return nn.silu(self.rnn_w(embedding) + (self.rnn_u.bias if state is None else self.rnn_u(state)))
 
     def features(self, hidden: mx.array, state: mx.array, depth: int = 0) -> mx.array:
-        """(..., X) the head's input.
-
-        Args:
-            hidden: (..., D) the target's hidden state; broadcast against `state`.
-            state: (..., D).
-            depth: not used.
-        """
+        """(..., X) the head's input, the same function at every depth."""
         hidden = mx.broadcast_to(hidden.astype(state.dtype), state.shape)
         y = mx.concatenate([hidden, state], axis=-1)
         if "input_proj" in self:

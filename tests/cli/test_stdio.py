@@ -134,9 +134,9 @@ def test_a_running_or_queued_turn_can_be_cancelled(child: Child) -> None:
 
 
 GARBAGE = [
-    (b"no json", "not JSON: "),
-    (b"[" * 100000, "not JSON: "),
-    (b"[]", "expected an object with a string id"),
+    (b"no json", "the request is not JSON: "),
+    (b"[" * 100000, "the request is not JSON: "),
+    (b"[]", "the request must be a JSON object"),
     (b'{"type": "dance", "id": "g"}', "type must be"),
     (b'{"type": "send", "id": "g", "text": NaN}', "expected a text or messages"),
     (b'{"type": "send", "id": "g", "txt": "x"}', "send has no field 'txt'"),

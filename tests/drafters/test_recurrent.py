@@ -46,7 +46,7 @@ def draft(
     """Runs our beam search on an embedding table."""
 
     def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
-        state = drafter.advance(embedding[tokens], state)
+        state = drafter.read_token(tokens, embedding.__getitem__, hidden, state, 0)
         return drafter.logits(hidden, state), state
 
     adjust = None if top is None else lambda logits, level, paths: keep_top(logits, top)
@@ -58,7 +58,8 @@ def test_teacher_forced_logits_match_apples(name: str, tmp_path: Path) -> None:
     drafter, golden = load_golden(name, tmp_path)
     state = None
     for t in range(4):
-        state = drafter.advance(golden["embedding"][golden["chain_tokens"][:, t]], state)
+        tokens, embed = golden["chain_tokens"][:, t], golden["embedding"].__getitem__
+        state = drafter.read_token(tokens, embed, golden["hidden"], state, 0)
         logits = drafter.logits(golden["hidden"], state)
         np.testing.assert_allclose(logits, golden["chain_logits"][:, t], atol=2e-5, rtol=1e-5)
         kept = keep_top(logits, 50)
@@ -83,7 +84,7 @@ def test_golden_files_detect_a_wrong_drafter(tmp_path: Path) -> None:
     drafter, golden = load_golden("rnn", tmp_path)
     # Negative control: TensorRT-LLM's variant, which skips U in the first step.
     drafter.rnn_u.bias = mx.zeros_like(drafter.rnn_u.bias)
-    state = drafter.advance(golden["embedding"][golden["chain_tokens"][:, 0]], None)
+    state = drafter.read_token(golden["chain_tokens"][:, 0], golden["embedding"].__getitem__, golden["hidden"], None, 0)
     assert not np.allclose(drafter.logits(golden["hidden"], state), golden["chain_logits"][:, 0], atol=1e-3)
 
 

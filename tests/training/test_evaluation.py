@@ -46,7 +46,7 @@ def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
                     continue
                 state = None
                 for token in ids[last - k + 1 : last + 1]:
-                    state = drafter.advance(model.model.embed_tokens(mx.array(int(token))), state)
+                    state = drafter.read_token(mx.array(int(token)), model.model.embed_tokens, hidden, state, 0)
                 guess = drafter.logits(hidden[last - k], state)
                 rank = int((guess > guess[wanted]).sum().item())
                 tried[k - 1] += 1
