@@ -209,11 +209,9 @@ class PairDrafter(Drafter):
     """A head with a KV cache that reads pairs of a position's state and the token after it, see `PairSource`.
 
     Attributes:
-        n_layers: how many KV caches it has.
         needs_head: whether it uses the target's output matrix.
     """
 
-    n_layers: int = 1
     needs_head: bool = False
 
     def project(self, states: mx.array) -> mx.array:
@@ -221,7 +219,7 @@ class PairDrafter(Drafter):
         raise NotImplementedError
 
     def read_pairs(
-        self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
+        self, features: mx.array, tokens: mx.array, embed: Embed, cache: LayerCache, mask: mx.array | str
     ) -> mx.array:
         """(T, H) the head's output for pairs. In a draft, it replaces the next position's feature.
 
@@ -229,7 +227,7 @@ class PairDrafter(Drafter):
             features: (T, H) from `project`; in a draft, this method's output for the token before.
             tokens: (T,) the token after each position.
             embed: the target's embedding.
-            caches: one for each layer; the rows are appended.
+            cache: the rows are appended to it.
             mask: "causal", or (1, 1, T, C) bool, which cache rows each pair sees.
         """
         raise NotImplementedError
@@ -247,9 +245,8 @@ class PairDrafter(Drafter):
         generator, dtype = np.random.default_rng(0), self.dtype
         embedded = mx.array(generator.normal(size=(8, self.args.hidden_size)).astype(np.float32)).astype(dtype)
         states = mx.array(generator.normal(size=(8, self.n_inputs)).astype(np.float32)).astype(dtype)
-        caches = [LayerCache(KVCache(), 0) for _ in range(self.n_layers)]
-        tokens = mx.arange(8) % self.args.vocab_size
-        features = self.read_pairs(self.project(states), tokens, lambda tokens: embedded[tokens], caches, "causal")
+        cache, tokens = LayerCache(KVCache(), 0), mx.arange(8) % self.args.vocab_size
+        features = self.read_pairs(self.project(states), tokens, lambda tokens: embedded[tokens], cache, "causal")
         if self.needs_head:
             return features.astype(mx.float32)
         logits = self.guess(features, None)
@@ -271,16 +268,13 @@ class PairSource(CachedSource):
     drafter: PairDrafter
 
     def __init__(self, drafter: PairDrafter, model: nn.Module, capture: Sequence[StateName]) -> None:
-        super().__init__(drafter, model, capture, drafter.n_layers)
+        super().__init__(drafter, model, capture)
         self._head = find_head(model) if drafter.needs_head else None
 
     def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; returns (R, H), the head's output."""
-        features = self.drafter.project(states)
-        return self.drafter.read_pairs(features, tokens, self._embed, self._at(position), "causal")
-
-    def _at(self, position: mx.array | int) -> list[LayerCache]:
-        return [LayerCache(cache, position) for cache in self._caches]
+        features, cache = self.drafter.project(states), LayerCache(self._caches[0], position)
+        return self.drafter.read_pairs(features, tokens, self._embed, cache, "causal")
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
         feature, sees, position = self.append_pending_rows(root)
@@ -310,7 +304,7 @@ class PairSource(CachedSource):
         mask = mx.concatenate([mx.broadcast_to(sees, (width, len(sees))), ancestors], axis=1)[None, None]
 
         def read(_: list[Any]) -> mx.array:
-            return self.drafter.read_pairs(features, tokens, self._embed, self._at(position), mask)
+            return self.drafter.read_pairs(features, tokens, self._embed, LayerCache(self._caches[0], position), mask)
 
         if width == 1:
             return read([]), ancestors

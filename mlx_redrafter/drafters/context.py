@@ -153,11 +153,6 @@ class ContextSource(Source):
     def __len__(self) -> int:
         return len(self._matches.tokens)
 
-    @property
-    def match(self) -> int:
-        """The length of the match that the proposal follows; 0 for none."""
-        return self._matches.match
-
     def read(self, tokens: Sequence[int]) -> None:
         """Appends tokens of the prompt, without learning acceptance rates from them."""
         self._matches.read(tokens)
@@ -186,4 +181,4 @@ class ContextSource(Source):
 
     def find(self, count: int) -> list[int]:
         """The tokens after the match."""
-        return self._matches.find(count) if self.match else []
+        return self._matches.find(count) if self._matches.match else []

@@ -20,7 +20,7 @@ Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field
 
 import mlx.core as mx
@@ -216,10 +216,10 @@ class Drafter(PairDrafter):
         return self.fc(states)
 
     def read_pairs(
-        self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
+        self, features: mx.array, tokens: mx.array, embed: Embed, cache: LayerCache, mask: mx.array | str
     ) -> mx.array:
         embedded = (self.embed_tokens if "embed_tokens" in self else embed)(tokens).astype(self.dtype)
-        layer, (cache,) = self.layer, caches
+        layer = self.layer
         if self.args.version == 1:
             x = residual = self.fc(mx.concatenate([embedded, features], axis=-1))
         else:

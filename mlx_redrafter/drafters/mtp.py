@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -224,11 +224,6 @@ class DrafterArgs(BaseArgs):
         return f"a {self.layer_config['model_type']} layer" + (f" of {experts} experts" if experts else "")
 
 
-def is_cpu() -> bool:
-    """Whether the default device is a CPU."""
-    return mx.default_device().type == mx.cpu
-
-
 def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """The part of a target's config that its layer class needs; `model_type` is in `LAYERS`."""
     names, family = {each.name for each in fields(_find_class(model_type, "args"))}, LAYERS[model_type]
@@ -289,7 +284,8 @@ class Drafter(PairDrafter):
 
     def open(self, model: nn.Module) -> Source:
         experts = [layer for name, layer in self.layer.named_modules() if "switch_mlp." in name and "weight" in layer]
-        if any("scales" not in layer and layer.weight.dtype != mx.float32 for layer in experts) and is_cpu():
+        are_half = any("scales" not in layer and layer.weight.dtype != mx.float32 for layer in experts)
+        if are_half and mx.default_device().type == mx.cpu:
             raise RedrafterError("on a CPU MLX computes experts only in float32: convert with --dtype float32, or -q")
         return PairSource(self, model, [self.args.state_name])
 
@@ -297,10 +293,9 @@ class Drafter(PairDrafter):
         return states.astype(self.dtype)
 
     def read_pairs(
-        self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
+        self, features: mx.array, tokens: mx.array, embed: Embed, cache: LayerCache, mask: mx.array | str
     ) -> mx.array:
-        embedded, (cache,) = self.norm_embedding(embed(tokens).astype(self.dtype)), caches
-        parts = [embedded, self.norm_hidden(features)]
+        parts = [self.norm_embedding(embed(tokens).astype(self.dtype)), self.norm_hidden(features)]
         is_reversed = self.args.layer_config["model_type"] == "mimo"  # which shapes do not show
         x = self.fc(mx.concatenate(parts[::-1] if is_reversed else parts, axis=-1))
         if isinstance(mask, str) and "embed_q" in self.layer.get("self_attn", {}):  # latent attention needs an array

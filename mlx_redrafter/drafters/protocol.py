@@ -34,7 +34,6 @@ distribution is sharper than the target's."""
 Embed = Callable[[mx.array], mx.array]
 """(tokens (W,)) -> (W, D), the target's raw embedding rows."""
 
-
 Head = Callable[[mx.array], mx.array]
 """(hidden states (..., D)) -> logits (..., V), the target's output matrix."""
 

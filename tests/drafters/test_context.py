@@ -104,10 +104,11 @@ def test_proposals_continue_actual_matches(seed: int) -> None:
     for length in range(cut, len(text)):
         made.confirm([text[length]])
         so_far, proposal = text[: length + 1], propose(made)
-        assert made.match <= min(longest_earlier_match(so_far), MAX_MATCH)
-        assert (proposal is None) is (made.match < 1)
+        match = made._matches.match
+        assert match <= min(longest_earlier_match(so_far), MAX_MATCH)
+        assert (proposal is None) is (match < 1)
         if proposal is not None:
-            assert len(proposal[0]) == len(proposal[1]) == min(2 * made.match, MAX_PROPOSAL)
+            assert len(proposal[0]) == len(proposal[1]) == min(2 * match, MAX_PROPOSAL)
             assert all(1 > one >= other > 0 for one, other in pairwise(proposal[1]))
 
 
