@@ -26,7 +26,7 @@ from mlx_redrafter.checkpoints import (
     save_drafter,
 )
 from mlx_redrafter.checkpoints import is_quantized as has_quantized_layers
-from mlx_redrafter.drafters.checkpoint import MODES
+from mlx_redrafter.drafters.checkpoint import MODES, count_bytes
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.loading import find_files, read_drafter
 from mlx_redrafter.drafters.protocol import Drafter
@@ -234,11 +234,6 @@ def dequantize_heads(module: nn.Module) -> nn.Module:
 
     module.update_modules(tree_map(dequantize, module.leaf_modules(), is_leaf=nn.Module.is_module))
     return module
-
-
-def count_bytes(drafter: Drafter) -> int:
-    """The size of a drafter's weights in bytes."""
-    return sum(array.nbytes for array in list_weights(drafter).values())
 
 
 def quantize_layers(drafter: Drafter, group_size: int, bits: int, mode: str, parts: dict[str, int]) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_reduce
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model
@@ -111,7 +110,7 @@ def check_divisible(config: dict[str, Any], n_ranks: int) -> None:
 
 def set_blas_threads(model: nn.Module) -> None:
     """Sets the number of OpenBLAS's threads by the model's size, see `choose_threads`; warns of a slow BLAS."""
-    choose_threads(tree_reduce(lambda size, array: size + array.size, model.parameters(), 0))
+    choose_threads(sum(array.size for array in list_weights(model).values()))
     warn_of_slow_blas()
 
 

@@ -12,8 +12,9 @@ import mlx.nn as nn
 
 from .. import __version__
 from ..arguments import make_parser
-from ..checkpoints import find_drafter_name, format_dtype, is_quantized, list_weights, load_pair
+from ..checkpoints import find_drafter_name, format_dtype, is_quantized, load_pair
 from ..drafters import make_drafter
+from ..drafters.checkpoint import count_bytes
 from ..drafters.protocol import Drafter
 from ..engine.exactness import format_row_counts
 from ..engine.model_checks import check_draftable
@@ -93,8 +94,8 @@ def diagnose(
 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
     """Name, dtype, quantization and bytes of weights of a model."""
-    weight_bytes = sum(array.nbytes for array in list_weights(module).values())
-    return {"name": name, "dtype": format_dtype(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
+    size = count_bytes(module)
+    return {"name": name, "dtype": format_dtype(dtype), "quantized": is_quantized(module), "weight_bytes": size}
 
 
 def list_chains(costs: CostTable, max_depth: int | None, trial: dict[str, Any] | None) -> list[dict[str, Any]]:

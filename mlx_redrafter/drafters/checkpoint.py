@@ -187,6 +187,11 @@ def list_weights(module: nn.Module) -> dict[str, mx.array]:
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
+def count_bytes(module: nn.Module) -> int:
+    """The size of a module's weights in bytes."""
+    return sum(array.nbytes for array in list_weights(module).values())
+
+
 def is_float(array: mx.array) -> bool:
     """Whether an array holds floating-point numbers."""
     return bool(mx.issubdtype(array.dtype, mx.floating))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..drafters import DEFAULT, TRAINABLE, make_drafter
+from ..drafters.checkpoint import count_bytes, list_weights
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableArgs
 from ..engine.model_parts import find_model_sizes
@@ -69,7 +69,7 @@ def list_candidates(
 
 def count_weights(args: DrafterArgs) -> int:
     """The number of weights of a drafter with this config."""
-    return sum(array.size for _, array in cast(Any, tree_flatten(make_drafter(args).parameters())))  # never evaluated
+    return sum(array.size for array in list_weights(make_drafter(args)).values())  # never evaluated
 
 
 def choose_size(
@@ -86,7 +86,7 @@ def choose_size(
     """
     plain = 1e3 * time_step(model, SECONDS)
     sizes = list_candidates(*find_model_sizes(model), kind, depth)
-    budget = MAX_DRAFT_COST * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
+    budget = MAX_DRAFT_COST * count_bytes(model)
     light = [args for args in sizes if count_weights(args) * dtype.size <= 1.5 * budget]
     cost = 0.0
     for args in [*light[:: 1 + len(light) // 8], sizes[-1]]:  # evenly spread, then the fallback

@@ -7,15 +7,15 @@ import json
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from .. import ranks
 from ..atomic_files import write_text
+from ..drafters.checkpoint import list_weights
 from ..drafters.protocol import Drafter
 from ..engine.exactness import RowCounts, find_row_classes
 from ..engine.model_parts import find_module_name
@@ -110,16 +110,14 @@ def find_counts_file(model: nn.Module, drafter: Drafter) -> Path:
 
 def digest_tensors(module: nn.Module) -> str:
     """A digest of a module's tensor names, shapes and dtypes."""
-    flat = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
-    described = sorted((name, list(array.shape), str(array.dtype)) for name, array in flat)
+    described = sorted((name, list(array.shape), str(array.dtype)) for name, array in list_weights(module).items())
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
 def sample_tensors(module: Any) -> bytes:
     """The first values of every tensor. Fine-tuning changes these, but not names and shapes."""
-    arrays = (array for _, array in cast(Any, tree_flatten(module.parameters())))
-    sample = mx.concatenate([mx.zeros((1,)), *(array.reshape(-1)[:8].astype(mx.float32) for array in arrays)])
-    return np.array(sample).tobytes()
+    starts = (array.reshape(-1)[:8].astype(mx.float32) for array in list_weights(module).values())
+    return np.array(mx.concatenate([mx.zeros((1,)), *starts])).tobytes()
 
 
 def read_saved(file: Path) -> Any:
