@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
 from .completion import Answer, Completion, Event, Service
@@ -28,7 +28,10 @@ class Messages(Completion[CountTokensBody]):
 
     def __init__(self, service: Service, body: CountTokensBody) -> None:
         super().__init__(service, body)
-        tools, hidden = read_tools(body.tools), find_deferred(body.tools)
+        tools = read_tools(body.tools)
+        hidden = {str(tool.get("name")) for tool in body.tools if tool.get("defer_loading") is True}
+        if any(str(tool.get("type")).startswith("tool_search_tool") for tool in body.tools):
+            hidden = set()  # they are deferred for a search that runs on the API's servers
         shown = [tool for name, tool in tools.items() if name not in hidden]
         self.messages = read_messages(body, tools, hidden)
         self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
@@ -108,13 +111,6 @@ def make_block(segment: Segment) -> dict[str, Any]:
     if segment.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
-
-
-def find_deferred(tools: Iterable[dict[str, Any]]) -> set[str]:
-    """Returns the names of deferred tools; none if they are deferred for a search that runs on the API's servers."""
-    if any(str(tool.get("type")).startswith("tool_search_tool") for tool in tools):
-        return set()
-    return {str(tool.get("name")) for tool in tools if tool.get("defer_loading") is True}
 
 
 def read_messages(body: CountTokensBody, tools: Tools, hidden: set[str]) -> list[Message]:

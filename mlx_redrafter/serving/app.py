@@ -173,17 +173,6 @@ async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
     answer.cancel()
 
 
-async def stream_events(completion: Completion[Any], answer: Answer) -> AsyncIterator[str]:
-    """Yields the reply as server-sent events; if generation fails, the last event is an error."""
-    try:
-        async for event in completion.render_events(answer):
-            yield format_event(event)
-    except GenerationFailed as error:
-        yield format_event(completion.describe_failure(error))
-    if completion.last_line:
-        yield completion.last_line
-
-
 def format_event(data: Event) -> str:
     """Formats a server-sent event, named after the data's `type` if it has one."""
     name = f"event: {data['type']}\n" if "type" in data else ""
@@ -195,18 +184,22 @@ class EventStream(StreamingResponse):
 
     def __init__(self, completion: Completion[Any], answer: Answer) -> None:
         self._completion, self._answer, self._is_silent = completion, answer, True
-        events, headers = stream_events(completion, answer), {"Cache-Control": "no-cache"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(self._render(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends events until the last one, or until the client disconnects."""
-
-        async def send_event(message: Message) -> None:
-            self._is_silent = False
-            await send(message)
-
         with run_task(self._keep_alive(send)), closing(self._answer):
-            await super().__call__(scope, receive, send_event)
+            await super().__call__(scope, receive, send)
+
+    async def _render(self) -> AsyncIterator[str]:
+        try:
+            async for event in self._completion.render_events(self._answer):
+                self._is_silent = False
+                yield format_event(event)
+        except GenerationFailed as error:
+            yield format_event(self._completion.describe_failure(error))
+        if self._completion.last_line:
+            yield self._completion.last_line
 
     async def _keep_alive(self, send: Send) -> None:
         while True:

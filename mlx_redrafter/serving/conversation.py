@@ -11,9 +11,9 @@ Malformed input raises an `ApiError` that names its place.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
@@ -108,35 +108,20 @@ def flatten(message: Message, where: str, field: str) -> Message:
 def list_variants(messages: Sequence[Message]) -> list[list[Message]]:
     """Returns variants to try if a template rejects the messages. Each keeps the changes of the previous ones.
 
-    Text arguments of calls become objects; consecutive turns of one role are joined; the system message moves into the
-    first user turn.
+    Consecutive turns of one role are joined; the system message moves into the first user turn.
     """
-    readable = [
-        message | {"tool_calls": [wrap_arguments(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
     joined: list[Message] = []
-    for message in readable:
+    for message in messages:
         last = joined[-1] if joined else {}
         if message["role"] == last.get("role") and message.keys() == last.keys() == {"role", "content"}:
             joined[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}
         else:
             joined.append(message)
-    variants = [readable] if readable != list(messages) else []
-    variants += [joined] if len(joined) < len(messages) else []
+    variants = [joined] if len(joined) < len(messages) else []
     if len(joined) > 1 and [message["role"] for message in joined[:2]] == ["system", "user"]:
         text = f"<system>\n{joined[0]['content']}\n</system>\n\n{joined[1]['content']}"
         variants.append([joined[1] | {"content": text}, *joined[2:]])
     return variants
-
-
-def wrap_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Wraps a call's arguments in an object if they are a text, as some templates iterate over their items."""
-    function = call["function"]
-    is_text = isinstance(function["arguments"], str)
-    return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}} if is_text else call
 
 
 def list_parts(content: Any, where: str) -> list[dict[str, Any]]:
@@ -192,17 +177,15 @@ def read_call(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": read_arguments(function.get("arguments"))}}
 
 
-def read_arguments(given: Any) -> dict[str, Any] | str:
-    """Returns a call's arguments as an object: {} if there are none, a text if they are not an object."""
+def read_arguments(given: Any) -> dict[str, Any]:
+    """Returns a call's arguments as an object: {} if there are none; others become its only value."""
     parsed = given
     if isinstance(given, str):
-        try:
+        with suppress(ValueError):
             parsed = from_json(given.strip() or "null")
-        except ValueError:
-            return given
     if parsed is None:
         return {}
-    return parsed if isinstance(parsed, dict) else json.dumps(parsed, ensure_ascii=False)
+    return parsed if isinstance(parsed, dict) else {"arguments": given}
 
 
 def make_call(identifier: Any, name: Any, arguments: Any) -> dict[str, Any]:

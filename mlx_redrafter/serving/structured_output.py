@@ -111,9 +111,8 @@ def describe_grammar(constraint: Constraint, unless: tuple[int, ...]) -> str:
     if isinstance(constraint, dict):
         mark = " ".join(f"<[{token}]>" for token in unless)
         choice = [{"lark_grammar": f"start: @answer | {mark}"}] if mark else []
-        return json.dumps(
-            {"grammars": [*choice, {"name": "answer", "json_schema": constraint | {"x-guidance": options}}]}
-        )
+        answer = {"name": "answer", "json_schema": constraint | {"x-guidance": options}}
+        return json.dumps({"grammars": [*choice, answer]})
     calls, schemas = [], []
     for at, function in enumerate(constraint):
         begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '

@@ -180,11 +180,12 @@ def going_through_items(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sc
 
 @pytest.mark.parametrize("path", IMAGE)
 @pytest.mark.parametrize("arguments", BROKEN)
-def test_invalid_arguments_are_shown_as_text(
+def test_invalid_arguments_are_the_only_value_of_an_object(
     scripted: Scripted, going_through_items: Scripted, path: str, arguments: str
 ) -> None:
     assert post(scripted[0], path, call_in_history(path, arguments)).status == 200
-    assert scripted[1].prompt.startswith(f"<user>x<assistant><tool_call>f {json.dumps(arguments)}</tool_call><tool>No.")
+    shown = json.dumps({"arguments": arguments})
+    assert scripted[1].prompt.startswith(f"<user>x<assistant><tool_call>f {shown}</tool_call><tool>No.")
     assert post(going_through_items[0], path, call_in_history(path, arguments)).status == 200
     assert going_through_items[1].prompt.startswith(f"<user>x<assistant><arguments>{arguments}<tool>No.")
 
