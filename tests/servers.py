@@ -28,6 +28,7 @@ from mlx_redrafter.serving.completion import Service
 from mlx_redrafter.serving.metrics import Metrics
 from mlx_redrafter.serving.process import Server, bind, format_url, load_service
 from mlx_redrafter.serving.request import TokenEvent
+from mlx_redrafter.serving.structured_output import GrammarCompiler
 from mlx_redrafter.serving.types import ApiError, Counters
 
 PATIENCE = 60.0
@@ -219,6 +220,7 @@ class ScriptedWorker:
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
 
     def submit(self, prompt: list[int], **asked: Any) -> ScriptedRequest:
         """Starts the next text; it ends at an end-of-text token or after `max_tokens`."""

@@ -25,7 +25,7 @@ from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import ApiFinishReason, Request, TokenEvent
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
-from .structured_output import Constraint, GrammarCompiler
+from .structured_output import Constraint
 from .text_stream import Segment, TextStream
 from .types import ApiError
 from .worker import Worker, check_length
@@ -64,7 +64,6 @@ class Service:
     shows_drafts: bool = False
 
     def __post_init__(self) -> None:
-        self.grammars = GrammarCompiler(self.tokenizer, self.worker.vocab_size)
         served = self.args.served_model_name or []
         self.names = [name for name in served if name != "*"] or [self.model_name]
         self.takes_any_name = "*" in served
@@ -212,7 +211,7 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
         return prompt
     if completion.is_prefilled:
         raise ApiError("an answer begun by the last message cannot follow a format or be a forced tool call")
-    grammar = service.grammars.compile(constraint, prompt.state, unless)
+    grammar = service.worker.grammars.compile(constraint, prompt.state, unless)
     return Prompt(prompt.tokens, prompt.state, grammar, prompt.prefix_lengths)
 
 

@@ -58,8 +58,8 @@ class Metrics(Collector):
             "cached": counts.cached_tokens,
             "generated": counts.generated_tokens,
         }
-        for name in ("drafted", "accepted", "context_drafted", "context_accepted"):
-            tokens[name] = getattr(counts.decoding, name)
+        drafts = ("drafted", "accepted", "context_drafted", "context_accepted")
+        tokens |= {name: getattr(counts.decoding, name) for name in drafts}
         counters: tuple[tuple[str, str, Any, str | None], ...] = (
             ("tokens", "Tokens by kind; drafted and accepted count drafter and context", tokens, "kind"),
             ("rounds", "Target forwards after prefill, each for one request", counts.rounds, None),

@@ -6,7 +6,8 @@ prefilled twice. Everything here runs in one thread, on mlx-lm's generation stre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
 from ..pair import Generation, Pair
 from .request import Request
-from .types import SchemaNotFollowed
+from .types import Counters, SchemaNotFollowed
 
 PIECE = 512
 """Prompt tokens in one forward while other rows wait for their next token."""
@@ -44,12 +45,11 @@ Start = tuple[kv_cache.Cache | None, int]
 class Loops:
     """This package's decode loop, one for each row, with drafts unless the request declines them.
 
-    Args:
-        on_drafter_failure: called with an exception of the drafter; the row continues without it for good.
+    After an exception of the drafter a row continues without it for good.
     """
 
-    def __init__(self, pair: Pair, on_drafter_failure: Callable[[Exception], None]) -> None:
-        self._pair, self._on_drafter_failure = pair, on_drafter_failure
+    def __init__(self, pair: Pair, counters: Counters) -> None:
+        self._pair, self._counters = pair, counters
         self._loops: dict[Request, Generation] = {}
 
     @property
@@ -84,7 +84,8 @@ class Loops:
 
     def _drop_drafter(self, row: Request, error: Exception) -> None:
         row.source = None
-        self._on_drafter_failure(error)
+        self._counters.drafter_failures += 1
+        logging.error("The drafter failed; the request continues without it", exc_info=error)
 
     def step(self, row: Request) -> Round:
         """Returns the row's next round, or an empty one after a piece of its prompt."""
@@ -158,10 +159,10 @@ class Batch:
     def __init__(self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int) -> None:
         self._model, self._prefill_rows, self._prefill_step_size = model, prefill_rows, prefill_step_size
         self._sizes: dict[str, Any] = {"completion_batch_size": size, "prefill_batch_size": min(prefill_rows, size)}
-        self._rows: dict[int, tuple[Request, RowSampler]] = {}
         self._begin()
 
     def _begin(self) -> None:
+        self._rows: dict[int, tuple[Request, RowSampler]] = {}
         self._generator = BatchGenerator(self._model, **self._sizes)
         self._greedy = RowSampler(Sampler(), 0)  # shared, so that mlx-lm calls it once for all rows
 
@@ -218,8 +219,7 @@ class Batch:
         caches = self._generator.remove(uids, return_prompt_caches=keep_caches)
         removed = {uid: self._rows.pop(uid)[0] for uid in uids}
         if removed and not self._rows:  # the generator holds the last log-probabilities of all rows
-            self.close()
-            self._begin()
+            self.clear()
         return {removed[uid]: (cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
 
     def remove_all(self, stepped: Sequence[Request]) -> list[tuple[Request, Round, Start]]:
@@ -251,6 +251,11 @@ class Batch:
 
     def _add_token(self, row: Request, token: int, logprobs: mx.array) -> tuple[Request, Round]:
         return row, row.output.add(Round([token], [logprobs]))
+
+    def clear(self) -> None:
+        """Removes all rows without their caches."""
+        self.close()
+        self._begin()
 
     def close(self) -> None:
         """Frees mlx-lm's batch."""

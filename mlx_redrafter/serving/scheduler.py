@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import mlx.core as mx
@@ -49,6 +48,8 @@ class Scheduler:
 
     Attributes:
         rows: the running rows in the order in which they started, the same on all ranks.
+        copies_prompts: whether requests should give `prefix_lengths`, as the model's caches cannot be trimmed. Not for
+            ring caches that keep their first rows: their contents depend on where the pieces of a prompt end.
     """
 
     def __init__(
@@ -65,20 +66,12 @@ class Scheduler:
         self.prompt_cache = prompt_cache
         fresh = make_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.find_unknown_types(fresh, kv_cache.UNBOUNDED)  # can be cut after any token
-        self._keeps_first = kv_cache.keeps_first_rows(fresh)
+        can_copy = not (self._can_fork or kv_cache.keeps_first_rows(fresh))
+        self.copies_prompts = can_copy and prompt_cache.max_bytes > 0
         self._prefill_rows = count_prefill_rows(model, options)
-        prefill = max(1, self._prefill_rows), options.prefill_step_size
-        self._make_batch = partial(Batch, model, size, *prefill)
-        self._loops, self._batch = Loops(pair, self._note_drafter_failure), self._make_batch()
+        self._loops = Loops(pair, counters)
+        self._batch = Batch(model, size, max(1, self._prefill_rows), options.prefill_step_size)
         self._alone_steps, self._pace = 0, Pace()
-
-    @property
-    def copies_prompts(self) -> bool:
-        """Whether requests should give `prefix_lengths`, as the model's caches cannot be trimmed.
-
-        Not for ring caches that keep their first rows: their contents depend on where the pieces of a prompt end.
-        """
-        return not (self._can_fork or self._keeps_first) and self.prompt_cache.max_bytes > 0
 
     @property
     def mode(self) -> Literal["idle", "single", "batch", "turns"]:
@@ -143,8 +136,7 @@ class Scheduler:
         """Ends all rows with an error that left their state undefined, and drops all caches."""
         self._report_ended(dict.fromkeys(self.rows, error))
         self._loops.remove(self._loops.rows, keep_caches=False)
-        self._batch.close()
-        self._batch = self._make_batch()
+        self._batch.clear()
         self.prompt_cache.clear()
         mx.clear_cache()
 
@@ -274,7 +266,3 @@ class Scheduler:
                     raise
                 logging.exception("Request failed")
             self._end({row: error})
-
-    def _note_drafter_failure(self, error: Exception) -> None:
-        self._counters.drafter_failures += 1
-        logging.error("The drafter failed; the request continues without it", exc_info=error)

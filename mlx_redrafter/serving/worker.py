@@ -14,9 +14,8 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,10 +37,8 @@ from .cache_folder import CacheFolder
 from .prompt_cache import PromptCache, find_default_bytes
 from .request import Request
 from .scheduler import Scheduler
+from .structured_output import GrammarCompiler
 from .types import ApiError, Counters, GenerationFailed, ServerClosing
-
-if TYPE_CHECKING:
-    from .structured_output import GrammarCompiler
 
 CLOSING_MESSAGE = "the server is shutting down"
 
@@ -83,6 +80,7 @@ class Worker:
         counters: totals since the start, which the scheduler also updates.
         scheduler: holds the running requests.
         vocab_size: the model's.
+        grammars: compiles the requests' grammars; other ranks compile them, too.
     """
 
     def __init__(
@@ -101,6 +99,7 @@ class Worker:
         options = options or Options()
         self._pair, self._tokenizer = Pair(model, drafter), tokenizer
         self.vocab_size = self._pair.vocab_size
+        self.grammars = GrammarCompiler(tokenizer, self.vocab_size)
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._defaults = replace(options, xtc_special_tokens=special)
         size = options.max_kv_size
@@ -266,13 +265,6 @@ class Worker:
             found = Decisions(ended, started, is_last)
         return found if is_alone or any(found) else None
 
-    @cached_property
-    def _grammars(self) -> GrammarCompiler:
-        """Compiles on other ranks what rank 0 has compiled."""
-        from .structured_output import GrammarCompiler  # imports packages of the `server` extra
-
-        return GrammarCompiler(self._tokenizer, self.vocab_size)
-
     def _share(self, own: Decisions | None) -> Decisions:
         """Returns rank 0's decisions on every rank. All ranks have the same rows in the same order."""
         if ranks.count_ranks() == 1:
@@ -290,7 +282,7 @@ class Worker:
         ended, started, is_last = received
         # The choices of one request share one `arguments` object, and pickle preserves that.
         arguments = {id(given): given for _, given in started if given}
-        grammars = {at: self._grammars.compile(*given) for at, given in arguments.items()}
+        grammars = {at: self.grammars.compile(*given) for at, given in arguments.items()}
         rebuilt = [self._make_request(None, **asked, grammar=grammars.get(id(given))) for asked, given in started]
         return Decisions({rows[at]: reason for at, reason in ended}, rebuilt, is_last)
 
