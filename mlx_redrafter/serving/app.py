@@ -62,16 +62,11 @@ even if they receive comments."""
 
 
 def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | None = None) -> Starlette:
-    """Returns the application.
-
-    Args:
-        page: handles GET /; None for no page.
-    """
+    """Returns the application; `page` handles GET / if it is given."""
 
     async def show_health(request: Request) -> Response:
-        worker = service.worker
+        worker, scheduler = service.worker, service.worker.scheduler
         status = "ok" if worker.is_alive else "unavailable"
-        scheduler = worker.scheduler
         counts = {"running": len(scheduler.rows), "queue": worker.n_queued, "mode": scheduler.mode}
         names = {"model": service.model_name, "drafter": service.drafter_name}
         return JSONResponse({"status": status} | names | counts, 200 if worker.is_alive else 503)
@@ -80,9 +75,8 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         return Response(service.metrics.format_text(), media_type=service.metrics.content_type)
 
     def describe_model(name: str) -> dict[str, Any]:
-        """Returns the fields of both OpenAI and Anthropic."""
         length, when = service.worker.context_length, service.created
-        return {
+        return {  # the fields of both OpenAI and Anthropic
             "id": name, "object": "model", "created": when, "owned_by": "mlx_redrafter",
             "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(when, UTC).isoformat(),
             "context_length": length, "max_model_len": length,
@@ -92,9 +86,8 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         if (name := request.path_params.get("name")) is not None:
             service.check_model(name)
             return JSONResponse(describe_model(name))
-        names = service.names
-        ids = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-        return JSONResponse({"object": "list", "data": [describe_model(name) for name in names]} | ids)
+        ids = {"first_id": service.names[0], "last_id": service.names[-1], "has_more": False}
+        return JSONResponse({"object": "list", "data": [describe_model(name) for name in service.names]} | ids)
 
     routes = [
         Route(path.removeprefix(prefix), partial(answer_request, service, api), methods=["POST"])
@@ -246,9 +239,7 @@ class OriginMiddleware(CORSMiddleware):
 def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set[str]) -> ASGIApp:
     """Returns middleware that checks headers before the body is read, and counts replies.
 
-    Args:
-        open_paths: paths that need no key.
-        known_paths: paths with their own label in the metrics; all others share one.
+    `open_paths` need no key. Paths other than `known_paths` share one label in the metrics.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

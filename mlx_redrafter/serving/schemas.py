@@ -122,7 +122,6 @@ class ChatBody(OpenAIBody):
 
     messages: Objects
     logprobs: bool = False
-    modalities: list[Literal["text"]] = []
     audio: Refused = None
     functions: Refused = None
     tools: ToolList = []
