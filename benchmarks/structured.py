@@ -12,16 +12,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_redrafter import load_demo
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.request import Request
-from mlx_redrafter.serving.worker import Worker
 from mlx_redrafter.trials import check_speedup
 
 from .command import add_json, parse_positive
 from .tables import show_rows
+
+if TYPE_CHECKING:
+    from mlx_redrafter.serving.worker import Worker
 
 
 def make_object(**properties: Any) -> dict[str, Any]:
@@ -81,25 +83,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints a row for each schema; returns exit status 1 if a drafted text differs from the plain one."""
-    from mlx_redrafter.serving.structured_output import GrammarCompiler  # needs llguidance, unlike --help
+    from mlx_redrafter.serving.worker import Worker  # needs llguidance, unlike --help
 
     model, tokenizer, drafter = load_demo()
     engine = Worker(model, tokenizer, None if args.no_drafter else drafter, options=Options(), prompt_cache_bytes=0)
     engine.start()
     try:
-        compiler = GrammarCompiler(tokenizer, engine.vocab_size)
-        rows = [time_schema(engine, tokenizer, compiler, name, args) for name in SCHEMAS]
+        rows = [time_schema(engine, tokenizer, name, args) for name in SCHEMAS]
     finally:
         engine.close(20)
     show_rows(args, rows)
     return 0 if all(row["same text"] for row in rows) else 1
 
 
-def time_schema(engine: Worker, tokenizer: Any, compiler: Any, name: str, args: argparse.Namespace) -> dict[str, Any]:
+def time_schema(engine: Worker, tokenizer: Any, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """The row of a schema."""
     asked = {
         "prompt": tokenizer.encode(PROMPT.format(name)),
-        "grammar": compiler.compile(SCHEMAS[name]),
+        "grammar": engine.grammars.compile(SCHEMAS[name]),
         "max_tokens": args.max_tokens,
         "temp": args.temp,
         "seed": 0,
