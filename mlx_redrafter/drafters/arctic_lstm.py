@@ -91,8 +91,7 @@ class Drafter(Speculator):
 
     def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
         """(..., I) the state s."""
-        features: mx.array = state[0]
-        return features
+        return super().features(hidden, state[0], depth)
 
     @property
     def output_layers(self) -> list[nn.Module]:

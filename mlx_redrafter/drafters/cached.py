@@ -215,8 +215,8 @@ class PairDrafter(Drafter):
     needs_head: bool = False
 
     def project(self, states: mx.array) -> mx.array:
-        """(T, H) features from the target's states (T, X)."""
-        raise NotImplementedError
+        """(T, H) features from the target's states (T, X); by default the states."""
+        return states.astype(self.dtype)
 
     def read_pairs(
         self, features: mx.array, tokens: mx.array, embed: Embed, cache: LayerCache, mask: mx.array | str
@@ -238,7 +238,8 @@ class PairDrafter(Drafter):
         Args:
             head: the target's output matrix; None if `needs_head` is False.
         """
-        raise NotImplementedError
+        assert head is not None
+        return head(features).astype(mx.float32)
 
     def sample_logits(self) -> mx.array:
         """Logits for fixed random pairs, or their features if the target's output matrix is used."""

@@ -205,7 +205,7 @@ class Drafter(PairDrafter):
         return PairSource(self, model, self.args.capture_layers or default)
 
     def project(self, states: mx.array) -> mx.array:
-        states = states.astype(self.dtype)
+        states = super().project(states)
         if self.args.version == 1:
             return states
         if "fc_norm" in self:
@@ -232,7 +232,7 @@ class Drafter(PairDrafter):
 
     def guess(self, features: mx.array, head: Head | None) -> mx.array:
         if head is not None:
-            return head(features).astype(mx.float32)
+            return super().guess(features, head)
         return self.scatter(self.lm_head(features if self.args.norm_output else self.norm(features)))
 
     @property

@@ -140,10 +140,6 @@ class Drafter(Speculator):
         embedding, projection, norm = (each[min(depth, len(each) - 1)] for each in (self.emb, self.proj, self.ln))
         return nn.gelu(norm(projection(state) + self.args.embedding_weight * embedding(tokens)))
 
-    def features(self, hidden: mx.array, state: mx.array, depth: int) -> mx.array:
-        """(..., I) the state itself."""
-        return state
-
     @property
     def output_layers(self) -> list[nn.Module]:
         return list(self.head)

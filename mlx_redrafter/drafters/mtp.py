@@ -33,7 +33,7 @@ from .cached import LayerCache, PairDrafter, PairSource
 from .checkpoint import Checkpoint, Config
 from .config import DrafterArgs as BaseArgs
 from .config import get_object
-from .protocol import Embed, Head
+from .protocol import Embed
 
 MODEL_TYPE = "mtp"
 
@@ -289,9 +289,6 @@ class Drafter(PairDrafter):
             raise RedrafterError("on a CPU MLX computes experts only in float32: convert with --dtype float32, or -q")
         return PairSource(self, model, [self.args.state_name])
 
-    def project(self, states: mx.array) -> mx.array:
-        return states.astype(self.dtype)
-
     def read_pairs(
         self, features: mx.array, tokens: mx.array, embed: Embed, cache: LayerCache, mask: mx.array | str
     ) -> mx.array:
@@ -302,10 +299,6 @@ class Drafter(PairDrafter):
             mask = create_causal_mask(len(tokens), cache.n_rows)
         x = self.layer(x[None], mask, cache)[0]
         return self.norm(x) if self.args.norm_output else x
-
-    def guess(self, features: mx.array, head: Head | None) -> mx.array:
-        assert head is not None
-        return head(features).astype(mx.float32)
 
     def set_dtype(self, dtype: mx.Dtype, *options: Any) -> None:
         """Casts all weights except a router's bias, as it ranks experts by small differences."""

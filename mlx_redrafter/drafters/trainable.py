@@ -66,11 +66,12 @@ class TrainableDrafter(Drafter):
         raise NotImplementedError
 
     def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., X) the input of the output matrix, from the state of `read_token` at this depth.
+        """(..., X) the input of the output matrix, from the state of `read_token` at this depth; by default the state.
 
         The loss calls it only for learned positions.
         """
-        raise NotImplementedError
+        features: mx.array = state
+        return features
 
     def logits(self, hidden: mx.array, state: State, depth: int = 0) -> mx.array:
         """(..., V) float32 logits of the next token, minus infinity for tokens that cannot be guessed."""
