@@ -35,7 +35,7 @@ from .options import AUTO, OnRound, Options, find_default_depth
 from .planning.acceptance import Counts, find_acceptance
 from .planning.costs import CostTable
 from .planning.planner import AutoPlanner, History, choose_row_counts, make_context_planner
-from .planning.store import load_row_classes, load_table, read_counts, save_counts
+from .planning.store import load_row_classes, load_row_counts, load_table, read_counts, save_counts
 
 Cache = kv_cache.Cache | None
 """A prompt cache to decode with; None for a new one of the model's own type."""
@@ -51,6 +51,7 @@ class Findings:
         costs: the cost table measured with trees (True) and without (False).
         histories: of texts that the drafter drafted (True), and of those without it (False).
         row_classes: the classes of row counts that are computed alike, by (KV bits, group size, max_kv_size).
+        row_counts: the class chosen from each of these.
     """
 
     vocab_size: int | None = None
@@ -58,6 +59,7 @@ class Findings:
     costs: dict[bool, CostTable] = field(default_factory=dict)
     histories: dict[bool, History] = field(default_factory=dict)
     row_classes: dict[tuple[int | None, ...], tuple[RowCounts, ...]] = field(default_factory=dict)
+    row_counts: dict[tuple[RowCounts, ...], RowCounts] = field(default_factory=dict)
 
 
 _lock = Lock()
@@ -173,7 +175,15 @@ class Pair:
             return None if trees else classes[0]
         if source is None or len(classes) < 2 or (cache is not None and kv_cache.has_ring(cache)):
             return classes[0]
-        return choose_row_counts(self.costs(trees=trees), find_acceptance(source.drafter), classes)
+        if classes not in self.findings.row_counts:
+            acceptance = find_acceptance(source.drafter)
+            self.findings.row_counts[classes] = load_row_counts(
+                self.model,
+                source.drafter,
+                classes,
+                lambda: choose_row_counts(self.costs(trees=trees), acceptance, classes),
+            )
+        return self.findings.row_counts[classes]
 
     def open_source(self) -> Source | None:
         """A new source of the drafter, which drafts for one text; None without a drafter."""
@@ -305,7 +315,13 @@ class Pair:
             source, grammar: see `open`.
             cache: the prompt cache to decode with; None for a new one of the model's own type.
         """
-        row_counts = self.choose_row_counts(options, cache)
+        try:
+            row_counts = self.choose_row_counts(options, cache)
+        except Exception as error:  # from measuring
+            if options.on_drafter_failure is None:
+                raise
+            options.on_drafter_failure(error)
+            source, row_counts = None, self.find_row_classes(options, cache)[0]
         return self._choose(options, source, cache, grammar, row_counts)._replace(row_counts=row_counts)
 
     def _choose(
@@ -321,7 +337,9 @@ class Pair:
         if shape is None or options.max_tokens == 0:
             return Choice([], Planner(None), ["plan is off"])
         if max_rows == 1:
-            return Choice([], Planner(None), ["nothing drafts: this machine computes no two rows as it computes one"])
+            return Choice(
+                [], Planner(None), ["nothing drafts: no number of rows is known to be computed as one row is (--exact)"]
+            )
         context, note = self._choose_context(options, source, cache, grammar)
         notes += [note] if note else []
 

@@ -8,6 +8,7 @@ So numbers of rows fall into classes. These are found by comparing bits: no list
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,8 @@ from .round import log_softmax
 from .row_attention import replace_attention
 from .target import Forward, KVQuantization, Target
 from .tree import chain
+
+_log = logging.getLogger(__name__)
 
 RowCounts = tuple[int, ...]
 """Numbers of rows, ascending."""
@@ -62,6 +65,7 @@ def find_row_classes(
     if kv_cache.find_unknown_types(target.cache, kv_cache.TRIMMABLE) or not lengths or not attends_to_cache(model):
         return ((1,),)
     can_pad = not kv_cache.find_unknown_types(target.cache, kv_cache.UNBOUNDED) and target.limit is None
+    _log.info("comparing numbers of rows on this machine, once for these models: up to %d forwards", 16 * MOST_ROWS)
     states = {KVQuantization(), (quantization or KVQuantization())._replace(start=0)}
     texts = [_Text(model, state, max_kv_size, length) for state in states for length in lengths]
     left, classes = list(range(1, MOST_ROWS + 1)), list[RowCounts]()
@@ -76,6 +80,16 @@ def find_row_classes(
             left = [count for count in left[1:] if count not in alike]
             bar.update(MOST_ROWS - len(left) - bar.n)
     return tuple(classes) if classes and classes[0][0] == 1 else ((1,),)
+
+
+def parse_row_classes(value: Any) -> tuple[RowCounts, ...]:
+    """Row classes as read from JSON; raises a ValueError or TypeError for anything else."""
+    classes: tuple[RowCounts, ...] = tuple(map(tuple, value))
+    counts = [count for each in classes for count in each]
+    is_ordered = all(each and list(each) == sorted(set(each)) for each in classes)
+    if not is_ordered or counts[:1] != [1] or len(counts) != len({*counts} & {*range(1, MOST_ROWS + 1)}):
+        raise ValueError(f"expected classes of row counts, got {value!r:.100}")
+    return classes
 
 
 def attends_to_cache(model: nn.Module) -> bool:

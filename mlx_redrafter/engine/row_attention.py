@@ -8,6 +8,7 @@ cannot attend alone (of trees, and in drafters) attend in float32 there, for whi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -28,12 +29,18 @@ REPLACED = ((mx.fast, "scaled_dot_product_attention"), (base, "quantized_scaled_
 
 @contextmanager
 def replace_attention(attend: Callable[..., mx.array]) -> Iterator[None]:
-    """Forwards built in this context call `attend` with the original function first, then its arguments."""
+    """Forwards that this thread builds here call `attend` with the original function first, then its arguments."""
+    thread = threading.get_ident()
+
+    def dispatch(original: Callable[..., mx.array], *args: Any, **kwargs: Any) -> mx.array:
+        is_own = threading.get_ident() == thread
+        return attend(original, *args, **kwargs) if is_own else original(*args, **kwargs)
+
     with MODEL_LOCK:
         originals = [getattr(owner, name) for owner, name in REPLACED]
         try:
             for (owner, name), original in zip(REPLACED, originals, strict=True):
-                setattr(owner, name, partial(attend, original))
+                setattr(owner, name, partial(dispatch, original))
             yield
         finally:
             for (owner, name), original in zip(REPLACED, originals, strict=True):

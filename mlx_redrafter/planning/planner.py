@@ -131,7 +131,8 @@ def choose_row_counts(costs: CostTable, table: AcceptanceTable, classes: Sequenc
     """The class of row counts whose chains decode fastest; the first, which needs no padding, unless one is faster.
 
     Args:
-        classes: those without a measured count are left out.
+        classes: those without a measured count are left out, and those with room for a single drafted token, as the
+            costs do not show what the context drafts.
     """
 
     def find_speed(row_counts: RowCounts) -> float:
@@ -140,7 +141,8 @@ def choose_row_counts(costs: CostTable, table: AcceptanceTable, classes: Sequenc
         speedups = (predict(restricted, plan, length, cumulative).speedup for plan, cumulative in found)
         return max(speedups, default=1.0) / restricted.plain_ms(length)
 
-    first, *others = [each for each in classes if not set(each).isdisjoint(costs.counts)]
+    first = classes[0]
+    others = [each for each in classes[1:] if each[-1] > 2 and not set(each).isdisjoint(costs.counts)]
     fastest = max(others, key=find_speed, default=first)
     return fastest if find_speed(fastest) > (1 + HYSTERESIS) * max(find_speed(first), 1 / costs.plain[0]) else first
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from .. import ranks
 from ..atomic_files import write_text
 from ..drafters.checkpoint import list_weights
 from ..drafters.protocol import Drafter
-from ..engine.exactness import RowCounts, find_row_classes
+from ..engine.exactness import RowCounts, find_row_classes, parse_row_classes
 from ..engine.model_parts import find_module_name
 from ..engine.target import KVQuantization
 from ..errors import join_lines, warn
@@ -55,12 +56,29 @@ def load_row_classes(
     bits, group_size, _ = quantization
     described, file = find_file("rows", model, kv_cache=[bits, bits and group_size, max_kv_size])
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
-        return tuple(tuple(map(int, counts)) for counts in ranks.share(read_saved(file))["classes"])
+        return parse_row_classes(ranks.share(read_saved(file))["classes"])
     if not find:
         return ()
     classes = find_row_classes(model, quantization, max_kv_size)
     save(file, {"of": described, "classes": classes})
     return classes
+
+
+def load_row_counts(
+    model: nn.Module, drafter: Drafter, classes: Sequence[RowCounts], choose: Callable[[], RowCounts]
+) -> RowCounts:
+    """The class that was chosen for a model and its drafter: read from disk, or chosen now and saved.
+
+    Costs are measured again at times, and vary; with another class the text could be another.
+    """
+    described, file = find_file("rows", model, classes=classes, drafter_tensors=digest_tensors(drafter))
+    with suppress(TypeError, KeyError):  # none yet, or damaged
+        saved = ranks.share(read_saved(file))["row_counts"]
+        if tuple(saved) in classes:
+            return tuple(saved)
+    row_counts = choose()
+    save(file, {"of": described, "row_counts": row_counts})
+    return row_counts
 
 
 def find_file(folder: str, model: nn.Module, **more: Any) -> tuple[dict[str, Any], Path]:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,8 @@ from toys import ScriptedContext, ids, make_model, make_prompt, run
 
 from mlx_redrafter import pair
 from mlx_redrafter.engine.cuda import THRASHING_CHECK, disable_thrashing_check
-from mlx_redrafter.engine.exactness import MOST_ROWS, find_row_classes, format_row_counts
+from mlx_redrafter.engine.exactness import MOST_ROWS, find_row_classes, format_row_counts, parse_row_classes
+from mlx_redrafter.engine.row_attention import attend_by_row
 from mlx_redrafter.engine.supported_models import CHAINS, TREES
 from mlx_redrafter.engine.target import KVQuantization, Target
 from mlx_redrafter.engine.tree import chain
@@ -137,6 +139,7 @@ def test_the_fastest_class_is_chosen() -> None:
     assert choose_row_counts(costs, good, [(1, 2, 3), (4, 5)]) == (4, 5), "longer drafts"
     assert choose_row_counts(costs, ((0.5,),), [(1, 2, 3), (4, 5)]) == (1, 2, 3), "and the text is mlx-lm's own"
     assert choose_row_counts(costs, good, [(1,), (5, 6)]) == (1,), "not measured"
+    assert choose_row_counts(costs, good, [(1,), (2,), (3, 4)]) == (3, 4), "two rows have no room for the context"
 
 
 def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +149,7 @@ def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> 
     only = Pair(model)
     assert only.choose_row_counts(options) == (1,)
     choice = only.choose(options)
-    assert choice.row_counts == (1,) and not choice.sources and "computes no two rows" in choice.notes[0]
+    assert choice.row_counts == (1,) and not choice.sources and "nothing drafts" in choice.notes[0]
     assert ids(run(model, prompt, exact=True, context=True, max_tokens=8)) == ids(run(model, prompt, max_tokens=8))
 
 
@@ -179,6 +182,47 @@ def test_classes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = [QuantizedKVCache(64, 4) for _ in model.layers]
     assert one.find_row_classes(Options(), cache) == one.find_row_classes(Options(kv_bits=4))
     assert calls == [None, 4]
+
+
+@pytest.mark.parametrize("damaged", [[], [[]], [[2, 3], [4]], [[1], [-3, 2]], [[1, 17]], ["1", "23"], [[1e999]], 5])
+def test_damaged_classes_are_found_again(damaged: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        parse_row_classes(damaged)
+    assert parse_row_classes([[1, 3], [2, 4]]) == ((1, 3), (2, 4))
+
+
+def test_the_chosen_class_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if costs are measured again, as the text could differ with another class."""
+    monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: ((1,), (2, 3, 4), (5, 6)))
+    monkeypatch.setattr(Pair, "costs", lambda *args, **options: None)
+    model, drafter = small_llama(), small_drafter()
+    for expected in ((2, 3, 4), (5, 6)):
+        monkeypatch.setattr("mlx_redrafter.pair.choose_row_counts", lambda *args, found=expected: found)
+        for _ in range(2):
+            assert Pair(model, drafter).choose_row_counts(Options(exact=True)) == (2, 3, 4)
+
+
+def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise OSError("no costs")
+
+    monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: ((1, 2), (3, 4)))
+    monkeypatch.setattr(Pair, "costs", fail)
+    model, failures = small_llama(), list[Exception]()
+    options = {"exact": True, "context": True, "max_tokens": 6}
+    steps = run(model, [1, 2, 3], small_drafter(seed=8), on_drafter_failure=failures.append, **options)
+    assert ids(steps) == ids(run(model, [1, 2, 3], max_tokens=6)) and len(failures) == 1
+    with pytest.raises(OSError, match="no costs"):
+        run(model, [1, 2, 3], small_drafter(seed=8), **options)
+
+
+def test_other_threads_attend_as_before() -> None:
+    """While a padded forward is built, another thread's forward of as many rows is not padded."""
+    model, tokens = small_llama(), mx.array([[5, 9, 7]])
+    expected = model(tokens, cache=make_prompt_cache(model))
+    with attend_by_row(3, 1), ThreadPoolExecutor(1) as other:
+        found = other.submit(lambda: model(tokens, cache=make_prompt_cache(model)).tolist()).result()
+    assert found == expected.tolist()
 
 
 def test_a_chain_within_a_ring_is_computed_as_single_rows() -> None:
