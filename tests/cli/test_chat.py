@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+from codecs import getincrementaldecoder
 from typing import Any
 from unittest.mock import Mock
 
@@ -44,13 +45,13 @@ class Terminal:
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
         self.process = subprocess.Popen(command, **streams, env=environment | {"TERM": "xterm-256color"})
         os.close(slave)
-        self._seen = ""
+        self._seen, self._decoder = "", getincrementaldecoder("utf-8")(errors="replace")
 
     def read_until(self, pattern: str) -> str:
         """Reads up to the end of the first match, with newlines as the program wrote them."""
         while (found := re.search(pattern, self._seen)) is None:
             assert select.select([self.master], [], [], 60)[0], f"waited for {pattern!r} after {self._seen[-500:]!r}"
-            piece = os.read(self.master, 4096).decode(errors="replace")
+            piece = self._decoder.decode(os.read(self.master, 4096))  # which may end within a character
             self._seen = re.sub(BAR, "", self._seen + piece.replace("\r\n", "\n"))
         text, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return text
