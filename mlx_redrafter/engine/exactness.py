@@ -66,7 +66,9 @@ def find_row_classes(
         return ((1,),)
     can_pad = not kv_cache.find_unknown_types(target.cache, kv_cache.UNBOUNDED) and target.limit is None
     _log.info("comparing numbers of rows on this machine, once for these models: up to %d forwards", 16 * MOST_ROWS)
-    states = {KVQuantization(), (quantization or KVQuantization())._replace(start=0)}
+    states = [KVQuantization()]  # in the same order on all ranks
+    if quantization is not None and quantization.bits is not None:
+        states.append(quantization._replace(start=0))
     texts = [_Text(model, state, max_kv_size, length) for state in states for length in lengths]
     left, classes = list(range(1, MOST_ROWS + 1)), list[RowCounts]()
     with tqdm(desc="comparing rows", total=len(left), leave=False, delay=1.0, disable=None, position=0) as bar:
