@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from threading import Lock
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from threading import RLock
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from . import ranks
 from .drafters.context import ContextSource
@@ -37,33 +38,30 @@ from .planning.costs import CostTable
 from .planning.planner import AutoPlanner, History, choose_row_counts, make_context_planner
 from .planning.store import load_row_classes, load_row_counts, load_table, read_counts, save_counts
 
-Cache = kv_cache.Cache | None
-"""A prompt cache to decode with; None for a new one of the model's own type."""
+T = TypeVar("T")
+
+_lock = RLock()
+"""Held while something is found out: two measurements at once would disturb each other."""
 
 
-@dataclass
 class Findings:
-    """What was found out about a target and its drafter; holds neither of them.
+    """What was found out about a target and its drafter: numbers, tables and reasons. Holds neither of the two."""
 
-    Attributes:
-        vocab_size: the model's; None before its first use.
-        chains: for the hidden states that a drafter reads, why the model verifies chains only, or None.
-        costs: the cost table measured with trees (True) and without (False).
-        histories: of texts that the drafter drafted (True), and of those without it (False).
-        row_classes: the classes of row counts that are computed alike, by (KV bits, group size, max_kv_size).
-        row_counts: the class chosen from each of these.
-    """
+    def __init__(self) -> None:
+        self._found: dict[Any, Any] = {}
 
-    vocab_size: int | None = None
-    chains: dict[tuple[StateName, ...], str | None] = field(default_factory=dict)
-    costs: dict[bool, CostTable] = field(default_factory=dict)
-    histories: dict[bool, History] = field(default_factory=dict)
-    row_classes: dict[tuple[int | None, ...], tuple[RowCounts, ...]] = field(default_factory=dict)
-    row_counts: dict[tuple[RowCounts, ...], RowCounts] = field(default_factory=dict)
+    def find(self, what: Any, find: Callable[[], T], *, again: bool = False) -> T:
+        """What an earlier call with the same `what` found, otherwise the result of `find`.
 
-
-_lock = Lock()
-"""Held while costs are measured: two measurements at once would disturb each other."""
+        Args:
+            again: find it anew.
+        """
+        if again or what not in self._found:
+            with _lock:
+                if again or what not in self._found:  # another thread may have found it in the meantime
+                    self._found[what] = find()
+        found: T = self._found[what]
+        return found
 
 
 class Choice(NamedTuple):
@@ -72,14 +70,14 @@ class Choice(NamedTuple):
     Attributes:
         sources: the sources that draft.
         planner: plans the rounds.
-        notes: one line for each source that does not draft, or drafts chains only, with the reason.
+        notes: one line for each source that does not draft, or drafts less than it could, with the reason.
         row_counts: see `Pair.choose_row_counts`.
     """
 
     sources: list[Source]
     planner: Planner
     notes: list[str]
-    row_counts: RowCounts | None = None
+    row_counts: RowCounts | None
 
 
 class Pair:
@@ -89,9 +87,6 @@ class Pair:
         model: from `load` or `mlx_lm.load`; not changed while the pair is in use.
         drafter: from `load_drafter`; None drafts from the context only.
         findings: of an earlier pair of the same two; None finds everything anew.
-
-    Attributes:
-        findings: see `Findings`.
 
     Raises:
         RedrafterError: an argument has the wrong type, or the drafter does not fit the model.
@@ -111,9 +106,7 @@ class Pair:
     @property
     def vocab_size(self) -> int:
         """The model's vocabulary size."""
-        if self.findings.vocab_size is None:
-            self.findings.vocab_size = find_vocab_size(self.model)
-        return self.findings.vocab_size
+        return self.findings.find("vocabulary", lambda: find_vocab_size(self.model))
 
     def costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
         """The cost table: from memory, else from disk, else measured now and written to disk.
@@ -122,68 +115,62 @@ class Pair:
             trees: whether the model can verify trees; whether the drafter can draft them is checked here.
             refresh: measure again.
         """
-        assert self.drafter is not None
-        trees, costs = trees and self.drafter.explain_chains() is None, self.findings.costs
-        with _lock:
-            if refresh or trees not in costs:
-                costs[trees] = load_table(self.model, self.drafter, trees=trees, refresh=refresh)
-            return costs[trees]
+        drafter = self.drafter
+        assert drafter is not None
+        trees = trees and drafter.explain_chains() is None
+        load = partial(load_table, self.model, drafter, trees=trees, refresh=refresh)
+        return self.findings.find(("costs", trees), load, again=refresh)
 
     def history(self, *, drafted: bool) -> History:
         """The statistics of earlier texts, with or without the drafter."""
-        with _lock:
-            if drafted not in self.findings.histories:
-                counts = read_counts(self.model, self.drafter) if drafted and self.drafter is not None else Counts()
-                self.findings.histories[drafted] = History(counts)
-            return self.findings.histories[drafted]
+        drafter = self.drafter if drafted else None
+        counts = partial(read_counts, self.model, drafter) if drafter is not None else Counts
+        return self.findings.find(("history", drafted), lambda: History(counts()))
 
-    def find_row_classes(self, options: Options, cache: Cache = None, *, find: bool = True) -> tuple[RowCounts, ...]:
+    def find_row_classes(
+        self, options: Options, cache: kv_cache.Cache | None = None, *, find: bool = True, refresh: bool = False
+    ) -> tuple[RowCounts, ...]:
         """See `engine.exactness`: from memory, from disk, or found now; none if `find` is false and none are saved.
 
         Args:
-            cache: the prompt cache to decode with.
+            cache: the prompt cache to decode with; None for a new one.
+            refresh: find them again.
         """
         bits, group_size, _ = options.quantization
         for c in kv_cache.leaves(cache or []):
             if isinstance(c, QuantizedKVCache):
                 bits, group_size = c.bits, c.group_size
-        key = (bits, group_size, options.max_kv_size)
-        with _lock:
-            known = self.findings.row_classes.get(key)
-            if known is None or (find and not known):
-                quantization = KVQuantization(bits, group_size)
-                known = load_row_classes(self.model, quantization, options.max_kv_size, find=find)
-                self.findings.row_classes[key] = known
-            return known
+        cache_options = (KVQuantization(bits, group_size), options.max_kv_size)
+        load = partial(load_row_classes, self.model, *cache_options, find=find, refresh=refresh)
+        known = self.findings.find(("rows", *cache_options), load, again=refresh)
+        return known if known or not find else self.findings.find(("rows", *cache_options), load, again=True)
 
-    def choose_row_counts(self, options: Options, cache: Cache = None) -> RowCounts | None:
+    def choose_row_counts(self, options: Options, cache: kv_cache.Cache | None = None) -> RowCounts | None:
         """The row counts of all forwards after the prompt with `exact`, which pads to them; None without.
 
         They depend on the models, the machine and the cache, but not on the plan: the text without drafts is the same.
 
         Args:
-            cache: the prompt cache to decode with; None for a new one of the model's own type.
+            cache: from `find_cache`; None calls it.
         """
         if options.exact is False:
             return None
-        classes, every = self.find_row_classes(options, cache, find=bool(options.exact)), range(1, MOST_ROWS + 1)
-        if options.exact is None and (not classes or classes[0] != tuple(every)):
+        classes = self.find_row_classes(options, cache, find=bool(options.exact))
+        if options.exact is None and (not classes or len(classes[0]) < MOST_ROWS):
             return None
-        source = self.open_source()
-        trees = source is not None and self.explain_chains(cache, source.capture) is None
+        cache, drafter = self.find_cache(options) if cache is None else cache, self.drafter
+        has_ring = kv_cache.has_ring(cache)
+        trees = drafter is not None and self.explain_chains(cache) is None
         if options.exact is None:
-            return None if trees else classes[0]
-        if source is None or len(classes) < 2 or (cache is not None and kv_cache.has_ring(cache)):
+            return None if trees or has_ring else classes[0]
+        if drafter is None or has_ring or len(classes) == 1:
             return classes[0]
-        if classes not in self.findings.row_counts:
-            acceptance = find_acceptance(source.drafter)
-            self.findings.row_counts[classes] = load_row_counts(
-                self.model,
-                source.drafter,
-                classes,
-                lambda: choose_row_counts(self.costs(trees=trees), acceptance, classes),
-            )
-        return self.findings.row_counts[classes]
+
+        def choose() -> RowCounts:
+            return choose_row_counts(self.costs(trees=trees), find_acceptance(drafter), classes)
+
+        load = partial(load_row_counts, self.model, drafter, classes, choose)
+        return self.findings.find(("row counts", classes), load)
 
     def open_source(self) -> Source | None:
         """A new source of the drafter, which drafts for one text; None without a drafter."""
@@ -199,9 +186,9 @@ class Pair:
             chains_only: draft chains for this text even if trees are possible.
             row_counts: see `choose_row_counts`; chains only, too.
         """
-        model, drafter, history = self.model, self.drafter, self.history(drafted=True)
+        model, drafter, history, costs = self.model, self.drafter, self.history(drafted=True), self.costs(trees=trees)
         assert drafter is not None
-        costs, chains_only = self.costs(trees=trees), chains_only or row_counts is not None
+        chains_only = chains_only or row_counts is not None
         costs = costs.chains_only() if chains_only else costs
         return AutoPlanner(
             costs if row_counts is None else costs.restrict_rows(row_counts),
@@ -212,20 +199,25 @@ class Pair:
             on_finish=lambda: save_counts(model, drafter, history.counts),
         )
 
-    def explain_chains(self, cache: Cache = None, states: tuple[StateName, ...] = ()) -> str | None:
+    def explain_chains(self, cache: kv_cache.Cache | None = None, states: tuple[StateName, ...] = ()) -> str | None:
         """Why the model verifies chains only; None if it verifies trees.
 
         Args:
-            cache: the prompt cache to decode with.
+            cache: the prompt cache to decode with; None for the model's own.
             states: the hidden states that the drafter reads; none for drafts from the context.
         """
-        if cache is not None and kv_cache.has_ring(cache):
-            check_verifiable(self.model, cache)
-        if states not in self.findings.chains:
-            self.findings.chains[states] = check_draftable(self.model, tree=True, states=states)
-        return self.findings.chains[states]
+        rings = [(c.max_size, c.keep) for c in kv_cache.leaves(cache or []) if isinstance(c, RotatingKVCache)]
 
-    def fit_plan(self, plan: Plan, cache: Cache = None, states: tuple[StateName, ...] = (AFTER_NORM,)) -> Plan:
+        def explain() -> str | None:
+            if rings:
+                check_verifiable(self.model, cache)
+            return check_draftable(self.model, tree=True, states=states)
+
+        return self.findings.find(("chains", states, *rings), explain)
+
+    def fit_plan(
+        self, plan: Plan, cache: kv_cache.Cache | None = None, states: tuple[StateName, ...] = (AFTER_NORM,)
+    ) -> Plan:
         """The plan, or a chain of the same depth if the model or the drafter cannot use trees; a warning says why."""
         reason = self.explain_chains(cache, states)
         if reason is None and self.drafter is not None:
@@ -235,12 +227,14 @@ class Pair:
         warn(f"drafting chains, not trees, for {find_module_name(self.model)}: {reason}")
         return chain_plan(plan.depth)
 
-    def select_layers(self, cache: Cache) -> Cache:
-        """The target's layers of a prompt cache; mlx-lm's caches may also hold the draft model's."""
+    def find_cache(self, options: Options) -> kv_cache.Cache:
+        """The options' prompt cache, checked, without the layers that mlx-lm keeps for a draft model; or a new one."""
+        model, cache = self.model, options.prompt_cache
         n_others = self.drafter.n_cache_layers if isinstance(self.drafter, Drafter) else 0
-        if cache is None or not n_others or len(cache) != len(make_prompt_cache(self.model)) + n_others:
-            return cache
-        return cache[:-n_others]
+        if cache is not None and n_others and len(cache) == len(make_prompt_cache(model)) + n_others:
+            cache = cache[:-n_others]
+        check_cache(model, cache, options.quantization, options.max_kv_size)
+        return make_cache(model, options.max_kv_size) if cache is None else cache
 
     def open(
         self,
@@ -265,12 +259,9 @@ class Pair:
         """
         tokens = check_prompt(prompt)
         check_tokens(tokens, self.vocab_size)
-        cache = self.select_layers(options.prompt_cache)
-        check_cache(self.model, cache, options.quantization, options.max_kv_size)
+        cache = self.find_cache(options)
         sampler = options.make_sampler(draw_seed() if options.seed is None else options.seed)
         sampler.check(self.vocab_size)
-        is_own = cache is None and options.max_kv_size is None
-        cache = make_cache(self.model, options.max_kv_size) if cache is None else cache
         if options.max_kv_size is not None and (note := explain_rings(self.model, cache, options.max_kv_size)):
             warn(note)
         with on_stream():
@@ -282,7 +273,7 @@ class Pair:
         # A rank that continued without its drafter would decide differently from the others.
         if ranks.count_ranks() > 1:
             options = replace(options, on_drafter_failure=None)
-        sources, planner, _, row_counts = self.choose(options, source, None if is_own else cache, grammar)
+        sources, planner, _, row_counts = self.choose(options, source, cache, grammar)
         with on_stream():
             capture = [name for each in sources for name in each.capture]
             target = Target(self.model, cache, options.quantization, capture=capture, row_counts=row_counts)
@@ -306,92 +297,80 @@ class Pair:
         self,
         options: Options,
         source: Source | None = None,
-        cache: Cache = None,
+        cache: kv_cache.Cache | None = None,
         grammar: Grammar | None = None,
     ) -> Choice:
         """Chooses the sources and the planner of a text, by the options and by what the model supports.
 
         Args:
             source, grammar: see `open`.
-            cache: the prompt cache to decode with; None for a new one of the model's own type.
+            cache: from `find_cache`; None calls it.
         """
+        cache = self.find_cache(options) if cache is None else cache
         try:
-            row_counts = self.choose_row_counts(options, cache)
-        except Exception as error:  # from measuring
+            return self._choose(options, source, cache, grammar)
+        except RedrafterError:
+            raise
+        except Exception as error:  # of the drafter, from measuring
             if options.on_drafter_failure is None:
                 raise
             options.on_drafter_failure(error)
-            source, row_counts = None, self.find_row_classes(options, cache)[0]
-        return self._choose(options, source, cache, grammar, row_counts)._replace(row_counts=row_counts)
+            return Pair(self.model).choose(options, None, cache, grammar)
 
     def _choose(
-        self,
-        options: Options,
-        source: Source | None,
-        cache: Cache,
-        grammar: Grammar | None,
-        row_counts: RowCounts | None,
+        self, options: Options, source: Source | None, cache: kv_cache.Cache, grammar: Grammar | None
     ) -> Choice:
-        model, drafter, shape, notes = self.model, self.drafter, options.shape, list[str]()
+        drafter, row_counts = self.drafter, self.choose_row_counts(options, cache)
         plan, max_rows = options.resolve_plan(drafter), None if row_counts is None else row_counts[-1]
-        if shape is None or options.max_tokens == 0:
-            return Choice([], Planner(None), ["plan is off"])
+        ring = kv_cache.find_ring_size(cache)
+        where = f"the cache's ring of {ring} rows (--max-kv-size or a sliding window)"
+        if options.shape is None or options.max_tokens == 0:
+            return Choice([], Planner(None), ["plan is off"], row_counts)
         if max_rows == 1:
-            return Choice(
-                [], Planner(None), ["nothing drafts: no number of rows is known to be computed as one row is (--exact)"]
-            )
-        context, note = self._choose_context(options, source, cache, grammar)
-        notes += [note] if note else []
+            reason = "nothing drafts: no number of rows is known to be computed as one row is (--exact)"
+            return Choice([], Planner(None), [f"{reason}, or padded in {where}" if ring else reason], row_counts)
+        context, notes = self._choose_context(options, source, cache, grammar)
+        if ring and max_rows:
+            notes.append(f"drafting with --exact ends when {where} is full")
+        if source is None or drafter is None:
+            if not context or (options.context and options.shape != AUTO):
+                return Choice(context, Planner(None, max_rows=max_rows), notes, row_counts)
+            replays, history = bool(kv_cache.find_unknown_types(cache, kv_cache.TRIMMABLE)), self.history(drafted=False)
+            planner = make_context_planner(history, replays=replays, max_rows=max_rows)
+            return Choice(context, planner, notes, row_counts)
 
-        if source is not None and drafter is not None:
-            source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
-            no_trees = self.explain_chains(cache, source.capture)
-            if plan == AUTO and isinstance(drafter, nn.Module):
-                try:
-                    has_processors = bool(options.logits_processors)
-                    planner = self.make_planner(
-                        trees=no_trees is None, chains_only=has_processors, row_counts=row_counts
-                    )
-                except Exception as error:  # from measuring
-                    if options.on_drafter_failure is None:
-                        raise
-                    options.on_drafter_failure(error)
-                else:
-                    if chains := no_trees or drafter.explain_chains():
-                        notes.append(f"chains, not trees: {chains}")
-                    if not planner.plans:
-                        notes.append("the drafter does not draft: by its costs here no plan beats plain decoding")
-                    return Choice([*([source] if planner.plans else []), *context], planner, notes)
-            else:
-                plan = plan if isinstance(plan, Plan) else chain_plan(find_default_depth(drafter))
-                can_merge = bool(context) and not options.logits_processors and no_trees is None and not max_rows
-                plan = self.fit_plan(plan, cache, source.capture)
-                if max_rows and (plan.width > 1 or plan.rows > max_rows):
-                    plan = chain_plan(min(plan.depth, max_rows - 1))
-                    notes.append(f"the plan is cut to 1 x {plan.depth}: at most {max_rows} rows are computed alike")
-                planned = Planner(plan, can_merge=can_merge, max_rows=max_rows)
-                return Choice([source, *context], planned, notes)
-        if context and (shape == AUTO or not options.context):
-            replays = bool(kv_cache.find_unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
-            planner = make_context_planner(self.history(drafted=False), replays=replays, max_rows=max_rows)
-            return Choice(context, planner, notes)
-        return Choice(context, Planner(None, max_rows=max_rows), notes)
+        source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
+        no_trees, has_processors = self.explain_chains(cache, source.capture), bool(options.logits_processors)
+        if plan == AUTO and isinstance(drafter, nn.Module):
+            planner = self.make_planner(trees=no_trees is None, chains_only=has_processors, row_counts=row_counts)
+            if chains := no_trees or drafter.explain_chains():
+                notes.append(f"chains, not trees: {chains}")
+            if not planner.plans:
+                notes.append("the drafter does not draft: by its costs here no plan beats plain decoding")
+            return Choice([*([source] if planner.plans else []), *context], planner, notes, row_counts)
+        plan = plan if isinstance(plan, Plan) else chain_plan(find_default_depth(drafter))
+        plan = self.fit_plan(plan, cache, source.capture)
+        if max_rows and (plan.width > 1 or plan.rows > max_rows):
+            plan = chain_plan(min(plan.depth, max_rows - 1))
+            notes.append(f"the plan is cut to 1 x {plan.depth}: at most {max_rows} rows are computed alike")
+        can_merge = bool(context) and not has_processors and no_trees is None and not max_rows
+        return Choice([source, *context], Planner(plan, can_merge=can_merge, max_rows=max_rows), notes, row_counts)
 
     def _choose_context(
-        self, options: Options, source: Source | None, cache: Cache, grammar: Grammar | None
-    ) -> tuple[list[Source], str | None]:
+        self, options: Options, source: Source | None, cache: kv_cache.Cache, grammar: Grammar | None
+    ) -> tuple[list[Source], list[str]]:
         """(the context's source, or none; why it does not draft)."""
         by_default = options.shape == AUTO or source is None or grammar is not None
         if options.context is False or not (options.context or by_default):
             reason = "a plan is fixed" if options.context is None else "it is off"
-            return [], f"the context does not draft: {reason}"
+            return [], [f"the context does not draft: {reason}"]
         try:
             self.explain_chains(cache)
         except UnsupportedModelError as error:
             if options.context:
                 raise
-            return [], f"the context does not draft: {error}"
-        return [ContextSource() if grammar is None else GrammarSource(grammar)], None
+            return [], [f"the context does not draft: {error}"]
+        return [ContextSource() if grammar is None else GrammarSource(grammar)], []
 
 
 class Generation(Iterator[Round]):

@@ -52,9 +52,14 @@ def find_unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
     return sorted({type(c).__name__ for c in leaves(cache) if type(c) not in known})
 
 
+def find_ring_size(cache: Cache) -> int | None:
+    """The most rows of the smallest `RotatingKVCache`; None if there is none."""
+    return min((c.max_size for c in leaves(cache) if isinstance(c, RotatingKVCache)), default=None)
+
+
 def has_ring(cache: Cache) -> bool:
     """Whether any leaf is a `RotatingKVCache`."""
-    return any(isinstance(c, RotatingKVCache) for c in leaves(cache))
+    return find_ring_size(cache) is not None
 
 
 def has_size(cache: Cache, max_kv_size: int) -> bool:

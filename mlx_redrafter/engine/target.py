@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from .. import ranks
 from ..errors import RedrafterError
@@ -83,11 +83,10 @@ class Target:
         self._row_counts = row_counts
         self.limit = find_exact_length(model)
         if row_counts is not None:  # a ring that is full has its rows in another order after several at once
-            rings = [c.max_size for c in kv_cache.leaves(self.cache) if isinstance(c, RotatingKVCache)]
-            self.limit = min([*rings, *([] if self.limit is None else [self.limit])], default=None)
+            self.limit = min(filter(None, (self.limit, kv_cache.find_ring_size(self.cache))), default=None)
         self._trimmable = not kv_cache.find_unknown_types(self.cache, kv_cache.TRIMMABLE)
         self._has_ring = kv_cache.has_ring(self.cache)
-        self._keeps_first = any(isinstance(c, RotatingKVCache) and c.keep for c in kv_cache.leaves(self.cache))
+        self._keeps_first = kv_cache.keeps_first_rows(self.cache)
         self._feeds_logits = self._trimmable and not any(hasattr(c, "caches") for c in self.cache)
         self._rows = 0  # of the last verify forward, until its path is settled
         self._path: list[int] = []

@@ -50,13 +50,22 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
 
 
 def load_row_classes(
-    model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, *, find: bool = True
+    model: nn.Module,
+    quantization: KVQuantization,
+    max_kv_size: int | None,
+    *,
+    find: bool = True,
+    refresh: bool = False,
 ) -> tuple[RowCounts, ...]:
-    """See `find_row_classes`: read from disk, or found now and saved; none if `find` is false and none are saved."""
+    """See `find_row_classes`: read from disk, or found now and saved; none if `find` is false and none are saved.
+
+    Args:
+        refresh: find them even if they are saved.
+    """
     bits, group_size, _ = quantization
     described, file = find_file("rows", model, kv_cache=[bits, bits and group_size, max_kv_size])
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
-        return parse_row_classes(ranks.share(read_saved(file))["classes"])
+        return parse_row_classes(ranks.share({} if refresh else read_saved(file))["classes"])
     if not find:
         return ()
     classes = find_row_classes(model, quantization, max_kv_size)

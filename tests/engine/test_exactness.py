@@ -161,6 +161,7 @@ def test_exact_is_the_default_where_it_costs_nothing(
     monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: classes)
     assert Pair(small_llama()).choose_row_counts(Options()) == expected
     assert Pair(small_llama(), small_drafter()).choose_row_counts(Options()) is None, "its drafter drafts trees"
+    assert Pair(small_llama()).choose_row_counts(Options(max_kv_size=64)) is None, "drafts would end with a full ring"
     assert Pair(small_llama()).choose_row_counts(Options(exact=False)) is None
 
 
