@@ -39,7 +39,7 @@ def run() -> int:
     """Runs the command with `sys.argv`; returns the exit status."""
     about = "Measure what drafting costs on this machine, and what a drafter gains on a few prompts."
     parser = make_parser("doctor", about, "a random one of the size that training would choose")
-    parser.add_argument("--refresh", action="store_true", help="measure again instead of using saved costs")
+    parser.add_argument("--refresh", action="store_true", help="measure again instead of using what was saved")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     args = parser.parse_args()
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter)
@@ -84,7 +84,7 @@ def diagnose(
         },
         "trial": trial,
         "no_trees": no_trees,
-        "row_classes": pair.find_row_classes(Options()),
+        "row_classes": pair.find_row_classes(Options(), refresh=refresh),
         "costs": costs._asdict(),
         "chains": chains,
         "fastest": max(tried, key=lambda chain: chain["speedup"], default=None),

@@ -71,7 +71,7 @@ def run() -> int:
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     if args.prompt_cache_file is not None and args.context is not False and args.plan != OFF:
-        options["history"] = find_tokens(model, Pair(model, drafter).select_layers(options["prompt_cache"]) or []) or ()
+        options["history"] = find_tokens(model, Pair(model, drafter).find_cache(Options(**options))) or ()
     options["seed"] = draw_seed() if args.seed is None else args.seed
     prompt = ranks.share(make_prompt(args, tokenizer) if ranks.get_rank() == 0 else None)
     stop = [unescape(text) for text in args.stop]
@@ -94,7 +94,7 @@ def run() -> int:
             notes = pair.choose(Options(**options), source).notes
             print("\n".join([NOTHING_DRAFTED][: not decoded.last.drafted] + notes), file=sys.stderr)
         if verdict:
-            print(describe(verdict, decoded.last), file=sys.stderr)
+            print(describe(verdict, decoded.last, may_advise=args.exact is None), file=sys.stderr)
             last, rounds = decoded.last, decoded.last.rounds - decoded.last.plain_steps
             # If context tokens were accepted, the drafter may have had no chance.
             is_useless = last.drafted > last.context_drafted and not last.accepted
@@ -260,8 +260,8 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     }
 
 
-def describe(verdict: dict[str, Any], last: GenerationResponse) -> str:
-    """The result of `compare` in words."""
+def describe(verdict: dict[str, Any], last: GenerationResponse, *, may_advise: bool) -> str:
+    """The result of `compare` in words; `may_advise` names `--exact` where it would tell more."""
     plain, drafted, ratio = verdict["plain_generation_tps"], verdict["generation_tps"], verdict["ratio"]
     why = "busy, not measured: other work slowed plain decoding down" if last.rounds else "too short to measure"
     times = why if ratio is None else f"{ratio:.2f} times"
@@ -271,10 +271,11 @@ def describe(verdict: dict[str, Any], last: GenerationResponse) -> str:
         text += f"token {difference['token']} differs"
         if difference["distance"] is not None:
             text += f": the log-probabilities there are {difference['distance']:.2g} apart"
-        return f"{text}; please report it" if counts else f"{text}; --exact tells a tie within rounding from an error"
+        advice = "; --exact tells a tie within rounding from an error" * may_advise
+        return f"{text}; please report it" if counts else text + advice
     text += f"all {last.generation_tokens} tokens identical"
     if counts is None:
-        return f"{text} here; ties within rounding are possible (see --exact)"
+        return f"{text} here; ties within rounding are possible{' (see --exact)' * may_advise}"
     if counts[0] == 1:
         return f"{text}, exact by construction: {format_row_counts(counts)} rows are computed alike"
     return f"{text}, exact against plain steps padded to {counts[0]} rows"

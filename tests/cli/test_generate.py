@@ -139,6 +139,7 @@ def test_compare_says_how_exact_it_is(
     status, _, err = run("generate", *flags)
     assert status == 0 and f"all 12 tokens identical{',' * bool(counts)} {words}" in err
     assert run_json(run, *flags)["compare"]["row_counts"] == (counts and list(counts))
+    assert ("see --exact" in err) is (counts is None) and "--exact" not in run("generate", *flags, "--no-exact")[2]
 
 
 def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
