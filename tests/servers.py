@@ -25,11 +25,11 @@ from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.serving.app import make_app
 from mlx_redrafter.serving.command import check_args, make_parser
 from mlx_redrafter.serving.completion import Service
+from mlx_redrafter.serving.errors import ApiError
 from mlx_redrafter.serving.metrics import Metrics
 from mlx_redrafter.serving.process import Server, bind, format_url, load_service
 from mlx_redrafter.serving.request import TokenEvent
 from mlx_redrafter.serving.structured_output import GrammarCompiler
-from mlx_redrafter.serving.types import ApiError, Counters
 
 PATIENCE = 60.0
 """Timeout in seconds, generous for busy machines; passing tests never wait that long."""
@@ -175,8 +175,6 @@ class ScriptedRequest:
     n_prefilled: int = 0
     cached_tokens: int = 1
     output: Any = field(default_factory=lambda: SimpleNamespace(stats=Stats(4, 8, 6)))
-    queue_seconds: float | None = None
-    time_to_first_token: float | None = None
     seconds: float = 0.0
     cancelled: bool = False
 
@@ -214,7 +212,7 @@ class ScriptedWorker:
     gate: threading.Event = field(default_factory=threading.Event)
     refusal: Exception | None = None
     requests: list[ScriptedRequest] = field(default_factory=list)
-    counters: Counters = field(default_factory=Counters)
+    metrics: Metrics = field(default_factory=Metrics)
     n_queued, is_alive, vocab_size, context_length = 0, True, 4098, 8192
     scheduler = SimpleNamespace(rows=(), mode="idle", copies_prompts=False, prompt_cache=SimpleNamespace(nbytes=0))
 
@@ -259,6 +257,6 @@ def start_scripted(
 ) -> Iterator[tuple[Running, ScriptedWorker]]:
     """A server over a scripted worker."""
     worker: Any = ScriptedWorker(tokenizer)
-    service = Service(worker, tokenizer, parse_flags(*flags), model_name, "demo", Metrics(worker))
+    service = Service(worker, tokenizer, parse_flags(*flags), model_name, "demo")
     with start_server(service, make) as server:
         yield server, worker

@@ -42,6 +42,24 @@ def running(
         worker.close(20)
 
 
+def count(worker: Worker, name: str, **labels: str) -> int:
+    """A counter of the worker's metrics."""
+    return int(worker.metrics.registry.get_sample_value(f"mlx_redrafter_{name}_total", labels) or 0)
+
+
+def count_tokens(worker: Worker, kind: str) -> int:
+    """Tokens of ended requests: "read" by a forward, or another kind of the metrics."""
+    if kind == "read":
+        return count_tokens(worker, "prompt") - count_tokens(worker, "cached")
+    return count(worker, "tokens", kind=kind)
+
+
+def count_switches(worker: Worker) -> dict[str, int]:
+    """How often rows moved, by the mode that they moved to."""
+    found = {to: count(worker, "mode_switches", to=to) for to in ("batch", "single", "turns")}
+    return {to: number for to, number in found.items() if number}
+
+
 def ask(prompt: list[int], max_tokens: int = 24, **fields: Any) -> Asked:
     return {"prompt": prompt, "max_tokens": max_tokens, **fields}
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from .completion import Answer, Completion, Event, Service
 from .conversation import Message, Tools, describe_tools, join_parts, list_parts, make_call, read_reasoning, read_tools
+from .errors import ApiError
 from .schemas import CountTokensBody, MessagesBody
 from .text_stream import Segment
-from .types import ApiError
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
                503: "overloaded_error"}  # fmt: skip

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -28,10 +29,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..errors import RedrafterError
 from .anthropic_messages import CountTokens, Messages
 from .completion import Answer, Completion, Event, Service, make_prompt
+from .errors import ApiError, GenerationFailed
 from .openai_completions import ChatCompletions, Completions
 from .openai_responses import Responses
 from .schemas import parse_body
-from .types import ApiError, GenerationFailed
 
 APIS: dict[str, type[Completion[Any]]] = {
     "/v1/chat/completions": ChatCompletions,
@@ -72,7 +73,7 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         return JSONResponse({"status": status} | names | counts, 200 if worker.is_alive else 503)
 
     async def show_metrics(request: Request) -> Response:
-        return Response(service.metrics.format_text(), media_type=service.metrics.content_type)
+        return Response(generate_latest(service.worker.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     def describe_model(name: str) -> dict[str, Any]:
         length, when = service.worker.context_length, service.created
@@ -163,7 +164,7 @@ async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
     """Cancels an answer when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    answer.cancel()
+    answer.close()
 
 
 def format_event(data: Event) -> str:
@@ -246,7 +247,7 @@ def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set
         async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 label = scope["path"] if scope["path"] in known_paths else "other"
-                service.metrics.requests.labels(label, str(message["status"])).inc()
+                service.worker.metrics.requests.labels(label, str(message["status"])).inc()
             await send(message)
 
         reply = app

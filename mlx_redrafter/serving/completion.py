@@ -21,13 +21,12 @@ from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..session.chat_template import make_thinking_args, render
 from .conversation import Message, Tool, Tools, arrange, choose_tools, describe_tools, list_variants
-from .metrics import Metrics
+from .errors import ApiError
 from .prefixes import find_prefix_lengths
 from .request import ApiFinishReason, Request, TokenEvent
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
 from .structured_output import Constraint
 from .text_stream import Segment, TextStream
-from .types import ApiError
 from .worker import Worker, check_length
 
 Event = dict[str, Any]
@@ -57,7 +56,6 @@ class Service:
     args: argparse.Namespace
     model_name: str
     drafter_name: str | None
-    metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     prompt_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prompts"))
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -237,7 +235,6 @@ class Answer:
         marks = list(service.tokenizer.tool_call_start_tokens or ())
         if completion.shown_tools and not completion.tools and len(marks) == 1:  # none may be called
             asked["logit_bias"] = {marks[0]: -100.0} | asked.get("logit_bias", {})
-        self._metrics = service.metrics
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
         self.choice = self.n_tokens = self.n_reasoning = 0
@@ -307,13 +304,7 @@ class Answer:
         total = sum((request.output.stats for request in self.requests), Stats())
         return {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
 
-    def cancel(self) -> None:
+    def close(self) -> None:
         """Cancels the requests that still run."""
         for request in self.requests:
             request.cancel()
-
-    def close(self) -> None:
-        """Cancels the requests that still run, and counts all in the metrics. Call it once."""
-        self.cancel()
-        for request in self.requests:
-            self._metrics.count(request)

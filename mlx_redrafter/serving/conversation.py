@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from .errors import ApiError
 from .schemas import log_once
-from .types import ApiError
 
 Message = dict[str, Any]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from .completion import Answer, Completion, Event, Service
 from .conversation import Message, join_name, join_parts, make_call, read_reasoning, read_tools
+from .errors import ApiError
 from .openai_completions import read_input
 from .schemas import ResponsesBody, log_once
 from .text_stream import Segment
-from .types import ApiError
 
 MAX_ITEMS = 1000
 """How many items are kept for `item_reference`."""

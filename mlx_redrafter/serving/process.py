@@ -22,7 +22,6 @@ from ..checkpoints import find_drafter_name, load_pair
 from ..errors import RedrafterError, join_lines
 from .app import make_app
 from .completion import Service
-from .metrics import Metrics
 from .worker import Worker
 
 GRACE_SECONDS = 5
@@ -49,7 +48,7 @@ def load_service(args: argparse.Namespace) -> Service:
     worker = Worker(model, tokenizer, drafter, **flags)
     worker.start()
     drafter_name = None if drafter is None else find_served_name(find_drafter_name(args))
-    return Service(worker, tokenizer, args, find_served_name(args.model), drafter_name, Metrics(worker))
+    return Service(worker, tokenizer, args, find_served_name(args.model), drafter_name)
 
 
 def find_served_name(name: str | None) -> str:

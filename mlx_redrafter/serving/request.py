@@ -85,7 +85,7 @@ class Request:
         cancelled: whether `cancel` was called.
         submitted: the time of submission, by `time.perf_counter`.
         cached_tokens: how many tokens of the prompt were in the prompt cache.
-        queue_seconds, time_to_first_token: seconds from `submitted` to the start and to the first token; None before.
+        time_to_first_token: seconds from `submitted` to the first token; None before.
         seconds: from the first token to the latest one.
     """
 
@@ -122,7 +122,6 @@ class Request:
         self.error: Exception | None = None
         self.cancelled = False
         self.submitted = time.perf_counter()
-        self.queue_seconds: float | None = None
         self.time_to_first_token: float | None = None
         self.seconds = 0.0
         self._loop, self._items = loop, asyncio.Queue[Item]()

@@ -26,8 +26,9 @@ from ..engine.grammar import mask_root
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
 from ..pair import Generation, Pair
+from .errors import SchemaNotFollowed
+from .metrics import Metrics
 from .request import Request
-from .types import Counters, SchemaNotFollowed
 
 PIECE = 512
 """Prompt tokens in one forward while other rows wait for their next token."""
@@ -48,8 +49,8 @@ class Loops:
     After an exception of the drafter a row continues without it for good.
     """
 
-    def __init__(self, pair: Pair, counters: Counters) -> None:
-        self._pair, self._counters = pair, counters
+    def __init__(self, pair: Pair, metrics: Metrics) -> None:
+        self._pair, self._metrics = pair, metrics
         self._loops: dict[Request, Generation] = {}
 
     @property
@@ -84,7 +85,7 @@ class Loops:
 
     def _drop_drafter(self, row: Request, error: Exception) -> None:
         row.source = None
-        self._counters.drafter_failures += 1
+        self._metrics.drafter_failures.inc()
         logging.error("The drafter failed; the request continues without it", exc_info=error)
 
     def step(self, row: Request) -> Round:

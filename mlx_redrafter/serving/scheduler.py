@@ -25,11 +25,12 @@ from ..generate import decode_tokens
 from ..options import Options
 from ..pair import Pair
 from .batchable import count_prefill_rows
+from .errors import SchemaNotFollowed
+from .metrics import Metrics
 from .pace import Pace
 from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix
 from .request import Request
 from .rows import Batch, Loops
-from .types import Counters, SchemaNotFollowed
 
 STEPS_BEFORE_LEAVING = 16
 """Tokens that the only row of a batch makes before it leaves the batch, as the next request may come soon."""
@@ -42,7 +43,7 @@ class Scheduler:
         pair: the target and its drafter.
         options, size: the worker's `options` and `decode_concurrency`.
         prompt_cache: the caches of earlier rows, and of prompts that rows share.
-        counters: updated by every step.
+        metrics: updated by every step.
         on_end: called once for each row that ends, after its last tokens, with the row and the reason: "stop",
             "length", "cancelled", or an error.
 
@@ -58,18 +59,18 @@ class Scheduler:
         options: Options,
         size: int,
         prompt_cache: PromptCache,
-        counters: Counters,
+        metrics: Metrics,
         on_end: Callable[[Request, str | Exception], None],
     ) -> None:
         self._pair, self._options, self._size, model = pair, options, size, pair.model
-        self._counters, self._on_end, self.rows = counters, on_end, dict[Request, None]()
+        self._metrics, self._on_end, self.rows = metrics, on_end, dict[Request, None]()
         self.prompt_cache = prompt_cache
         fresh = make_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.find_unknown_types(fresh, kv_cache.UNBOUNDED)  # can be cut after any token
         can_copy = not (self._can_fork or kv_cache.keeps_first_rows(fresh))
         self.copies_prompts = can_copy and prompt_cache.max_bytes > 0
         self._prefill_rows = count_prefill_rows(model, options)
-        self._loops = Loops(pair, counters)
+        self._loops = Loops(pair, metrics)
         self._batch = Batch(model, size, max(1, self._prefill_rows), options.prefill_step_size)
         self._alone_steps, self._pace = 0, Pace()
 
@@ -155,7 +156,7 @@ class Scheduler:
         if started and self._should_batch:
             self._hand_to_batch()
         for row in started:
-            row.queue_seconds = time.perf_counter() - row.submitted
+            self._metrics.queued.observe(time.perf_counter() - row.submitted)
             with self._catch_errors(row):
                 row.source = self._pair.open_source() if row.draft else None
                 row.grammar = None if row.make_grammar is None else row.make_grammar()
@@ -182,7 +183,7 @@ class Scheduler:
             if row in self._loops.rows:
                 with self._catch_errors(row):
                     self._batch.add(row, self._loops.remove([row])[row])
-                    self._counters.mode_switches["batch"] += 1
+                    self._metrics.mode_switches.labels("batch").inc()
 
     def _step_loops(self) -> None:
         """Decodes a round of every row in a loop. Several rows move into the batch if that is faster."""
@@ -200,7 +201,7 @@ class Scheduler:
         with self._catch_errors(row):
             made = self._loops.step(row)
             if made.tokens:
-                self._counters.rounds += 1
+                self._metrics.rounds.inc()
                 self._end(self._send_tokens([(row, made)]))
             elif row.n_prefilled in row.copy_lengths:
                 self._store_prompt(row)
@@ -211,7 +212,7 @@ class Scheduler:
         seconds, stepped = time.perf_counter() - began, [row for row, _ in made]
         for row in to_copy:
             self._store_prompt(row)
-        self._counters.batch_steps += len(made) > 0
+        self._metrics.batch_steps.inc(len(made) > 0)
         self._end(self._send_tokens(made))
         if not stepped or set(stepped) != set(self._batch.rows):
             self._alone_steps = 0
@@ -229,7 +230,7 @@ class Scheduler:
                         raise row.error
                     ended = self._send_tokens([(row, following)])
                     self._loops.add(row, start)
-                    self._counters.mode_switches["single" if len(stepped) == 1 else "turns"] += 1
+                    self._metrics.mode_switches.labels("single" if len(stepped) == 1 else "turns").inc()
                     self._end(ended)
 
     def _send_tokens(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..json_objects import parse_object
 from ..options import OPTION_NAMES
+from .errors import ApiError
 from .request import PENALTIES
-from .types import ApiError
 
 DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model of the command line; also accepted for its drafter."""

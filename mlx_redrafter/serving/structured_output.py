@@ -15,8 +15,8 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from ..errors import join_lines
+from .errors import ApiError, SchemaNotFollowed
 from .schemas import log_once
-from .types import ApiError, SchemaNotFollowed
 
 Constraint = dict[str, Any] | list[dict[str, Any]]
 """What an answer must follow: a JSON schema, or functions of which it calls one."""

@@ -34,11 +34,12 @@ from ..errors import join_lines
 from ..options import Options
 from ..pair import Pair
 from .cache_folder import CacheFolder
+from .errors import ApiError, GenerationFailed
+from .metrics import Metrics
 from .prompt_cache import PromptCache, find_default_bytes
 from .request import Request
 from .scheduler import Scheduler
 from .structured_output import GrammarCompiler
-from .types import ApiError, Counters, GenerationFailed, ServerClosing
 
 CLOSING_MESSAGE = "the server is shutting down"
 
@@ -77,7 +78,7 @@ class Worker:
 
     Attributes:
         context_length: None for no limit, also if a cache of `max_kv_size` drops old rows.
-        counters: totals since the start, which the scheduler also updates.
+        metrics: totals since the start, which the scheduler also updates.
         scheduler: holds the running requests.
         vocab_size: the model's.
         grammars: compiles the requests' grammars; other ranks compile them, too.
@@ -108,11 +109,14 @@ class Worker:
         self.context_length = from_config if context_length is None else context_length
         check_cache(model, None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them
-        self.counters = Counters()
+        self.metrics = Metrics()
         folder = None if prompt_cache_dir is None else CacheFolder(prompt_cache_dir, model, options)
         most = find_default_bytes() if prompt_cache_bytes is None else prompt_cache_bytes
         cache = PromptCache(min(ranks.gather(most)), folder)
-        self.scheduler = Scheduler(self._pair, options, decode_concurrency, cache, self.counters, self._end)
+        self.scheduler = Scheduler(self._pair, options, decode_concurrency, cache, self.metrics, self._end)
+        self.metrics.add_gauge("queue_length", "Waiting requests", lambda: len(self._queue))
+        self.metrics.add_gauge("running", "Running requests", lambda: len(self.scheduler.rows))
+        self.metrics.add_gauge("prompt_cache_bytes", "Size of the prompt cache", lambda: cache.nbytes)
         self._condition = threading.Condition()  # guards the queue and `_closing`
         self._queue: deque[Request] = deque()
         self._closing = self._aborting = False
@@ -141,11 +145,11 @@ class Worker:
     def close(self, timeout: float) -> None:
         """Refuses waiting requests and finishes running ones, for at most `timeout` seconds. Blocks.
 
-        Requests that are refused or cut off raise `ServerClosing`.
+        Requests that are refused or cut off fail with status 503.
         """
         with self._condition:
             self._closing = True
-            self._drop_waiting(ServerClosing(CLOSING_MESSAGE))
+            self._drop_waiting(GenerationFailed(CLOSING_MESSAGE, 503))
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -168,7 +172,7 @@ class Worker:
         request = self._make_request(asyncio.get_running_loop(), prompt, **asked)
         with self._condition:
             if self._closing or not self._thread.is_alive():
-                raise ServerClosing(CLOSING_MESSAGE)
+                raise GenerationFailed(CLOSING_MESSAGE, 503)
             self._queue.append(request)
             self._condition.notify()
         return request
@@ -198,12 +202,7 @@ class Worker:
 
     def _end(self, request: Request, reason: str | Exception) -> None:
         """Counts a request that has ended, and notifies its client."""
-        counters = self.counters
-        counters.finished[reason if isinstance(reason, str) else "failed"] += 1
-        counters.cached_tokens += request.cached_tokens
-        counters.generated_tokens += len(request.output.tokens)
-        counters.decoding += request.output.stats
-        counters.prompt_tokens += request.n_prefilled - request.cached_tokens
+        self.metrics.count(request, reason if isinstance(reason, str) else "failed")
         error = None if isinstance(reason, str) else reason
         if error is not None and not isinstance(error, GenerationFailed):
             error = GenerationFailed(join_lines(error))
@@ -257,7 +256,7 @@ class Worker:
             self._drop_waiting()
             ended: dict[Request, str | Exception] = {row: "cancelled" for row in self.scheduler.rows if row.cancelled}
             if self._aborting:
-                ended = dict.fromkeys(self.scheduler.rows, ServerClosing(CLOSING_MESSAGE))
+                ended = dict.fromkeys(self.scheduler.rows, GenerationFailed(CLOSING_MESSAGE, 503))
             started = self.scheduler.choose(self._queue, ended)
             for row in started:
                 self._queue.remove(row)

@@ -13,7 +13,7 @@ from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
 from servers import until
 from toys import make_model, make_prompt
-from workers import FAMILIES, SHARING, ask, collect, generate, plain, running, tokens_of
+from workers import FAMILIES, SHARING, ask, collect, count_tokens, generate, plain, running, tokens_of
 
 from mlx_redrafter import RedrafterError
 from mlx_redrafter.atomic_files import replace_file
@@ -36,7 +36,7 @@ def answer(model: Any, folder: Path, prompt: list[int], **more: Any) -> int:
     with running(model, prompt_cache_dir=folder, options=options, **more) as server:
         (events,) = generate(server, request)
         assert tokens_of(events) == plain(request, model, **options)
-        return server.counters.cached_tokens
+        return count_tokens(server, "cached")
 
 
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
@@ -45,9 +45,9 @@ def test_a_conversation_is_found_after_a_restart(kind: str, options: dict[str, A
     folder = tmp_path / "caches"
 
     def follow(server: Worker, turn: int) -> tuple[list[int], int]:
-        before = server.counters.cached_tokens
+        before = count_tokens(server, "cached")
         (events,) = generate(server, ask([*PROMPT, *turn * [1, 2, 3]], 8))
-        return tokens_of(events), server.counters.cached_tokens - before
+        return tokens_of(events), count_tokens(server, "cached") - before
 
     with running(model, options=options) as server:
         expected = [follow(server, turn) for turn in range(3)]

@@ -24,12 +24,13 @@ from servers import (
     start_scripted,
     until,
 )
+from workers import count
 
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving import app
 from mlx_redrafter.serving.command import make_parser
+from mlx_redrafter.serving.errors import GenerationFailed
 from mlx_redrafter.serving.process import Server
-from mlx_redrafter.serving.types import GenerationFailed, ServerClosing
 
 Scripted = tuple[Running, ScriptedWorker]
 KEY = "correct-horse"
@@ -179,23 +180,22 @@ def test_most_of_a_prompt_far_too_long_is_not_encoded(
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool) -> None:
     engine = demo.service.worker
-    cancelled = engine.counters.finished["cancelled"]
+    cancelled = count(engine, "generations", end="cancelled")
     fields = {"max_tokens": 1900, "logit_bias": {"0": -100}, "stream": stream, "draft_model": None}
     with send_request(demo, TEXT, **fields) as connection:
         until(lambda: len(engine.scheduler.rows) == 1)
         assert not stream or connection.recv(15) == b"HTTP/1.1 200 OK"
-    until(lambda: len(engine.scheduler.rows) == 0 and engine.counters.finished["cancelled"] == cancelled + 1)
+    until(lambda: len(engine.scheduler.rows) == 0 and count(engine, "generations", end="cancelled") == cancelled + 1)
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("error", [GenerationFailed("no memory"), ServerClosing("the server ends")])
-def test_engine_failures_are_reported(scripted: Scripted, path: str, error: Exception) -> None:
+@pytest.mark.parametrize("error", [GenerationFailed("no memory"), GenerationFailed("the server ends", 503)])
+def test_engine_failures_are_reported(scripted: Scripted, path: str, error: GenerationFailed) -> None:
     server, engine = scripted
     body = BODIES[path]
     engine.texts = [["</think>", "one ", error]]
-    status = 503 if isinstance(error, ServerClosing) else 500
     reply = ask(server, path, body)
-    assert (reply.status, reply.error) == (status, str(error))
+    assert (reply.status, reply.error) == (error.status, str(error))
     last = events_of(ask(server, path, body | {"stream": True}))[-1]
     if path == "/v1/responses":
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")

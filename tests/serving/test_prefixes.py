@@ -14,7 +14,6 @@ from sessions import chat_tokenizer as letter_tokenizer
 
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.completion import Service
-from mlx_redrafter.serving.metrics import Metrics
 from mlx_redrafter.serving.prefixes import count_shared, find_prefix_lengths
 from mlx_redrafter.serving.worker import Worker
 from mlx_redrafter.session.chat_template import render
@@ -111,7 +110,7 @@ def serving(**settings: Any) -> Iterator[Running]:
     )
     worker = Worker(make_family("qwen3_5"), tokenizer, options=Options(), context_length=4096, **settings)
     worker.start()
-    with start_server(Service(worker, tokenizer, parse_flags(), "hybrid", None, Metrics(worker))) as server:
+    with start_server(Service(worker, tokenizer, parse_flags(), "hybrid", None)) as server:
         yield server
 
 

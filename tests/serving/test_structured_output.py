@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from mlx_redrafter.serving.errors import ApiError
 from mlx_redrafter.serving.schemas import log_once
 from mlx_redrafter.serving.structured_output import GrammarCompiler, SchemaGrammar
-from mlx_redrafter.serving.types import ApiError
 
 PERSON = {
     "type": "object",

@@ -1,0 +1,37 @@
+"""Errors of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import RedrafterError
+
+
+class ApiError(RedrafterError):
+    """A request was refused or failed.
+
+    Args:
+        status: HTTP status; None takes the default of the class.
+        code: the error code for programs; None takes the default of the status.
+        headers: headers of the reply.
+    """
+
+    status = 400
+
+    def __init__(
+        self, message: str, status: int | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.headers = status or self.status, code, headers
+
+
+class GenerationFailed(ApiError):
+    """Generation ended with an error of the server."""
+
+    status = 500
+
+
+class SchemaNotFollowed(GenerationFailed):
+    """During generation a schema proved too complex for llguidance."""
+
+    status = 400
