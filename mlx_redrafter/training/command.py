@@ -6,18 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NoReturn
 
-from ..errors import RedrafterError
+from ..errors import Parser
 from .settings import TrainingArgs
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that raises usage errors as RedrafterError."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises a RedrafterError."""
-        raise RedrafterError(message)
 
 
 def make_parser() -> Parser:

@@ -48,9 +48,6 @@ class TrainingArgs:
             value, least = getattr(self, each.name), each.metadata["least"]
             if least is not None and value is not None and not value >= least:
                 raise RedrafterError(f"{each.name} must be at least {least}, got {value}")
-            choices = each.metadata["flag"].get("choices")
-            if choices and value not in (*choices, each.default):
-                raise RedrafterError(f"{each.name} must be one of {', '.join(choices)}, got {value!r}")
 
     def check_run(self) -> None:
         """Checks that the settings are consistent, before anything is loaded."""

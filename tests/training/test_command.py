@@ -30,8 +30,6 @@ def test_every_setting_is_a_flag() -> None:
         (("--draft-vocab-size", "64"), "--draft-vocab-size needs --exit-dim"),
         (("--drafter-type", "medusa", "--exit-dim", "64"), "--exit-dim cannot be used with --drafter-type medusa"),
         (("--num-draft-layers", "2"), "--num-draft-layers needs --exit-dim"),
-        (("--drafter-type", "hydra"), "argument --drafter-type: invalid choice: 'hydra'"),
-        (("--minutes", "many"), "argument --minutes: invalid float value: 'many'"),
         (("--minutes", "0"), "minutes must be at least 0.01, got 0.0"),
         (("--exit-dim", "0"), "exit_dim must be at least 1, got 0"),
         (("--temp", "nan"), "temp must be at least 0, got nan"),
