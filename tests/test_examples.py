@@ -117,7 +117,7 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     drafter.train(model, texts, args, settings, 2, tmp_path)
     drafter.describe(model, tokens, tmp_path, depth=3)
     found: Any = load_drafter(tmp_path, model).args
-    assert found.draft_depth in (1, 2, 3) and len(found.acceptance) == 3 and found.draft_vocab_size == 12
+    assert len(found.acceptance) == 3 and found.draft_vocab_size == 12
     prompts = report.choose_prompts(load_demo()[1], 5)
     assert len(prompts) == 5 and all("def " in text.splitlines()[0] for text in prompts.values())
 

@@ -15,9 +15,8 @@ from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.model_parts import find_parts
-from mlx_redrafter.pair import Pair
 from mlx_redrafter.training.data import Text, find_most_frequent, make_batches
-from mlx_redrafter.training.evaluation import find_best_depth, measure_guesses
+from mlx_redrafter.training.evaluation import measure_guesses
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import initialize_drafter
@@ -94,7 +93,7 @@ def train(
 
 
 def describe(model: nn.Module, held_out: np.ndarray, directory: Path, depth: int = 5) -> None:
-    """Writes into the config of the drafter in `directory` how good it is, and how deep it drafts best.
+    """Writes into the config of the drafter in `directory` how good it is.
 
     Args:
         held_out: a stream of ids that nobody has learned; the target writes behind pieces of it.
@@ -106,6 +105,5 @@ def describe(model: nn.Module, held_out: np.ndarray, directory: Path, depth: int
     read = add_hidden_states(model, texts)
     acceptance = measure_guesses(find_parts(model).embedding, drafter, read, settings)[1]
     rounded = [[round(share, 4) for share in row] for row in acceptance]
-    best = find_best_depth(Pair(model, drafter), read, settings)
-    drafter.args = replace(drafter.args, draft_depth=best, acceptance=rounded)
+    drafter.args = replace(drafter.args, acceptance=rounded)
     save_drafter(directory, drafter, dtype=mx.float16)

@@ -6,18 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 
 from ..atomic_files import expand_path
 from ..errors import RedrafterError, join_lines
-from .targets import Batch
-
-PAD_TO, PAD_POSITIONS_TO = 32, 128
-"""Texts in a batch are padded to a multiple of the first plus 1, learned positions to a multiple of the second, so that
-few shapes occur."""
-
 
 GIVEN = "given"
 """The kind of texts, and of answers to prompts, that a user gives."""
@@ -70,52 +63,24 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
         raise RedrafterError(f"cannot read the data {data}: {reason}") from error
 
 
-def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[[int], Batch]:
-    """Returns a function from iteration to a batch of texts of similar length; each epoch has another order.
+def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[[int], list[Text]]:
+    """Returns a function from iteration to texts of similar length; each epoch has another order.
 
     The batch depends only on the iteration, so that a resumed run sees the same batches.
     """
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
     count = len(texts) // batch_size
 
-    def batch(iteration: int) -> Batch:
+    def batch(iteration: int) -> list[Text]:
         epoch, at = divmod(iteration, count)
         rng = np.random.default_rng((seed, epoch))
         # Each epoch skips other texts to get whole batches.
         skipped = set(rng.choice(len(texts), len(texts) - count * batch_size, replace=False).tolist())
         order = [i for place, i in enumerate(by_length) if place not in skipped]
         start = int(rng.permutation(count)[at]) * batch_size
-        return collate([texts[i] for i in order[start : start + batch_size]])
+        return [texts[i] for i in order[start : start + batch_size]]
 
     return batch
-
-
-def collate(texts: Sequence[Text]) -> Batch:
-    """Makes a batch of texts that the target has read, padded at the end."""
-
-    def pad(size: int, multiple: int) -> int:
-        return multiple * max(1, -(-size // multiple))
-
-    width = 1 + pad(max(len(text.ids) for text in texts) - 1, PAD_TO)
-    ids = np.zeros((len(texts), width), np.int32)
-    read = [text.states for text in texts if text.states is not None]
-    hidden = np.zeros((len(texts), width - 1, read[0]["hidden"].shape[-1]), np.float16)
-    positions: list[int] = []
-    for row, (text, states) in enumerate(zip(texts, read, strict=True)):
-        ids[row, : len(text.ids)] = text.ids
-        hidden[row, : len(states)] = states["hidden"]
-        positions += range(row * (width - 1) + text.first_learned, row * (width - 1) + len(text.ids) - 1)
-    size = pad(len(positions), PAD_POSITIONS_TO)
-    padded = np.full(size, -1, np.int32)
-    padded[: len(positions)] = positions
-
-    def find_learned(name: str) -> np.ndarray:
-        """(N, M) a field of the states at the learned positions, in their order; repeated where padded."""
-        parts = [states[name][text.first_learned :] for text, states in zip(texts, read, strict=True)]
-        return np.resize(np.concatenate(parts), (size, parts[0].shape[1]))
-
-    likeliest, probs = mx.array(find_learned("ids")), mx.array(find_learned("probs"))
-    return Batch(mx.array(ids), mx.array(padded), mx.array(hidden), likeliest, probs)
 
 
 def find_most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:

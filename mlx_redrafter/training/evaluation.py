@@ -12,17 +12,14 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_checks import check_draftable
-from ..engine.model_parts import find_parts
-from ..engine.plan import chain_plan
 from ..engine.stats import Stats
 from ..options import Options
 from ..pair import Pair
 from ..trials import PromptRuns, check_speedup, decode_prompts, join_runs
-from .data import Text, collate
+from .data import Text
 from .loss import draft_loss
 from .settings import TrainingArgs
-from .targets import compute_targets
+from .targets import make_targets
 
 N_RANKS = 8  # ranks of guesses whose acceptance is recorded; wider beams gain little
 PROMPT_TOKENS = 64  # length of the prompt taken from a text without a masked prompt
@@ -42,58 +39,35 @@ def measure_guesses(
     hits, tried = np.zeros((args.draft_depth, N_RANKS)), np.zeros((args.draft_depth, 1))
     by_length = sorted(texts, key=lambda text: len(text.ids))
     for start in range(0, len(by_length), args.batch_size):
-        batch = collate(by_length[start : start + args.batch_size])
-        targets = compute_targets(embedding, batch, drafter.get("draft_ids"))
+        targets = make_targets(embedding, by_length[start : start + args.batch_size], drafter.get("draft_ids"))
         found = draft_loss(drafter, targets, args.draft_depth, [1.0] * args.draft_depth)
-        ranks, size = np.array(found.ranks), int((np.array(batch.positions) >= 0).sum())
+        ranks, size = np.array(found.ranks), int((np.array(targets.positions) >= 0).sum())
         loss, positions = loss + size * float(np.array(found.loss)), positions + size
         hits += (ranks[:, :, None] == np.arange(N_RANKS)).sum(axis=1)
         tried += (ranks >= 0).sum(axis=1, keepdims=True)
     return loss / max(positions, 1), (hits / np.maximum(tried, 1)).tolist()
 
 
-def find_accepted(embedding: nn.Module, drafter: TrainableDrafter, text: Text, args: TrainingArgs) -> np.ndarray:
-    """(L,) the number of guesses of a chain that would be accepted after each token, without decoding.
+def count_rounds(embedding: nn.Module, drafter: TrainableDrafter, text: Text, args: TrainingArgs) -> Stats:
+    """The statistics of generating a text's answer with chains of the drafter, without decoding.
 
-    All positions are computed at once: guesses after a wrong one do not count, so each may be made after a correct
-    prefix.
+    All guesses are made at once: those after a wrong one do not count, so each may be made after a correct prefix.
 
     Args:
         args: `draft_depth` is the length of chains. With `data`, texts that the target did not generate, the right
             guess is the target's likeliest token; otherwise it is the text's own token.
     """
-    batch, depth = collate([text]), args.draft_depth
-    targets = compute_targets(embedding, batch, drafter.get("draft_ids"), of_text=not args.data)
+    depth, size = args.draft_depth, len(text.ids)
+    targets = make_targets(embedding, [text], drafter.get("draft_ids"), of_text=not args.data)
     ranks = np.array(draft_loss(drafter, targets, depth, [1.0] * depth).ranks)
-    positions = np.array(batch.positions)
-    right = np.zeros((depth, len(text.ids) + depth), bool)
-    right[:, positions[positions >= 0]] = ranks[:, positions >= 0] == 0
-    # The guess of depth k in a draft after column c is at column c + k + 1.
-    accepted = np.cumprod([right[k, k + 1 : k + 1 + len(text.ids)] for k in range(depth)], axis=0).sum(axis=0)
-    return accepted  # after c: the token at c + 1 is the draft's root
-
-
-def count_rounds(text: Text, accepted: np.ndarray) -> int:
-    """The number of rounds to generate an answer after its first token, if whole drafts are verified.
-
-    Args:
-        accepted: from `find_accepted`.
-    """
+    columns, right = np.array(targets.columns), np.zeros((depth, size + depth), bool)
+    right[:, columns[columns >= 0]] = ranks[:, columns >= 0] == 0
+    # After the token at c the draft's root is at c + 1, and the guess of depth k at c + k + 1.
+    accepted = np.cumprod([right[k, k + 1 : k + 1 + size] for k in range(depth)], axis=0).sum(axis=0)
     rounds, at = 0, max(text.offset, 1)
-    while at < len(text.ids) - 1:
+    while at < size - 1:
         rounds, at = rounds + 1, at + 1 + int(accepted[at - 1])
-    return rounds
-
-
-def count_texts(
-    embedding: nn.Module, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
-) -> list[Stats]:
-    """For each text, the statistics of generating its answer with chains of the drafter."""
-    each = []
-    for text in texts:
-        rounds = count_rounds(text, find_accepted(embedding, drafter, text, args))
-        each.append(Stats(rounds=rounds, accepted=len(text.ids) - max(text.offset, 1) - 1 - rounds))
-    return each
+    return Stats(rounds=rounds, accepted=size - 1 - max(text.offset, 1) - rounds)
 
 
 def make_prompts(texts: Sequence[Text], most: int) -> list[tuple[str, list[int]]]:
@@ -157,20 +131,6 @@ def compare_speed(
         ratio = check_speedup(drafted.tokens_per_second / (plain.tokens_per_second or math.inf), tokens)
         results.append(SpeedResult(kind, len(runs[kind]), tokens, ratio, drafted.texts == plain.texts))
     return results
-
-
-def find_best_depth(pair: Pair, texts: Sequence[Text], args: TrainingArgs) -> int:
-    """The depth of the chains that are fastest, by the times of rounds, and tokens per round counted on texts."""
-    drafter, embedding = pair.drafter, find_parts(pair.model).embedding
-    assert isinstance(drafter, TrainableDrafter)
-    costs = pair.costs(trees=check_draftable(pair.model, tree=True) is None)
-
-    def find_speed(depth: int) -> float:
-        """Tokens per millisecond."""
-        stats = sum(count_texts(embedding, drafter, texts, replace(args, draft_depth=depth)), Stats())
-        return stats.tokens_per_round / costs.round_ms(chain_plan(depth), costs.contexts[0])
-
-    return max(range(1, args.draft_depth + 1), key=find_speed)
 
 
 def format_results(results: Sequence[SpeedResult]) -> str:

@@ -23,6 +23,9 @@ from ..engine.beam_search import State
 
 LOGITS_IN_MEMORY = 1 << 24  # 64 MB in float32; a few arrays of this size exist at once
 
+REGRESSION_WEIGHT = 3.0
+"""The weight of the distance between features and the target's next hidden states."""
+
 
 class TrainingTargets(NamedTuple):
     """The frozen target's outputs for B texts of T tokens, and the N positions to learn.
@@ -35,9 +38,8 @@ class TrainingTargets(NamedTuple):
         columns: (N,) int32 indices of the positions in their texts; -1 for padding.
         choices: (N,) int32, the row of the drafter's head for the target's next token; -1 for a token that the drafter
             cannot guess.
-        probs: probabilities of the next token: (N, V) for all rows of the head, or (N, M) for the rows `ids`. They need
-            not sum to 1.
-        ids: (N, M) int32 rows of the head; None if `probs` has all rows.
+        probs: (N, M) probabilities of some next tokens. They need not sum to 1.
+        ids: (N, M) int32, their rows of the head.
     """
 
     tokens: mx.array
@@ -47,7 +49,7 @@ class TrainingTargets(NamedTuple):
     columns: mx.array
     choices: mx.array
     probs: mx.array
-    ids: mx.array | None = None
+    ids: mx.array
 
 
 class DraftLoss(NamedTuple):
@@ -75,8 +77,6 @@ def draft_loss(
     weights: Sequence[float] | None = None,
     *,
     axes: mx.array | None = None,
-    regression_weight: float = 0.0,
-    chunk: int | None = None,
 ) -> DraftLoss:
     """The teacher-forced loss of `depth` guesses from every position that has enough tokens after it.
 
@@ -85,23 +85,20 @@ def draft_loss(
     gradients.
 
     With `axes` the loss has a second term: the squared distance of each guess's features from the target's hidden state
-    after the same tokens, relative to the mean square of these states, with the weight of the guess. With few texts,
-    hidden states carry more information than tokens.
+    after the same tokens, relative to the mean square of these states, with the weight of the guess times
+    `REGRESSION_WEIGHT`. With few texts, hidden states carry more information than tokens.
 
     Args:
         targets: T > depth.
         depth: K.
         weights: K numbers, one per depth, instead of the default weights.
         axes: (D, R) projection of a hidden state to the features it should give, see `TrainableDrafter.axes`.
-        regression_weight: of the second term.
-        chunk: the number of guesses whose logits are in memory at a time; None for as many as `LOGITS_IN_MEMORY`
-            allows. It does not change the result.
 
     Source: arXiv 2403.09919, section 3.5; Apple's ml-recurrent-drafter, recurrent_drafting/train/loss.py. The
     acceptance rate: arXiv 2211.17192, section 3.1. Regression of the next hidden state: EAGLE, arXiv 2401.15077.
     """
-    targets = TrainingTargets(*(mx.stop_gradient(array) for array in targets if array is not None))
-    chunk = max(1, LOGITS_IN_MEMORY // drafter.args.n_guesses) if chunk is None else chunk
+    targets = TrainingTargets(*map(mx.stop_gradient, targets))
+    chunk = max(1, LOGITS_IN_MEMORY // drafter.args.n_guesses)
     tokens, hidden, embeddings = targets[:3]
 
     def read(hidden: mx.array, state: State, depth: int) -> tuple[State, mx.array]:
@@ -112,7 +109,7 @@ def draft_loss(
 
     fixed = mx.ones((depth,)) if weights is None else mx.array(list(weights))
     wanted: mx.array | None = None
-    if axes is not None and regression_weight:
+    if axes is not None:
         wanted = hidden.flatten(0, 1)[targets.positions].astype(mx.float32) @ axes
         is_learned = targets.columns >= 0
         size = (is_learned * mx.square(wanted).sum(axis=-1)).sum() / mx.maximum(is_learned.sum(), 1) + 1e-6
@@ -135,7 +132,7 @@ def draft_loss(
         total, mass = total + loss, mass + each.sum()
         if wanted is not None:
             distance = mx.square(features[:, : wanted.shape[1]].astype(mx.float32) - wanted).sum(axis=-1)
-            total += regression_weight * (each * distance).sum() / size
+            total += REGRESSION_WEIGHT * (each * distance).sum() / size
         ranks.append(mx.where(is_guess[k], rank, -1))
     return DraftLoss(total / mx.maximum(mass, 1e-6), mx.stack(ranks))
 
@@ -157,8 +154,7 @@ def head_loss(
 
     Source: the gradient of sum_v p_v (logsumexp(z) - z_v) is (sum_v p_v) softmax(z) - p.
     """
-    fixed = [weights[:, None], targets.choices[:, None], targets.probs]
-    fixed += [] if targets.ids is None else [targets.ids]
+    fixed = weights[:, None], targets.choices[:, None], targets.probs, targets.ids
 
     @mx.custom_function
     def compute(features: mx.array, head: mx.array) -> tuple[mx.array, ...]:
@@ -167,11 +163,10 @@ def head_loss(
         gate = [after]
         for start in range(0, features.shape[0], chunk):
             parts = [array[start : start + chunk] for array in (features, *fixed)]
-            y, weight, choice, *law = mx.depends(parts, gate)
+            y, weight, choice, probs, ids = mx.depends(parts, gate)
             logits = (y @ head.T).astype(mx.float32)
-            p, q = law[0].astype(mx.float32), mx.softmax(logits, axis=-1)
-            if law[1:]:
-                p = mx.zeros(logits.shape).at[mx.arange(len(y))[:, None], law[1]].add(p)
+            q = mx.softmax(logits, axis=-1)
+            p = mx.zeros(logits.shape).at[mx.arange(len(y))[:, None], ids].add(probs)
             mass = p.sum(axis=-1, keepdims=True)
             normal = logits.max(axis=-1, keepdims=True) - mx.log(q.max(axis=-1, keepdims=True))  # logsumexp
             loss += (weight * (mass * normal - (p * logits).sum(axis=-1, keepdims=True))).sum()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,37 +13,27 @@ from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
 from ..engine.model_parts import find_parts
+from .data import Text
 from .loss import TrainingTargets
 
-
-class Batch(NamedTuple):
-    """A batch of texts that the target has read.
-
-    Attributes:
-        ids: (B, T + 1) int32.
-        positions: (N,) int32 indices into the first B * T tokens; the tokens that follow these are learned; -1 pads.
-        hidden: (B, T, D) the target's hidden states after its final norm.
-        likeliest: (N, M) int32, the target's likeliest next tokens after each position, the likeliest first.
-        probs: (N, M) their probabilities.
-    """
-
-    ids: mx.array
-    positions: mx.array
-    hidden: mx.array
-    likeliest: mx.array
-    probs: mx.array
+PAD_TO, PAD_POSITIONS_TO = 32, 128
+"""Texts in a batch are padded to a multiple of the first, learned positions to a multiple of the second, so that few
+shapes occur."""
 
 
-def compute_targets(
-    embedding: Any, batch: Batch, draft_ids: mx.array | None = None, *, of_text: bool = False
+def make_targets(
+    embedding: Any, texts: Sequence[Text], draft_ids: mx.array | None = None, *, of_text: bool = False
 ) -> TrainingTargets:
-    """What a drafter should guess at each position of a batch.
+    """What a drafter should guess in texts that the target has read, padded at the end.
 
     Args:
         embedding: the target's.
         draft_ids: (V',) the tokens that the drafter can guess; None for all.
         of_text: the right guess is the text's own token, not the target's likeliest.
     """
+
+    def pad(size: int, multiple: int) -> int:
+        return multiple * max(1, -(-size // multiple))
 
     def find_rows(ids: mx.array) -> mx.array:
         """The row of each token in the drafter's head, int32; -1 for a token that it cannot guess."""
@@ -52,15 +43,33 @@ def compute_targets(
         rows[draft_ids] = mx.arange(draft_ids.size, dtype=mx.int32)
         return rows[ids]
 
-    tokens, rows = batch.ids[:, :-1], find_rows(batch.likeliest)
+    read = [text.states for text in texts if text.states is not None]
+    width = pad(max(len(states) for states in read), PAD_TO)
+    tokens = np.zeros((len(texts), width), np.int32)
+    hidden = np.zeros((len(texts), width, read[0]["hidden"].shape[-1]), np.float16)
+    columns: list[np.ndarray] = []
+    for row, (text, states) in enumerate(zip(texts, read, strict=True)):
+        tokens[row, : len(states)], hidden[row, : len(states)] = text.ids[:-1], states["hidden"]
+        columns.append(np.arange(text.first_learned, len(states)))
+    positions = np.concatenate([row * width + each for row, each in enumerate(columns)])
+    padding = (0, pad(len(positions), PAD_POSITIONS_TO) - len(positions))
+
+    def gather(parts: Iterable[np.ndarray]) -> mx.array:
+        """(N, ...) values at the learned positions; repeated where padded."""
+        found = np.concatenate(list(parts))
+        return mx.array(np.resize(found, (len(found) + padding[1], *found.shape[1:])))
+
+    rows = find_rows(gather(states["ids"][at] for states, at in zip(read, columns, strict=True)))
+    probs = gather(states["probs"][at] for states, at in zip(read, columns, strict=True))
+    following = gather(text.ids[at + 1] for text, at in zip(texts, columns, strict=True))
     return TrainingTargets(
-        tokens,
-        batch.hidden.astype(mx.float32),
-        embedding(tokens).astype(mx.float32),
-        batch.positions,
-        mx.where(batch.positions < 0, -1, batch.positions % tokens.shape[1]),
-        find_rows(batch.ids[:, 1:].reshape(-1)[batch.positions]) if of_text else rows[:, 0],
-        mx.where(rows >= 0, batch.probs, 0).astype(mx.float32),
+        mx.array(tokens),
+        mx.array(hidden).astype(mx.float32),
+        embedding(mx.array(tokens)).astype(mx.float32),
+        mx.array(np.pad(positions, padding, constant_values=-1).astype(np.int32)),
+        mx.array(np.pad(np.concatenate(columns), padding, constant_values=-1).astype(np.int32)),
+        find_rows(following) if of_text else rows[:, 0],
+        mx.where(rows >= 0, probs, 0).astype(mx.float32),
         mx.maximum(rows, 0),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,10 @@ from ..atomic_files import replace_file
 from ..checkpoints import evaluate, save_arrays
 from ..drafters.trainable import TrainableDrafter
 from ..errors import CheckpointError, RedrafterError, join_lines
+from .data import Text
 from .loss import TrainingTargets, draft_loss
 from .settings import TrainingArgs
-from .targets import Batch, compute_targets
-
-REGRESSION_WEIGHT = 3.0
-"""The loss weight of the distance between features and the target's next hidden states."""
+from .targets import make_targets
 
 WARMUP = 0.1
 """The share of the training in which the learning rate rises."""
@@ -38,7 +36,7 @@ OnIteration = Callable[[int, float, dict[str, float]], bool]
 def train_drafter(
     embedding: nn.Module,
     drafter: TrainableDrafter,
-    batches: Callable[[int], Batch],
+    batches: Callable[[int], Sequence[Text]],
     args: TrainingArgs,
     progress: Callable[[int], float],
     *,
@@ -75,8 +73,7 @@ def train_drafter(
     share, stop = progress(done), False
     while share < 1 and not stop:
         optimizer.learning_rate = args.learning_rate * find_rate_factor(share)
-        targets = compute_targets(embedding, batches(done), drafter.get("draft_ids"))
-        found = update(*(array for array in targets if array is not None))
+        found = update(*make_targets(embedding, batches(done), drafter.get("draft_ids")))
         mx.eval(found, state)
         done += 1
         shown = {key: float(np.array(value)) for key, value in found.items()}
@@ -105,11 +102,8 @@ def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Callable[..., tu
 
     def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
         axes = drafter.axes  # read here, as an update replaces all arrays of the drafter
-        targets = TrainingTargets(*arrays)
-        found = draft_loss(drafter, targets, args.draft_depth, axes=axes, regression_weight=REGRESSION_WEIGHT)
-        # With one depth both would be the same element, and MLX would fail to compile the loss.
-        last = found.accuracy[-1] if args.draft_depth > 1 else found.accuracy.sum()
-        return found.loss, {"loss": found.loss, "first": found.accuracy[0], "last": last}
+        found = draft_loss(drafter, TrainingTargets(*arrays), args.draft_depth, axes=axes)
+        return found.loss, {"loss": found.loss, "first": found.accuracy[0]}
 
     return loss
 

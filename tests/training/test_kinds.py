@@ -19,11 +19,11 @@ from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters import TRAINABLE
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.generate import encode
-from mlx_redrafter.training.data import Text, collate, make_batches
+from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.targets import compute_targets, initialize_drafter
+from mlx_redrafter.training.targets import initialize_drafter, make_targets
 from mlx_redrafter.training.trainer import train_drafter
 
 HIDDEN, VOCAB, DEPTH = 16, 23, 4
@@ -42,7 +42,7 @@ def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_matches_its_drafts(kind: str, model: Any, texts: list[Text]) -> None:
     drafter: Any = make_head(kind, HIDDEN, VOCAB)
-    targets = compute_targets(model.model.embed_tokens, collate(add_hidden_states(model, texts[:2])))
+    targets = make_targets(model.model.embed_tokens, add_hidden_states(model, texts[:2]))
     value, grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH, [1.0] * DEPTH).loss)()
     total, count = 0.0, 0
     for ids, offset, *_ in texts[:2]:
@@ -80,7 +80,7 @@ def test_it_learns_and_resumes_to_the_same_weights(kind: str, model: Any, texts:
     train_drafter(embedding, stopped, batches, args, progress, checkpoint=path, on_iteration=stop)
     assert train_drafter(embedding, resumed, batches, args, progress, checkpoint=path) == 60
     assert same(tensors(resumed), tensors(whole)) and not same(tensors(stopped), tensors(whole))
-    targets = compute_targets(embedding, batches(0))
+    targets = make_targets(embedding, batches(0))
     before, after = (draft_loss(drafter, targets, 3, [1.0] * 3).loss.item() for drafter in (untrained, whole))
     assert after < before - 0.05
 

@@ -11,11 +11,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.training.loss import TrainingTargets, draft_loss
+from mlx_redrafter.training import loss
+from mlx_redrafter.training.loss import REGRESSION_WEIGHT, TrainingTargets, draft_loss
 
 HIDDEN, VOCAB, TEXTS, LENGTH, DEPTH = 8, 11, 2, 7, 3
 LEARNED = [1, 3, 4, 5, 6, 9, 10, 11, 13, -1]  # of 2 x 7 positions; -1 is padding
-REGRESSION = 3.0
 Arrays = dict[str, np.ndarray]
 
 
@@ -27,9 +27,9 @@ def make(rnn: bool = True, seed: int = 0, few: bool = False) -> tuple[Drafter, T
     positions = mx.array(LEARNED)
     probs = mx.softmax(2 * mx.random.normal((len(LEARNED), VOCAB)), axis=-1)
     choices = mx.where(mx.arange(len(LEARNED)) == 2, -1, mx.argmax(probs, axis=-1).astype(mx.int32))
-    ids = mx.argsort(-probs, axis=-1)[:, :3].astype(mx.int32) if few else None
+    ids = mx.argsort(-probs, axis=-1)[:, : 3 if few else VOCAB].astype(mx.int32)
     columns = mx.where(positions < 0, -1, positions % LENGTH)
-    probs = probs if ids is None else mx.take_along_axis(probs, ids, axis=-1)
+    probs = mx.take_along_axis(probs, ids, axis=-1)
     return drafter, TrainingTargets(
         mx.zeros((TEXTS, LENGTH), mx.int32), hidden, embeddings, positions, columns, choices, probs, ids
     )
@@ -86,9 +86,7 @@ class Reference:
                 logits = y @ weights["lm_head.2.weight"].T
                 q = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
                 p = np.zeros(VOCAB)
-                np.add.at(
-                    p, slice(None) if targets.ids is None else np.array(targets.ids[n]), np.array(targets.probs[n])
-                )
+                np.add.at(p, np.array(targets.ids[n]), np.array(targets.probs[n]))
                 start = position - k
                 if frozen is None:
                     self.weights[k, n] = reached.get(start, 1.0) if depth_weights is None else depth_weights[k - 1]
@@ -96,7 +94,7 @@ class Reference:
                 if axes is not None:
                     square = np.square(states[learned] @ axes).sum() / len(learned)
                     distance = np.square(y[: axes.shape[1]] - states[position] @ axes).sum()
-                    total += REGRESSION * self.weights[k, n] * distance / square
+                    total += REGRESSION_WEIGHT * self.weights[k, n] * distance / square
                 reached[start] = reached.get(start, 1.0) * np.minimum(p, q).sum()
                 choice = int(np.array(targets.choices[n]))
                 self.ranks[k - 1, n] = VOCAB if choice < 0 else (logits > logits[choice]).sum()
@@ -129,7 +127,7 @@ def test_the_loss_matches_one_draft_at_a_time(rnn: bool, few: bool, weights: lis
 def test_the_regression_loss_matches_the_reference(width: int) -> None:
     drafter, targets = make()
     axes = np.linalg.qr(np.random.default_rng(0).normal(size=(HIDDEN, HIDDEN)))[0][:, :width]
-    found = draft_loss(drafter, targets, DEPTH, axes=mx.array(axes, mx.float32), regression_weight=REGRESSION)
+    found = draft_loss(drafter, targets, DEPTH, axes=mx.array(axes, mx.float32))
     plain, wanted = (Reference(parameters(drafter), targets, DEPTH, None, axes=each) for each in (None, axes))
     assert found.loss.item() == pytest.approx(wanted.loss, abs=1e-5) and wanted.loss > 1.1 * plain.loss
     assert np.array_equal(np.array(found.ranks), wanted.ranks)
@@ -156,14 +154,16 @@ def test_the_gradient_matches_finite_differences(weights: list[float] | None) ->
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_less_memory_gives_the_same_gradient(chunk: int) -> None:
+def test_less_memory_gives_the_same_gradient(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, targets = make()
 
-    def gradient(**options: Any) -> dict[str, mx.array]:
-        grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH, **options).loss)()[1]
+    def gradient() -> dict[str, mx.array]:
+        grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH).loss)()[1]
         return dict(tree_flatten(grads))  # type: ignore[arg-type]
 
-    found, wanted = gradient(chunk=chunk), gradient()
+    wanted = gradient()
+    monkeypatch.setattr(loss, "LOGITS_IN_MEMORY", chunk * VOCAB)
+    found = gradient()
     assert found.keys() == wanted.keys()
     assert all(mx.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
 

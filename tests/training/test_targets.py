@@ -5,78 +5,86 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.training import hidden_states
-from mlx_redrafter.training.data import Text, collate
+from mlx_redrafter.training.data import Text
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.loss import TrainingTargets
-from mlx_redrafter.training.targets import Batch, compute_targets, initialize_drafter
+from mlx_redrafter.training.targets import initialize_drafter, make_targets
 
 VOCAB, HIDDEN = 23, 16
 GUESSED = np.array([2, 3, 5, 7, 11, 13])
 
 
-def make_batch(model: nn.Module, texts: list[Text]) -> Batch:
-    return collate(add_hidden_states(model, texts[:2]))
+@pytest.fixture
+def read(model: Any, texts: list[Text]) -> list[Text]:
+    """Two texts with states, the second one with a masked prompt."""
+    return add_hidden_states(model, texts[:2])
 
 
-def find_law(model: nn.Module, batch: Batch) -> np.ndarray:
-    """(N, V) the target's probabilities after the batch's positions, from its own forward."""
-    logits = model(batch.ids[:, :-1]).reshape(-1, VOCAB)[batch.positions]
+def find_law(model: Any, targets: TrainingTargets) -> np.ndarray:
+    """(N, V) the target's probabilities after the learned positions, from its own forward."""
+    logits = model(targets.tokens).reshape(-1, VOCAB)[targets.positions]
     return np.array(mx.softmax(logits, axis=-1))
+
+
+def find_next(read: list[Text]) -> np.ndarray:
+    """The texts' own tokens after all learned positions."""
+    return np.concatenate([text.ids[text.first_learned + 1 :] for text in read])
 
 
 def spread(targets: TrainingTargets, size: int) -> np.ndarray:
     """(N, size) the probabilities of all rows of the head."""
-    assert targets.ids is not None
     law = np.zeros((len(targets.positions), size))
     np.add.at(law, (np.arange(len(law))[:, None], np.array(targets.ids)), np.array(targets.probs))
     return law
 
 
-def test_states_and_labels_match_the_target(model: Any, texts: list[Text]) -> None:
-    batch = make_batch(model, texts)
-    tokens, learned = batch.ids[:, :-1], np.array(batch.positions) >= 0
-    own, text = (compute_targets(model.model.embed_tokens, batch, of_text=of_text) for of_text in (False, True))
-    law = find_law(model, batch)
+def test_states_and_labels_match_the_target(model: Any, read: list[Text]) -> None:
+    own, text = (make_targets(model.model.embed_tokens, read, of_text=of_text) for of_text in (False, True))
+    learned, law = np.array(own.positions) >= 0, find_law(model, own)
     assert np.allclose(spread(own, VOCAB)[learned], law[learned], atol=2e-3)
     assert np.array_equal(np.array(own.choices)[learned], law.argmax(axis=-1)[learned])
-    assert mx.array_equal(text.choices, batch.ids[:, 1:].reshape(-1)[batch.positions])
-    positions, columns = np.array(batch.positions), np.array(own.columns)
-    assert np.array_equal(columns, np.where(positions < 0, -1, positions % tokens.shape[1])) and columns[-1] == -1
-    assert mx.array_equal(own.embeddings, model.model.embed_tokens.weight[tokens])
-    for row, given in enumerate(texts[:2]):
+    assert np.array_equal(np.array(text.choices)[learned], find_next(read))
+    positions, columns = np.array(own.positions), np.array(own.columns)
+    assert np.array_equal(columns, np.where(positions < 0, -1, positions % own.tokens.shape[1])) and columns[-1] == -1
+    assert mx.array_equal(own.embeddings, model.model.embed_tokens.weight[own.tokens])
+    for row, given in enumerate(read):
         size = len(given.ids) - 1
         logits = model.model.embed_tokens.as_linear(own.hidden[row, :size])
         assert mx.allclose(logits, model(mx.array(given.ids[None, :-1]))[0], atol=2e-2)
 
 
-def test_a_draft_vocabulary_restricts_the_labels(model: Any, texts: list[Text]) -> None:
-    batch = make_batch(model, texts)
+def test_padding_and_masked_prompts_are_not_learned(model: Any) -> None:
+    texts = [Text(np.arange(size, dtype=np.int32), offset) for size, offset in ((5, 0), (8, 3))]
+    targets = make_targets(model.model.embed_tokens, add_hidden_states(model, texts))
+    assert targets.tokens.shape == (2, 32) and targets.positions.shape == (128,)
+    positions = np.array(targets.positions)
+    assert positions[positions >= 0].tolist() == [1, 2, 3, *(32 + np.array([2, 3, 4, 5, 6]))]
+    assert np.array(targets.tokens)[0, :5].tolist() == [0, 1, 2, 3, 0]
+
+
+def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Text]) -> None:
     drafter = initialize_drafter(model, DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED)), GUESSED)
     assert np.array_equal(np.array(drafter.draft_ids), GUESSED)
-    learned, law = np.array(batch.positions) >= 0, find_law(model, batch)
-    wanted = {False: law.argmax(axis=-1), True: np.array(batch.ids[:, 1:].reshape(-1)[batch.positions])}
-    for of_text, tokens in wanted.items():
-        found = compute_targets(model.model.embed_tokens, batch, drafter.get("draft_ids"), of_text=of_text)
+    for of_text in (False, True):
+        found = make_targets(model.model.embed_tokens, read, drafter.get("draft_ids"), of_text=of_text)
+        learned, law = np.array(found.positions) >= 0, find_law(model, found)
         assert np.allclose(spread(found, len(GUESSED))[learned], law[:, GUESSED][learned], atol=2e-3)
-        choices, known = np.array(found.choices), np.isin(tokens, GUESSED)
-        assert np.array_equal(
-            np.where(choices < 0, -1, GUESSED[choices])[learned], np.where(known, tokens, -1)[learned]
-        )
-        assert known[learned].any() and not known[learned].all()
+        wanted = find_next(read) if of_text else law.argmax(axis=-1)[learned]
+        choices, known = np.array(found.choices)[learned], np.isin(wanted, GUESSED)
+        assert np.array_equal(np.where(choices < 0, -1, GUESSED[choices]), np.where(known, wanted, -1))
+        assert known.any() and not known.all()
 
 
 def test_only_the_likeliest_tokens_are_learned(model: Any, texts: list[Text], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_states, "TOP_K", 4)
-    batch = make_batch(model, texts)
-    learned = np.array(batch.positions) >= 0
-    found = np.array(compute_targets(model.model.embed_tokens, batch).probs)[learned]
-    assert np.allclose(found, -np.sort(-find_law(model, batch)[learned])[:, :4], atol=2e-3)
+    targets = make_targets(model.model.embed_tokens, add_hidden_states(model, texts[:2]))
+    learned = np.array(targets.positions) >= 0
+    assert np.allclose(np.array(targets.probs)[learned], -np.sort(-find_law(model, targets)[learned])[:, :4], atol=2e-3)
 
 
 @pytest.mark.parametrize(("exit_dim", "ids"), [(12, None), (12, np.arange(18)), (2 * HIDDEN, None)])
