@@ -166,7 +166,7 @@ def find_batch_size(model: nn.Module) -> int:
         made: list[Any] = list(
             decode_rows(model, take, partial(mx.argmax, axis=-1), (), lambda _: False, MAX_BATCH_SIZE)
         )
-    except Exception:  # model code may raise anything
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # as models and caches of mlx-lm do in a batch
         return 1
     read: list[Any] = add_hidden_states(model, [Text(np.array(row.ids), 0) for row in made])
     together, alone = (

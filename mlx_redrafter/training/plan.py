@@ -15,8 +15,10 @@ from tqdm import tqdm
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_parts import find_parts
-from .data import Text, collate
+from ..engine.model_parts import AFTER_NORM, find_compute_dtype, find_parts
+from ..pair import Findings, Pair
+from ..planning.measure import time_calls
+from .data import Text
 from .hidden_states import TOKENS_AT_ONCE, TOP_K, make_row_dtype, read_rows
 from .settings import TrainingArgs
 from .trainer import train_drafter
@@ -25,7 +27,7 @@ VISITS = 4
 """How often each text is learned: in the rest of the time more texts are made."""
 
 COMPARISON_SHARE, MAX_TEXT_SHARE = 0.08, 0.75
-"""The share of a run's time for the comparison at the end, and the largest share of the rest for making texts."""
+"""The largest share of a run's time for the comparison at the end, and of the rest for making texts."""
 
 TIMED_ROWS = 32
 """Texts that are decoded together in the estimate."""
@@ -35,10 +37,14 @@ Say = Callable[[str], None]
 
 
 class Clock:
-    """The time of a run in seconds, its progress bar, and its messages."""
+    """The time of a run in seconds, its progress bar, and its messages.
+
+    Attributes:
+        reserve: the seconds after the training.
+    """
 
     def __init__(self, seconds: float, say: Say) -> None:
-        self.seconds, self._say, self._started = seconds, say, time.perf_counter()
+        self.seconds, self.reserve, self._say, self._started = seconds, 0.0, say, time.perf_counter()
         interval = 0.5 if sys.stderr.isatty() else 30.0
         shown = "{percentage:3.0f}%|{bar:20}| {desc}"
         self._bar = tqdm(total=seconds, bar_format=shown, mininterval=interval, miniters=0, leave=False, delay=1)
@@ -50,8 +56,8 @@ class Clock:
 
     @property
     def left_to_train(self) -> float:
-        """Seconds until the comparison; at least 0."""
-        return max(0.0, self.left - COMPARISON_SHARE * self.seconds)
+        """Seconds until the end of the training; at least 0."""
+        return max(0.0, self.left - self.reserve)
 
     def show(self, text: str) -> None:
         """Updates the bar."""
@@ -101,26 +107,15 @@ def measure_speed(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, leng
         sizes: the drafter's config.
         length: tokens.
     """
-
-    def time_call(call: Callable[[], object]) -> float:
-        """Seconds of the second call."""
-        call()
-        started = time.perf_counter()
-        call()
-        return time.perf_counter() - started
-
     tokens, row = mx.zeros((TIMED_ROWS, 1), mx.int32), [0] * TOKENS_AT_ONCE
-    if args.data:
-        text = time_call(lambda: read_rows(model, [row], [1])) * length / TOKENS_AT_ONCE
-    else:
-        text = time_call(lambda: mx.eval(model(tokens))) * length / TIMED_ROWS
+    forwards = {TOKENS_AT_ONCE: lambda: read_rows(model, [row], [1]), TIMED_ROWS: lambda: mx.eval(model(tokens))}
+    count = TOKENS_AT_ONCE if args.data else TIMED_ROWS
+    milliseconds = time_calls({count: forwards[count]}, 0.0, min_turns=2)[count][-1]
     drafter, ends = make_drafter(sizes), list[float]()
     assert isinstance(drafter, TrainableDrafter)
-    if sizes.draft_vocab_size is not None:
-        drafter.draft_ids = mx.arange(sizes.draft_vocab_size, dtype=mx.int32)
     states = np.zeros(length - 1, make_row_dtype(sizes.hidden_size))
     states["ids"], states["probs"] = np.arange(TOP_K) % sizes.vocab_size, 1 / TOP_K
-    batch = collate([Text(np.zeros(length, np.int32), 0, states)] * args.batch_size)
+    batch = [Text(np.zeros(length, np.int32), 0, states)] * args.batch_size
 
     def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
         ends.append(time.perf_counter())
@@ -128,4 +123,13 @@ def measure_speed(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, leng
 
     embedding = find_parts(model).embedding
     train_drafter(embedding, drafter, lambda _: batch, args, lambda done: done / 3, on_iteration=on_iteration)
-    return Speed(text, (ends[-1] - ends[0]) / 2 / args.batch_size)
+    return Speed(milliseconds / 1e3 / count * length, (ends[-1] - ends[0]) / 2 / args.batch_size)
+
+
+def measure_rounds(model: nn.Module, sizes: DrafterArgs) -> tuple[Findings, float]:
+    """(what decoding with a drafter of these sizes costs here, seconds of a plain step)."""
+    drafter = make_drafter(sizes)
+    drafter.set_dtype(find_compute_dtype(model))
+    pair = Pair(model, drafter)
+    costs = pair.costs(trees=pair.explain_chains(states=(AFTER_NORM,)) is None)
+    return pair.findings, costs.plain[0] / 1e3

@@ -1,34 +1,50 @@
-"""The files of a training run, and its record of settings and curves."""
+"""A training run's folder: the record of its settings and curves, and the drafter's model card."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..atomic_files import expand_path, explain_unwritable, write_text
-from ..checkpoints import read_object
+from ..checkpoints import make_card_header, read_object, strip_folders
+from ..drafters.config import DrafterArgs
 from ..errors import RedrafterError, join_lines
+from .evaluation import SpeedResult, format_results
 from .settings import TrainingArgs
 
 CHANGEABLE_SETTINGS = {"dtype", "minutes", "output", "trust_remote_code"}
 """Settings that may change on resume, as they do not affect what is learned."""
 
 
+class Files:
+    """The files of a run."""
+
+    def __init__(self, output: str) -> None:
+        self.directory = expand_path(output)
+        self.work = self.directory / "training"
+        self.record, self.lock = self.directory / "training.json", self.work / "lock"
+        self.checkpoint = self.work / "checkpoint.safetensors"
+
+
 @dataclass
 class Record:
-    """The state of a run, in one JSON file beside its checkpoint.
+    """The state of a run, in a JSON file without local paths.
 
     Attributes:
         settings: the settings as JSON values.
         args: the drafter's config; None until its size is chosen.
         validations: the results of validations.
+        measured: the results of the comparison with plain decoding.
     """
 
     settings: dict[str, Any]
     args: dict[str, Any] | None = None
     validations: list[dict[str, Any]] = field(default_factory=list)
+    measured: list[dict[str, Any]] = field(default_factory=list)
 
     def drop_after(self, iteration: int) -> None:
         """Drops the validations after an iteration."""
@@ -39,35 +55,69 @@ class Record:
         write_text(path, json.dumps(vars(self), indent=1) + "\n")
 
 
-class Files:
-    """The files of a run."""
-
-    def __init__(self, output: str) -> None:
-        self.directory = expand_path(output)
-        self.work = self.directory / "training"
-        self.record, self.lock = self.work / "run.json", self.work / "lock"
-        self.checkpoint = self.work / "checkpoint.safetensors"
-
-    def start_record(self, args: TrainingArgs) -> Record:
-        """The record of a new run. A folder that only has the texts of another run is free."""
-        if why := explain_unwritable(self.directory / "config.json"):  # one of the files to write
-            raise RedrafterError(f"--output cannot be {self.directory}: {why}")
-        found = {path.name for path in self.directory.iterdir()} if self.directory.is_dir() else set()
-        if found - {self.work.name} or self.checkpoint.exists():
+def open_record(files: Files, args: TrainingArgs, *, resume: bool) -> Record:
+    """The record of a new run, or of the run to resume. A folder that only has the texts of another run is free."""
+    settings = vars(strip_paths(args))
+    if not resume:
+        if why := explain_unwritable(files.record):
+            raise RedrafterError(f"--output cannot be {files.directory}: {why}")
+        found = {path.name for path in files.directory.iterdir()} if files.directory.is_dir() else set()
+        if found - {files.work.name} or files.checkpoint.exists():
             raise RedrafterError(
-                f"{self.directory} exists already: give another --output, or --resume to continue its run"
+                f"{files.directory} exists already: give another --output, or --resume to continue its run"
             )
-        return Record(vars(args))
+        return Record(settings)
+    if not files.record.exists():
+        raise RedrafterError(f"there is no run to resume in {files.directory}: leave out --resume")
+    try:
+        record = Record(**read_object(files.record))
+    except TypeError as error:
+        raise RedrafterError(f"{files.record} is not the record of a run: {join_lines(error)}") from error
+    for name, value in settings.items():
+        if name not in CHANGEABLE_SETTINGS and (before := record.settings.get(name)) != value:
+            raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")
+    return record
 
-    def read_record(self, args: TrainingArgs) -> Record:
-        """The record of the run to resume."""
-        if not self.record.exists():
-            raise RedrafterError(f"there is no run to resume in {self.directory}: leave out --resume")
-        try:
-            record = Record(**read_object(self.record))
-        except TypeError as error:
-            raise RedrafterError(f"{self.record} is not the record of a run: {join_lines(error)}") from error
-        for name, value in vars(args).items():
-            if name not in CHANGEABLE_SETTINGS and (before := record.settings.get(name)) != value:
-                raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")
-        return record
+
+def strip_paths(args: TrainingArgs) -> TrainingArgs:
+    """The settings with the last parts of local paths only."""
+    names = ("model", "adapter_path", "data", "prompts")
+    paths: dict[str, Any] = {name: strip_folders(path) for name in names if (path := getattr(args, name))}
+    return replace(args, output=expand_path(args.output).name, **paths)
+
+
+def write_card(
+    args: TrainingArgs, sizes: DrafterArgs, place: Path, iterations: int, results: Sequence[SpeedResult]
+) -> None:
+    """Writes the model card of a drafter."""
+    settings = strip_paths(args)
+    card = f"""{make_card_header(args.model)}
+# A drafter for {settings.model or "the demo of mlx_redrafter"}
+
+Sizes: {describe(sizes)}. Trained by mlx_redrafter for {iterations} iterations on the output of its target. \
+Measured where it was trained:
+
+```text
+{format_results(results)}
+```
+
+```bash
+{make_command(settings)}
+```
+"""
+    write_text(place / "README.md", card)
+
+
+def describe(sizes: DrafterArgs) -> str:
+    """A drafter's kind and sizes in a few words."""
+    guesses = "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
+    return f"{sizes.model_type}, {sizes.describe()}{guesses}"
+
+
+def make_command(args: TrainingArgs) -> str:
+    """The command that decodes with the drafter."""
+    words = ["python", "-m", "mlx_redrafter.generate"]
+    words += [] if args.model is None else ["--model", args.model]
+    words += ["--adapter-path", args.adapter_path] if args.adapter_path else []
+    words += ["--trust-remote-code"] if args.trust_remote_code else []
+    return shlex.join([*words, "--drafter", args.output, "--prompt", "hello", "--compare"])

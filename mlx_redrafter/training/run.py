@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..atomic_files import lock_file
-from ..checkpoints import find_not_finite, format_dtype, list_weights, load_target, save_drafter, strip_folders
+from ..checkpoints import format_dtype, load_fast_drafter, load_target, save_drafter, strip_folders
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
@@ -24,14 +24,13 @@ from ..engine.model_parts import find_compute_dtype, find_model_sizes, find_part
 from ..engine.stats import Stats
 from ..errors import RedrafterError
 from ..options import Options
-from ..pair import Pair
+from ..pair import Findings, Pair
 from ..planning.sizing import choose_size, count_weights
 from .answers import MAX_BATCH_SIZE
 from .data import Text, find_most_frequent, make_batches
-from .evaluation import compare_speed, count_texts, find_best_depth, format_results, make_prompts, measure_guesses
-from .plan import MAX_TEXT_SHARE, Clock, Say, Speed, format_time, measure_speed
-from .record import Files, Record
-from .report import describe, make_command, write_report
+from .evaluation import compare_speed, count_rounds, format_results, make_prompts, measure_guesses
+from .plan import COMPARISON_SHARE, MAX_TEXT_SHARE, Clock, Say, Speed, format_time, measure_rounds, measure_speed
+from .record import Files, Record, describe, make_command, open_record, write_card
 from .settings import TrainingArgs
 from .sources import HELD_OUT_EVERY, MAX_HELD_OUT, TextSource
 from .store import TextStore
@@ -58,6 +57,7 @@ class Run:
     Attributes:
         embedding: the target's.
         training, validation: texts that the target has read.
+        findings: what was measured about target and drafter.
     """
 
     args: TrainingArgs
@@ -69,6 +69,7 @@ class Run:
     training: list[Text]
     validation: list[Text]
     speed: Speed
+    findings: Findings
 
 
 def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, say: Say = lambda text: None) -> int:
@@ -85,7 +86,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     """
     args.check_run()
     files = Files(args.output)
-    record = files.read_record(args) if resume else files.start_record(args)
+    record = open_record(files, args, resume=resume)
     clock = Clock(60 * args.minutes, say)
     try:
         return run_steps(args, files, record, clock, dry_run=dry_run)
@@ -101,7 +102,8 @@ def run_steps(args: TrainingArgs, files: Files, record: Record, clock: Clock, *,
     clock.say(f"loading {args.model or 'the packaged demo'}")
     model, tokenizer = load_target(args, args.model)
     check_draftable(model, tree=False)
-    args = replace(args, dtype=args.dtype or format_dtype(find_compute_dtype(model)))
+    loading = clock.seconds - clock.left
+    args = replace(args, output=str(files.directory), dtype=args.dtype or format_dtype(find_compute_dtype(model)))
     sizes = choose_sizes(args, record, model, clock)
     record.args = sizes.to_dict()
     clock.say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
@@ -109,16 +111,20 @@ def run_steps(args: TrainingArgs, files: Files, record: Record, clock: Clock, *,
     source = TextSource(args, tokenizer, store.texts)
     clock.say(source.describe())
     speed = measure_speed(model, sizes, args, source.length)
-    visits = args.batch_size * load_checkpoint(files.checkpoint)
-    texts = min(source.count, speed.count_wanted(clock.left_to_train, len(store.texts), visits))
+    findings, step = measure_rounds(model, sizes)
+    # The end loads the target again, and decodes each prompt twice.
+    clock.reserve = loading + min(COMPARISON_SHARE * clock.seconds, 2 * MAX_COMPARED * COMPARED_TOKENS * step)
+    known, visits = len(store.texts), args.batch_size * load_checkpoint(files.checkpoint)
+    texts = min(source.count, speed.count_wanted(clock.left_to_train, known, visits))
     making, size = texts * speed.text, (store.nbytes + texts * source.length * store.kind.itemsize) / 1e9
     clock.say(
-        f"in {format_time(clock.left)}: about {texts} texts besides {len(store.texts)} ({format_time(making)}, "
-        f"{size:.1f} GB of disk), training ({format_time(clock.left_to_train - making)}), a comparison at the end"
+        f"in {format_time(clock.left)}: about {texts} texts{f' besides {known}' if known else ''} "
+        f"({format_time(making)}, {size:.1f} GB of disk), training ({format_time(clock.left_to_train - making)}), "
+        f"a comparison ({format_time(clock.reserve)})"
     )
     if record.validations:
         clock.say(f"so far the drafter makes {record.validations[-1]['tokens_per_round']:.2f} tokens per round")
-    if len(store.texts) + min(texts, source.count) <= args.batch_size < len(store.texts) + source.count:
+    if known + texts <= args.batch_size < known + source.count:
         least = args.batch_size + 1
         raise RedrafterError(f"expected more --minutes: {args.minutes:g} are too short for {least} texts")
     if dry_run:
@@ -137,7 +143,7 @@ def run_steps(args: TrainingArgs, files: Files, record: Record, clock: Clock, *,
         drafter, embedding = make_new_drafter(args, model, sizes, training, clock), find_parts(model).embedding
         del model  # not needed until the end
         mx.clear_cache()
-        run = Run(args, files, record, clock, embedding, drafter, training, held_out, speed)
+        run = Run(args, files, record, clock, embedding, drafter, training, held_out, speed, findings)
         with catch_interrupt() as interrupted:
             fit_drafter(run, interrupted)
         if interrupted.is_set():
@@ -156,9 +162,7 @@ def choose_sizes(args: TrainingArgs, record: Record, model: nn.Module, clock: Cl
         return choice.args
     hidden_size, vocab_size = find_model_sizes(model)
     count = args.draft_vocab_size
-    if count is not None and count > vocab_size:
-        raise RedrafterError(f"draft_vocab_size must be at most the target's vocabulary {vocab_size}, got {count}")
-    count = None if count == vocab_size else count
+    count = None if count is None or count >= vocab_size else count
     given = {"exit_dim": args.exit_dim, "num_draft_layers": args.num_draft_layers}
     own = {name: value for name, value in given.items() if value is not None}
     return args.kind.for_training(hidden_size, vocab_size, depth=args.draft_depth, draft_vocab_size=count, **own)
@@ -218,23 +222,25 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> None:
     before, most = load_checkpoint(run.files.checkpoint), max(1, MAX_VISITS * len(run.training) // args.batch_size)
     seconds = max(run.clock.left_to_train, 1e-9)
     share_before = before / (before + seconds / run.speed.visit / args.batch_size)
-    began, validated = time.perf_counter(), share_before
+    began, validated, validating = time.perf_counter(), share_before, 0.0
 
     def progress(done: int) -> float:
-        """By time, or by visits if all texts were learned often enough; at least one iteration."""
-        by_time = share_before + (1 - share_before) * (time.perf_counter() - began) / seconds
+        """By time, the last validation's included, or by visits; at least one iteration."""
+        spent = time.perf_counter() - began + validating
+        by_time = share_before + (1 - share_before) * spent / seconds
         share = max(by_time, done / most)
         return share if done > before else min(share, 0.99)
 
     def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
-        nonlocal validated
+        nonlocal validated, validating
         record.drop_after(done - 1)  # entries after the checkpoint are recorded again
         run.clock.show(f"iteration {done}: loss {shown['loss']:.2f}, {shown['first']:.0%} of first guesses right")
         is_last = share >= 1 or interrupted.is_set()
         if is_last or int(share * VALIDATIONS) > int(validated * VALIDATIONS):
-            validated = share
+            validated, started = share, time.perf_counter()
             record.validations.append(validate(run, done))
             record.save(run.files.record)
+            validating = time.perf_counter() - started
         return is_last
 
     batches, checkpoint = make_batches(run.training, args.batch_size, args.seed), run.files.checkpoint
@@ -245,51 +251,47 @@ def validate(run: Run, done: int) -> dict[str, Any]:
     """Runs a validation, and saves the drafter as it is; returns the entry for the record."""
     args = run.args
     loss, acceptance = measure_guesses(run.embedding, run.drafter, run.validation, args)
-    each = count_texts(run.embedding, run.drafter, run.validation[:COUNTED_TEXTS], args)
+    counted = run.validation[:COUNTED_TEXTS]
+    each = (count_rounds(run.embedding, run.drafter, text, args) for text in counted)
     tokens = sum(each, Stats()).tokens_per_round
     first = " ".join(f"{shares[0]:.2f}" for shares in acceptance)
     run.clock.say(
         f"iteration {done}: validation loss {loss:.3f}, right at depth 1, 2, ...: {first}; "
-        f"{tokens:.2f} tokens per round at 1 x {args.draft_depth} on held-out texts: {len(each)}"
+        f"{tokens:.2f} tokens per round at 1 x {args.draft_depth} on held-out texts: {len(counted)}"
     )
-    save(run, acceptance, args.draft_depth)
+    save(run, acceptance)
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 
-def save(run: Run, acceptance: Sequence[Sequence[float]], depth: int) -> None:
-    """Writes the drafter with measured results.
-
-    Args:
-        acceptance: for its config.
-        depth: its default.
-    """
+def save(run: Run, acceptance: Sequence[Sequence[float]]) -> None:
+    """Writes the drafter, with its acceptance in the config."""
     base = run.args.model and strip_folders(run.args.model)
     rounded = [[round(share, 4) for share in row] for row in acceptance]
-    run.drafter.args = replace(run.drafter.args, base_model=base, draft_depth=depth, acceptance=rounded)
+    run.drafter.args = replace(run.drafter.args, base_model=base, acceptance=rounded)
     save_drafter(run.files.directory, run.drafter, dtype=find_dtype(run.args))
 
 
 def finish(run: Run) -> int:
     """Measures and describes the finished drafter; returns the exit status."""
     args, record, clock, place = run.args, run.record, run.clock, run.files.directory
-    run.drafter.set_dtype(find_dtype(args))
-    if (name := find_not_finite(list_weights(run.drafter))) is not None:
-        raise RedrafterError(f"{name} does not fit into {args.dtype}: give another --dtype")
     model, tokenizer = load_target(args, args.model)
-    pair, prompts = Pair(model, run.drafter), make_prompts(run.validation, MAX_COMPARED)
+    pair = Pair(model, load_fast_drafter(place, model), run.findings)
+    prompts, began = make_prompts(run.validation, MAX_COMPARED), time.perf_counter()
 
     def should_stop(done: int) -> bool:
+        """Whether there is no time for one more prompt."""
         clock.show(f"comparing with plain decoding: prompt {done} of {len(prompts)}")
-        return done >= 2 and clock.left < 0
+        return done >= 2 and clock.left < (time.perf_counter() - began) / done
 
-    save(run, record.validations[-1]["acceptance"], find_best_depth(pair, run.validation[:COUNTED_TEXTS], args))
     options = Options(max_tokens=COMPARED_TOKENS, temp=args.temp, seed=args.seed)
     results = compare_speed(pair, prompts, options, set(tokenizer.eos_token_ids), should_stop)
-    write_report(args, record, run.drafter.args, place, results)
+    record.measured = [result._asdict() for result in results]
+    record.save(run.files.record)
+    write_card(args, run.drafter.args, place, record.validations[-1]["iteration"], results)
     clock.say(format_results(results))
     if (ratio := results[-1].against_plain) is not None and ratio <= 1:
         clock.say(f"note: {ratio:.2f} times the speed of plain decoding here: train longer, or a smaller drafter")
-    clock.say(f"the drafter is in {place}; to use it:\n{make_command(args, str(place))}")
+    clock.say(f"the drafter is in {place}; to use it:\n{make_command(args)}")
     if not results[-1].same_tokens:
         clock.say("a token differs from plain decoding: docs/exactness.md explains how to tell a tie from an error")
     return 0 if results[-1].same_tokens else 1

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +27,10 @@ from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.engine.supported_models import REFUSED
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode
-from mlx_redrafter.training import run, sources
+from mlx_redrafter.pair import Findings
+from mlx_redrafter.training import data, plan, run, sources
+from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.evaluation import SpeedResult
 from mlx_redrafter.training.plan import Speed
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +88,7 @@ def copied(whole: tuple[Path, str], tmp_path: Path) -> Path:
 def test_a_run_reports_its_progress(whole: tuple[Path, str]) -> None:
     place, said = whole
     assert re.search(r"drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, 0\.\d\d M parameters\n", said)
-    assert re.search(r"in \S+ \S+( \S+ \S+)?: about 16 texts besides 0 \(\d+ s, 0\.0 GB of disk\), training", said)
+    assert re.search(r"in \S+ \S+( \S+ \S+)?: about 16 texts \(\d+ s, 0\.0 GB of disk\), training", said)
     assert re.search(
         r"iteration 4: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok.*texts: 1",
         said,
@@ -101,7 +105,7 @@ def test_the_finished_directory(whole: tuple[Path, str], target: str) -> None:
     names = {"config.json", "model.safetensors", "README.md", "training.json", "training"}
     assert {path.name for path in place.iterdir()} == names
     config, summary = (json.loads((place / name).read_text()) for name in ("config.json", "training.json"))
-    assert 1 <= config["draft_depth"] <= 3 and config["base_model"] == Path(target).name
+    assert config["base_model"] == Path(target).name
     shares = np.array(config["acceptance"])
     assert shares.shape == (3, 8) and (shares >= 0).all() and (shares.sum(axis=1) <= 1).all() and shares.max() > 0
     assert [entry["iteration"] for entry in summary["validations"]] == [4, ITERATIONS]
@@ -180,7 +184,7 @@ def test_more_minutes_make_more_texts(train: Any, prompts: str, copied: Path, mo
 
 def test_a_dry_run_writes_nothing(train: Any, prompts: str, tmp_path: Path) -> None:
     status, said = train(tmp_path / "drafter", "--prompts", prompts, *SIZE, dry_run=True)
-    assert status == 0 and re.search(r"^in .*: about 16 texts besides 0 .*, training .*, a comparison", said[-1])
+    assert status == 0 and re.search(r"^in .*: about 16 texts \(.*, training .*, a comparison", said[-1])
     assert said[0].startswith("loading "), "before it does anything that takes time"
     assert not list(tmp_path.iterdir())
 
@@ -247,8 +251,8 @@ def test_a_run_resumes_with_its_own_settings_only(train: Any, prompts: str, copi
     assert train(copied, *flags, "--dtype", "float16", resume=True)[0] == 0
     drafter: Any = load_drafter(copied)
     assert drafter.dtype == mx.float16
-    (copied / "training" / "run.json").write_text('{"steps": 3}')
-    with pytest.raises(RedrafterError, match=r"run\.json is not the record of a run"):
+    (copied / "training.json").write_text('{"steps": 3}')
+    with pytest.raises(RedrafterError, match=r"training\.json is not the record of a run"):
         train(copied, *flags, resume=True)
 
 
@@ -272,6 +276,45 @@ def test_minutes_limit_a_run(train: Any, tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "other").exists()
 
 
+def test_a_run_ends_in_time(train: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only iterations, validations and compared prompts take time here; the last of each ends as planned."""
+    seconds, real = {"now": 0.0}, run.validate
+
+    def spend(name: str, count: float) -> None:
+        seconds["now"] += count
+        seconds[name] = seconds["now"]
+
+    def validate(*args: Any) -> Any:
+        spend("validation", 50.0)
+        return real(*args)
+
+    def make_batches(*args: Any) -> Any:
+        def batches(iteration: int) -> list[Text]:
+            spend("iteration", 20.0)
+            return real_batches(iteration)
+
+        real_batches = data.make_batches(*args)
+        return batches
+
+    def compare_speed(*args: Any) -> list[SpeedResult]:
+        for done in range(1, 100):
+            spend("prompt", 12.0)
+            if args[-1](done):
+                break
+        return [SpeedResult("all", done, 1.5, 1.2, True)]
+
+    for changed in (validate, make_batches, compare_speed):
+        monkeypatch.setattr(run, changed.__name__, changed)
+    for module in (run, plan):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: seconds["now"]))
+    monkeypatch.setattr(run, "measure_speed", lambda *args: Speed(text=1.0, visit=5.0))
+    monkeypatch.setattr(run, "measure_rounds", lambda *args: (Findings(), 10.0))
+    monkeypatch.setattr(run, "MAX_VISITS", 10**6)
+    assert train(tmp_path / "new", "--prompts", prompts, *SIZE, "--minutes", "20")[0] == 0
+    planned = 1200 * (1 - plan.COMPARISON_SHARE)
+    assert planned <= seconds["validation"] <= planned + 20 and 1188 < seconds["prompt"] <= 1200
+
+
 def test_a_drafter_is_saved_at_each_validation(
     train: Any, prompts: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +334,6 @@ def test_a_drafter_is_saved_at_each_validation(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--draft-vocab-size", "5000"), "draft_vocab_size must be at most the target's vocabulary 257, got 5000"),
         (("--prompts", "/no/such"), "cannot read the prompts in /no/such"),
         (("--seed", "1"), "cannot draft for llama: it is only a test"),
     ],
