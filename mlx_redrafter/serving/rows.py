@@ -7,7 +7,7 @@ prefilled twice. Everything here runs in one thread, on mlx-lm's generation stre
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
 
 from .. import ranks
 from ..engine import kv_cache
@@ -126,25 +127,19 @@ class RowSampler:
 
     Args:
         position: of the first token that it chooses.
-
-    Attributes:
-        last: the latest token (1,) uint32 and its log-probabilities (1, V), neither evaluated; None before the first.
-            If rows share the sampler, each has an entry.
     """
 
     def __init__(self, sampler: Sampler, position: int) -> None:
         self._sampler, self._position = sampler, position
         self._draws: Draws | None = None
         self._row = 0  # in the draws
-        self.last: tuple[mx.array, mx.array] | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Called by mlx-lm once per step, with (1, V), or with (B, V) if greedy rows share it."""
+        """Called by mlx-lm once per step, with (1, V)."""
         if self._row == 0:
             self._draws = self._sampler.draw(mx.array(self._position), DRAWS_AT_ONCE, logprobs.shape[-1])
         chosen = self._sampler.choose(logprobs, self._draws, mx.array([self._row])).astype(mx.uint32)
         self._position, self._row = self._position + 1, (self._row + 1) % DRAWS_AT_ONCE
-        self.last = chosen, logprobs
         return chosen
 
 
@@ -163,19 +158,19 @@ class Batch:
         self._begin()
 
     def _begin(self) -> None:
-        self._rows: dict[int, tuple[Request, RowSampler]] = {}
+        self._rows: dict[int, Request] = {}
         self._generator = BatchGenerator(self._model, **self._sizes)
-        self._greedy = RowSampler(Sampler(), 0)  # shared, so that mlx-lm calls it once for all rows
 
     @property
     def rows(self) -> list[Request]:
         """The rows, in the order in which they were added. Other threads may read it."""
-        return [row for row, _ in list(self._rows.values())]
+        return list(self._rows.values())
 
     def add(self, row: Request, start: Start) -> None:
         """Adds a row, which continues at the first token that its cache does not hold."""
-        (cache, held), sampler = start, self._greedy
+        cache, held = start
         text, ends = row.text, [*(n for n in row.copy_lengths if n > held), row.length]
+        sampler = greedy_sampler  # one call for all rows that share it
         if row.options.temp:
             sampler = RowSampler(row.options.make_sampler(0), row.length)  # 0 is not used: its options have a seed
         (uid,) = self._generator.insert_segments(
@@ -186,7 +181,7 @@ class Batch:
             samplers=[sampler],
             logits_processors=[[*(row.options.logits_processors or ()), *make_masks(row)]],
         )
-        self._rows[uid] = row, sampler
+        self._rows[uid] = row
 
     def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
         """Returns (rows whose cache should be copied now, one token of each row that is past its prompt)."""
@@ -198,15 +193,15 @@ class Batch:
         prompts, tokens = self._generator.next()
         to_copy = []
         for each in prompts:
-            row, (done, total) = self._rows[each.uid][0], each.progress
+            row, (done, total) = self._rows[each.uid], each.progress
             row.n_prefilled = max(row.n_prefilled, min(row.length - total + done, len(row.prompt)))
             if row.n_prefilled in row.copy_lengths and not each.end_of_prompt:
                 to_copy.append(row)
-        return to_copy, [self._add_token(self._rows[each.uid][0], each.token, each.logprobs) for each in tokens]
+        return to_copy, [self._add_token(self._rows[each.uid], each.token, each.logprobs) for each in tokens]
 
     def find_cache(self, row: Request) -> Start:
         """Returns the row's cache during its prefill, valid until the next step."""
-        uid = next(uid for uid, (other, _) in self._rows.items() if other is row)
+        uid = next(uid for uid, other in self._rows.items() if other is row)
         cache, tokens = self._generator.extract_cache([uid])[uid]
         return cache, len(tokens)
 
@@ -216,39 +211,26 @@ class Batch:
         The caches hold all tokens that `step` has returned.
         """
         wanted = set(rows)
-        uids = [uid for uid, (row, _) in self._rows.items() if row in wanted]
+        uids = [uid for uid, row in self._rows.items() if row in wanted]
         caches = self._generator.remove(uids, return_prompt_caches=keep_caches)
-        removed = {uid: self._rows.pop(uid)[0] for uid in uids}
+        removed = {uid: self._rows.pop(uid) for uid in uids}
         if removed and not self._rows:  # the generator holds the last log-probabilities of all rows
             self.clear()
         return {removed[uid]: (cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
 
-    def remove_all(self, stepped: Sequence[Request]) -> list[tuple[Request, Round, Start]]:
+    def remove_all(self) -> list[tuple[Request, Round, Start]]:
         """Removes all rows. Call it right after `step` has returned a token of each.
 
-        Args:
-            stepped: the rows in the order of that step.
-
         Returns:
-            For each row its next token, which the batch was already computing, and where it continues. Empty, with the
-            rows still in the batch, if greedy and sampled rows are mixed.
+            For each row its next token, which the batch was already computing, and where it continues.
         """
-        samplers = dict(self._rows.values())
-        distinct = {id(sampler) for sampler in samplers.values()}
-        if len(distinct) not in (1, len(samplers)):
-            return []
-        following = []
-        for at, row in enumerate(stepped):
-            last = samplers[row].last
-            assert last is not None
-            index = at if len(distinct) == 1 else 0  # a shared sampler was called for all rows
-            following.append((last[0][index], last[1][index]))
-        starts = self.remove(stepped)
-        mx.eval(following)
-        return [
-            (*self._add_token(row, cast(int, token.item()), logprobs), starts[row])
-            for row, (token, logprobs) in zip(stepped, following, strict=True)
-        ]
+        batch = self._generator._generation_batch  # mlx-lm has no public name for what it computes ahead
+        rows = [self._rows[uid] for uid in batch.uids]
+        tokens, logprobs = batch._next_tokens.tolist(), list(batch._next_logprobs)
+        starts = self.remove(rows)
+        mx.eval(logprobs)
+        following = zip(rows, tokens, logprobs, strict=True)
+        return [(*self._add_token(row, token, own), starts[row]) for row, token, own in following]
 
     def _add_token(self, row: Request, token: int, logprobs: mx.array) -> tuple[Request, Round]:
         return row, row.output.add(Round([token], [logprobs]))

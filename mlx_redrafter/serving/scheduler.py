@@ -224,7 +224,7 @@ class Scheduler:
             should_leave = self._pace.observe_step(len(stepped), seconds)
         if should_leave and all(row.draft for row in stepped):
             # Each row continues in a loop, after the token that the batch is already computing.
-            for row, following, start in self._batch.remove_all(stepped):
+            for row, following, start in self._batch.remove_all():
                 with self._catch_errors(row):
                     if row.error is not None:
                         raise row.error
