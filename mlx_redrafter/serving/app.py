@@ -49,7 +49,7 @@ LOOPBACK_HOST = re.compile(
 """Host headers that always mean this machine, seen from itself or from a container: no one can register a name under
 .internal. starlette's `TrustedHostMiddleware` answers others in plain text, which the APIs' clients cannot parse."""
 
-LOCAL_ORIGIN = (
+LOCAL_ORIGIN = re.compile(
     r"https?://(localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0)(:\d+)?|(app|file|tauri|vscode-file|vscode-webview)://.*"
 )
 """Origins of pages of this machine and of apps, as in Ollama. "null" is not one: any site can open such a frame."""
@@ -101,20 +101,19 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         *(Route(f"{prefix}/models{name}", list_models) for prefix in ("/v1", "") for name in ("", "/", "/{name:path}")),
         *([Route("/", page)] if page else []),
     ]
-    open_paths = {"/health", *(["/"] if page else [])}
     origins = service.args.allowed_origins
     if "*" in origins:
         logging.warning("Any web page that is open on this machine may use the server: --allowed-origins is *")
     middleware = [
         Middleware(
-            OriginMiddleware,
+            CORSMiddleware,
             allow_origins=origins,
-            allow_origin_regex=None if origins else LOCAL_ORIGIN,
+            allow_origin_regex=None if origins else LOCAL_ORIGIN.pattern,
             allow_methods=["*"],
             allow_headers=["*"],
             allow_private_network=True,
         ),
-        Middleware(guard, service=service, open_paths=open_paths, known_paths={route.path for route in routes}),
+        Middleware(guard, service=service, known_paths={route.path for route in routes}),
         # The application's own handler of Exception would run outside the middleware above.
         Middleware(ExceptionMiddleware, handlers={Exception: handle_error}),
     ]
@@ -223,24 +222,10 @@ async def handle_error(request: Request, error: Exception) -> Response:
     return JSONResponse(api.describe_error(error), error.status, error.headers)
 
 
-class OriginMiddleware(CORSMiddleware):
-    """Refuses requests and preflights of other sites' pages: without CORS headers a page could still send requests."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        origin, host = headers.get("origin"), headers.get("host")
-        is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
-        if origin is None or is_own_page or self.is_allowed_origin(origin):
-            await super().__call__(scope, receive, send)
-        else:
-            error = ApiError(f"expected an Origin of this machine or --allowed-origins, got {origin!r:.100}", 403)
-            await (await handle_error(Request(scope), error))(scope, receive, send)
-
-
-def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set[str]) -> ASGIApp:
+def guard(app: ASGIApp, service: Service, known_paths: set[str]) -> ASGIApp:
     """Returns middleware that checks headers before the body is read, and counts replies.
 
-    `open_paths` need no key. Paths other than `known_paths` share one label in the metrics.
+    Paths other than `known_paths` share one label in the metrics.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -252,7 +237,7 @@ def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set
 
         reply = app
         try:
-            check_headers(Headers(scope=scope), service.args, needs_key=scope["path"] not in open_paths)
+            check_headers(Headers(scope=scope), service.args, needs_key=scope["path"] not in ("/health", "/"))
         except ApiError as error:
             reply = await handle_error(Request(scope), error)
         await reply(scope, receive, count_and_send)
@@ -261,8 +246,12 @@ def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set
 
 
 def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool) -> None:
-    """Checks Host and key."""
-    host = headers.get("host", "")
+    """Checks Origin, Host and key."""
+    host, origin, allowed = headers.get("host", ""), headers.get("origin"), args.allowed_origins
+    is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
+    is_allowed = "*" in allowed or origin in allowed or (not allowed and LOCAL_ORIGIN.fullmatch(origin or ""))
+    if origin is not None and not (is_own_page or is_allowed):  # without CORS headers it could still send requests
+        raise ApiError(f"expected an Origin of this machine or --allowed-origins, got {origin!r:.100}", 403)
     if args.api_key is None:
         if not LOOPBACK_HOST.fullmatch(host):  # DNS rebinding: a page's own name may resolve here
             expected = "without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal"
