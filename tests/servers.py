@@ -83,7 +83,6 @@ def start_server(service: Service, make: Callable[[Service], ASGIApp] = make_app
         finally:
             server.should_exit = True
             thread.join()
-            service.worker.close(timeout=5.0)
 
 
 @contextmanager

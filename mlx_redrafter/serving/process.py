@@ -64,18 +64,17 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._worker, self._drain_timeout = service.worker, service.args.drain_timeout
-        self._saves_prompts = service.args.prompt_cache_dir is not None
         options: dict[str, Any] = {"log_config": None, "ws": "none", "lifespan": "off", "server_header": False}
         options |= {"timeout_keep_alive": IDLE_SECONDS}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finishes answers. After the drain timeout the worker closes, and clients get an error."""
+        """Finishes answers, for at most the drain timeout, then closes the worker. Clients of the rest get an error."""
         loop = asyncio.get_running_loop()
         loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._worker.close, 0.0)
         await super().shutdown(sockets)
-        if self._saves_prompts:  # after this the signal ends the process
-            await loop.run_in_executor(None, self._worker.close, GRACE_SECONDS)
+        # It saves prompt caches and ends other ranks. After this the signal ends the process.
+        await loop.run_in_executor(None, self._worker.close, GRACE_SECONDS)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stops accepting requests."""
@@ -118,8 +117,6 @@ def serve(
         if on_listening is not None:
             on_listening(format_url(bound))
         server.run([bound])
-        if ranks.count_ranks() > 1:
-            service.worker.close(0.0)
     return 0
 
 
