@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from mlx_lm.server import convert_chat
@@ -30,12 +31,6 @@ from .text_stream import Segment, TextStream
 from .worker import Worker, check_length
 
 Event = dict[str, Any]
-
-CODES = {
-    400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
-    408: "request_timeout", 503: "server_overloaded",
-}  # fmt: skip
-"""HTTP status -> the default `code` of an error."""
 
 
 @dataclass
@@ -182,7 +177,7 @@ class Completion(ABC, Generic[AnyBody]):
     def describe_error(error: ApiError) -> Event:
         """Returns an error in OpenAI's format."""
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-        code = error.code or CODES.get(error.status, "server_error")
+        code = error.code or HTTPStatus(error.status).name.lower()
         return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
 
     def describe_failure(self, error: ApiError) -> Event:

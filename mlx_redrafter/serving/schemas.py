@@ -91,7 +91,7 @@ class Body(Part):
     min_p: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = Field(None, ge=0)
     repetition_context_size: Integer | None = None
     presence_penalty: float | None = None
     presence_context_size: Integer | None = None

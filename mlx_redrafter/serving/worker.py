@@ -187,11 +187,8 @@ class Worker:
                 if not 0 <= extreme < self.vocab_size:
                     raise ApiError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
         room = None if length is None else length - len(prompt)
-        try:
-            request = Request(loop, self._defaults, self._tokenizer.eos_token_ids, room, prompt, **asked)
-            request.options.make_sampler(0).check(self.vocab_size)  # `asked` has a seed, so 0 is not used
-        except ValueError as error:
-            raise ApiError(join_lines(error)) from error
+        request = Request(loop, self._defaults, self._tokenizer.eos_token_ids, room, prompt, **asked)
+        request.options.make_sampler(0).check(self.vocab_size)  # `asked` has a seed, so 0 is not used
         return request
 
     def _drop_waiting(self, error: Exception | None = None) -> None:

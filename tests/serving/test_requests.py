@@ -89,6 +89,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"max_tokens": 2.5}, "max_tokens must"),
     ("completions", {"prompt": ["a", "b"]}, "prompt"),
     ("completions", {"n": 17}, "n must"),
+    ("completions", {"repetition_penalty": -2.0}, "repetition_penalty must"),
     ("completions", {"stop": [""]}, "stop must"),
     ("completions", {"top_logprobs": 21}, "top_logprobs must"),
     ("completions", format_of("xml"), "response_format.type must"),
@@ -125,7 +126,7 @@ def test_invalid_fields_are_named(scripted: Scripted, api: str, fields: dict[str
     assert reply.status == 400 and reply.error.startswith(named), reply.body
     assert "\n" not in reply.error and len(reply.error) < 400
     assert reply.json["error"]["type"] == "invalid_request_error"
-    assert reply.json["type"] == "error" if api == "messages" else reply.json["error"]["code"] == "invalid_value"
+    assert reply.json["type"] == "error" if api == "messages" else reply.json["error"]["code"] == "bad_request"
 
 
 @pytest.mark.parametrize(
