@@ -19,21 +19,8 @@ __version__ = "0.3.0"
 disable_thrashing_check()
 load_openblas()
 
-_MODULES = {
-    "Answer": "session",
-    "CheckpointError": "errors",
-    "GenerationResponse": "generate",
-    "RedrafterError": "errors",
-    "Session": "session",
-    "UnsupportedModelError": "errors",
-    "generate": "generate",
-    "generate_step": "generate",
-    "load": "checkpoints",
-    "load_demo": "checkpoints",
-    "load_draft_model": "checkpoints",
-    "load_drafter": "checkpoints",
-    "stream_generate": "generate",
-}
+_MODULES = ("errors", "checkpoints", "generate", "session")
+"""Where the public names are, in the order in which they are searched."""
 
 __all__ = [
     "Answer",
@@ -54,8 +41,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports a public name on first use, so that importing the package does not import MLX or mlx-lm."""
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
+    modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
+    value = globals()[name] = next(getattr(module, name) for module in modules if hasattr(module, name))
     return value

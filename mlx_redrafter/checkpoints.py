@@ -262,13 +262,6 @@ def make_card_header(base: str | None) -> str:
     return f"---\nlibrary_name: mlx\ntags:\n- mlx\n- redrafter\n- speculative-decoding\n{model}---\n"
 
 
-def check_demo_flags(name: str | None, args: Any) -> None:
-    """Refuses flags that change how a model is loaded, if the packaged demo is used."""
-    for flag in ("adapter_path", "quantize_activations"):
-        if name is None and getattr(args, flag, None):
-            raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is loaded unchanged")
-
-
 def find_drafter_name(args: Any) -> str | None:
     """The drafter or draft model in a command's flags; None if neither is given."""
     name: str | None = args.drafter or getattr(args, "draft_model", None)
@@ -284,12 +277,15 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
         name: a local directory or a hub id; None for the packaged demo.
         tokenizer_config: more arguments for the tokenizer.
     """
-    check_demo_flags(name, args)
+    size = ranks.count_ranks()
+    for flag in ("adapter_path", "quantize_activations"):
+        if getattr(args, flag, None) and (name is None or size > 1):
+            needs = (
+                "--model: the packaged demo is loaded unchanged" if size == 1 else f"a single process, got {size} ranks"
+            )
+            raise RedrafterError(f"--{flag.replace('_', '-')} needs {needs}")
     config = {**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code}
-    if (size := ranks.count_ranks()) > 1:
-        for flag in ("adapter_path", "quantize_activations"):
-            if getattr(args, flag, None):
-                raise RedrafterError(f"--{flag.replace('_', '-')} needs a single process, got {size} ranks")
+    if size > 1:
         if name is None:
             raise RedrafterError(f"{size} ranks need --model: the packaged demo needs a single process")
         model, tokenizer = load_shards(

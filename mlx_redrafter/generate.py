@@ -237,20 +237,15 @@ def generate(
     tokenizer: Any,
     prompt: Prompt,
     *,
-    drafter: Drafter | Source | None = None,
-    draft_model: nn.Module | None = None,
-    num_draft_tokens: int | None = None,
-    stop: str | Sequence[str] | None = None,
     verbose: bool = False,
     **options: Any,
 ) -> str:
     """Returns the whole text, as mlx-lm's `generate`; `verbose` prints it while it is generated, then a summary.
 
-    Arguments and errors are those of `stream_generate`.
+    All other arguments and errors are those of `stream_generate`.
     """
     text = ""
-    drafting: dict[str, Any] = {"drafter": drafter, "draft_model": draft_model, "num_draft_tokens": num_draft_tokens}
-    for response in stream_generate(model, tokenizer, prompt, stop=stop, **drafting, **options):
+    for response in stream_generate(model, tokenizer, prompt, **options):
         if verbose:
             print(response.text, end="", flush=True)
         text += response.text

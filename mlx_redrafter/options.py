@@ -45,11 +45,6 @@ class OptionFlag(NamedTuple):
     maximum: float | None = None
     choices: tuple[Any, ...] | None = None
 
-    @property
-    def is_optional(self) -> bool:
-        """Whether it may be None."""
-        return self.default is None
-
 
 def _flag(kind: type, default: Any, text: str, **limits: Any) -> Any:
     return field(default=default, metadata={"kind": kind, "help": text, **limits})
@@ -245,7 +240,7 @@ PLAN_OPTIONS, SAMPLER_OPTIONS, CACHE_OPTIONS = (
 def check_option(name: str, value: Any) -> Any:
     """The checked value of a flag, as a plain Python number: mlx-lm's filters do not accept NumPy's."""
     flag = FLAGS[name]
-    if value is None and flag.is_optional:
+    if value is None and flag.default is None:
         return None
     if flag.kind is bool:
         if not isinstance(value, bool):
@@ -272,7 +267,7 @@ def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()
         if flag.name in without:
             continue
         names = [f"--{flag.name.replace('_', '-')}"] + (["-m"] if flag.name == "max_tokens" else [])
-        shown = "" if flag.is_optional else " (default: %(default)s)"
+        shown = "" if flag.default is None else " (default: %(default)s)"
         if flag.kind is bool:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=flag.default, help=flag.help)
             continue

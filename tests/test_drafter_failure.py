@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from cost_curves import make_costs
@@ -78,20 +77,6 @@ def test_a_session_continues(plan: str, cheap_rounds: None) -> None:
         assert failing.send(turn).tokens == plain.send(turn).tokens
     assert failing.fork().send("b").tokens == plain.send("b").tokens
     assert [str(error) for error in errors] == ["call 5"], "reported once"
-
-
-def test_a_session_continues_if_a_copy_of_its_drafter_state_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[Exception] = []
-    model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
-    drafter, options = small_drafter(hidden=64, vocab=VOCAB), {"max_tokens": 20, "plan": (1, 3)}
-    session = Session(model, tokenizer, drafter, on_drafter_failure=errors.append, **options)
-    plain = Session(model, tokenizer, **options | {"plan": "off"})
-    assert session.send("abc").tokens == plain.send("abc").tokens
-    monkeypatch.setattr(StepwiseSource, "fork", Mock(side_effect=Broken("no memory")))
-    for turn in ("cab", "b"):
-        assert session.send(turn).tokens == plain.send(turn).tokens
-    session.fork()
-    assert [str(error) for error in errors] == ["no memory"]
 
 
 @pytest.mark.parametrize("calls", [0, 1, 5])

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.generate import DEFAULT_MAX_TOKENS, DEFAULT_PROMPT
+from mlx_lm.generate import DEFAULT_MAX_TOKENS, DEFAULT_PROMPT, str2bool
 from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
@@ -27,7 +27,7 @@ from ..drafters.protocol import Drafter
 from ..engine.cached_tokens import find_tokens
 from ..engine.exactness import format_row_counts
 from ..errors import Parser, RedrafterError
-from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, format_summary, is_text, stream_generate
+from ..generate import GenerationResponse, format_summary, is_text, stream_generate
 from ..options import OFF, OPTION_NAMES, PLAN_OPTIONS, Options
 from ..pair import Pair, draw_seed, find_pair
 from ..planning.machine import PACKAGES
@@ -95,11 +95,6 @@ def run() -> int:
             print("\n".join([NOTHING_DRAFTED][: not decoded.last.drafted] + notes), file=sys.stderr)
         if verdict:
             print(describe(verdict, decoded.last, may_advise=args.exact is None), file=sys.stderr)
-            last, rounds = decoded.last, decoded.last.rounds - decoded.last.plain_steps
-            # If context tokens were accepted, the drafter may have had no chance.
-            is_useless = last.drafted > last.context_drafted and not last.accepted
-            if drafter is not None and is_useless and rounds < USELESS_ROUNDS:
-                print(explain_useless(drafter, rounds), file=sys.stderr)  # after more rounds there was a warning
     return 0 if verdict is None or verdict["identical"] else 1
 
 
@@ -116,18 +111,11 @@ def make_parser() -> Parser:
     add("--extra-eos-token", nargs="+", default=(), help="additional tokens that end the text")
     add("--stop", nargs="+", default=(), help="strings that end the text")
     add("--prompt-cache-file", help="a prompt cache made by mlx_lm.cache_prompt")
-    add("--verbose", type=parse_bool, default=True, help="F prints only the text, at the end (default: %(default)s)")
+    add("--verbose", type=str2bool, default=True, help="F prints only the text, at the end (default: %(default)s)")
     add("--compare", action="store_true", help="decode plainly, then with drafts; exit 1 if a token differs")
     add("--json", action="store_true", help="print one JSON object instead of the text")
     parser.set_defaults(max_tokens=DEFAULT_MAX_TOKENS)
     return parser
-
-
-def parse_bool(text: str) -> bool:
-    """Parses a boolean as mlx-lm does: True or T, False or F, in any case."""
-    if text.lower() not in ("true", "t", "false", "f"):
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-    return text.lower().startswith("t")
 
 
 def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from .. import ranks
 from ..arguments import make_text_parser, read_options
-from ..checkpoints import check_demo_flags
 from ..errors import Parser, RedrafterError
 from ..options import Options
 
@@ -77,7 +76,6 @@ def read_key(name: str) -> str:
 
 def check_args(args: argparse.Namespace) -> argparse.Namespace:
     """Checks the flags before anything is loaded, and adds the decoding options as `options`."""
-    check_demo_flags(args.model, args)
     if args.chat_template and args.model is None:
         raise RedrafterError("--chat-template needs --model: the packaged demo takes no template")
     if args.api_key is not None:

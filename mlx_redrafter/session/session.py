@@ -20,7 +20,6 @@ from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.model_checks import make_cache
-from ..engine.source import Source
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, StopStrings, stream_text
 from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options
@@ -198,7 +197,7 @@ class Session:
         with self._locked():
             other = copy.copy(self)
             other._lock, other._cache = threading.Lock(), copy.deepcopy(self._cache)
-            other._source = self._fork_source(self._options.get("on_drafter_failure"))
+            other._source = self._source and self._source.fork()
             return other
 
     def save(self, path: str | Path) -> None:
@@ -304,7 +303,7 @@ class Session:
         kept = (self._cache if history else None) or make_cache(self.model, options.max_kv_size)
         cache, states = list(kept), kv_cache.snapshot_rows(kept)  # a copy, as quantization replaces entries of the list
         callback, valid = options.prompt_progress_callback, False
-        source = self._fork_source(options.on_drafter_failure) if history else self._pair.open_source()
+        source = (self._source and self._source.fork()) if history else self._pair.open_source()
         text, tokens = "", list[int]()
 
         def progress(done: int, total: int) -> None:
@@ -350,16 +349,6 @@ class Session:
             evaluate(self.model)
             if valid:
                 self._cache, self._source = cache, None if self._pair.drafter is None else source
-
-    def _fork_source(self, on_failure: Callable[[Exception], None] | None) -> Source | None:
-        """A copy of the drafter's source; None if there is none, or if copying it failed."""
-        try:
-            return None if self._source is None else self._source.fork()
-        except Exception as error:
-            if on_failure is None:
-                raise
-            self._drop_drafter(on_failure, error)
-            return None
 
     def _drop_drafter(self, on_failure: Callable[[Exception], None], error: Exception) -> None:
         """Continues this and all later turns without the drafter, which has failed."""

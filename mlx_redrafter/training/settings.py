@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..checkpoints import DTYPES, check_demo_flags
+from ..checkpoints import DTYPES
 from ..drafters import DEFAULT, TRAINABLE
 from ..drafters.trainable import TrainableArgs
 from ..errors import RedrafterError
@@ -51,7 +51,6 @@ class TrainingArgs:
 
     def check_run(self) -> None:
         """Checks that the settings are consistent, before anything is loaded."""
-        check_demo_flags(self.model, self)
         if self.data and self.prompts:
             raise RedrafterError("give either --data or --prompts, got both")
         own = {"--exit-dim": self.exit_dim, "--num-draft-layers": self.num_draft_layers}

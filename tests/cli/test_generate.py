@@ -80,11 +80,9 @@ def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
 
 
 def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Too few tokens for the warning about a useless drafter.
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "10", "--compare", "--seed", "1", *PLAN)
     status, out, err = run("generate", *flags)
     assert status == 0 and "tokens identical" in err and len(out) > 1
-    assert "guessed no token right in 9 rounds" in err and "reads the hidden state after the final norm" in err
     verdict = run_json(run, *flags)["compare"]
     assert verdict["identical"] and verdict["difference"] is None
     assert verdict["ratio"] == check_speedup(verdict["generation_tps"] / verdict["plain_generation_tps"], 1.0)

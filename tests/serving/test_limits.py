@@ -275,7 +275,6 @@ def test_metrics_count_answers(demo: Running) -> None:
     ("flags", "said"),
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0 needs a key: expected --api-key-file or --api-key, got neither"),
-        (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--chat-template", "x"], "--chat-template needs --model"),
         (["--max-tokens", "0"], "max_tokens must be -1 (no limit) or at least 1, got 0"),
         (["--api-key", " "], "the key must not be empty"),

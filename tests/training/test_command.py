@@ -26,7 +26,6 @@ def test_every_setting_is_a_flag() -> None:
     ("flags", "reason"),
     [
         (("--data", "x", "--prompts", "y"), "give either --data or --prompts, got both"),
-        (("--adapter-path", "x"), "--adapter-path needs --model"),
         (("--draft-vocab-size", "64"), "--draft-vocab-size needs --exit-dim"),
         (("--drafter-type", "medusa", "--exit-dim", "64"), "--exit-dim cannot be used with --drafter-type medusa"),
         (("--num-draft-layers", "2"), "--num-draft-layers needs --exit-dim"),
