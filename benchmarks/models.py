@@ -22,7 +22,7 @@ from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode_chat
-from mlx_redrafter.training.prompts import load_prompts
+from mlx_redrafter.training.prompts import encode_prompts, read_prompts
 
 PROMPTS = Path(__file__).parent / "prompts"
 DRAFT_MODEL = Path(__file__).parent / "draft_model"
@@ -176,6 +176,7 @@ def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
             if not file.exists():
                 kinds = ", ".join(dict.fromkeys(each.partition("/")[0] for each in texts))
                 raise RedrafterError(f"no prompt, category or file is called {name!r}: categories are {kinds}")
-            found |= {f"{file.name}:{n}": ids for n, ids in enumerate(load_prompts(file, tokenizer), start=1)}
+            own = encode_prompts(read_prompts(file), tokenizer)
+            found |= {f"{file.name}:{n}": ids for n, ids in enumerate(own, start=1)}
     ends = frozenset(tokenizer.eos_token_ids)
     return [Prompt(name, name.rpartition("/")[0] or "own", ids, ends) for name, ids in found.items()]

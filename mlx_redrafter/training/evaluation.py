@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -60,8 +59,8 @@ def count_rounds(embedding: nn.Module, drafter: TrainableDrafter, text: Text, ar
     depth, size = args.draft_depth, len(text.ids)
     targets = make_targets(embedding, [text], drafter.get("draft_ids"), of_text=not args.data)
     ranks = np.array(draft_loss(drafter, targets, depth, [1.0] * depth).ranks)
-    columns, right = np.array(targets.columns), np.zeros((depth, size + depth), bool)
-    right[:, columns[columns >= 0]] = ranks[:, columns >= 0] == 0
+    positions, right = np.array(targets.positions), np.zeros((depth, size + depth), bool)
+    right[:, positions[positions >= 0]] = ranks[:, positions >= 0] == 0
     # After the token at c the draft's root is at c + 1, and the guess of depth k at c + k + 1.
     accepted = np.cumprod([right[k, k + 1 : k + 1 + size] for k in range(depth)], axis=0).sum(axis=0)
     rounds, at = 0, max(text.offset, 1)
@@ -70,19 +69,10 @@ def count_rounds(embedding: nn.Module, drafter: TrainableDrafter, text: Text, ar
     return Stats(rounds=rounds, accepted=size - 1 - max(text.offset, 1) - rounds)
 
 
-def make_prompts(texts: Sequence[Text], most: int) -> list[tuple[str, list[int]]]:
-    """At most `most` (kind, prompt) for decoding, of all kinds in turn, without duplicates.
-
-    A prompt is the masked part of a text, or else its first tokens.
-    """
-    turns, found = Counter[str](), dict[tuple[int, ...], tuple[int, str]]()
-    for text in texts:
-        size = text.offset or min(PROMPT_TOKENS, max(1, len(text.ids) // 2))
-        if (prompt := tuple(text.ids[:size].tolist())) not in found:
-            found[prompt] = (turns[text.kind], text.kind)
-            turns[text.kind] += 1
-    chosen = sorted(found, key=lambda prompt: found[prompt][0])[:most]
-    return [(found[prompt][1], list(prompt)) for prompt in chosen]
+def make_prompt(text: Text) -> tuple[str, list[int]]:
+    """(kind, token ids) of a prompt for decoding: the masked part of a text, or else its first tokens."""
+    size = text.offset or min(PROMPT_TOKENS, max(1, len(text.ids) // 2))
+    return text.kind, text.ids[:size].tolist()
 
 
 class SpeedResult(NamedTuple):
@@ -142,4 +132,6 @@ def format_results(results: Sequence[SpeedResult]) -> str:
         lines.append(f"{name:<24}  {row.tokens_per_round:>12.2f}  {ratio:>13}  {same:>4}")
     if any(row.against_plain is None for row in results):
         lines.append("busy: not measured, as other work on the machine disturbed the times")
+    if not results[-1].same_tokens:
+        lines.append("NO: a token differs from plain decoding's, see docs/exactness.md")
     return "\n".join(lines)

@@ -34,8 +34,7 @@ class TrainingTargets(NamedTuple):
         tokens: (B, T) int32.
         hidden: (B, T, D) the target's hidden states, after the final norm.
         embeddings: (B, T, D) the target's raw embedding of each token.
-        positions: (N,) int32 indices into the B * T tokens; the tokens that follow these are learned.
-        columns: (N,) int32 indices of the positions in their texts; -1 for padding.
+        positions: (N,) int32 indices into the B * T tokens; the tokens that follow these are learned; -1 for padding.
         choices: (N,) int32, the row of the drafter's head for the target's next token; -1 for a token that the drafter
             cannot guess.
         probs: (N, M) probabilities of some next tokens. They need not sum to 1.
@@ -46,7 +45,6 @@ class TrainingTargets(NamedTuple):
     hidden: mx.array
     embeddings: mx.array
     positions: mx.array
-    columns: mx.array
     choices: mx.array
     probs: mx.array
     ids: mx.array
@@ -63,11 +61,6 @@ class DraftLoss(NamedTuple):
 
     loss: mx.array
     ranks: mx.array
-
-    @property
-    def accuracy(self) -> mx.array:
-        """(K,) float32: the share of first guesses that are the target's choice, at each depth."""
-        return (self.ranks == 0).sum(axis=1) / mx.maximum((self.ranks >= 0).sum(axis=1), 1)
 
 
 def draft_loss(
@@ -111,13 +104,14 @@ def draft_loss(
     wanted: mx.array | None = None
     if axes is not None:
         wanted = hidden.flatten(0, 1)[targets.positions].astype(mx.float32) @ axes
-        is_learned = targets.columns >= 0
+        is_learned = targets.positions >= 0
         size = (is_learned * mx.square(wanted).sum(axis=-1)).sum() / mx.maximum(is_learned.sum(), 1) + 1e-6
     reached = mx.ones(tokens.size)
     state: State = None
     total, mass, ranks = mx.zeros(()), mx.zeros(()), []
     # An array for all depths, not a number for each: the compiler would make separate kernels.
-    is_guess = targets.columns >= mx.arange(1, depth + 1)[:, None]
+    columns = mx.where(targets.positions < 0, -1, targets.positions % tokens.shape[1])
+    is_guess = columns >= mx.arange(1, depth + 1)[:, None]
     for k in range(depth):
         # Column c of these belongs to the draft from position c - k - 1; without such a position, its weight is 0.
         hidden = mx.roll(hidden, 1, 1)

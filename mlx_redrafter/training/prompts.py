@@ -85,11 +85,6 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]
     return found
 
 
-def load_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
-    """The prompts in a file as token ids."""
-    return encode_prompts(read_prompts(path), tokenizer)
-
-
 class Draft(NamedTuple):
     """The beginning of a prompt that the target completes: its text, and whether a question about it follows."""
 

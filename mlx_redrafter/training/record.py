@@ -46,10 +46,6 @@ class Record:
     validations: list[dict[str, Any]] = field(default_factory=list)
     measured: list[dict[str, Any]] = field(default_factory=list)
 
-    def drop_after(self, iteration: int) -> None:
-        """Drops the validations after an iteration."""
-        self.validations = [entry for entry in self.validations if entry["iteration"] <= iteration]
-
     def save(self, path: Path) -> None:
         """Writes the record, completely or not at all."""
         write_text(path, json.dumps(vars(self), indent=1) + "\n")

@@ -67,7 +67,6 @@ def make_targets(
         mx.array(hidden).astype(mx.float32),
         embedding(mx.array(tokens)).astype(mx.float32),
         mx.array(np.pad(positions, padding, constant_values=-1).astype(np.int32)),
-        mx.array(np.pad(np.concatenate(columns), padding, constant_values=-1).astype(np.int32)),
         find_rows(following) if of_text else rows[:, 0],
         mx.where(rows >= 0, probs, 0).astype(mx.float32),
         mx.maximum(rows, 0),

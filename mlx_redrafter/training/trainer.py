@@ -103,7 +103,8 @@ def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Callable[..., tu
     def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
         axes = drafter.axes  # read here, as an update replaces all arrays of the drafter
         found = draft_loss(drafter, TrainingTargets(*arrays), args.draft_depth, axes=axes)
-        return found.loss, {"loss": found.loss, "first": found.accuracy[0]}
+        is_guess, is_right = found.ranks[0] >= 0, found.ranks[0] == 0
+        return found.loss, {"loss": found.loss, "first": is_right.sum() / mx.maximum(is_guess.sum(), 1)}
 
     return loss
 

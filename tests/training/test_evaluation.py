@@ -18,7 +18,7 @@ from mlx_redrafter.training.evaluation import (
     compare_speed,
     count_rounds,
     format_results,
-    make_prompts,
+    make_prompt,
     measure_guesses,
 )
 from mlx_redrafter.training.hidden_states import add_hidden_states
@@ -95,12 +95,8 @@ def test_no_speed_above_the_tokens_per_round_is_reported(
     assert ("busy: not measured" in format_results([row])) is (ratio is None)
 
 
-def test_prompts_of_all_kinds_are_chosen_in_turn() -> None:
-    """They are the masked part or the start of a text."""
+def test_a_prompt_is_the_masked_part_or_the_start_of_a_text() -> None:
     ids = np.arange(200)
-    texts = [Text(ids, 3), Text(ids, 3), Text(ids, 0), Text(ids[:5], 0), Text(ids, 9), Text(ids, 7, kind="code")]
-    assert [(kind, len(prompt)) for kind, prompt in make_prompts(texts, 3)] == [
-        ("given", 3),
-        ("code", 7),
-        ("given", 64),
-    ]
+    texts = [Text(ids, 7, kind="code"), Text(ids, 0), Text(ids[:5], 0)]
+    found = [("code", ids[:7].tolist()), ("given", ids[:64].tolist()), ("given", [0, 1])]
+    assert [make_prompt(text) for text in texts] == found

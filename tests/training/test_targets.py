@@ -49,8 +49,6 @@ def test_states_and_labels_match_the_target(model: Any, read: list[Text]) -> Non
     assert np.allclose(spread(own, VOCAB)[learned], law[learned], atol=2e-3)
     assert np.array_equal(np.array(own.choices)[learned], law.argmax(axis=-1)[learned])
     assert np.array_equal(np.array(text.choices)[learned], find_next(read))
-    positions, columns = np.array(own.positions), np.array(own.columns)
-    assert np.array_equal(columns, np.where(positions < 0, -1, positions % own.tokens.shape[1])) and columns[-1] == -1
     assert mx.array_equal(own.embeddings, model.model.embed_tokens.weight[own.tokens])
     for row, given in enumerate(read):
         size = len(given.ids) - 1
