@@ -18,6 +18,7 @@ from ..drafters.trainable import TrainableDrafter
 from ..engine.model_parts import AFTER_NORM, find_compute_dtype, find_parts
 from ..pair import Findings, Pair
 from ..planning.measure import time_calls
+from .answers import MAX_BATCH_SIZE
 from .data import Text
 from .hidden_states import TOKENS_AT_ONCE, TOP_K, make_row_dtype, read_rows
 from .settings import TrainingArgs
@@ -28,9 +29,6 @@ VISITS = 4
 
 COMPARISON_SHARE, MAX_TEXT_SHARE = 0.08, 0.75
 """The largest share of a run's time for the comparison at the end, and of the rest for making texts."""
-
-TIMED_ROWS = 32
-"""Texts that are decoded together in the estimate."""
 
 Say = Callable[[str], None]
 """Prints a message for the user."""
@@ -107,9 +105,9 @@ def measure_speed(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, leng
         sizes: the drafter's config.
         length: tokens.
     """
-    tokens, row = mx.zeros((TIMED_ROWS, 1), mx.int32), [0] * TOKENS_AT_ONCE
-    forwards = {TOKENS_AT_ONCE: lambda: read_rows(model, [row], [1]), TIMED_ROWS: lambda: mx.eval(model(tokens))}
-    count = TOKENS_AT_ONCE if args.data else TIMED_ROWS
+    tokens, row = mx.zeros((MAX_BATCH_SIZE, 1), mx.int32), [0] * TOKENS_AT_ONCE
+    forwards = {TOKENS_AT_ONCE: lambda: read_rows(model, [row], [1]), MAX_BATCH_SIZE: lambda: mx.eval(model(tokens))}
+    count = TOKENS_AT_ONCE if args.data else MAX_BATCH_SIZE
     milliseconds = time_calls({count: forwards[count]}, 0.0, min_turns=2)[count][-1]
     drafter, ends = make_drafter(sizes), list[float]()
     assert isinstance(drafter, TrainableDrafter)

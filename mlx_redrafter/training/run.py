@@ -249,7 +249,7 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> None:
 
 
 def validate(run: Run, done: int) -> dict[str, Any]:
-    """Runs a validation, and saves the drafter as it is; returns the entry for the record."""
+    """Validates the drafter and saves it as it is; returns the entry for the record."""
     args = run.args
     loss, acceptance = measure_guesses(run.embedding, run.drafter, run.validation, args)
     counted = run.validation[:COUNTED_TEXTS]
@@ -260,16 +260,10 @@ def validate(run: Run, done: int) -> dict[str, Any]:
         f"iteration {done}: validation loss {loss:.3f}, right at depth 1, 2, ...: {first}; "
         f"{tokens:.2f} tokens per round at 1 x {args.draft_depth} on held-out texts: {len(counted)}"
     )
-    save(run, acceptance)
-    return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
-
-
-def save(run: Run, acceptance: Sequence[Sequence[float]]) -> None:
-    """Writes the drafter, with its acceptance in the config."""
-    base = run.args.model and strip_folders(run.args.model)
-    rounded = [[round(share, 4) for share in row] for row in acceptance]
+    base, rounded = args.model and strip_folders(args.model), [[round(share, 4) for share in row] for row in acceptance]
     run.drafter.args = replace(run.drafter.args, base_model=base, acceptance=rounded)
-    save_drafter(run.files.directory, run.drafter, dtype=find_dtype(run.args))
+    save_drafter(run.files.directory, run.drafter, dtype=find_dtype(args))
+    return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 
 def finish(run: Run) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..atomic_files import replace_file
-from ..errors import RedrafterError, join_lines
+from ..errors import RedrafterError
 from .data import Text
 from .hidden_states import make_row_dtype
 from .settings import TrainingArgs
@@ -48,11 +48,8 @@ class TextStore:
         """Stores a text that the target has read."""
         assert text.states is not None
         path = self.folder / f"{len(self.texts):05}-{text.offset}-{text.is_held_out:d}-{text.kind}"
-        try:
-            with replace_file(path) as partial_file:
-                partial_file.write_bytes(text.ids.astype("<i4").tobytes() + text.states.tobytes())
-        except OSError as error:
-            raise RedrafterError(f"cannot store the text {path}: {join_lines(error)}") from error
+        with replace_file(path) as partial_file:
+            partial_file.write_bytes(text.ids.astype("<i4").tobytes() + text.states.tobytes())
         self.texts.append(self._read(path))
 
     @property

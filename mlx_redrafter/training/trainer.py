@@ -42,7 +42,7 @@ def train_drafter(
     *,
     checkpoint: Path | None = None,
     on_iteration: OnIteration | None = None,
-) -> int:
+) -> None:
     """Trains a drafter of any kind in place, with AdamW, until all is done or it is stopped.
 
     Args:
@@ -52,14 +52,11 @@ def train_drafter(
         progress: iterations done -> the share of the training that is done, which sets the learning rate; all at 1.
         checkpoint: the file to save to, and to continue from if it exists.
         on_iteration: called after every iteration.
-
-    Returns:
-        The number of iterations done, including those before the checkpoint.
     """
     evaluate(drafter)
     optimizer = optim.AdamW(args.learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
     optimizer.init(drafter.trainable_parameters())
-    saved = done = load_checkpoint(checkpoint, drafter, optimizer) if checkpoint else 0
+    done = load_checkpoint(checkpoint, drafter, optimizer) if checkpoint else 0
     loss_and_grads, state = nn.value_and_grad(drafter, make_loss(drafter, args)), [drafter.state, optimizer.state]
 
     @partial(mx.compile, inputs=state, outputs=state)
@@ -78,16 +75,13 @@ def train_drafter(
         done += 1
         shown = {key: float(np.array(value)) for key, value in found.items()}
         if odd := [key for key, value in shown.items() if not math.isfinite(value)]:
-            kept = f"the checkpoint of iteration {saved} is kept" if saved else "nothing was saved before"
             raise RedrafterError(
-                f"{odd[0]} is {shown[odd[0]]} at iteration {done}; {kept}: start again with a lower learning rate"
+                f"{odd[0]} is {shown[odd[0]]} at iteration {done}: start again with a lower --learning-rate"
             )
         share = progress(done)
         stop = on_iteration is not None and on_iteration(done, share, shown)
         if checkpoint and (stop or share >= 1 or done % SAVE_EVERY == 0):
             save_checkpoint(checkpoint, drafter, optimizer, done)
-            saved = done
-    return done
 
 
 def find_rate_factor(share: float) -> float:
@@ -112,12 +106,11 @@ def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Callable[..., tu
 def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
     """Writes model, optimizer and step to one file, completely or not at all."""
     arrays: Any = dict(tree_flatten({"model": model.parameters(), "optimizer": optimizer.state}))
-    kept = "the previous checkpoint is kept" if path.exists() else "nothing was saved before"
     try:
         with replace_file(path) as partial_file:
             save_arrays(partial_file, arrays, {"step": str(step)})
     except (OSError, RuntimeError) as error:
-        raise RedrafterError(f"cannot save {path}: {join_lines(error)}; {kept}") from error
+        raise RedrafterError(f"cannot save {path}: {join_lines(error)}") from error
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:

@@ -29,9 +29,11 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode
 from mlx_redrafter.pair import Findings
 from mlx_redrafter.training import data, plan, run, sources
+from mlx_redrafter.training.answers import MAX_BATCH_SIZE
 from mlx_redrafter.training.data import Text
 from mlx_redrafter.training.evaluation import SpeedResult
 from mlx_redrafter.training.plan import Speed
+from mlx_redrafter.training.store import TextStore
 
 ROOT = Path(__file__).parents[2]
 SIZE = ("--exit-dim", "32")
@@ -200,10 +202,10 @@ def test_the_target_is_not_in_memory_while_it_trains(
         loaded.append(weakref.ref(model))
         return model, tokenizer
 
-    def watch(*given: Any, **options: Any) -> int:
+    def watch(*given: Any, **options: Any) -> None:
         gc.collect()
         seen.append(loaded[0]() is not None)
-        return train_drafter(*given, **options)
+        train_drafter(*given, **options)
 
     monkeypatch.setattr(run, "load_target", load)
     monkeypatch.setattr(run, "train_drafter", watch)
@@ -263,22 +265,22 @@ def test_one_directory_is_for_one_run(train: Any, prompts: str, tmp_path: Path) 
     assert [path.name for path in work.iterdir()] == ["lock"]
 
 
-def test_minutes_limit_a_run(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends although there is more to do, and does not begin if nothing could be done."""
-    monkeypatch.setattr(sources, "MAX_TEXTS", 10**6)
-    monkeypatch.setattr(run, "MAX_VISITS", 10**6)
-    status, said = train(tmp_path / "new", *SIZE, "--minutes", "0.3")
-    assert status == 0
-    assert json.loads((tmp_path / "new" / "training.json").read_text())["measured"][0]["kind"] == "free text", said
+def test_a_run_that_could_learn_nothing_does_not_begin(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "measure_speed", lambda *args: Speed(text=100.0, visit=1.0))
     with pytest.raises(RedrafterError, match=r"expected more --minutes: 0\.3 are too short for 3 texts"):
         train(tmp_path / "other", *SIZE, "--minutes", "0.3")
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_ends_in_time(train: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only iterations, validations and compared prompts take time here; the last of each ends as planned."""
-    seconds, real = {"now": 0.0}, run.validate
+def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts, iterations, validations and compared prompts take the seconds given here; each ends as planned."""
+    seconds, real, add = {"now": 0.0}, run.validate, TextStore.add
+
+    def add_text(store: TextStore, text: Text) -> None:
+        spend("text", 10.0)
+        add(store, text)
 
     def spend(name: str, count: float) -> None:
         seconds["now"] += count
@@ -307,11 +309,15 @@ def test_a_run_ends_in_time(train: Any, prompts: str, tmp_path: Path, monkeypatc
         monkeypatch.setattr(run, changed.__name__, changed)
     for module in (run, plan):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: seconds["now"]))
-    monkeypatch.setattr(run, "measure_speed", lambda *args: Speed(text=1.0, visit=5.0))
+    monkeypatch.setattr(run, "measure_speed", lambda *args: Speed(text=10.0, visit=5.0))
     monkeypatch.setattr(run, "measure_rounds", lambda *args: (Findings(), 10.0))
+    monkeypatch.setattr(TextStore, "add", add_text)
     monkeypatch.setattr(run, "MAX_VISITS", 10**6)
-    assert train(tmp_path / "new", "--prompts", prompts, *SIZE, "--minutes", "20")[0] == 0
+    monkeypatch.setattr(sources, "MAX_TEXTS", 10**6)
+    assert train(tmp_path / "new", *SIZE, "--minutes", "20")[0] == 0
     planned = 1200 * (1 - plan.COMPARISON_SHARE)
+    texts = planned / (10 + 5 * plan.VISITS)  # and those that are then being written
+    assert 10 * (texts - 1) <= seconds["text"] <= 10 * (texts + MAX_BATCH_SIZE)
     assert planned <= seconds["validation"] <= planned + 20 and 1188 < seconds["prompt"] <= 1200
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training import store
 from mlx_redrafter.training.data import Text
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
@@ -59,14 +57,3 @@ def test_a_damaged_text_is_refused_by_name(read: list[Text], tmp_path: Path) -> 
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(RedrafterError, match=f"{path.name} is damaged: delete it"):
         TextStore(tmp_path, ARGS, WIDTH)
-
-
-def test_a_full_disk_is_a_one_line_error(read: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    made = TextStore(tmp_path, ARGS, WIDTH)
-    monkeypatch.setattr(store, "replace_file", fail)
-    with pytest.raises(RedrafterError, match=r"cannot store the text .*: .*No space left on device"):
-        made.add(read[0])
-    assert not made.texts

@@ -20,7 +20,7 @@ from mlx_redrafter.training import trainer
 from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.trainer import find_rate_factor, save_checkpoint, train_drafter
+from mlx_redrafter.training.trainer import find_rate_factor, load_checkpoint, save_checkpoint, train_drafter
 
 HIDDEN, VOCAB = 16, 23
 
@@ -73,8 +73,8 @@ def test_resuming_changes_nothing(
             embedding, stopped, batches, settings(), in_eight, checkpoint=checkpoint, on_iteration=on_iteration
         )
     resumed.update({"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}})  # all weights must come from the checkpoint
-    assert train_drafter(embedding, resumed, watched, settings(), in_eight, checkpoint=checkpoint) == 8
-    assert seen == list(range(4, 8))
+    train_drafter(embedding, resumed, watched, settings(), in_eight, checkpoint=checkpoint)
+    assert seen == list(range(4, 8)) and load_checkpoint(checkpoint) == 8
     assert same(tensors(resumed), tensors(whole)) and not same(tensors(resumed), tensors(stopped))
     assert [file.name for file in tmp_path.iterdir()] == [checkpoint.name]
 
@@ -93,7 +93,7 @@ def test_a_loss_that_is_nan_keeps_the_checkpoint(
             texts[0] = texts[0]._replace(states=states)
         return texts
 
-    with pytest.raises(RedrafterError, match=r"is nan at iteration 4; the checkpoint of iteration 2 is kept"):
+    with pytest.raises(RedrafterError, match="is nan at iteration 4: start again"):
         train_drafter(model.model.embed_tokens, untrained(), broken, settings(), in_eight, checkpoint=saved)
     loaded: Any = mx.load(str(saved), return_metadata=True)
     assert loaded[1]["step"] == "2" and all(np.isfinite(np.array(array)).all() for array in loaded[0].values())
@@ -109,7 +109,7 @@ def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
     save_checkpoint(path, drafter, optimizer, 1)
     before = path.read_bytes()
     monkeypatch.setattr(trainer, "save_arrays", write_half)
-    with pytest.raises(RedrafterError, match=r"cannot save .*checkpoint.safetensors: .*; the previous checkpoint"):
+    with pytest.raises(RedrafterError, match=r"cannot save .*checkpoint.safetensors: "):
         save_checkpoint(path, drafter, optimizer, 2)
     assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == [path.name]
 
