@@ -29,7 +29,7 @@ from mlx_redrafter import pair
 from mlx_redrafter.drafters import context
 from mlx_redrafter.drafters.context import MAX_MATCH, MAX_PROPOSAL, ContextSource
 from mlx_redrafter.engine.plan import CONTEXT_ONLY
-from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
+from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.options import Options
 
 
@@ -220,8 +220,6 @@ def test_context_is_on_by_default() -> None:
     assert drafted() > 0, "this greedy text repeats itself"
     assert drafted(plan=(1, 3)) > 0, "a plan sets the drafter's part only, and there is no drafter"
     assert drafted(context=False) == drafted(plan="off") == 0
-    with pytest.raises(RedrafterError, match="either plan 'off' or context"):
-        Options(plan="off", context=True)
 
 
 def test_a_model_that_cannot_verify_decodes_plainly() -> None:
