@@ -24,12 +24,11 @@ from ..arguments import load_models, make_text_parser, read_options
 from ..checkpoints import find_drafter_name
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
-from ..engine.cached_tokens import find_tokens
 from ..engine.exactness import format_row_counts
 from ..errors import Parser, RedrafterError
 from ..generate import GenerationResponse, format_summary, is_text, stream_generate
 from ..options import OFF, OPTION_NAMES, PLAN_OPTIONS, Options
-from ..pair import Pair, draw_seed, find_pair
+from ..pair import draw_seed, find_pair
 from ..planning.machine import PACKAGES
 from ..session.chat_template import render
 from ..trials import check_speedup
@@ -70,8 +69,6 @@ def run() -> int:
     model, tokenizer, drafter = load_models(args, tokenizer_config, verbose=args.verbose)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    if args.prompt_cache_file is not None and args.context is not False and args.plan != OFF:
-        options["history"] = find_tokens(model, Pair(model, drafter).find_cache(Options(**options))) or ()
     options["seed"] = draw_seed() if args.seed is None else args.seed
     prompt = ranks.share(make_prompt(args, tokenizer) if ranks.get_rank() == 0 else None)
     stop = [unescape(text) for text in args.stop]
