@@ -16,7 +16,6 @@ from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.model_parts import find_compute_dtype, find_model_sizes
-from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generate import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
@@ -35,9 +34,6 @@ def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_pa
     save_drafter(tmp_path, other, dtype=mx.bfloat16)
     model, _, drafter = load_demo(tmp_path)
     assert drafter.args.exit_dim == 32 and drafter.dtype == find_compute_dtype(model) == mx.float32
-    save_drafter(tmp_path / "wide", Drafter(DrafterArgs(64, 99, exit_dim=32, num_draft_layers=0)))
-    with pytest.raises(CheckpointError, match="the target has"):
-        load_demo(tmp_path / "wide")
 
 
 @pytest.mark.parametrize(("plan", "temp"), [((1, 4), 0.0), ((4, 5), 0.8), ((4, 4, 8), 0.8)], ids=str)

@@ -191,18 +191,3 @@ def test_user_models_are_examined(
     save_drafter(tmp_path / "drafter", small_drafter(vocab=64), extra={"base_model": "another"})
     status, out, err = run("doctor", "--model", "mine", "--drafter", str(tmp_path / "drafter"))
     assert status == 0 and "it was made for another" in out
-    save_drafter(tmp_path / "wide", small_drafter(vocab=65))
-    status, out, err = run("doctor", "--model", "mine", "--drafter", str(tmp_path / "wide"))
-    assert (status, out) == (1, "") and err.startswith("error: ") and "vocabulary size 65, the target has 64" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [(["--adapter-path", "x"], "--adapter-path needs --model"), (["--model", "{tmp}/nothing"], "nothing")],
-)
-def test_bad_flags_are_refused_in_one_line(
-    measured: Measured, run: Any, tmp_path: Path, arguments: list[str], reason: str
-) -> None:
-    status, out, err = run("doctor", *(argument.format(tmp=tmp_path) for argument in arguments))
-    assert (status, out) == (1, "") and measured.trees == []
-    assert err.startswith("error: ") and err.count("\n") == 1 and reason.format(tmp=tmp_path) in err

@@ -228,11 +228,6 @@ def test_the_report_compares_tokens_per_round_at_the_recorded_depth(
     assert (again.args.base_model, again.args.draft_depth) == (str(demo_target), 1)
 
 
-def test_base_model_of_another_size_is_refused(tmp_path: Path, demo_target: Path) -> None:
-    source = publish("arctic_sum_rnn", tmp_path / "in")
-    refused(source, tmp_path / "result", "--base-model", str(demo_target), names="44, the target has 512")
-
-
 def test_drafter_in_eight_bits_decodes_losslessly(tmp_path: Path) -> None:
     packed = convert(DRAFTER, tmp_path / "out", True, 32, 8).path
     model, tokenizer, _ = load_demo()

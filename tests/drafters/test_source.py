@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from sessions import FAMILIES, chat_tokenizer, make_model
-from toys import CachingDrafter, CachingSource, assert_same_cache, decode_steps, ids, make_prompt, run
+from toys import CachingDrafter, CachingSource, ids, make_prompt, run
 from toys import make_model as make_llama
 
 from mlx_redrafter import Session
-from mlx_redrafter.options import Options
 
 TURNS = ("abc", "de", "fghij")
 
@@ -64,27 +63,6 @@ def test_a_turn_that_fails_or_is_cancelled_leaves_no_rows() -> None:
     third = session.send(TURNS[2])
     assert third.last is not None and third.last.accepted > 0, "all tokens are read again"
     assert session.tokens == plain.tokens
-
-
-@pytest.mark.parametrize("taken", [1, 2, 3, 4, 7, 10])
-def test_a_source_continues_a_text_that_was_closed_early(taken: int) -> None:
-    model, prompt, cache = make_llama(), make_prompt(9), make_prompt_cache(make_llama())
-    plain = run(model, prompt, max_tokens=40)
-    text = [*prompt, *ids(plain)]
-    source: Any = CachingDrafter(model, text, 2).open(model)
-    options = Options(prompt_cache=cache, plan=(2, 3), max_tokens=40)
-    steps = decode_steps(prompt, model, source, options)
-    assert [next(steps).token for _ in range(taken)] == ids(plain[:taken])
-    steps.close()
-    # The last token is in both cache and source; the next prompt continues the text.
-    left = text[: len(prompt) + taken]
-    rest = run(
-        model, text[len(left) : len(left) + 2], source, max_tokens=20, prompt_cache=cache, history=left, plan=(2, 3)
-    )
-    assert ids(rest) == text[len(left) + 2 : len(left) + 22] and rest[-1].stats.accepted > 3
-    other = make_prompt_cache(model)
-    run(model, text[: len(left) + 22], max_tokens=0, prompt_cache=other)
-    assert_same_cache(cache, other)
 
 
 def test_positions_never_seen_lower_only_acceptance() -> None:
