@@ -29,9 +29,6 @@ at most `most` tokens (128). With `questions`, one of these follows a text, and 
 TEMPERATURE, MIN_P = 0.7, 0.05
 """How prompts are sampled: tokens of less than `MIN_P` of the likeliest one's probability are left out."""
 
-DRAFTS = 64
-"""Prompts that are written together; some are dropped."""
-
 Prompt = str | list[dict[str, Any]]
 """A prompt as given: a string, or chat messages."""
 
@@ -100,10 +97,11 @@ class PromptWriter:
 
     Args:
         most_rows: as for `decode_rows`.
+        drafts: the number of prompts that are written together; some are dropped.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, seed: int, most_rows: int) -> None:
-        self.model, self.tokenizer, self.most_rows = model, tokenizer, most_rows
+    def __init__(self, model: nn.Module, tokenizer: Any, seed: int, most_rows: int, drafts: int) -> None:
+        self.model, self.tokenizer, self.most_rows, self.drafts = model, tokenizer, most_rows, drafts
         self.head, self.tail = split_template(tokenizer)
         self.ends = {*self.tail[:1], *tokenizer.eos_token_ids}
         self._rng, self._seen = np.random.default_rng(seed), set[tuple[str, ...]]()
@@ -111,7 +109,7 @@ class PromptWriter:
     def write(self, should_stop: ShouldStop) -> list[tuple[str, str]]:
         """(kind, text) of some new prompts, of all kinds."""
         shares = np.array([kind["share"] for kind in KINDS.values()])
-        kinds = self._rng.choice(list(KINDS), DRAFTS, p=shares / shares.sum()).tolist()
+        kinds = self._rng.choice(list(KINDS), self.drafts, p=shares / shares.sum()).tolist()
         waiting = deque(map(self.begin, sorted(kinds, key=lambda kind: -KINDS[kind].get("most", 0))))
         found = list[tuple[str, str]]()
 

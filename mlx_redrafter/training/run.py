@@ -194,7 +194,7 @@ def make_texts(store: TextStore, source: TextSource, model: nn.Module, clock: Cl
 
     if should_stop(0):
         return
-    for text in source.make(model, should_stop):
+    for text in source.make(model, should_stop, speed.count_wanted(seconds, known, visits)):
         if not source.has_held_out and len(store.texts) % HELD_OUT_EVERY == 0:
             text = text._replace(is_held_out=sum(each.is_held_out for each in store.texts) < MAX_HELD_OUT)
         store.add(text)

@@ -18,8 +18,8 @@ from .hidden_states import add_hidden_states
 from .prompts import KINDS, PromptWriter, encode_prompts, read_prompts
 from .settings import TrainingArgs
 
-READ_TOGETHER = 64
-"""Given texts among which those of similar length are read together."""
+READ_TOGETHER, MAX_DRAFTS = 64, 64
+"""Given texts among which those of similar length are read together, and prompts that are written together at most."""
 
 MAX_TEXTS, PROMPT_TOKENS = 10_000, 60
 """The most texts of a run, and the assumed length of prompts that are not written yet."""
@@ -86,8 +86,12 @@ class TextSource:
         """Whether a prompt leaves room for an answer."""
         return len(prompt) < self.args.max_seq_length - self.args.draft_depth
 
-    def make(self, model: nn.Module, should_stop: ShouldStop) -> Iterator[Text]:
-        """Yields texts that the target has read, until stopped or until there are no more."""
+    def make(self, model: nn.Module, should_stop: ShouldStop, wanted: int) -> Iterator[Text]:
+        """Yields texts that the target has read, until stopped or until there are no more.
+
+        Args:
+            wanted: about how many there will be; no more than that are made together.
+        """
         mx.random.seed(self.args.seed + len(self.known))
         if self.args.data:
             for start in range(0, len(self.texts), READ_TOGETHER):
@@ -96,14 +100,13 @@ class TextSource:
                     return
             return
         waiting = deque(self.make_row(GIVEN, prompt) for prompt in self.prompts)
-        most_rows = find_batch_size(model)
-        write = self.find_writer(model, most_rows)
-
+        most_rows = min(find_batch_size(model), wanted + 1)
+        write = self.find_writer(model, most_rows, min(MAX_DRAFTS, wanted + 1))
         left = self.count
 
         def take(count: int) -> list[Row]:
             nonlocal left
-            while len(waiting) < min(count, left) and not should_stop(0):
+            while len(waiting) < 0.75 * min(count, left) and not should_stop(0):
                 waiting.extend(sorted(write(should_stop), key=lambda row: -row.offset))
             rows = [waiting.popleft() for _ in range(min(count, left, len(waiting)))]
             left -= len(rows)
@@ -121,7 +124,7 @@ class TextSource:
         most = min(self.args.max_tokens, self.args.max_seq_length + 1 - len(prompt))
         return Row(prompt, most, first_learned=max(len(prompt) - 1, 1) if self.args.mask_prompt else 1, tag=kind)
 
-    def find_writer(self, model: nn.Module, most_rows: int) -> Callable[[ShouldStop], list[Row]]:
+    def find_writer(self, model: nn.Module, most_rows: int, drafts: int) -> Callable[[ShouldStop], list[Row]]:
         """A function that returns new prompts of the target's own."""
         if not self.tokenizer.has_chat_template:
             starts = [self.tokenizer.bos_token_id, *self.tokenizer.eos_token_ids]
@@ -129,7 +132,7 @@ class TextSource:
             if start is None:
                 raise RedrafterError("the tokenizer has neither a chat template nor a first token: give --data")
             return lambda should_stop: [self.make_row(FREE, [start])]
-        writer = PromptWriter(model, self.tokenizer, self.args.seed + len(self.known), most_rows)
+        writer = PromptWriter(model, self.tokenizer, self.args.seed + len(self.known), most_rows, drafts)
         for text in self.known:
             if text.kind in KINDS:
                 writer.is_new(writer.decode_prompt(text.ids[: text.offset].tolist()))

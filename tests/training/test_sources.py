@@ -14,8 +14,9 @@ from small import add_chat_template, make_byte_tokenizer, small_llama
 
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training import prompts, sources
+from mlx_redrafter.training.answers import Row
 from mlx_redrafter.training.data import GIVEN, Text
-from mlx_redrafter.training.prompts import KINDS
+from mlx_redrafter.training.prompts import KINDS, PromptWriter
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.sources import FREE, MAX_TEXTS, TextSource
 
@@ -38,7 +39,7 @@ def tokenizer() -> Any:
 def make(source: TextSource, model: Any, count: int) -> list[Text]:
     """The texts that a source makes until there are `count`."""
     found: list[Text] = []
-    for text in source.make(model, lambda tokens: len(found) >= count):
+    for text in source.make(model, lambda tokens: len(found) >= count, count):
         found.append(text)
     return found
 
@@ -112,7 +113,7 @@ def test_the_target_writes_its_own_prompts(
     """Other ones after those that are known."""
     monkeypatch.setattr(prompts, "is_good", lambda text: True)  # a random target writes noise
     chatty = add_chat_template(demo[1].__class__(make_byte_tokenizer()))
-    monkeypatch.setattr(prompts, "DRAFTS", 8)
+    monkeypatch.setattr(sources, "MAX_DRAFTS", 8)
     for kind in KINDS.values():
         monkeypatch.setitem(kind, "most", 6)
         monkeypatch.setitem(kind, "least", 1)
@@ -128,3 +129,22 @@ def test_the_target_writes_its_own_prompts(
     more = make(TextSource(args, chatty, texts), model, 6)
     assert not {str(text.ids[: text.offset]) for text in texts} & {str(text.ids[: text.offset]) for text in more}
     assert np.isfinite(texts[0].states["hidden"]).all()  # type: ignore[index]
+
+
+def test_few_texts_take_few_prompts(model: Any, demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run on a slow machine would otherwise spend its time on prompts that it never answers."""
+    begun: list[str] = []
+
+    class Writer(PromptWriter):
+        def begin(self, kind: str) -> Row:
+            begun.append(kind)
+            return super().begin(kind)
+
+    monkeypatch.setattr(sources, "PromptWriter", Writer)
+    monkeypatch.setattr(prompts, "is_good", lambda text: True)
+    for kind in KINDS.values():
+        monkeypatch.setitem(kind, "most", 6)
+        monkeypatch.setitem(kind, "least", 1)
+    source = TextSource(settings(max_tokens=6), add_chat_template(demo[1].__class__(make_byte_tokenizer())), [])
+    next(source.make(model, lambda tokens: False, 4))
+    assert 4 <= len(begun) < sources.MAX_DRAFTS
