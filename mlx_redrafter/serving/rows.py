@@ -97,17 +97,8 @@ class Loops:
         return made
 
     def find_cache(self, row: Request) -> Start:
-        """Returns the row's cache during its prefill, valid until the next step."""
+        """Returns the row's cache, valid until the next step."""
         return self._loops[row].cache, self._loops[row].length
-
-    def stop_running_ahead(self, row: Request) -> bool:
-        """Stops the row's loop from running ahead.
-
-        Returns:
-            Whether the row can move now; if not, it can after its next round.
-        """
-        row.may_run_ahead = False
-        return self._loops[row].length < row.length
 
     def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
         """Removes the given rows; see `Batch.remove`. After an exception a row's cache is undefined."""

@@ -178,7 +178,8 @@ class Scheduler:
     def _hand_to_batch(self) -> None:
         """Moves rows into the batch, each once its cache ends before its last token, which the batch reads first."""
         for row in self._loops.rows:
-            while row in self._loops.rows and not self._loops.stop_running_ahead(row):
+            row.may_run_ahead = False
+            while row in self._loops.rows and self._loops.find_cache(row)[1] >= row.length:
                 self._step_alone(row)
             if row in self._loops.rows:
                 with self._catch_errors(row):
