@@ -250,10 +250,14 @@ class ScriptedWorker:
         """Nothing to close."""
 
 
+Scripted = tuple[Running, ScriptedWorker]
+"""A server, and the worker behind it."""
+
+
 @contextmanager
 def start_scripted(
     tokenizer: Any, *flags: str, make: Callable[[Service], ASGIApp] = make_app, model_name: str = "demo"
-) -> Iterator[tuple[Running, ScriptedWorker]]:
+) -> Iterator[Scripted]:
     """A server over a scripted worker."""
     worker: Any = ScriptedWorker(tokenizer)
     service = Service(worker, tokenizer, parse_flags(*flags), model_name, "demo")

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from servers import PATIENCE, Running, ScriptedWorker, save_tokenizer, start_demo, start_scripted
+from servers import PATIENCE, Running, Scripted, save_tokenizer, start_demo, start_scripted
 
 from mlx_redrafter import load_demo
 
@@ -33,14 +33,14 @@ def demo() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def scripted_server(chat_tokenizer: Any) -> Iterator[tuple[Running, ScriptedWorker]]:
+def scripted_server(chat_tokenizer: Any) -> Iterator[Scripted]:
     """A server over a scripted engine."""
     with start_scripted(chat_tokenizer) as both:
         yield both
 
 
 @pytest.fixture
-def scripted(scripted_server: tuple[Running, ScriptedWorker]) -> Iterator[tuple[Running, ScriptedWorker]]:
+def scripted(scripted_server: Scripted) -> Iterator[Scripted]:
     """The scripted server, reset to its initial state."""
     server, engine = scripted_server
     engine.texts, engine.refusal, engine.requests = [["hello"]], None, []
@@ -57,7 +57,7 @@ def openai_client(demo: Running) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def scripted_openai(scripted_server: tuple[Running, ScriptedWorker]) -> Iterator[openai.OpenAI]:
+def scripted_openai(scripted_server: Scripted) -> Iterator[openai.OpenAI]:
     """OpenAI's client for the scripted server."""
     url = f"{scripted_server[0].url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
@@ -65,7 +65,7 @@ def scripted_openai(scripted_server: tuple[Running, ScriptedWorker]) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def scripted_anthropic(scripted_server: tuple[Running, ScriptedWorker]) -> Iterator[anthropic.Anthropic]:
+def scripted_anthropic(scripted_server: Scripted) -> Iterator[anthropic.Anthropic]:
     """Anthropic's client for the scripted server."""
     url = scripted_server[0].url
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from servers import Running, ScriptedWorker, ask, events_of
+from servers import Scripted, ask, events_of
 
-Scripted = tuple[Running, ScriptedWorker]
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "type": "object",

@@ -6,12 +6,10 @@ from typing import Any
 
 import anthropic
 import pytest
-from servers import Running, ScriptedWorker, ask
+from servers import USER, Scripted, ask
 
-Scripted = tuple[Running, ScriptedWorker]
 SHELL: Any = {"name": "shell", "description": "Run it.", "input_schema": {"type": "object"}}
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>'
-USER: Any = [{"role": "user", "content": "Hi"}]
 
 
 def test_text_without_streaming(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
@@ -24,22 +22,6 @@ def test_text_without_streaming(scripted: Scripted, scripted_anthropic: anthropi
     assert (blocks[0].thinking, blocks[1].text, made.stop_reason) == ("Hm.", "I am fine.", "end_turn")
     usage: Any = made.usage
     assert (usage.cache_read_input_tokens, usage.output_tokens > 3, usage.rounds) == (1, True, 4)
-
-
-def test_the_official_client_accumulates_a_stream(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
-    scripted[1].texts = [["Hm.</think>", "I ", "look.", CALL, CALL]]
-    kinds, texts = [], []
-    with scripted_anthropic.messages.stream(model="demo", max_tokens=99, messages=USER, tools=[SHELL]) as stream:
-        for event in stream:
-            kinds.append(event.type)
-            if event.type == "text":
-                texts.append(event.text)
-        made: Any = stream.get_final_message()
-    assert "".join(texts) == "I look." and kinds[0] == "message_start" and kinds[-1] == "message_stop"
-    assert [block.type for block in made.content] == ["thinking", "text", "tool_use", "tool_use"]
-    assert [block.input for block in made.content[2:]] == [{"command": "ls"}] * 2
-    assert made.stop_reason == "tool_use" and made.content[2].id != made.content[3].id
-    assert made.usage.output_tokens > 0
 
 
 def test_a_prefilled_answer_is_continued(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:

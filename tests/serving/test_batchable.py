@@ -85,8 +85,3 @@ def test_failures_only_in_the_models_dtype_are_found(fails: bool) -> None:
 
     model.__class__ = Fussy
     assert count_prefill_rows(model, Options()) == 0
-
-
-def test_caches_that_cannot_be_batched_alternate() -> None:
-    assert count_prefill_rows(make_model(), Options(kv_bits=8)) == 0
-    assert count_prefill_rows(make_model("qwen2"), Options(max_kv_size=64)) == 0

@@ -8,11 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from servers import BODIES, USER, Reply, Running, ScriptedWorker, ask, save_tokenizer, start_scripted
+from servers import BODIES, USER, Reply, Running, Scripted, ask, save_tokenizer, start_scripted
 
 from mlx_redrafter.serving.conversation import arrange
 
-Scripted = tuple[Running, ScriptedWorker]
 IMAGE: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}},
     "/v1/responses": {"type": "input_image", "image_url": "data:image/png;base64,x"},

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Running, ScriptedRequest, ScriptedWorker
+from servers import Scripted, ScriptedRequest, ScriptedWorker
 
 pytestmark = [
     pytest.mark.npm,
@@ -78,7 +78,7 @@ class Task:
 
 
 @pytest.fixture
-def task(scripted: tuple[Running, ScriptedWorker], tmp_path: Path) -> Task:
+def task(scripted: Scripted, tmp_path: Path) -> Task:
     return Task(scripted[1], tmp_path)
 
 
@@ -89,9 +89,7 @@ def read_settings(language: str, url: str) -> str:
     return block.replace("NAME", "demo").replace("http://127.0.0.1:8080", url)
 
 
-def test_claude_code_edits_and_runs_a_file(
-    scripted: tuple[Running, ScriptedWorker], packages: Path, task: Task
-) -> None:
+def test_claude_code_edits_and_runs_a_file(scripted: Scripted, packages: Path, task: Task) -> None:
     (binary,) = packages.glob("@anthropic-ai/claude-code-*/claude")
     run, file = f"{sys.executable} add.py", str(task.file)
     settings = shlex.split(read_settings("bash", scripted[0].url))
@@ -110,7 +108,7 @@ def test_claude_code_edits_and_runs_a_file(
     assert "context window" not in printed, "it knows how long the context is"
 
 
-def test_codex_edits_and_runs_a_file(scripted: tuple[Running, ScriptedWorker], packages: Path, task: Task) -> None:
+def test_codex_edits_and_runs_a_file(scripted: Scripted, packages: Path, task: Task) -> None:
     folder = task.home / ".codex"
     folder.mkdir()
     catalog = 'model_catalog_json = "models.json"\n'

@@ -15,7 +15,7 @@ from servers import (
     PATIENCE,
     USER,
     Running,
-    ScriptedWorker,
+    Scripted,
     ask,
     events_of,
     parse_flags,
@@ -32,7 +32,6 @@ from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.errors import GenerationFailed
 from mlx_redrafter.serving.process import Server
 
-Scripted = tuple[Running, ScriptedWorker]
 KEY = "correct-horse"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 TEXT = "/v1/completions"
@@ -97,6 +96,8 @@ def check_origins(server: Running, expected: dict[str, int], headers: dict[str, 
 
 def test_only_pages_of_named_origins_may_send_requests(locked: Running) -> None:
     check_origins(locked, {"http://a.example": 200, "http://localhost": 403, "app://x": 403, "null": 403}, BEARER)
+    for own in (locked.url, locked.url.replace("http", "https")):
+        assert ask(locked, "/v1/models", headers=BEARER | {"Origin": own}).status == 200
 
 
 def test_by_default_pages_of_this_machine_and_of_apps_may_send_requests(scripted: Scripted) -> None:
@@ -154,9 +155,6 @@ LONG = "it goes on " * 50_000
     ("path", "fields"),
     [
         ("/v1/completions", {"prompt": LONG}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
-        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": LONG}]}]}),
-        ("/v1/messages", {"system": LONG}),
         ("/v1/messages/count_tokens", {"messages": USER, "system": LONG}),
     ],
 )

@@ -9,18 +9,16 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from servers import Running, ScriptedWorker, ask, start_scripted
+from servers import USER, Running, Scripted, ask, start_scripted
 from workers import count
 
 from mlx_redrafter import stream_generate
 
-Scripted = tuple[Running, ScriptedWorker]
 TEXT = "/v1/completions"
 PROMPT = "class Stack:\n    def __init__(self):\n"
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
-USER = [{"role": "user", "content": "Hi"}]
 
 
 def expected_text(models: Any, prompt: Any, **options: Any) -> str:
@@ -98,21 +96,6 @@ def test_an_overly_complex_schema_fails(demo: Running) -> None:
     shape = {"type": "json_schema", "json_schema": {"schema": schema}}
     reply = ask(demo, TEXT, {"prompt": "x", "max_tokens": 9, "response_format": shape})
     assert reply.status == 400 and reply.error.startswith("the JSON schema cannot be followed: lexer error: too many")
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-def test_a_drafted_answer_with_a_schema_matches_plain_decoding(demo: Running, sampling: dict[str, Any]) -> None:
-    one = {"name": {"type": "string", "maxLength": 12}, "quantity": {"type": "integer", "maximum": 99}}
-    item = {"type": "object", "properties": one, "required": [*one], "additionalProperties": False}
-    schema = {"type": "array", "items": item, "minItems": 3, "maxItems": 4}
-    shape = {"type": "json_schema", "json_schema": {"schema": schema}}
-    body = {"prompt": "items = ", "max_tokens": 300, "response_format": shape, "logprobs": 1} | sampling
-    drafted, plain = (ask(demo, TEXT, body | more).json for more in ({}, {"draft_model": None}))
-    assert drafted["choices"][0]["logprobs"]["tokens"] == plain["choices"][0]["logprobs"]["tokens"]
-    if plain["choices"][0]["finish_reason"] == "stop":
-        jsonschema.validate(json.loads(plain["choices"][0]["text"]), schema)
-    usage = drafted["usage"]
-    assert usage["context_accepted"] > usage["completion_tokens"] / 4 and plain["usage"]["drafted"] == 0
 
 
 def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> None:

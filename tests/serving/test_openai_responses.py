@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import openai
-from servers import Running, ScriptedWorker
+from servers import Scripted
 
-Scripted = tuple[Running, ScriptedWorker]
 SHELL = {"type": "function", "name": "shell", "description": "Run it.", "parameters": {"type": "object"}}
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": ["ls"]}}</tool_call>'
 
@@ -45,13 +44,6 @@ def test_events_come_in_order(scripted: Scripted, scripted_openai: openai.OpenAI
     call = last.response.output[-1]
     assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "shell", {"command": ["ls"]})
     assert call.status == "completed" and last.response.usage.output_tokens > 0
-
-
-def test_the_official_client_accumulates_a_stream(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
-    scripted[1].texts = [["</think>", "blue", CALL]]
-    with scripted_openai.responses.stream(model="demo", input="Why?", tools=[SHELL]) as stream:  # type: ignore[list-item]
-        made = stream.get_final_response()
-    assert made.output_text == "blue" and made.output[-1].type == "function_call"
 
 
 def test_an_answer_cut_short_is_incomplete(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:

@@ -15,7 +15,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from servers import Running, ScriptedWorker, ask, events_of, parse_flags, start_scripted, start_server, until
+from servers import Running, Scripted, ask, events_of, parse_flags, start_scripted, start_server, until
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.demo import demo_prompts
@@ -40,7 +40,7 @@ def start_race(*flags: str) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def page_server(chat_tokenizer: Any) -> Iterator[tuple[Running, ScriptedWorker]]:
+def page_server(chat_tokenizer: Any) -> Iterator[Scripted]:
     """A race over a scripted engine."""
     with start_scripted(chat_tokenizer, "--allowed-origins", "http://a.example", make=make_race_app) as both:
         yield both
@@ -62,7 +62,7 @@ def test_the_page_loads_nothing_external() -> None:
     assert not re.search(r"\son\w+=|\sstyle=", PAGE.split("<body>")[1].split("<script>")[0])
 
 
-def test_model_names_on_the_page_are_escaped(page_server: tuple[Running, ScriptedWorker], chat_tokenizer: Any) -> None:
+def test_model_names_on_the_page_are_escaped(page_server: Scripted, chat_tokenizer: Any) -> None:
     reply = ask(page_server[0], "/?prompt=x&go=1")
     assert reply.status == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
     expected = {"model": "demo", "demo": True, "drafter": "demo", "chat": True, "plan": "plan auto"}
@@ -73,7 +73,7 @@ def test_model_names_on_the_page_are_escaped(page_server: tuple[Running, Scripte
     assert read_about(told)["model"] == NASTY and told.split("<style>")[1] == PAGE.split("<style>")[1]
 
 
-def test_only_a_race_serves_the_page(scripted: tuple[Running, ScriptedWorker], chat_tokenizer: Any) -> None:
+def test_only_a_race_serves_the_page(scripted: Scripted, chat_tokenizer: Any) -> None:
     assert ask(scripted[0], "/").status == 404
     with start_scripted(chat_tokenizer, "--api-key", "secret", make=make_race_app) as (server, _):
         assert ask(server, "/").status == 200 and ask(server, TEXT, {"prompt": "x"}).status == 401
@@ -90,20 +90,14 @@ def test_the_page_gets_every_draft(demo_models: Any) -> None:
     tokens = [token for each in drafts for token in each["tokens"]]
     assert "".join(each["text"] for each in tokens) == text and len(tokens) == 30
     assert usage["usage"]["accepted"] >= sum(each["from_draft"] for each in tokens) > 0
-    trees = [each["tree"] for each in drafts if "tree" in each]
-    assert trees and all(len(each["parents"]) == len(each["tokens"]) and each["path"][0] == 0 for each in trees)
+    assert any("tree" in each for each in drafts)
+    for at, each in enumerate(drafts):
+        if "tree" in each:  # its path is what follows
+            tree, path = each["tree"], each["tree"]["path"]
+            assert path[0] == 0 and [tree["parents"][node] for node in path[1:]] == path[:-1]
+            following = "".join(token["text"] for later in drafts[at:] for token in later["tokens"])
+            assert following.startswith("".join([*(tree["tokens"][node] for node in path[1:]), tree["next"]]))
     assert drafts[-1]["drafted"] == usage["usage"]["drafted"] and drafts[-1]["seconds"] > 0
-
-
-def test_other_pages_are_refused(page_server: tuple[Running, ScriptedWorker]) -> None:
-    server, _ = page_server
-    body = {"prompt": "x", "max_tokens": 1}
-    for origin in (server.url, server.url.replace("http", "https"), "http://a.example"):
-        assert ask(server, TEXT, body, {"Origin": origin}).status == 200
-    for origin in ("http://evil.example", "null", "", f"{server.url}.evil.example", "http://127.0.0.1:1"):
-        reply = ask(server, TEXT, body, {"Origin": origin})
-        assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
-        assert reply.error == f"expected an Origin of this machine or --allowed-origins, got {origin!r}"
 
 
 def test_the_page_opens_if_there_is_a_screen(
@@ -170,13 +164,13 @@ def test_the_demo_starts_by_itself(browser: webdriver.Chrome, demo_models: Any) 
 
 
 @in_browser
-def test_a_wrong_field_is_an_error(browser: webdriver.Chrome, page_server: tuple[Running, ScriptedWorker]) -> None:
+def test_a_wrong_field_is_an_error(browser: webdriver.Chrome, page_server: Scripted) -> None:
     browser.get(f"{page_server[0].url}/?go=1&max=abc")
     assert finish(browser) == "error"
 
 
 @in_browser
-def test_html_in_answers_is_escaped(browser: webdriver.Chrome, page_server: tuple[Running, ScriptedWorker]) -> None:
+def test_html_in_answers_is_escaped(browser: webdriver.Chrome, page_server: Scripted) -> None:
     server, engine = page_server
     engine.texts = [[NASTY]]
     browser.get(f"{server.url}/?prompt={quote(NASTY)}&max=999")

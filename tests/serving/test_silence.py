@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from servers import BODIES, USER, Running, ScriptedWorker, send_request, until
+from servers import BODIES, USER, Scripted, ScriptedWorker, send_request, until
 
 from mlx_redrafter.serving import app
 
-Scripted = tuple[Running, ScriptedWorker]
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -24,7 +22,7 @@ class Pauses:
     def __init__(self, engine: ScriptedWorker) -> None:
         self.gates, self.empty = [engine.gate, threading.Event()], 0
         engine.gate.clear()
-        engine.texts = [["</think>I look.", self.gates[1], CALL]]
+        engine.texts = [["Hm.</think>I look.", self.gates[1], CALL, CALL]]
 
     def count(self, *, is_empty: bool) -> None:
         """Counts an event and opens the gates that are due."""
@@ -47,13 +45,13 @@ def test_openais_client_accepts_empty_chat_chunks(pauses: Pauses, scripted_opena
         for event in stream:
             if event.type == "chunk":
                 delta = event.chunk.choices[0].delta
-                pauses.count(is_empty=not (delta.content or delta.tool_calls))
+                pauses.count(is_empty=not (delta.content or delta.tool_calls or getattr(delta, "reasoning", "")))
             elif event.type == "content.delta":
                 deltas.append(event.delta)
         message = stream.get_final_completion().choices[0].message
     assert pauses.empty >= 4 and all(deltas)
     assert (message.role, message.content) == ("assistant", "".join(deltas)) == ("assistant", "I look.")
-    assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}']
+    assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}'] * 2
 
 
 def test_openais_client_accepts_empty_completion_chunks(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
@@ -61,7 +59,7 @@ def test_openais_client_accepts_empty_completion_chunks(pauses: Pauses, scripted
     for chunk in scripted_openai.completions.create(model="demo", prompt="x", stream=True):
         texts.append(chunk.choices[0].text)
         pauses.count(is_empty=not texts[-1])
-    assert pauses.empty >= 4 and "".join(texts) == f"</think>I look.{CALL}"
+    assert pauses.empty >= 4 and "".join(texts) == f"Hm.</think>I look.{CALL}{CALL}"
 
 
 def test_openais_client_accepts_empty_response_events(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
@@ -73,7 +71,8 @@ def test_openais_client_accepts_empty_response_events(pauses: Pauses, scripted_o
             pauses.count(is_empty=event.type == "response.in_progress" and event.sequence_number > 1)
         made: Any = stream.get_final_response()
     assert pauses.empty >= 4 and numbers == list(range(len(numbers)))
-    assert (made.output_text, made.status, made.output[-1].arguments) == ("I look.", "completed", '{"a": 1}')
+    assert (made.output_text, made.status) == ("I look.", "completed")
+    assert [call.arguments for call in made.output[-2:]] == ['{"a": 1}'] * 2
 
 
 def test_anthropics_client_accepts_empty_events(pauses: Pauses, scripted_anthropic: anthropic.Anthropic) -> None:
@@ -82,39 +81,28 @@ def test_anthropics_client_accepts_empty_events(pauses: Pauses, scripted_anthrop
         for event in stream:
             pauses.count(is_empty=event.type == "message_delta" and event.delta.stop_reason is None)
         made: Any = stream.get_final_message()
-    assert pauses.empty >= 4 and [block.type for block in made.content] == ["text", "tool_use"]
-    assert (made.content[0].text, made.content[1].input, made.stop_reason) == ("I look.", {"a": 1}, "tool_use")
-    assert made.usage.output_tokens > 9
+    assert pauses.empty >= 4 and made.usage.output_tokens > 9 and made.stop_reason == "tool_use"
+    reasoning, text, *calls = made.content
+    assert (reasoning.thinking, text.text) == ("Hm.", "I look.")
+    assert [call.input for call in calls] == [{"a": 1}] * 2 and calls[0].id != calls[1].id
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_comments_report_prefill_progress(scripted: Scripted, pauses: Pauses, path: str) -> None:
+def test_comments_and_log_report_prefill_progress(
+    scripted: Scripted, pauses: Pauses, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     server, engine = scripted
     pauses.gates[1].set()
+    caplog.set_level(logging.INFO)
     with send_request(server, path, stream=True) as connection:
         until(lambda: len(engine.requests) == 1)
         engine.requests[0].n_prefilled, found = 2, b""
-        while b": keepalive 2/%d\n\n" % len(engine.requests[0].prompt) not in found:
+        progress = f"2/{len(engine.requests[0].prompt)}"
+        while f": keepalive {progress}\n\n".encode() not in found:
             found += connection.recv(1 << 16)
+        assert f"Prompt processing progress: {progress}" in caplog.messages
         engine.gate.set()
         while not found.endswith(b"\r\n0\r\n\r\n"):
             found += connection.recv(1 << 16)
     kinds = {"/v1/responses": b"response.completed", "/v1/messages": b"message_stop"}
     assert kinds.get(path, b"[DONE]") in found
-
-
-def test_the_log_reports_prefill_progress(scripted: Scripted, pauses: Pauses, caplog: pytest.LogCaptureFixture) -> None:
-    server, engine = scripted
-    caplog.set_level(logging.INFO)
-    with send_request(server, "/v1/completions", stream=True) as connection:
-        until(lambda: len(engine.requests) == 1)
-        engine.requests[0].n_prefilled, total = 3, len(engine.requests[0].prompt)
-        until(lambda: f"Prompt processing progress: 3/{total}" in caplog.messages)
-        engine.gate.set()
-        found = b""
-        while b"look" not in found:
-            found += connection.recv(1 << 16)
-        caplog.clear()
-        time.sleep(0.3)
-        assert not [each for each in caplog.messages if "progress" in each]
-        pauses.gates[1].set()
