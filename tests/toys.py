@@ -10,7 +10,8 @@ import copy
 import functools
 import random
 import string
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +27,7 @@ from mlx_redrafter.drafters.protocol import Drafter, Embed, StepwiseSource
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.beam_search import Adjust, Advance
-from mlx_redrafter.engine.model_parts import find_parts
+from mlx_redrafter.engine.model_parts import Recorder, find_parts
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.source import Forecast, Source
 from mlx_redrafter.engine.tree import chain, grow, prune
@@ -338,6 +339,38 @@ def scripted(model: nn.Module, text: Sequence[int], script: str, *, width: int, 
     return Scripted(model, text, make_ranks(script, len(text), width, seed=seed), width)
 
 
+@contextmanager
+def record_hidden_states(model: nn.Module) -> Iterator[list[mx.array]]:
+    """Records the final norm's output of every forward, (1, T, D) each."""
+    parent, name = find_parts(model).final_norm
+    child = parent[name]
+    recorder = parent[name] = Recorder(child)
+    try:
+        yield recorder.outputs
+    finally:
+        parent[name] = child
+
+
+def make_follower(
+    model: nn.Module, text: Sequence[int], recorded: Sequence[mx.array], script: str, width: int, seed: int = 5
+) -> Scripted:
+    """A `Scripted` drafter for any model.
+
+    Args:
+        model: the target.
+        text: a prompt and its plain continuation, longer than the decoded text.
+        recorded: hidden states of `text` from `record_hidden_states`; a model check may have recorded others before.
+        script, seed: see `make_ranks`.
+        width: W.
+    """
+    with record_hidden_states(model) as once:
+        model(mx.array([[0]]))
+    last = recorded[len(once) - 1 :: len(once)]  # some models apply the final norm more than once
+    hidden = mx.concatenate([part[0] for part in last])[-len(text) :]
+    assert hidden.shape[0] == len(text)
+    return Scripted(model, text, make_ranks(script, len(text), width, seed=seed, share=0.5), width, hidden)
+
+
 def with_plain(
     model: nn.Module,
     prompt: Sequence[int],
@@ -345,12 +378,13 @@ def with_plain(
     script: str,
     *,
     width: int,
-    script_seed: int = 0,
+    script_seed: int = 5,
     **options: Any,
 ) -> tuple[list[Step], Scripted]:
     """Returns (`count` plain steps, a drafter that follows `script` on that text)."""
-    steps = run(model, prompt, max_tokens=count + 8, **options)
-    return steps[:count], scripted(model, [*prompt, *ids(steps)], script, width=width, seed=script_seed)
+    with record_hidden_states(model) as recorded:
+        steps = run(model, prompt, max_tokens=count + 8, **options)
+    return steps[:count], make_follower(model, [*prompt, *ids(steps)], recorded, script, width, script_seed)
 
 
 BEAMS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,6 @@ from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent.parent
-SHARD = "model-00001-of-00002.safetensors"
 
 
 def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_path: Path) -> None:

@@ -12,12 +12,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import CONFIGS, WIDE_STREAMS, make_family, make_follower, modules, record_hidden_states
+from families import CONFIGS, WIDE_STREAMS, make_family, modules
 from grids import pairs
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from small import make_tree
 from supported import PAGE, insert_table, rows
-from toys import CachingDrafter, ScriptedContext, assert_same_cache, assert_same_steps, decode_steps, ids, run
+from toys import (
+    CachingDrafter,
+    ScriptedContext,
+    assert_same_cache,
+    assert_same_steps,
+    decode_steps,
+    ids,
+    make_follower,
+    record_hidden_states,
+    run,
+)
 
 from mlx_redrafter import pair
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs

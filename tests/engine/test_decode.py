@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import follow_plain, make_family
+from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from toys import Broken, assert_same_cache, decode_steps, fail_at, ids, make_model, make_prompt, run, with_plain
@@ -53,7 +53,7 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
         plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=3, script_seed=1, **options)
     else:
         model, planner = make_family(name), Changing(CHAINS)
-        plain, drafter = follow_plain(model, PROMPT, COUNT, "mixed", width=1, **options)
+        plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=1, **options)
     sampler = make_sampler(**options) if options else Sampler()
     rounds, tokens, source = [], [], drafter.open(model)
     decoder = Decoder(Target(model, capture=source.capture), TokenChooser(sampler), planner, [source])
@@ -98,7 +98,7 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
 )
 def test_decoding_continues_after_a_drafter_fails(name: str, plan: tuple[int, int], options: dict[str, Any]) -> None:
     model, count = make_family(name), 20
-    plain, drafter = follow_plain(model, PROMPT, count, "mixed", width=plan[0], **options)
+    plain, drafter = with_plain(model, PROMPT, count, "mixed", width=plan[0], **options)
     expected = make_prompt_cache(model)
     run(model, PROMPT, max_tokens=count, prompt_cache=expected, **options)
     for calls, context in product((0, 1, 5, 9), (False, True)):

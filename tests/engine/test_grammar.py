@@ -8,11 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import make_family, make_follower, record_hidden_states
+from families import make_family
 from grammars import Stuck, ToyGrammar, decode_plainly, decode_rounds, start_rounds
 from grids import pairs
 from mlx_lm.sample_utils import make_logits_processors
-from toys import make_model, make_prompt
+from toys import make_follower, make_model, make_prompt, record_hidden_states
 
 PROMPT, COUNT = make_prompt(9), 60
 SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "seed": 4}

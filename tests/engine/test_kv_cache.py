@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import follow_plain, make_family
+from families import make_family
 from grids import pairs
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, run, snapshot
+from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, run, snapshot, with_plain
 
 from mlx_redrafter import RedrafterError, generate_step
 from mlx_redrafter.engine import kv_cache
@@ -56,7 +56,7 @@ def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
     """Returns (model, its plain tokens, a drafter that is right half the time)."""
     name, plan, size, bits = CACHES[kind]
     model = make_family(name)
-    plain, drafter = follow_plain(model, PROMPT, 16, "mixed", width=plan[0], script_seed=0, max_kv_size=size, **bits)
+    plain, drafter = with_plain(model, PROMPT, 16, "mixed", width=plan[0], script_seed=0, max_kv_size=size, **bits)
     paths: list[list[int]] = []
     options = bits | {"max_kv_size": size, "on_round": lambda tree, path, chosen: paths.append(path)}
     run(model, PROMPT, drafter, max_tokens=16, plan=plan, **options)
@@ -118,7 +118,7 @@ def test_checks_detect_other_caches_and_wrapped_modules() -> None:
 def test_deep_drafts_after_short_prompts_in_rings(count: int, size: int, plan: tuple[int, int]) -> None:
     """The first rows of a ring buffer stay visible to every node, including the tree's first nodes."""
     model, prompt = make_family("qwen2"), make_prompt(count)
-    plain, drafter = follow_plain(model, prompt, 30, "right", width=plan[0], max_kv_size=size)
+    plain, drafter = with_plain(model, prompt, 30, "right", width=plan[0], max_kv_size=size)
     assert ids(run(model, prompt, drafter, max_tokens=30, max_kv_size=size, plan=plan)) == ids(plain)
 
 
