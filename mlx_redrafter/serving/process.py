@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable
 from inspect import getfullargspec
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from .. import ranks
-from ..checkpoints import find_drafter_name, load_pair
+from ..checkpoints import find_drafter_name, load_pair, strip_folders
 from ..errors import RedrafterError, join_lines
 from .app import make_app
 from .completion import Service
@@ -47,16 +46,8 @@ def load_service(args: argparse.Namespace) -> Service:
     flags: dict[str, Any] = {name: getattr(args, name) for name in getfullargspec(Worker).kwonlyargs}
     worker = Worker(model, tokenizer, drafter, **flags)
     worker.start()
-    drafter_name = None if drafter is None else find_served_name(find_drafter_name(args))
-    return Service(worker, tokenizer, args, find_served_name(args.model), drafter_name)
-
-
-def find_served_name(name: str | None) -> str:
-    """Returns a model's name for replies; of a directory, only the last part."""
-    if name is None:
-        return "demo"
-    path = Path(name).expanduser()
-    return path.resolve().name if path.exists() else name
+    drafter_name = None if drafter is None else strip_folders(find_drafter_name(args) or "demo")
+    return Service(worker, tokenizer, args, strip_folders(args.model or "demo"), drafter_name)
 
 
 class Server(uvicorn.Server):
