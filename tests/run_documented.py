@@ -32,7 +32,6 @@ NAMES = {
     r"(?<![$\w])MODEL(?![\w=])": TARGET,
     r"--drafter my-drafter": f"--drafter {DRAFTER}",
     r"(?<!\w)(DRAFTER|CHECKPOINT)(?!\w)": DRAFTER,
-    r"--drafter D (--output) D": rf"--drafter {DRAFTER} \1 learned",
     r"--drafter D(?!\w)": f"--drafter {DRAFTER}",
     r"~/": "./",
 }

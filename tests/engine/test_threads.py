@@ -81,16 +81,6 @@ def test_next_and_close_may_change_threads(name: str, count: int) -> None:
     assert_same_cache(cache, other)
 
 
-def test_generations_may_alternate_on_one_model() -> None:
-    before = snapshot(make_model())
-    jobs = [make_job(name) for name in JOBS]
-    for position in range(COUNT):
-        for name, (expected, steps, _) in zip(JOBS, jobs, strict=True):
-            assert next(steps)[0] == expected[position], name
-    assert all(next(steps, None) is None for _, steps, _ in jobs)
-    assert snapshot(make_model()) == before
-
-
 @pytest.mark.parametrize(
     "names",
     [("tree, pruned", "plain"), ("tree, xtc", "chain, top_p"), ("tree, processors", "tree, 8 bits")],
