@@ -14,18 +14,15 @@ from typing import Any, Literal, NamedTuple
 import mlx.core as mx
 
 from .engine.kv_cache import Cache
+from .engine.output import OnRound
 from .engine.plan import DRAFT_DEPTH, MAX_DRAFT_DEPTH, MAX_NODES, Plan, make_plan
 from .engine.round import Processor
 from .engine.sampling import Sampler, make_sampler
 from .engine.target import MIN_RING_SIZE, KVQuantization
-from .engine.types import Tree
 from .errors import RedrafterError
 
 AUTO: Literal["auto"] = "auto"
 OFF: Literal["off"] = "off"
-
-OnRound = Callable[[Tree, list[int], list[int]], None]
-"""Called with (the round's tree, the accepted nodes from the root down, the tokens chosen after each of them)."""
 
 
 class OptionFlag(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import RLock
@@ -20,19 +20,19 @@ from .drafters.grammar import GrammarSource
 from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.blas import warn_of_slow_blas
-from .engine.decode import Decoder, Planner, Round, Rounds, on_stream
+from .engine.decode import Decoder, Planner, on_stream
 from .engine.exactness import MOST_ROWS, RowCounts
 from .engine.grammar import Grammar
 from .engine.model_checks import check_draftable, check_verifiable, explain_rings, make_cache
 from .engine.model_parts import AFTER_NORM, StateName, find_module_name, find_vocab_size
-from .engine.output import Output
+from .engine.output import Generation, Output
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_cache, check_prompt, check_tokens
 from .engine.round import TokenChooser
 from .engine.source import Source
 from .engine.target import KVQuantization, Target
 from .errors import RedrafterError, UnsupportedModelError, warn
-from .options import AUTO, OnRound, Options, find_default_depth
+from .options import AUTO, Options, find_default_depth
 from .planning.acceptance import Counts, find_acceptance
 from .planning.costs import CostTable
 from .planning.planner import AutoPlanner, History, choose_row_counts, make_context_planner
@@ -371,56 +371,6 @@ class Pair:
                 raise
             return [], [f"the context does not draft: {error}"]
         return [ContextSource() if grammar is None else GrammarSource(grammar)], []
-
-
-class Generation(Iterator[Round]):
-    """The rounds of one text: an empty one for each piece of the prompt, then those that make tokens, until it ends.
-
-    Args:
-        decoder, rounds: of the text.
-        output: of the text; the rounds' tokens are added to it.
-        on_round: see `Options`.
-
-    Attributes:
-        output: the generated tokens, statistics, and why the text ended.
-    """
-
-    def __init__(self, decoder: Decoder, rounds: Rounds, output: Output, on_round: OnRound | None = None) -> None:
-        self._decoder, self._rounds, self.output, self._on_round = decoder, rounds, output, on_round
-
-    @property
-    def cache(self) -> kv_cache.Cache:
-        """The prompt cache, which is in use until `finish`."""
-        return self._decoder.target.cache
-
-    @property
-    def length(self) -> int:
-        """How many tokens of the text the prompt cache holds."""
-        return self._decoder.target.length
-
-    @property
-    def source(self) -> Source | None:
-        """The drafter's source, if it drafts and has not failed."""
-        return self._decoder.drafter_source
-
-    def __next__(self) -> Round:
-        if self.output.finish_reason is not None:
-            raise StopIteration
-        done = next(self._rounds)
-        if done.tokens:
-            done = self.output.add(done)
-            if self._on_round is not None and done.tree is not None:
-                self._on_round(done.tree, list(done.path), done.tokens)
-        return done
-
-    def finish(self, length: int, last_token: int) -> None:
-        """Makes cache and drafter hold exactly `length` tokens of the text, the last of which is `last_token`."""
-        with on_stream():
-            self._decoder.finish(length, last_token)
-
-    def close(self) -> None:
-        """Ends decoding. It also ends the planner's observation of the text."""
-        self._rounds.close()
 
 
 _latest: tuple[tuple[weakref.ref[Any], ...], Findings] | None = None

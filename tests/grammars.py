@@ -11,8 +11,9 @@ import numpy as np
 from toys import VOCAB, ids, run
 
 from mlx_redrafter.engine.decode import Round
+from mlx_redrafter.engine.output import Generation
 from mlx_redrafter.options import Options
-from mlx_redrafter.pair import Generation, find_pair
+from mlx_redrafter.pair import find_pair
 
 
 class Stuck(Exception):

@@ -1,15 +1,21 @@
-"""The generated tokens of one text: cuts rounds where the text ends, and counts them."""
+"""The rounds of one text, cut where the text ends, and its statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator
 from typing import Literal
 
-from .decode import Round
+from .decode import Decoder, Round, Rounds, on_stream
+from .kv_cache import Cache
+from .source import Source
 from .stats import Stats
+from .types import Tree
 
 DraftSource = Literal["drafter", "context"]
 FinishReason = Literal["stop", "length"]
+
+OnRound = Callable[[Tree, list[int], list[int]], None]
+"""Called with (the round's tree, the accepted nodes from the root down, the tokens chosen after each of them)."""
 
 
 class Output:
@@ -55,3 +61,53 @@ class Output:
         if len(self.tokens) == len(last.tokens):  # it made the first token, or there is none
             return self._before
         return self._before.add_round(last.plan, count - 1, last.replayed, from_context=last.from_context)
+
+
+class Generation(Iterator[Round]):
+    """The rounds of one text: an empty one for each piece of the prompt, then those that make tokens, until it ends.
+
+    Args:
+        decoder, rounds: of the text.
+        output: of the text; the rounds' tokens are added to it.
+        on_round: see `OnRound`.
+
+    Attributes:
+        output: the generated tokens, statistics, and why the text ended.
+    """
+
+    def __init__(self, decoder: Decoder, rounds: Rounds, output: Output, on_round: OnRound | None = None) -> None:
+        self._decoder, self._rounds, self.output, self._on_round = decoder, rounds, output, on_round
+
+    @property
+    def cache(self) -> Cache:
+        """The prompt cache, which is in use until `finish`."""
+        return self._decoder.target.cache
+
+    @property
+    def length(self) -> int:
+        """How many tokens of the text the prompt cache holds."""
+        return self._decoder.target.length
+
+    @property
+    def source(self) -> Source | None:
+        """The drafter's source, if it drafts and has not failed."""
+        return self._decoder.drafter_source
+
+    def __next__(self) -> Round:
+        if self.output.finish_reason is not None:
+            raise StopIteration
+        done = next(self._rounds)
+        if done.tokens:
+            done = self.output.add(done)
+            if self._on_round is not None and done.tree is not None:
+                self._on_round(done.tree, list(done.path), done.tokens)
+        return done
+
+    def finish(self, length: int, last_token: int) -> None:
+        """Makes cache and drafter hold exactly `length` tokens of the text, the last of which is `last_token`."""
+        with on_stream():
+            self._decoder.finish(length, last_token)
+
+    def close(self) -> None:
+        """Ends decoding. It also ends the planner's observation of the text."""
+        self._rounds.close()

@@ -24,9 +24,10 @@ from .. import ranks
 from ..engine import kv_cache
 from ..engine.decode import Round
 from ..engine.grammar import mask_root
+from ..engine.output import Generation
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
-from ..pair import Generation, Pair
+from ..pair import Pair
 from .errors import SchemaNotFollowed
 from .metrics import Metrics
 from .request import Request
