@@ -15,6 +15,7 @@ from mlx_redrafter.pair import Pair
 from mlx_redrafter.training import evaluation
 from mlx_redrafter.training.data import Text
 from mlx_redrafter.training.evaluation import (
+    SpeedResult,
     compare_speed,
     count_rounds,
     format_results,
@@ -81,18 +82,24 @@ def test_each_kind_is_compared_with_plain_decoding() -> None:
     assert compare_speed(pair, prompts, options, set(), lambda done: done == 2)[-1].prompts == 2
 
 
-@pytest.mark.parametrize(("plain", "ratio"), [(0.8, 1.2), (1.01, 1.5), (2.0, None)])
+def test_what_a_comparison_does_not_show_is_named() -> None:
+    """A ratio above the tokens per round, and other tokens than plain decoding's."""
+    good, busy = (SpeedResult("code", 2, 1.5, ratio, same_tokens=True) for ratio in (1.2, None))
+    assert "busy" not in format_results([good]) and "NO" not in format_results([good])
+    assert "busy: not measured" in format_results([busy, good])
+    assert "NO: a token differs" in format_results([good._replace(same_tokens=False)])
+
+
+@pytest.mark.parametrize(("plain", "ratio"), [(1.2, 1.2), (3.0, None)])
 def test_no_speed_above_the_tokens_per_round_is_reported(
     plain: float, ratio: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def decode(pair: Any, prompts: Any, options: Options, ends: Any) -> PromptRuns:
-        stats = Stats(rounds=10, accepted=5)
-        return PromptRuns(stats, (tuple(range(16)),), 1.5 * plain if options.plan == "off" else 1.0)
+        return PromptRuns(Stats(rounds=10, accepted=5), (tuple(range(16)),), plain if options.plan == "off" else 1.0)
 
     monkeypatch.setattr(evaluation, "decode_prompts", decode)
     *_, row = compare_speed(Pair(small_llama()), [("code", [1])], Options(), set())
     assert row.tokens_per_round == 1.5 and row.against_plain == (ratio and pytest.approx(ratio))
-    assert ("busy: not measured" in format_results([row])) is (ratio is None)
 
 
 def test_a_prompt_is_the_masked_part_or_the_start_of_a_text() -> None:
