@@ -140,6 +140,12 @@ def events_of(reply: Reply) -> list[Any]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+def read_metrics(server: Running) -> dict[str, float]:
+    """Metrics by name and labels."""
+    lines = [line for line in ask(server, "/metrics").body.decode().splitlines() if line[0] != "#"]
+    return {line.rpartition(" ")[0].removeprefix("mlx_redrafter_"): float(line.rpartition(" ")[2]) for line in lines}
+
+
 def until(is_true: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Waits until a condition holds.
 

@@ -292,6 +292,26 @@ def test_tools_stay_in_the_prompt_if_none_may_be_called(
     assert prompts[0] == prompts[1] and "is how to call f" in prompts[0]
 
 
+def test_tools_and_a_format_may_be_combined(scripted: Scripted) -> None:
+    more = {"tools": [CHAT_TOOL], "response_format": {"type": "json_object"}}
+    assert post(scripted[0], "/v1/chat/completions", [say("user", "x")], **more).status == 200
+    *_, unless = scripted[1].requests[-1].asked["grammar"].arguments
+    assert unless == tuple(scripted[1].tokenizer.tool_call_start_tokens)
+
+
+ALTERNATING = """{%- for m in messages %}{% if (m.role == "user") != (loop.index0 % 2 == 0) %}
+{{- raise_exception("roles must alternate") }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}
+{%- if enable_thinking is defined %}{% endif %}{# <tool_call> tool_call.name #}"""
+
+
+def test_turns_are_joined_if_the_template_rejects_them(tmp_path: Any) -> None:
+    talk = [say("system", "A"), say("user", "B"), say("user", "C"), say("assistant", "D"), say("user", "E")]
+    with start_scripted(save_tokenizer(tmp_path, ALTERNATING)) as (server, engine):
+        assert post(server, "/v1/chat/completions", talk).status == 200
+        assert engine.prompt == "<user><system>\nA\n</system>\n\nB\n\nC<assistant>D<user>E"
+        assert "roles must alternate" in post(server, "/v1/chat/completions", talk[3:]).error
+
+
 def test_failures_of_tools_are_told(scripted: Scripted) -> None:
     call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     for given in ("No.", [{"type": "text", "text": "No."}]):

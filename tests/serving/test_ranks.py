@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from families import make_family
 from launch import start_ranks, wait_for_ranks
-from servers import PATIENCE, Running, ask, events_of, parse_flags, start_server, until
+from servers import PATIENCE, Running, ask, events_of, parse_flags, read_metrics, start_server, until
 from small import make_byte_tokenizer, save_target, small_drafter
 
 from mlx_redrafter import ranks
@@ -103,12 +103,6 @@ def open_stream(server: Running, body: dict[str, Any]) -> Iterator[Any]:
         connection.close()
 
 
-def count_metric(server: Running, name: str) -> float:
-    """A counter of the server."""
-    found = re.search(rf"^mlx_redrafter_{re.escape(name)} (\S+)$", ask(server, "/metrics").body.decode(), re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
 def talk(server: Running) -> dict[str, list[str]]:
     """Texts of mixed clients: alone, concurrent, disconnecting, with a stop string, and repeated."""
     texts = {}
@@ -126,7 +120,7 @@ def talk(server: Running) -> dict[str, list[str]]:
     texts["stop"], _ = complete(server, TOGETHER["seeded"] | {"stop": [texts["seeded"][0][8:11]]})
     texts["again"], usage = complete(server, {"prompt": PROMPT, "max_tokens": 40})
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
-    until(lambda: count_metric(server, 'generations_total{end="cancelled"}') >= 2)
+    until(lambda: read_metrics(server).get('generations_total{end="cancelled"}', 0) >= 2)
     return texts
 
 
@@ -143,8 +137,8 @@ def test_texts_match_one_process(
 ) -> None:
     with serve([*flags, *more], tmp_path) as (server, processes):
         assert talk(server) == texts
-        switches = [count_metric(server, f'mode_switches_total{{to="{to}"}}') for to in ("batch", "single")]
-        assert min(switches) > 0
+        metrics = read_metrics(server)
+        assert min(metrics[f'mode_switches_total{{to="{to}"}}'] for to in ("batch", "single")) > 0
         with open_stream(server, {"prompt": PROMPT, "max_tokens": 40}) as stream:
             for each in processes:  # as Ctrl-C does
                 each.send_signal(signal.SIGINT)
