@@ -431,26 +431,6 @@ def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -
         asyncio.run(finish(main(worker)))
 
 
-@pytest.mark.parametrize("together", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_the_prompt_cache_is_shared_by_requests(name: str, together: int) -> None:
-    model = make_model() if name == "llama" else make_family(name)
-    requests = [ask(prompt, 10) for prompt in PROMPTS[:together]]
-    with running(model) as worker:
-        answers = generate(worker, *requests)
-        read = count_tokens(worker, "read")
-        # The conversations continue.
-        following = [
-            ask(request["prompt"] + tokens_of(events) + [1, 2], 10)
-            for request, events in zip(requests, answers, strict=True)
-        ]
-        for request, events in zip(following, generate(worker, *following), strict=True):
-            assert tokens_of(events) == plain(request, model)
-        # Only new tokens were prefilled, at most with the last token of an answer.
-        assert count_tokens(worker, "read") - read <= 3 * together
-        assert worker.scheduler.prompt_cache.nbytes > 0
-
-
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
 def test_a_prompt_with_several_choices_is_prefilled_once(kind: str, options: dict[str, Any]) -> None:
     model, prompt = make_family(kind) if kind in FAMILIES else make_model(kind), make_prompt(200)
