@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -49,10 +50,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture
 def chat_target(pair: tuple[str, str], tmp_path: Path) -> str:
     """The target with a chat template of roles and contents."""
-    target = tmp_path / "chat_target"
-    target.mkdir()
-    for file in Path(pair[0]).iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
+    target = shutil.copytree(pair[0], tmp_path / "chat_target")
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{{ end }}"
     (target / "chat_template.jinja").write_text(template)
     return str(target)

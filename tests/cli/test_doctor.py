@@ -63,11 +63,17 @@ def make_tried_drafter(model: nn.Module, *, is_right: bool) -> Any:
     return drafter
 
 
+def make_trial_tokenizer() -> Any:
+    """A tokenizer that encodes every text as three of three tokens."""
+    tokenizer = make_tokenizer()
+    tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]
+    return tokenizer
+
+
 @pytest.mark.parametrize(("curve", "pays"), [("flat", True), ("every row", False)])
 def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(measured: Measured, curve: str, pays: bool) -> None:
     measured.costs = make_costs(curve)
-    model, tokenizer = make_model(vocab=3), make_tokenizer()
-    tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]
+    model, tokenizer = make_model(vocab=3), make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
     assert report["drafter"]["states"] == "the hidden state after the final norm"
     chain, shares = report["fastest"], report["trial"]["acceptance_per_depth"]
@@ -103,9 +109,7 @@ def test_times_that_contradict_each_other_give_no_numbers(
         verify=tuple((row[0], *(2.02 * ms for ms in row[1:])) for row in measured.costs.verify)
     )
     measured.costs = busy._replace(overhead_ms=(-1.2, -1.2))
-    model = make_model(vocab=3)
-    tokenizer = make_tokenizer()
-    tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]
+    model, tokenizer = make_model(vocab=3), make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
     assert len(measured.trees) == 2 and "measuring again" in capsys.readouterr().err
     assert report["chains"] == [] and report["fastest"] is None and report["trial"]
@@ -114,8 +118,7 @@ def test_times_that_contradict_each_other_give_no_numbers(
 
 
 def test_a_drafter_that_is_never_right_is_found(measured: Measured) -> None:
-    model, tokenizer = make_model(vocab=3), make_tokenizer()
-    tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]
+    model, tokenizer = make_model(vocab=3), make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=False))
     assert "first guess is hardly ever right" in report["notes"][0] and report["fastest"]["speedup"] < 1
     assert "\nWarning: the drafter's first guess" in format_report(report)
@@ -131,11 +134,7 @@ def test_without_a_drafter_it_says_what_one_must_make(measured: Measured) -> Non
 
 
 @pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        ({"blas": "libblas.so.3"}, ["quantized weights without the BLAS"]),
-        ({}, []),
-    ],
+    ("facts", "expected"), [({"blas": "libblas.so.3"}, ["quantized weights without the BLAS"]), ({}, [])]
 )
 def test_weaknesses_of_a_machine_are_warnings(
     measured: Measured, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], expected: list[str]
