@@ -210,10 +210,7 @@ def make_new_drafter(
         ids = find_most_frequent(texts, count, sizes.vocab_size)
         learned = np.concatenate([text.ids[text.offset :] for text in texts])
         clock.say(f"draft vocabulary: {count} tokens, which are {np.isin(learned, ids).mean():.2%} of those to learn")
-    drafter = initialize_drafter(model, sizes, ids)
-    drafter.set_dtype(mx.float32)
-    mx.eval(drafter.parameters())
-    return drafter
+    return initialize_drafter(model, sizes, ids)
 
 
 def fit_drafter(run: Run, interrupted: threading.Event) -> None:

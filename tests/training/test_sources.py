@@ -14,7 +14,6 @@ from small import add_chat_template, make_byte_tokenizer, small_llama
 
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training import prompts, sources
-from mlx_redrafter.training.answers import Row
 from mlx_redrafter.training.data import GIVEN, Text
 from mlx_redrafter.training.prompts import KINDS, PromptWriter
 from mlx_redrafter.training.settings import TrainingArgs
@@ -110,10 +109,16 @@ def test_without_a_template_texts_are_free(model: Any, tokenizer: Any) -> None:
 def test_the_target_writes_its_own_prompts(
     is_masked: bool, model: Any, demo: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other ones after those that are known."""
+    """Other ones after those that are known, and no more than are wanted at a time."""
+    begun, begin = list[str](), PromptWriter.begin
+
+    def watch(writer: PromptWriter, kind: str) -> Any:
+        begun.append(kind)
+        return begin(writer, kind)
+
+    monkeypatch.setattr(PromptWriter, "begin", watch)
     monkeypatch.setattr(prompts, "is_good", lambda text: True)  # a random target writes noise
     chatty = add_chat_template(demo[1].__class__(make_byte_tokenizer()))
-    monkeypatch.setattr(sources, "MAX_DRAFTS", 8)
     for kind in KINDS.values():
         monkeypatch.setitem(kind, "most", 6)
         monkeypatch.setitem(kind, "least", 1)
@@ -121,6 +126,7 @@ def test_the_target_writes_its_own_prompts(
     source = TextSource(args, chatty, [])
     assert source.describe() == "the model answers its own prompts"
     texts = make(source, model, 6)
+    assert len(begun) % 7 == 0 and len(begun) % sources.MAX_DRAFTS
     assert len(texts) >= 6 and {text.kind for text in texts} <= set(KINDS)
     for text in texts:
         said = chatty.decode(text.ids[: text.offset].tolist())
@@ -129,22 +135,3 @@ def test_the_target_writes_its_own_prompts(
     more = make(TextSource(args, chatty, texts), model, 6)
     assert not {str(text.ids[: text.offset]) for text in texts} & {str(text.ids[: text.offset]) for text in more}
     assert np.isfinite(texts[0].states["hidden"]).all()  # type: ignore[index]
-
-
-def test_few_texts_take_few_prompts(model: Any, demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short run on a slow machine would otherwise spend its time on prompts that it never answers."""
-    begun: list[str] = []
-
-    class Writer(PromptWriter):
-        def begin(self, kind: str) -> Row:
-            begun.append(kind)
-            return super().begin(kind)
-
-    monkeypatch.setattr(sources, "PromptWriter", Writer)
-    monkeypatch.setattr(prompts, "is_good", lambda text: True)
-    for kind in KINDS.values():
-        monkeypatch.setitem(kind, "most", 6)
-        monkeypatch.setitem(kind, "least", 1)
-    source = TextSource(settings(max_tokens=6), add_chat_template(demo[1].__class__(make_byte_tokenizer())), [])
-    next(source.make(model, lambda tokens: False, 4))
-    assert 4 <= len(begun) < sources.MAX_DRAFTS
