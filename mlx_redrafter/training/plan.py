@@ -24,8 +24,8 @@ from .hidden_states import TOKENS_AT_ONCE, TOP_K, make_row_dtype, read_rows
 from .settings import TrainingArgs
 from .trainer import train_drafter
 
-VISITS = 4
-"""How often each text is learned: in the rest of the time more texts are made."""
+VISITS = 8
+"""How often each text is learned: in the rest of the time more texts are made. Measured, see docs/log.md."""
 
 COMPARISON_SHARE, MAX_TEXT_SHARE = 0.08, 0.75
 """The largest share of a run's time for the comparison at the end, and of the rest for making texts."""
