@@ -6,9 +6,9 @@ import json
 import logging
 import re
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from ..json_objects import parse_object
 from ..options import OPTION_NAMES
@@ -28,13 +28,6 @@ def unwrap_prompt(given: Any) -> Any:
     return given[0] if is_alone else given
 
 
-def refuse(given: Any) -> None:
-    """Refuses a field that would change the answer, unless it is empty."""
-    if given:
-        raise ValueError("is not supported")
-
-
-Refused = Annotated[Any, AfterValidator(refuse)]
 Integer = Annotated[int, Field(strict=False)]  # some clients send 100.0
 TopK = Annotated[Integer, BeforeValidator(lambda given: 0 if given == -1 else given)]
 StopStrings = Annotated[
@@ -77,11 +70,15 @@ class FormatAndEffort(Part):
 
 
 class Body(Part):
-    """The fields that all APIs share, named as in mlx-lm; None if not given. `Options` checks their ranges."""
+    """The fields that all APIs share, named as in mlx-lm; None if not given. `Options` checks their ranges.
 
+    Attributes:
+        refused: fields that would change the answer and are not supported; they must be empty.
+    """
+
+    refused: ClassVar[tuple[str, ...]] = ("adapters",)
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
-    adapters: Refused = None
     stream: bool = False
     stop: StopStrings = []
     max_tokens: Integer | None = None
@@ -120,10 +117,9 @@ class OpenAIBody(Body):
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
+    refused = ("adapters", "audio", "functions")
     messages: Objects
     logprobs: bool = False
-    audio: Refused = None
-    functions: Refused = None
     tools: ToolList = []
     tool_choice: ToolChoice = "auto"
     reasoning_effort: str | None = None
@@ -132,16 +128,16 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions; `prompt` is a text, token ids, or a list of one of these."""
 
+    refused = ("adapters", "echo", "suffix")
     prompt: Annotated[str | list[int], BeforeValidator(unwrap_prompt)]
     logprobs: bool | Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
     best_of: Literal[1] = 1
-    echo: Refused = None
-    suffix: Refused = None
 
 
 class ResponsesBody(Body):
     """POST /v1/responses."""
 
+    refused = ("adapters", "background", "conversation", "previous_response_id", "prompt", "top_logprobs")
     input: Annotated[
         Objects,
         BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given),
@@ -153,11 +149,6 @@ class ResponsesBody(Body):
     reasoning: FormatAndEffort = FormatAndEffort()
     text: FormatAndEffort = FormatAndEffort()
     metadata: dict[str, JsonValue] = {}
-    background: Refused = None
-    conversation: Refused = None
-    previous_response_id: Refused = None
-    prompt: Refused = None
-    top_logprobs: Refused = None
 
 
 class CountTokensBody(Body):
@@ -194,6 +185,9 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     if SURROGATE.search(raw):  # halves of characters, which JavaScript clients send if they cut a text
         text = json.dumps(body, ensure_ascii=False)
         body = parse_object(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    for name in kind.refused:
+        if body.get(name):
+            raise ApiError(f"{name} is not supported, got {body[name]!r:.100}")
     known = {field.alias or name for name, field in kind.model_fields.items()}
     for name in body.keys() - known:
         log_once(f"{kind.__name__.removesuffix('Body')}: the field {name!r:.60} is ignored")
