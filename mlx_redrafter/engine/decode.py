@@ -208,11 +208,6 @@ class Decoder:
         self._ahead: Pending | None = None  # the next round, if it was enqueued before the last one was read
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
 
-    @property
-    def drafter_source(self) -> Source | None:
-        """The source with a drafter, if there is one and it has not failed."""
-        return self._drafter
-
     def decode(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
         """Yields an empty round after each piece of the prompt, then decoding rounds without end.
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 from .decode import Decoder, Round, Rounds, on_stream
 from .kv_cache import Cache
-from .source import Source
 from .stats import Stats
 from .types import Tree
 
@@ -87,11 +86,6 @@ class Generation(Iterator[Round]):
     def length(self) -> int:
         """How many tokens of the text the prompt cache holds."""
         return self._decoder.target.length
-
-    @property
-    def source(self) -> Source | None:
-        """The drafter's source, if it drafts and has not failed."""
-        return self._decoder.drafter_source
 
     def __next__(self) -> Round:
         if self.output.finish_reason is not None:
