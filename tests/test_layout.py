@@ -102,7 +102,7 @@ def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedPro
     places = [str(place) for place in (path, os.environ.get("PYTHONPATH")) if place]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
 
 
