@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,15 @@ class Ended(NamedTuple):
     err: str
 
 
+def find_port() -> int:
+    """A free port below those that the system gives to other sockets in the meantime."""
+    while True:
+        port = 20000 + secrets.randbelow(10000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def start_ranks(
     count: int, *command: str, each: Sequence[Sequence[str]] | None = None, **environment: str
 ) -> list[subprocess.Popen[str]]:
@@ -36,11 +46,7 @@ def start_ranks(
         each: additional arguments, one list per rank.
         environment: additional variables; `XDG_CACHE_HOME` should be private to the test.
     """
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each_socket in sockets:
-            each_socket.bind(("127.0.0.1", 0))
-        hosts = [[f"127.0.0.1:{each_socket.getsockname()[1]}"] for each_socket in sockets]
+    hosts = [[f"127.0.0.1:{find_port()}"] for _ in range(count)]
     file = Path(tempfile.mkdtemp()) / "hosts.json"
     file.write_text(json.dumps(hosts), encoding="utf-8")
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
