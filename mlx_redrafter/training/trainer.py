@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,8 @@ from .targets import make_targets
 WARMUP = 0.1
 """The share of the training in which the learning rate rises."""
 
-SAVE_EVERY = 100
-"""Iterations between checkpoints."""
+SAVE_EVERY, SAVE_SECONDS = 100, 60.0
+"""A checkpoint is saved after so many iterations, and once they have taken so many seconds."""
 
 OnIteration = Callable[[int, float, dict[str, float]], bool]
 """(iterations done, share of the training that is done, displayed values of the last one) -> whether to stop."""
@@ -67,7 +68,7 @@ def train_drafter(
         optimizer.update(drafter, grads)
         return shown | {"gradient": norm}
 
-    share, stop = progress(done), False
+    share, stop, saved = progress(done), False, time.perf_counter()
     while share < 1 and not stop:
         optimizer.learning_rate = args.learning_rate * find_rate_factor(share)
         found = update(*make_targets(embedding, batches(done), drafter.get("draft_ids")))
@@ -80,8 +81,10 @@ def train_drafter(
             )
         share = progress(done)
         stop = on_iteration is not None and on_iteration(done, share, shown)
-        if checkpoint and (stop or share >= 1 or done % SAVE_EVERY == 0):
+        is_due = done % SAVE_EVERY == 0 or time.perf_counter() - saved > SAVE_SECONDS
+        if checkpoint and (stop or share >= 1 or is_due):
             save_checkpoint(checkpoint, drafter, optimizer, done)
+            saved = time.perf_counter()
 
 
 def find_rate_factor(share: float) -> float:

@@ -79,6 +79,22 @@ def test_resuming_changes_nothing(
     assert [file.name for file in tmp_path.iterdir()] == [checkpoint.name]
 
 
+def test_slow_iterations_are_saved_by_time(
+    model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "SAVE_SECONDS", 0.0)
+
+    def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
+        if done == 3:
+            raise Stopped
+        return False
+
+    how = {"checkpoint": tmp_path / "checkpoint.safetensors", "on_iteration": on_iteration}
+    with pytest.raises(Stopped):
+        train_drafter(model.model.embed_tokens, untrained(), batches, settings(), in_eight, **how)
+    assert load_checkpoint(how["checkpoint"]) == 2
+
+
 def test_a_loss_that_is_nan_keeps_the_checkpoint(
     model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
