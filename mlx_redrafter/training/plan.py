@@ -97,6 +97,10 @@ class Speed(NamedTuple):
         wanted = (seconds - (VISITS * known - visits) * self.visit) / (self.text + VISITS * self.visit)
         return max(0, int(min(wanted, MAX_TEXT_SHARE * seconds / self.text)))
 
+    def find_seconds(self, count: int) -> float:
+        """Seconds in which `count` texts can be made and learned `VISITS` times."""
+        return count * max(self.text + VISITS * self.visit, self.text / MAX_TEXT_SHARE)
+
 
 def measure_speed(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, length: int) -> Speed:
     """The speed with texts of this length, by timing a few forwards and iterations.

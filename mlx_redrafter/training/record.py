@@ -16,6 +16,9 @@ from ..errors import RedrafterError, join_lines
 from .evaluation import SpeedResult, format_results
 from .settings import TrainingArgs
 
+PROMPT = "Explain how a bicycle stays upright."
+"""The prompt of the command that shows a drafter at work; the packaged demo has its own."""
+
 CHANGEABLE_SETTINGS = {"dtype", "minutes", "output", "trust_remote_code"}
 """Settings that may change on resume, as they do not affect what is learned."""
 
@@ -116,4 +119,5 @@ def make_command(args: TrainingArgs) -> str:
     words += [] if args.model is None else ["--model", args.model]
     words += ["--adapter-path", args.adapter_path] if args.adapter_path else []
     words += ["--trust-remote-code"] if args.trust_remote_code else []
-    return shlex.join([*words, "--drafter", args.output, "--prompt", "hello", "--compare"])
+    prompt = ["--prompt", PROMPT] if args.model else []
+    return shlex.join([*words, "--drafter", args.output, *prompt, "--compare"])

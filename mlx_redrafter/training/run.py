@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ from .answers import MAX_BATCH_SIZE
 from .data import Text, find_most_frequent, make_batches
 from .evaluation import compare_speed, count_rounds, format_results, make_prompt, measure_guesses
 from .plan import COMPARISON_SHARE, MAX_TEXT_SHARE, Clock, Say, Speed, format_time, measure_rounds, measure_speed
+from .prompts import read_prompts
 from .record import Files, Record, describe, make_command, open_record, write_card
 from .settings import TrainingArgs
 from .sources import HELD_OUT_EVERY, MAX_HELD_OUT, TextSource
@@ -84,6 +86,8 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         The exit status: 0, or `INTERRUPTED` after Ctrl-C, when the run can be resumed.
     """
     args.check_run()
+    if args.prompts:
+        read_prompts(args.prompts)  # what is wrong with them is said before the model is loaded
     files = Files(args.output)
     record = open_record(files, args, resume=resume)
     clock = Clock(60 * args.minutes, say)
@@ -91,7 +95,9 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         run_steps(args, files, record, clock, dry_run=dry_run)
         return 0
     except KeyboardInterrupt:
-        clock.say("stopped; the same command with --resume continues, for --minutes more")
+        drafter = f"; the drafter so far is in {files.directory}" if record.validations else ""
+        resume_by = "; the same command with --resume continues, for --minutes more" if files.record.exists() else ""
+        clock.say(f"stopped{drafter}{resume_by}")
         return INTERRUPTED
     finally:
         clock.close()
@@ -116,6 +122,11 @@ def run_steps(args: TrainingArgs, files: Files, record: Record, clock: Clock, *,
     clock.reserve = loading + min(COMPARISON_SHARE * clock.seconds, 2 * MAX_COMPARED * COMPARED_TOKENS * step)
     known, visits = len(store.texts), args.batch_size * load_checkpoint(files.checkpoint)
     texts = min(source.count, speed.count_wanted(clock.left_to_train, known, visits))
+    if known + texts <= args.batch_size < known + source.count:
+        least = args.batch_size + 1 - known
+        missing = (speed.find_seconds(least) - clock.left_to_train) / (1 - COMPARISON_SHARE)
+        minutes = math.ceil(args.minutes + missing / 60)
+        raise RedrafterError(f"expected --minutes {minutes} or more for {least} texts here, got {args.minutes:g}")
     making, size = texts * speed.text, (store.nbytes + texts * source.length * store.kind.itemsize) / 1e9
     clock.say(
         f"in {format_time(clock.left)}: about {texts} texts{f' besides {known}' if known else ''} "
@@ -124,9 +135,6 @@ def run_steps(args: TrainingArgs, files: Files, record: Record, clock: Clock, *,
     )
     if record.validations:
         clock.say(f"so far the drafter makes {record.validations[-1]['tokens_per_round']:.2f} tokens per round")
-    if known + texts <= args.batch_size < known + source.count:
-        least = args.batch_size + 1
-        raise RedrafterError(f"expected more --minutes: {args.minutes:g} are too short for {least} texts")
     if dry_run:
         return
     with lock_file(files.lock):
@@ -266,6 +274,7 @@ def validate(run: Run, done: int) -> dict[str, Any]:
 def finish(run: Run) -> None:
     """Measures and describes the finished drafter."""
     args, record, clock, place = run.args, run.record, run.clock, run.files.directory
+    clock.show("loading the model to compare speeds")
     model, tokenizer = load_target(args, args.model)
     pair = Pair(model, load_fast_drafter(place, model), run.findings)
     prompts, began = [make_prompt(text) for text in run.validation[:MAX_COMPARED]], time.perf_counter()

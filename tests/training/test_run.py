@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -97,7 +98,7 @@ def test_a_run_reports_its_progress(whole: tuple[Path, str]) -> None:
     )
     assert re.search(r"held-out prompts .*\ngiven, 1 .*\nall, 1 ", said)
     (line,) = re.findall("^python -m mlx_redrafter.generate .*", said, re.MULTILINE)
-    command = line.split()
+    command = shlex.split(line)
     assert str(place) in command
     status, _, error = execute(*command[1:], "--max-tokens", "8", "--json")
     assert status == 0, error
@@ -139,7 +140,8 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
     assert found == status, said
     assert (place / "training" / "checkpoint.safetensors").exists()
     if status == run.INTERRUPTED:
-        assert "stopped; the same command with --resume continues, for --minutes more" in said
+        assert "stopped; the drafter so far is in " in said
+        assert "; the same command with --resume continues, for --minutes more" in said
         assert load_drafter(place).args.acceptance is not None, "a usable drafter"
     with pytest.raises(RedrafterError, match="exists already: give another --output, or --resume to continue its run"):
         train(place, *flags, *SIZE)
@@ -270,7 +272,7 @@ def test_a_run_that_could_learn_nothing_does_not_begin(
     train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "measure_speed", lambda *args: Speed(text=100.0, visit=1.0))
-    with pytest.raises(RedrafterError, match=r"expected more --minutes: 0\.3 are too short for 3 texts"):
+    with pytest.raises(RedrafterError, match=r"expected --minutes 8 or more for 3 texts here, got 0\.3"):
         train(tmp_path / "other", *SIZE, "--minutes", "0.3")
     assert not (tmp_path / "other").exists()
 
