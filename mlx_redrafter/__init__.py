@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .generate import GenerationResponse, generate, generate_step, stream_generate
     from .session.session import Answer, Session
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 disable_thrashing_check()
 load_openblas()
