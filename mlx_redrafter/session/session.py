@@ -197,7 +197,7 @@ class Session:
         with self._locked():
             other = copy.copy(self)
             other._lock, other._cache = threading.Lock(), copy.deepcopy(self._cache)
-            other._source = self._source and self._source.fork()
+            other._source = None if self._source is None else self._source.fork()
             return other
 
     def save(self, path: str | Path) -> None:
@@ -303,7 +303,9 @@ class Session:
         kept = (self._cache if history else None) or make_cache(self.model, options.max_kv_size)
         cache, states = list(kept), kv_cache.snapshot_rows(kept)  # a copy, as quantization replaces entries of the list
         callback, valid = options.prompt_progress_callback, False
-        source = (self._source and self._source.fork()) if history else self._pair.open_source()
+        source = self._source if history else self._pair.open_source()
+        if history and source is not None:
+            source = source.fork()
         text, tokens = "", list[int]()
 
         def progress(done: int, total: int) -> None:
