@@ -42,7 +42,7 @@ class Row:
     Attributes:
         ids: the prompt's tokens; the answer's follow.
         most: the maximum tokens of the answer, its end token included.
-        least: the answer does not end before so many tokens.
+        least: the fewest tokens of the answer.
         first_learned: the first position with likeliest tokens; None keeps no states.
         tag: anything of the caller's.
         states: as in `Text`.
@@ -71,7 +71,7 @@ def decode_rows(
     """Yields each row when its answer ends: with an end token, after `most` tokens, or where it is when stopped.
 
     Args:
-        take: returns at most so many further rows; none if there are none left.
+        take: returns at most the given number of further rows; none if there are none left.
         sampler: (B, M) logits of the likeliest tokens -> (B,) the chosen ones, as from mlx-lm's `make_sampler`. To
             sample among all tokens would cost nearly as much as a forward, on a CPU.
         most_rows: how many rows are decoded together, see `find_batch_size`.

@@ -25,7 +25,7 @@ MAX_TEXTS, PROMPT_TOKENS = 10_000, 60
 """The most texts of a run, and the assumed length of prompts that are not written yet."""
 
 HELD_OUT_EVERY, MAX_HELD_OUT = 20, 100
-"""One of so many texts is held out, and how many at most."""
+"""The interval at which texts are held out, and the most that are."""
 
 FREE = "free text"
 """The kind of texts that a target without a chat template writes."""

@@ -28,7 +28,7 @@ WARMUP = 0.1
 """The share of the training in which the learning rate rises."""
 
 SAVE_EVERY, SAVE_SECONDS = 100, 60.0
-"""A checkpoint is saved after so many iterations, and once they have taken so many seconds."""
+"""Iterations after which a checkpoint is saved, and seconds, if these iterations take longer."""
 
 OnIteration = Callable[[int, float, dict[str, float]], bool]
 """(iterations done, share of the training that is done, displayed values of the last one) -> whether to stop."""
