@@ -23,7 +23,7 @@ import mlx.nn as nn
 from mlx_lm.utils import quantize_model
 
 from mlx_redrafter.checkpoints import set_blas_threads
-from mlx_redrafter.drafters import arctic_lstm, block, eagle, make_drafter, medusa, mlp_speculator, mtp
+from mlx_redrafter.drafters import block, eagle, make_drafter, medusa, mtp
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
@@ -99,11 +99,6 @@ def spread(shape: dict[str, Any], count: int) -> list[int]:
 
 HEADS: dict[str, Callable[[dict[str, Any]], tuple[type[DrafterArgs], dict[str, Any]]]] = {
     "medusa": lambda shape: (medusa.DrafterArgs, {"num_heads": 4, "num_layers": 1}),
-    "mlp_speculator": lambda shape: (mlp_speculator.DrafterArgs, {"inner_dim": 4096, "n_predict": 4}),
-    "arctic_lstm": lambda shape: (
-        arctic_lstm.DrafterArgs,
-        {"inner_dim": 4096, "n_predict": 4, "scale_input": True},
-    ),
     "eagle": lambda shape: (eagle.DrafterArgs, make_layer(shape, version=1, fc_bias=True)),
     "eagle3": lambda shape: (
         eagle.DrafterArgs,

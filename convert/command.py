@@ -17,8 +17,8 @@ def make_parser() -> Parser:
     """The argument parser; each flag is a parameter of `convert`."""
     parser = Parser(
         prog="mlx_redrafter.convert",
-        description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, MLP or Arctic speculators, "
-        "EAGLE, DFlash or DSpark heads, multi-token-prediction layers.",
+        description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, EAGLE, DFlash or DSpark heads, "
+        "multi-token-prediction layers.",
     )
     add = parser.add_argument
     origin = parser.add_mutually_exclusive_group(required=True)

@@ -7,23 +7,17 @@ from typing import Any
 import mlx.core as mx
 from small import randomised
 
-from mlx_redrafter.drafters import arctic_lstm, medusa, mlp_speculator, recurrent
+from mlx_redrafter.drafters import medusa, recurrent
 from mlx_redrafter.drafters.protocol import Drafter
 
-KINDS = ("recurrent", "medusa", "mlp_speculator", "tied mlp_speculator", "arctic_lstm")
+KINDS = ("recurrent", "medusa")
 
 
-def make_head(kind: str, hidden: int = 64, vocab: int = 40, *, inner_dim: int = 24) -> Drafter:
+def make_head(kind: str, hidden: int = 64, vocab: int = 40) -> Drafter:
     """A random drafter that drafts at most four tokens."""
-    speculator: dict[str, Any] = {"inner_dim": inner_dim, "n_predict": 4, "scale_input": True}
     made: dict[str, Any] = {
         "recurrent": lambda: recurrent.Drafter(recurrent.DrafterArgs(hidden, vocab, 32, 1)),
         "medusa": lambda: medusa.Drafter(medusa.DrafterArgs(hidden, vocab, num_heads=4, num_layers=1)),
-        "mlp_speculator": lambda: mlp_speculator.Drafter(mlp_speculator.DrafterArgs(hidden, vocab, **speculator)),
-        "tied mlp_speculator": lambda: mlp_speculator.Drafter(
-            mlp_speculator.DrafterArgs(hidden, vocab, tie_weights=True, **speculator)
-        ),
-        "arctic_lstm": lambda: arctic_lstm.Drafter(arctic_lstm.DrafterArgs(hidden, vocab, **speculator)),
     }
     drafter: Drafter = randomised(made[kind](), 0)
     return drafter

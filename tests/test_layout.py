@@ -66,7 +66,7 @@ def test_no_module_imports_a_layer_above() -> None:
     device = {f"{package}.planning.{name}" for name in ("measure", "store", "sizing", "machine")}
     assert importers(f"{package}.planning", "mlx", "mlx_lm", "numpy") <= device
     # Negative control: imports are found.
-    assert "mlx_redrafter.drafters.arctic_lstm" in importers(package, *kinds)
+    assert "mlx_redrafter.drafters.medusa" in importers(package, *kinds)
     assert "mlx_redrafter.engine.round" in importers("mlx_redrafter.engine", "mlx_redrafter.engine.accept")
 
 

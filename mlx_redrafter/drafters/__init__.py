@@ -7,7 +7,7 @@ Modules shared by the kinds: config.py (configs), checkpoint.py (tensors), layer
 from types import ModuleType
 from typing import Any
 
-from . import arctic_lstm, block, eagle, medusa, mlp_speculator, mtp, recurrent
+from . import block, eagle, medusa, mtp, recurrent
 from .config import DrafterArgs
 from .protocol import Drafter
 from .trainable import TrainableArgs
@@ -15,8 +15,6 @@ from .trainable import TrainableArgs
 KINDS: dict[str, ModuleType] = {
     recurrent.MODEL_TYPE: recurrent,
     medusa.MODEL_TYPE: medusa,
-    mlp_speculator.MODEL_TYPE: mlp_speculator,
-    arctic_lstm.MODEL_TYPE: arctic_lstm,
     eagle.MODEL_TYPE: eagle,
     mtp.MODEL_TYPE: mtp,
     **dict.fromkeys(block.MODEL_TYPES, block),

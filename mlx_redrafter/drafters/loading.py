@@ -42,6 +42,9 @@ NO_LAYER = (
     "give the repository of such a model's authors"
 )
 
+REMOVED = {"arctic_lstm": {"forget_emb.0.weight"}, "mlp_speculator": {"emb.0.weight", "emb.0.0.weight"}}
+"""`model_type` of kinds that earlier versions loaded -> tensors, one of which each published head of the kind has."""
+
 LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
 """Name patterns of files with tensors. Only files that match the first pattern with any match are read."""
 
@@ -216,6 +219,10 @@ def find_kind(checkpoint: Checkpoint) -> ModuleType:
     if layers is not None and layers.has_model and not checkpoint.is_base:
         raise CheckpointError(HAS_LAYER.format(where))
     names = checkpoint.tensors.keys()
+    for kind, tensors in REMOVED.items():
+        if checkpoint.config.get("model_type") == kind or not tensors.isdisjoint(names):
+            last = "version 0.4.0 of mlx_redrafter was the last that could load it"
+            raise CheckpointError(f"{where} holds a drafter of kind {kind}: {last}")
     return next(kind for kind in reversed(KINDS.values()) if kind.recognises(names, checkpoint.config))
 
 

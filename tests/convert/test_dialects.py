@@ -43,21 +43,6 @@ VLLM = {
 """vLLM's config of Medusa heads; None removes the authors' keys."""
 
 
-def all_names(arrays: Arrays) -> Arrays:
-    """Tied tensors under all of their published names."""
-    copies = {}
-    for name, array in arrays.items():
-        for stage in range(1, 4):
-            if re.search(r"(?<!_)\b(emb|ln|head)\.0\b", name):
-                copies[re.sub(r"\b(emb|ln|head)\.0\b", rf"\1.{stage}", name)] = array
-            elif stage > 1 and "proj.1" in name and "_proj" not in name:
-                copies[name.replace("proj.1", f"proj.{stage}")] = array
-    if "forget_emb.0.weight" in arrays:
-        gates = ("input", "cell", "output")
-        copies |= {f"{gate}_emb.0.weight": arrays["forget_emb.0.weight"] for gate in gates}
-    return arrays | copies
-
-
 def renamed(*pairs: tuple[str, str]) -> Callable[[Arrays], Arrays]:
     """Replaces parts of names."""
 
@@ -75,10 +60,6 @@ def renamed(*pairs: tuple[str, str]) -> Callable[[Arrays], Arrays]:
         ("medusa", lambda arrays: prefixed("medusa_head.", arrays) | base()),
         ("medusa_2layers", lambda arrays: prefixed("module.medusa_head.", arrays)),
         ("medusa_2layers", vllm),
-        ("mlp_speculator", renamed(("speculator.", ""))),
-        ("mlp_speculator_tied", all_names),
-        ("arctic_sum_rnn", all_names),
-        ("arctic_lstm", lambda arrays: prefixed("speculator.", all_names(arrays))),
         ("dflash", renamed(("layers.0.", "midlayer."))),
         ("dflash2", renamed(("_codebook", "_codebook.weight"))),
         ("dspark", renamed(("markov_head.", "logit_head.markov_head."))),

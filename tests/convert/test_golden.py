@@ -62,9 +62,8 @@ def test_a_quantized_head_stays_quantized(name: str, tmp_path: Path) -> None:
 def compute_logits(drafter: Drafter, golden: Arrays) -> np.ndarray:
     """(N, 2, P, V) the logits of a head without a cache, arranged as in the golden file."""
     hidden, expected = golden["hidden_states"], golden["logits"]
-    stages, texts, places = expected.shape[:3]
-    tokens = golden.get("tokens", mx.zeros((texts, places + stages), mx.int32))
-    read = mx.stack([tokens[:, i : i + places].reshape(-1) for i in range(stages)], axis=1)
+    heads, texts, places = expected.shape[:3]
+    read = mx.zeros((texts * places, heads), mx.int32)
     return np.array(draft_logits(drafter, hidden.reshape(texts * places, -1), read).reshape(expected.shape))
 
 
@@ -75,22 +74,9 @@ def test_logits_match_the_original(name: str, medusa_target: Path, tmp_path: Pat
     drafter, golden = load_drafter(done.path), read_golden(name)[1]
     assert done.args.hidden_state == "after_norm" and done.difference[0] == 0
     np.testing.assert_allclose(compute_logits(drafter, golden), golden["logits"], atol=1e-4, rtol=0)
-    # Negative controls: tokens of another text, and states of another text.
-    for key in {"tokens", "hidden_states"} & golden.keys():
-        other = golden | {key: golden[key][::-1]}
-        assert not np.allclose(compute_logits(drafter, other), golden["logits"], atol=1e-2), key
-
-
-@pytest.mark.parametrize("name", [name for name in STATELESS if "medusa" not in name])
-def test_greedy_drafts_match_the_original(name: str, tmp_path: Path) -> None:
-    drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
-    places = golden["hidden_states"].shape[1]
-    advance, state = drafter.begin(golden["hidden_states"][:, -1], lambda tokens: tokens), None
-    token = golden["tokens"][:, places - 1]
-    for expected in golden["greedy_tokens"].T:
-        logits, state = advance(token, state)
-        token = mx.argmax(logits, axis=-1)
-        assert token.tolist() == expected.tolist()
+    # Negative control: states of another text.
+    other = golden | {"hidden_states": golden["hidden_states"][::-1]}
+    assert not np.allclose(compute_logits(drafter, other), golden["logits"], atol=1e-2)
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -33,7 +33,7 @@ from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.errors import RedrafterError
 
 MISSING = (
-    ("medusa", "1.0.linear.bias"), ("mlp_speculator", "speculator.proj.2.weight"), ("arctic_lstm", "cell_proj.1"),
+    ("medusa", "1.0.linear.bias"),
     ("eagle1", "fc.weight"), ("eagle3", "midlayer.hidden_norm.weight"), ("eagle3", "lm_head.weight"),
     ("dflash", "hidden_norm.weight"), ("dflash2", "candidate_selector.successor_codebook"),
     ("dflash_assistant", "encoder.fc.weight"), ("dspark", "markov_head.markov_w2.weight"),
@@ -52,8 +52,7 @@ def test_a_head_without_one_tensor_is_refused(name: str, tensor: str, tmp_path: 
 
 
 MISSHAPEN = (
-    ("medusa", "1.0.linear.weight", "blocks.1.0"), ("mlp_speculator", "speculator.ln.1.weight", "ln.1"),
-    ("arctic_lstm", "cell_ln.0.weight", "cell_ln"), ("eagle1", "layers.0.mlp.down_proj.weight", "mlp.down_proj"),
+    ("medusa", "1.0.linear.weight", "blocks.1.0"), ("eagle1", "layers.0.mlp.down_proj.weight", "mlp.down_proj"),
     ("dspark", "markov_head.markov_w2.weight", "markov_w2"),
     ("qwen3_5_mtp", "mtp.layers.0.mlp.down_proj.weight", "mlp.down_proj"),
     *((name, "fc.weight", "fc.weight") for name in ("eagle1", "eagle3", "dflash", "dspark", "qwen3_5_mtp")),
@@ -74,8 +73,7 @@ def test_a_wrong_shape_names_the_tensor(name: str, stored: str, ours: str, tmp_p
     ("name", "tensor"),
     [
         ("medusa", "gru\n\x1b[31m.weight"),
-        *((name, "gru.weight") for name in ("arctic_lstm", "eagle1", "eagle3", "dflash", "dspark")),
-        ("mlp_speculator", "speculator.gru.weight"),
+        *((name, "gru.weight") for name in ("eagle1", "eagle3", "dflash", "dspark")),
         ("qwen3_5_mtp", "mtp.layers.0.gru.weight"),
     ],
 )
@@ -91,8 +89,6 @@ def test_unknown_tensors_and_not_finite_ones_are_refused(name: str, tensor: str,
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("mlp_speculator", {"n_predict": 4}),
-        ("arctic_lstm", {"tie_lstm_embs": False}),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}),
         ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}),
         ("eagle3", {"eagle_config": {"parallel_draft_step": 4}}),
@@ -180,7 +176,7 @@ def vary(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["mlp_speculator", "arctic_lstm", "eagle1", "eagle3", "eagle3_mlx", "dflash_sliding", "dflash2", "dspark_gemma4",
+    ["eagle1", "eagle3", "eagle3_mlx", "dflash_sliding", "dflash2", "dspark_gemma4",
      "deepseek_v3_mtp", "qwen3_next_mtp"],
 )  # fmt: skip
 def test_any_config_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
@@ -276,6 +272,24 @@ PATHS: dict[str, Write] = {
 def test_anything_but_one_drafter_is_refused(case: str, tmp_path: Path) -> None:
     source = PATHS[case](tmp_path / "in")
     refused(tmp_path / "in" if source is None else source, tmp_path / "result")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "model_type"),
+    [
+        ("mlp_speculator", "speculator.emb.0.weight", None),  # IBM's tensors
+        ("mlp_speculator", "emb.0.0.weight", None),  # Arctic's
+        ("arctic_lstm", "forget_emb.0.weight", "mlp_speculator"),  # its authors' config
+        ("mlp_speculator", "proj.0.weight", "mlp_speculator"),
+        ("arctic_lstm", "emb.weight", "arctic_lstm"),  # as 0.4.0 converted it
+    ],
+)
+def test_removed_kinds_name_the_last_version(kind: str, tensor: str, model_type: str | None, tmp_path: Path) -> None:
+    apple(tmp_path / "in", {tensor: mx.ones((60, 24))}, model_type=model_type, hidden_size=24)
+    message = f"in holds a drafter of kind {kind}: version 0.4.0 of mlx_redrafter was the last that could load it"
+    refused(tmp_path / "in", tmp_path / "result", names=message)
+    with pytest.raises(RedrafterError, match=f"{message}$"):
+        load_drafter(tmp_path / "in")
 
 
 def test_a_sound_draft_vocabulary_is_read(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_it_learns_and_resumes_to_the_same_weights(kind: str, model: Any, texts:
 
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_a_run_of_each_kind_decodes_exactly(kind: str, train: Any, prompts: str, target: str, tmp_path: Path) -> None:
-    size = {"recurrent": ("--exit-dim", "32"), "medusa": ("--draft-vocab-size", "100")}.get(kind, ())
+    size = {"recurrent": ("--exit-dim", "32"), "medusa": ("--draft-vocab-size", "100")}[kind]
     status, said = train(tmp_path / "drafter", "--prompts", prompts, "--drafter-type", kind, *size)
     assert status == 0
     model, tokenizer = load(target)
