@@ -1,1 +1,4 @@
-"""Benchmarks. Contestants alternate in one process; results are medians and ratios, with all settings."""
+"""Benchmarks.
+
+Contestants alternate in one process; results are medians and ratios, with all settings.
+"""

@@ -3,8 +3,10 @@
     python -m benchmarks acceptance --plans 1,4 4,5 --temp 0.8
     python -m benchmarks acceptance --plans 1,3 --compare
 
-Tokens per round are pooled over all prompts: 1 + accepted / rounds. `--compare` also decodes every prompt plainly, and
-counts texts that differ and log-probabilities with differing bits. With `--exact` there must be none (exit status 1).
+Tokens per round are pooled over all prompts: 1 + accepted / rounds. `--compare` also decodes every
+prompt plainly, and
+counts texts that differ and log-probabilities with differing bits. With `--exact` there must be
+none (exit status 1).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ SHAPES = ((1, 2), (1, 3), (1, 4), (2, 3), (4, 3), (4, 5))
 
 
 def count_differences(pair: Pair, prompts: Sequence[list[int]], options: Options) -> dict[str, int]:
-    """How many texts differ from plain decoding, and how many log-probabilities (V,) in a bit, up to such a token."""
+    """How many texts differ from plain decoding, and how many log-probabilities (V,) in a bit, up
+    to such a token.
+    """
     differ = rows_differ = 0
     for prompt in prompts:
         plain, drafted = (
@@ -45,7 +49,8 @@ def count_differences(pair: Pair, prompts: Sequence[list[int]], options: Options
         at = find_first_difference([token for token, _ in plain], [token for token, _ in drafted])
         differ += at is not None
         rows_differ += sum(
-            not mx.array_equal(one[1], other[1]) for one, other in zip(plain[:at], drafted, strict=False)
+            not mx.array_equal(one[1], other[1])
+            for one, other in zip(plain[:at], drafted, strict=False)
         )
     return {"texts": len(prompts), "differ": differ, "rows differ": rows_differ}
 
@@ -70,7 +75,10 @@ def measure(
         compare: whether to compare with plain decoding.
         exact: see `Options`.
     """
-    options, pair = Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan, exact=exact), Pair(model, drafter)
+    options, pair = (
+        Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan, exact=exact),
+        Pair(model, drafter),
+    )
     runs = decode_prompts(pair, prompts, options)
     row = {
         "plan": list(plan),
@@ -97,18 +105,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
     add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
-    add("--max-tokens", type=parse_positive, default=128, help="tokens per text (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=parse_positive,
+        default=128,
+        help="tokens per text (default: %(default)s)",
+    )
     add("--compare", action="store_true", help="also decode plainly and count differences")
-    add("--exact", action=argparse.BooleanOptionalAction, help="compute rows alike; exit 1 if a bit differs then")
+    add(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        help="compute rows alike; exit 1 if a bit differs then",
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each shape; returns exit status 1 if with `--exact` a text or a bit differs."""
+    """Prints a row for each shape.
+
+    Returns exit status 1 if with `--exact` a text or a bit differs.
+    """
     workload = open_workload(args)
     drafter, prompts = workload.require_drafter(), [prompt.ids for prompt in workload.prompts]
-    how = {"max_tokens": args.max_tokens, "temp": args.temp, "seed": args.seed, "compare": args.compare}
+    how = {
+        "max_tokens": args.max_tokens,
+        "temp": args.temp,
+        "seed": args.seed,
+        "compare": args.compare,
+    }
     how["exact"] = args.exact
     rows = [measure(workload.model, drafter, prompts, plan, **how) for plan in args.plans]
     show_rows(args, rows)
-    return int(bool(args.exact) and any(row.get("differ") or row.get("rows differ") for row in rows))
+    return int(
+        bool(args.exact) and any(row.get("differ") or row.get("rows differ") for row in rows)
+    )

@@ -23,19 +23,25 @@ COMMANDS = {
     "soak": "soak",
     "ranks": "ranks",
 }
-"""Command -> its module, with `add_arguments(parser)` and `run(args)`, which returns the exit status."""
+"""Command -> its module, with `add_arguments(parser)` and `run(args)`, which returns the exit
+status.
+"""
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The argument parser, with a subcommand for each module."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of speculative decoding.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Benchmarks of speculative decoding."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = import_module(f"benchmarks.{module}")
         about = str(command.__doc__)
         style = argparse.RawDescriptionHelpFormatter
         command.add_arguments(
-            commands.add_parser(name, help=about.partition("\n")[0], description=about, formatter_class=style)
+            commands.add_parser(
+                name, help=about.partition("\n")[0], description=about, formatter_class=style
+            )
         )
     return parser
 
@@ -51,7 +57,9 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """Parses a shape `W,K` or `W,K,N`."""
     parts = text.split(",")
     if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"expected W,K or W,K,N, whole numbers above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected W,K or W,K,N, whole numbers above 0, got {text!r}"
+        )
     return tuple(int(part) for part in parts)
 
 
@@ -88,4 +96,6 @@ def parse_output(text: str) -> Path:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds the `--json` flag."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per line instead of a table"
+    )

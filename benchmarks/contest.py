@@ -1,9 +1,10 @@
 """Runs contestants alternately on the same prompts in one process, and makes a record for each.
 
-Every contestant first decodes a few tokens of the first prompt as a warm-up. Then each prompt is decoded `repeats`
-times by all of them, in an order that rotates with repeats and prompts. Times are from the first to the last generated
-token. A ratio is plain decoding's time over the contestant's in the same repeat. Bandwidth counts only the target's
-weights, once per forward. Memory is that of the whole process, including the models of all contestants.
+Every contestant first decodes a few tokens of the first prompt as a warm-up. Then each prompt is
+decoded `repeats` times by all of them, in an order that rotates with repeats and prompts. Times are
+from the first to the last generated token. A ratio is plain decoding's time over the contestant's
+in the same repeat. Bandwidth counts only the target's weights, once per forward. Memory is that of
+the whole process, including the models of all contestants.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from mlx_redrafter.planning.costs import is_disturbed
 from mlx_redrafter.planning.planner import list_candidate_plans
 
 from .command import parse_output, parse_positive
-from .contestants import DEFAULTS, NUM_DRAFT_TOKENS, Contestant, Run, Settings, make_contestants, warm_up
+from .contestants import (
+    DEFAULTS,
+    NUM_DRAFT_TOKENS,
+    Contestant,
+    Run,
+    Settings,
+    make_contestants,
+    warm_up,
+)
 from .models import Workload, count_bytes_read
 from .records import SCHEMA, Record, stamp, write_records
 from .tables import MLX_LM, MLX_LM_DRAFT, PLAIN, describe_setting, format_text, make_rows
@@ -37,8 +46,11 @@ QUICK_PLANS: list[Any] = ["auto", (1, 2), (1, 3), (2, 3)]
 QUICK_TOKENS = 64
 
 
-def compare_contestants(workload: Workload, sides: Sequence[Contestant], settings: Settings) -> Iterator[list[Record]]:
-    """Yields, for each prompt, a record per contestant. The first contestant must be plain decoding.
+def compare_contestants(
+    workload: Workload, sides: Sequence[Contestant], settings: Settings
+) -> Iterator[list[Record]]:
+    """Yields, for each prompt, a record per contestant. The first contestant must be plain
+    decoding.
 
     Contestants must be warmed up.
     """
@@ -59,15 +71,23 @@ def compare_contestants(workload: Workload, sides: Sequence[Contestant], setting
                 turn = (number * settings.repeats + repeat) % len(sides)
                 for side in [*sides[turn:], *sides[:turn]]:
                     runs[side.label].append(side.run(prompt, settings.max_tokens))
-            shared |= {"prompt": prompt.name, "category": prompt.category, "prompt_tokens": len(prompt.ids)}
+            shared |= {
+                "prompt": prompt.name,
+                "category": prompt.category,
+                "prompt_tokens": len(prompt.ids),
+            }
             plain = runs[sides[0].label]
-            yield [shared | describe_runs(side, runs[side.label], plain, bytes_read, settings) for side in sides]
+            yield [
+                shared | describe_runs(side, runs[side.label], plain, bytes_read, settings)
+                for side in sides
+            ]
 
 
 def describe_runs(
     side: Contestant, runs: list[Run], plain: list[Run], bytes_read: int | None, settings: Settings
 ) -> Record:
-    """The record of a contestant on a prompt; round statistics are those of the repeat with the median time.
+    """The record of a contestant on a prompt; round statistics are those of the repeat with the
+    median time.
 
     Args:
         runs: the contestant's repeats.
@@ -79,7 +99,9 @@ def describe_runs(
     middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
     made, stats = len(middle.tokens) - 1, middle.stats
     is_compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not settings.temp
-    places = [find_first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
+    places = (
+        [find_first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
+    )
     differs = min((place for place in places if place is not None), default=None)
     forwards = stats.rounds if stats else made
     return {
@@ -95,9 +117,13 @@ def describe_runs(
         "rounds": forwards,
         "tokens_per_round": None if stats is None else stats.tokens_per_round,
         "plain_steps": None if stats is None else stats.plain_steps,
-        "acceptance_per_depth": None if stats is None or not stats.reached else list(stats.acceptance_per_depth),
+        "acceptance_per_depth": None
+        if stats is None or not stats.reached
+        else list(stats.acceptance_per_depth),
         "peak_memory_gb": max(run.peak for run in runs) / 1e9,
-        "bandwidth_gb_s": None if bytes_read is None else bytes_read * forwards / middle.seconds / 1e9,
+        "bandwidth_gb_s": None
+        if bytes_read is None
+        else bytes_read * forwards / middle.seconds / 1e9,
         "same_tokens": None if side.kind == PLAIN or not is_compared else differs is None,
         "first_difference": differs,
     }
@@ -116,11 +142,22 @@ def add_options(parser: argparse.ArgumentParser, quick: str, *, sampling: bool =
         sampling: whether to add `--temp`.
     """
     add = parser.add_argument
-    add("--max-tokens", type=parse_positive, help=f"tokens per run (default: {DEFAULTS.max_tokens})")
-    add("--repeats", type=parse_positive, help=f"repeats of each contestant (default: {DEFAULTS.repeats})")
+    add(
+        "--max-tokens", type=parse_positive, help=f"tokens per run (default: {DEFAULTS.max_tokens})"
+    )
+    add(
+        "--repeats",
+        type=parse_positive,
+        help=f"repeats of each contestant (default: {DEFAULTS.repeats})",
+    )
     add("--seed", type=int, default=DEFAULTS.seed, help="random seed (default: %(default)s)")
     if sampling:
-        add("--temp", type=float, default=DEFAULTS.temp, help="sampling temperature (default: %(default)s)")
+        add(
+            "--temp",
+            type=float,
+            default=DEFAULTS.temp,
+            help="sampling temperature (default: %(default)s)",
+        )
     add("--quick", action="store_true", help=f"{quick}; {QUICK_TOKENS} tokens, one repeat")
     add("--output", type=parse_output, metavar="FILE", help="file for the records, one per line")
 
@@ -135,10 +172,11 @@ def make_settings(args: argparse.Namespace) -> Settings:
 
 
 def measure_costs(workload: Workload) -> Record:
-    """Measures the parts of a round and returns them as a record; plan "auto" then uses the same times.
+    """Measures the parts of a round and returns them as a record; plan "auto" then uses the same
+    times.
 
-    The record has milliseconds by context length, nodes and width, the drafter's acceptance, and the candidate plans.
-    Warns on stderr if times contradict each other.
+    The record has milliseconds by context length, nodes and width, the drafter's acceptance, and
+    the candidate plans. Warns on stderr if times contradict each other.
     """
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None
@@ -157,9 +195,15 @@ def measure_costs(workload: Workload) -> Record:
 
 
 def measure(
-    workload: Workload, plans: list[Any], args: argparse.Namespace, *, mlx_lm: bool = True, context: bool = False
+    workload: Workload,
+    plans: list[Any],
+    args: argparse.Namespace,
+    *,
+    mlx_lm: bool = True,
+    context: bool = False,
 ) -> tuple[int, list[Record]]:
-    """Measures, prints and writes the records of a workload; returns (exit status of `find_status`, records).
+    """Measures, prints and writes the records of a workload; returns (exit status of `find_status`,
+    records).
 
     Args:
         args: has the flags of `add_options`.
@@ -168,7 +212,9 @@ def measure(
     """
     settings = make_settings(args)
     random = getattr(args, "random_drafter", False)
-    sides = make_contestants(workload, plans, settings, mlx_lm=mlx_lm, context=context, random=random)
+    sides = make_contestants(
+        workload, plans, settings, mlx_lm=mlx_lm, context=context, random=random
+    )
     machine, found = stamp(), list[Record]()
     if workload.drafter is not None:
         print(f"{workload.name}: measuring the parts of a round", file=sys.stderr)
@@ -185,8 +231,15 @@ def measure(
 
 
 def find_status(records: Iterable[Record]) -> int:
-    """The exit status: 1 if our tokens differ from plain decoding, or plain decoding differs from mlx-lm.
+    """The exit status: 1 if our tokens differ from plain decoding, or plain decoding differs from
+    mlx-lm.
 
-    Differences in mlx-lm's own speculative decoding are only recorded: its larger forwards may break ties differently.
+    Differences in mlx-lm's own speculative decoding are only recorded: its larger forwards may
+    break ties differently.
     """
-    return int(any(each.get("same_tokens") is False and each["contestant"] != MLX_LM_DRAFT for each in records))
+    return int(
+        any(
+            each.get("same_tokens") is False and each["contestant"] != MLX_LM_DRAFT
+            for each in records
+        )
+    )

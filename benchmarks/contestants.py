@@ -1,4 +1,6 @@
-"""Contestants: plain decoding, mlx-lm's plain and speculative decoding, and our loop with each plan."""
+"""Contestants: plain decoding, mlx-lm's plain and speculative decoding, and our loop with each
+plan.
+"""
 
 from __future__ import annotations
 
@@ -120,9 +122,9 @@ def make_contestants(
 ) -> list[Contestant]:
     """The contestants of a workload, without duplicates; the first is plain decoding.
 
-    The others are mlx-lm, the context alone, the drafter with each plan, and the drafter and the context with "auto".
-    If mlx-lm's speculative decoding is included, its draft model also runs in our loop: at the same depth, and with the
-    context and plan "auto".
+    The others are mlx-lm, the context alone, the drafter with each plan, and the drafter and the
+    context with "auto". If mlx-lm's speculative decoding is included, its draft model also runs in
+    our loop: at the same depth, and with the context and plan "auto".
 
     Args:
         plans: the drafter's, each "auto", (W, K) or (W, K, N).
@@ -135,7 +137,11 @@ def make_contestants(
     if mlx_lm:
         found.append(Contestant(MLX_LM, None, make_mlx_lm(workload, settings)))
     if mlx_lm and workload.draft_model is not None:
-        found.append(Contestant(MLX_LM_DRAFT, None, make_draft_model(workload, workload.draft_model, settings)))
+        found.append(
+            Contestant(
+                MLX_LM_DRAFT, None, make_draft_model(workload, workload.draft_model, settings)
+            )
+        )
         own, chain = DraftModel(workload.draft_model), (1, NUM_DRAFT_TOKENS)
         found.append(make_ours(workload, own, chain, settings, DRAFT_MODEL))
         if context:
@@ -149,14 +155,25 @@ def make_contestants(
         if exact:
             found.append(make_ours(workload, workload.drafter, "auto", settings, EXACT))
         if random:
-            found.append(make_ours(workload, make_random_drafter(workload.drafter), "auto", settings, RANDOM))
+            found.append(
+                make_ours(workload, make_random_drafter(workload.drafter), "auto", settings, RANDOM)
+            )
     return list({side.label: side for side in found}.values())
 
 
-def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: Settings, kind: str) -> Contestant:
+def make_ours(
+    workload: Workload, drafter: Drafter | None, plan: Any, settings: Settings, kind: str
+) -> Contestant:
     """Our loop with a plan; its chain if the model takes no trees."""
-    given: dict[str, Any] = {"seed": settings.seed, "plan": plan, "temp": 0.0 if workload.sampler else settings.temp}
-    given |= {"context": kind in (CONTEXT, BOTH, EXACT, DRAFT_MODEL_BOTH), "sampler": workload.sampler}
+    given: dict[str, Any] = {
+        "seed": settings.seed,
+        "plan": plan,
+        "temp": 0.0 if workload.sampler else settings.temp,
+    }
+    given |= {
+        "context": kind in (CONTEXT, BOTH, EXACT, DRAFT_MODEL_BOTH),
+        "sampler": workload.sampler,
+    }
     options = Options(**given, exact=kind == EXACT)
     found = options.resolve_plan(drafter)
     pair = Pair(workload.model, drafter)
@@ -164,7 +181,9 @@ def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: 
         plan = list(pair.fit_plan(found).shape)
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
-        for step in decode_tokens(pair, prompt, replace(options, max_tokens=max_tokens), pair.open_source()):
+        for step in decode_tokens(
+            pair, prompt, replace(options, max_tokens=max_tokens), pair.open_source()
+        ):
             yield step.token, step.stats
 
     return Contestant(kind, plan, decode)
@@ -184,7 +203,9 @@ def make_mlx_lm(workload: Workload, settings: Settings) -> Callable[[list[int], 
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
         sampler = make_mlx_lm_sampler(workload, len(prompt), settings)
-        for token, _ in generate_step(mx.array(prompt), workload.model, max_tokens=max_tokens, sampler=sampler):
+        for token, _ in generate_step(
+            mx.array(prompt), workload.model, max_tokens=max_tokens, sampler=sampler
+        ):
             yield int(token), None
 
     return decode
@@ -195,8 +216,9 @@ def make_draft_model(
 ) -> Callable[[list[int], int], Tokens]:
     """A decode function that runs mlx-lm's `speculative_generate_step`.
 
-    Its first round normally also processes the end of the prompt. Here both models process the whole prompt, and the
-    first token is chosen, before it starts, so that its first round is timed like ours.
+    Its first round normally also processes the end of the prompt. Here both models process the
+    whole prompt, and the first token is chosen, before it starts, so that its first round is timed
+    like ours.
     """
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
@@ -223,7 +245,9 @@ def make_draft_model(
     return decode
 
 
-def make_mlx_lm_sampler(workload: Workload, position: int, settings: Settings) -> Callable[[mx.array], mx.array]:
+def make_mlx_lm_sampler(
+    workload: Workload, position: int, settings: Settings
+) -> Callable[[mx.array], mx.array]:
     """An mlx-lm sampler for a text that starts at `position`."""
     mx.random.seed(settings.seed)
     own, positions = workload.sampler, count(position)

@@ -30,7 +30,9 @@ DRAFT_MODEL = Path(__file__).parent / "draft_model"
 
 DEMO = "demo"
 DEMO_CATEGORIES = {"demo-edits": "edits", "demo-code": "code"}
-"""Category -> kind of the packaged demo's prompts, from source files that its models were not trained on."""
+"""Category -> kind of the packaged demo's prompts, from source files that its models were not
+trained on.
+"""
 
 
 class Prompt(NamedTuple):
@@ -80,7 +82,9 @@ class Workload:
             "model_bits": round(compute_bits_per_weight(self.model), 3),
             "model_gb": count_bytes(self.model) / 1e9,
             "drafter": self.drafter_name,
-            "drafter_bits": round(compute_bits_per_weight(self.drafter), 3) if self.drafter else None,
+            "drafter_bits": round(compute_bits_per_weight(self.drafter), 3)
+            if self.drafter
+            else None,
             "drafter_gb": count_bytes(self.drafter) / 1e9 if self.drafter else None,
         }
 
@@ -93,7 +97,10 @@ class Workload:
 
 def count_bytes(module: nn.Module) -> int:
     """The size of a module's parameters in bytes."""
-    return sum(array.nbytes for _, array in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
+    return sum(
+        array.nbytes
+        for _, array in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
+    )
 
 
 def count_bytes_read(model: nn.Module) -> int | None:
@@ -105,7 +112,9 @@ def count_bytes_read(model: nn.Module) -> int | None:
     if any(isinstance(each, (SwitchLinear, QuantizedSwitchLinear)) for _, each in modules):
         return None
     has_head = any(name in ("lm_head", "output", "embed_out") for name, _ in modules)
-    embeddings = [each for _, each in modules if isinstance(each, (nn.Embedding, nn.QuantizedEmbedding))]
+    embeddings = [
+        each for _, each in modules if isinstance(each, (nn.Embedding, nn.QuantizedEmbedding))
+    ]
     return count_bytes(model) - (sum(map(count_bytes, embeddings)) if has_head else 0)
 
 
@@ -123,14 +132,20 @@ def add_workload(
     add("--model", help="a directory or hub id; the packaged demo if not given")
     add("--drafter", help="the drafter that was trained for the model")
     if draft_model:
-        add("--draft-model", help="a smaller model with the same tokenizer, for mlx-lm's speculative decoding and ours")
+        add(
+            "--draft-model",
+            help="a smaller model with the same tokenizer, for mlx-lm's speculative decoding and ours",
+        )
     if prompts:
         help = f"prompt names or categories, 'all', 'demo', or files (default: {' '.join(prompts)})"
         add("--prompts", nargs="+", metavar="NAME", help=help)
 
 
 def open_workload(args: argparse.Namespace) -> Workload:
-    """Loads the models and prompts given by the flags of `add_workload`; with `--quick` one prompt per category."""
+    """Loads the models and prompts given by the flags of `add_workload`.
+
+    With `--quick` one prompt per category.
+    """
     workload, tokenizer = load_models(args)
     prompts = find_prompts(args.prompts, tokenizer)
     if getattr(args, "quick", False):
@@ -139,7 +154,9 @@ def open_workload(args: argparse.Namespace) -> Workload:
 
 
 def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
-    """Loads (a workload without prompts, the target's tokenizer), given by the flags of `add_workload`."""
+    """Loads (a workload without prompts, the target's tokenizer), given by the flags of
+    `add_workload`.
+    """
     if args.model:
         model, tokenizer = load(args.model)
         drafter = load_fast_drafter(args.drafter, model) if args.drafter else None
@@ -152,31 +169,44 @@ def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
         if not args.model:  # like the demo's own models
             draft_model.set_dtype(mx.float32)
     drafter_name = None if drafter is None else args.drafter or DEMO
-    return Workload(args.model or DEMO, model, drafter, drafter_name, draft_model, draft_model_name, []), tokenizer
+    return Workload(
+        args.model or DEMO, model, drafter, drafter_name, draft_model, draft_model_name, []
+    ), tokenizer
 
 
 def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
     """The prompts with these names, without duplicates.
 
     Args:
-        names: names or categories of prompts, "all" for all in `PROMPTS`, "demo" for both of the demo's categories, or
-            files of prompts.
+        names: names or categories of prompts, "all" for all in `PROMPTS`, "demo" for both of the
+            demo's categories, or files of prompts.
     """
     paths = {f"{path.parent.name}/{path.stem}": path for path in sorted(PROMPTS.glob("*/*.txt"))}
     texts = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()}
     for category, kind in DEMO_CATEGORIES.items():
-        texts |= {f"{category}/{number:02d}": text for number, text in enumerate(demo_prompts(kind), start=1)}
+        texts |= {
+            f"{category}/{number:02d}": text
+            for number, text in enumerate(demo_prompts(kind), start=1)
+        }
     found: dict[str, list[int]] = {}
     for name in names:
         wanted = set(DEMO_CATEGORIES) if name == DEMO else {name}
-        chosen = paths if name == "all" else [each for each in texts if wanted & {each, each.partition("/")[0]}]
+        chosen = (
+            paths
+            if name == "all"
+            else [each for each in texts if wanted & {each, each.partition("/")[0]}]
+        )
         found |= {each: encode_chat(tokenizer, texts[each]) for each in chosen}
         if not chosen:
             file = expand_path(name)
             if not file.exists():
                 kinds = ", ".join(dict.fromkeys(each.partition("/")[0] for each in texts))
-                raise RedrafterError(f"no prompt, category or file is called {name!r}: categories are {kinds}")
+                raise RedrafterError(
+                    f"no prompt, category or file is called {name!r}: categories are {kinds}"
+                )
             own = encode_prompts(read_prompts(file), tokenizer)
             found |= {f"{file.name}:{n}": ids for n, ids in enumerate(own, start=1)}
     ends = frozenset(tokenizer.eos_token_ids)
-    return [Prompt(name, name.rpartition("/")[0] or "own", ids, ends) for name, ids in found.items()]
+    return [
+        Prompt(name, name.rpartition("/")[0] or "own", ids, ends) for name, ids in found.items()
+    ]

@@ -1,4 +1,6 @@
-"""Bar charts as PNG, on a background of their own, so that they can be read on light and on dark pages."""
+"""Bar charts as PNG, on a background of their own, so that they can be read on light and on dark
+pages.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,20 @@ def draw_bars(path: Path, rows: Sequence[Row], label: str, *, has_line: bool = F
         places = [place + (at - len(names) / 2 + 0.5) * width for place in range(len(rows))]
         values = [row[name] or 0.0 for row in rows]
         bars = axes.bar(places, values, width * 0.92, label=name, color=COLOURS[at % len(COLOURS)])
-        axes.bar_label(bars, [f"{value:.2f}" if value else "" for value in values], fontsize=6.5, padding=1)
+        axes.bar_label(
+            bars, [f"{value:.2f}" if value else "" for value in values], fontsize=6.5, padding=1
+        )
     if has_line:
         axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(range(len(rows)), [row[groups] for row in rows], fontsize="small")
     axes.set_ylabel(label, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize="small", ncols=len(names), frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axes.legend(
+        fontsize="small",
+        ncols=len(names),
+        frameon=False,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+    )
     with replace_file(path) as partial_file:
         figure.savefig(partial_file, dpi=120, format="png")

@@ -2,13 +2,14 @@
 
     python -m benchmarks predict
 
-A cost model of a round is fitted to Apple's published ReDrafter results on three chips (benchmarks/data/README.md):
+A cost model of a round is fitted to Apple's published ReDrafter results on three chips
+(benchmarks/data/README.md):
 
     ms = plain step x (two + row (N - 2) + [N >= 16] (cliff + beyond (N - 16)) + K draft)
 
-for N verified rows and K draft levels; levels of chains and of beams have different costs. Prints the model's errors on
-published shapes that it was not fitted to, and predicted speeds on each chip with this package's changes. Takes no
-flags.
+for N verified rows and K draft levels; levels of chains and of beams have different costs. Prints
+the model's errors on published shapes that it was not fitted to, and predicted speeds on each chip
+with this package's changes. Takes no flags.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ CHIPS, DTYPES = ("m1-max", "m2", "m2-ultra"), ("float16", "bfloat16")
 TOKENS = 200  # generated tokens of every published run
 MAX_WIDTH, MAX_DEPTH = 4, 4  # no larger drafts were published
 CLIFF, NO_CLIFF = 16, 1 << 30  # for this many rows or more, MLX of 2024 used another matrix kernel
-DRAFT = 0.86 / 13.5  # size of Vicuna-7B's drafter over the target's: the cost of a level that only reads weights
+DRAFT = (
+    0.86 / 13.5
+)  # size of Vicuna-7B's drafter over the target's: the cost of a level that only reads weights
 PRIOR = {
     "two": (1.0, 0.5),
     "row": (0.0, 0.05),
@@ -54,7 +57,10 @@ QUANTIZED = 4.5 / 16  # size of 4-bit weights in groups of 64, over that of 16-b
 
 
 class Cell(NamedTuple):
-    """A published beam shape. `plan.size` counts rows: Apple verifies every hypothesis in full, with its root."""
+    """A published beam shape.
+
+    `plan.size` counts rows: Apple verifies every hypothesis in full, with its root.
+    """
 
     plan: Plan
     tokens_per_round: float
@@ -62,7 +68,9 @@ class Cell(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The published results for a chip and dtype: a plain step of Apple's own Llama, and the rounds of each shape."""
+    """The published results for a chip and dtype: a plain step of Apple's own Llama, and the rounds
+    of each shape.
+    """
 
     chip: str
     dtype: str
@@ -84,8 +92,14 @@ class RoundModel(NamedTuple):
             draft_scale: factor for the cost of drafts.
             hidden_ms: host time that overlaps and is subtracted.
         """
-        steps = [count * number for count, number in zip(count_terms(plan, self.cliff), self.numbers, strict=True)]
-        return max(self.plain_ms * (sum(steps[:4]) + draft_scale * sum(steps[4:])) - hidden_ms, self.plain_ms)
+        steps = [
+            count * number
+            for count, number in zip(count_terms(plan, self.cliff), self.numbers, strict=True)
+        ]
+        return max(
+            self.plain_ms * (sum(steps[:4]) + draft_scale * sum(steps[4:])) - hidden_ms,
+            self.plain_ms,
+        )
 
 
 def count_terms(plan: Plan, cliff: int) -> tuple[float, ...]:
@@ -112,44 +126,67 @@ def read_rows(name: str, dtype: str) -> Iterator[dict[str, str]]:
         disturbed = [row for row in csv.DictReader(file) if row["file"] == name]
     with (RUNS / name).open(encoding="utf-8") as file:
         for line, row in enumerate(csv.DictReader(file), start=2):
-            kept = not any(int(each["first_line"]) <= line <= int(each["last_line"]) for each in disturbed)
+            kept = not any(
+                int(each["first_line"]) <= line <= int(each["last_line"]) for each in disturbed
+            )
             if kept and row["dtype"] == f"mlx.core.{dtype}":
                 yield row
 
 
 def read_published() -> list[Published]:
-    """The results for every chip and dtype; of several runs the fastest counts, as disturbances only slow them down."""
+    """The results for every chip and dtype.
+
+    Of several runs the fastest counts, as disturbances only slow them down.
+    """
     found = []
     for chip, dtype in ((chip, dtype) for chip in CHIPS for dtype in DTYPES):
         plain = list(read_rows(f"{chip}-autoregression.csv", dtype))
-        step, prompt = (min(float(row[name]) for row in plain) for name in ("generation_ours", "comprehension_ours"))
+        step, prompt = (
+            min(float(row[name]) for row in plain)
+            for name in ("generation_ours", "comprehension_ours")
+        )
         runs: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
         for row in read_rows(f"{chip}-recurrent_drafting.csv", dtype):
             if row["greedy"] == "True":
                 shape = int(row["beam_width"]), int(row["beam_length"]) - 1
-                runs[shape].append((float(row["comprehension_and_generation_time"]), int(row["steps"]) + 1))
+                runs[shape].append(
+                    (float(row["comprehension_and_generation_time"]), int(row["steps"]) + 1)
+                )
         cells = []
         for (width, depth), some in runs.items():
             ms, rounds = min(some)
-            cells.append(Cell(Plan(width, depth, width * (depth + 1)), TOKENS / rounds, (ms - prompt) / rounds))
+            cells.append(
+                Cell(
+                    Plan(width, depth, width * (depth + 1)), TOKENS / rounds, (ms - prompt) / rounds
+                )
+            )
         found.append(Published(chip, dtype, step / TOKENS, cells))
     return found
 
 
 def split_shapes() -> list[set[tuple[int, int]]]:
-    """Random halves of the shapes to fit; each has a shape of at least `CLIFF` rows, to fit the cliff."""
-    shapes = [(width, depth) for width in range(1, MAX_WIDTH + 1) for depth in range(1, MAX_DEPTH + 1)]
+    """Random halves of the shapes to fit.
+
+    Each has a shape of at least `CLIFF` rows, to fit the cliff.
+    """
+    shapes = [
+        (width, depth) for width in range(1, MAX_WIDTH + 1) for depth in range(1, MAX_DEPTH + 1)
+    ]
     halves = (set(random.Random(seed).sample(shapes, len(shapes) // 2)) for seed in count())
     seeing = (half for half in halves if any(width * (depth + 1) >= CLIFF for width, depth in half))
     return list(islice(seeing, SPLITS))
 
 
 def find_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[str, float]:
-    """Relative errors of predicted speeds, for the cells outside each fitted half, given their tokens per round."""
+    """Relative errors of predicted speeds, for the cells outside each fitted half, given their
+    tokens per round.
+    """
     errors = []
     for half in split_shapes():
         for each in published:
-            model = fit_model((cell for cell in each.cells if cell.plan[:2] in half), each.plain_ms, cliff)
+            model = fit_model(
+                (cell for cell in each.cells if cell.plan[:2] in half), each.plain_ms, cliff
+            )
             others = (cell for cell in each.cells if cell.plan[:2] not in half)
             errors += [abs(cell.round_ms / model.round_ms(cell.plan) - 1) for cell in others]
     median, tail = np.percentile(errors, (50, 95))
@@ -159,8 +196,8 @@ def find_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[str,
 def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
     """(plan, tokens per round) of every pruned tree below the cliff; a chain is yielded unchanged.
 
-    A pruned tree keeps the likeliest nodes. Its share of the whole tree's `tokens` is computed with the assumed
-    acceptance table.
+    A pruned tree keeps the likeliest nodes. Its share of the whole tree's `tokens` is computed with
+    the assumed acceptance table.
     """
     width, depth, whole = plan.shape
     full = sum(cumulative_acceptance(UNKNOWN_ACCEPTANCE, plan))
@@ -170,9 +207,12 @@ def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
 
 
 def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
-    """Each change alone and all together, on each chip and dtype, with the fastest of the published shapes."""
+    """Each change alone and all together, on each chip and dtype, with the fastest of the published
+    shapes.
+    """
     models = [fit_model(each.cells, each.plain_ms) for each in published]
-    # Host time per round is at most the lowest cost of a second row, as Python is about equally fast on all chips.
+    # Host time per round is at most the lowest cost of a second row, as Python is about equally
+    # fast on all chips.
     hidden = max(0.0, min(model.round_ms(Plan(1, 0, 2)) - model.plain_ms for model in models))
     for each, model in zip(published, models, strict=True):
         whole = [(cell.plan, cell.tokens_per_round) for cell in each.cells]
@@ -188,7 +228,9 @@ def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
             "all, at most": (pruned, QUANTIZED, hidden),
         }
         for change, (options, scale, less) in changes.items():
-            speed, plan = max((1e3 * tokens / model.round_ms(plan, scale, less), plan) for plan, tokens in options)
+            speed, plan = max(
+                (1e3 * tokens / model.round_ms(plan, scale, less), plan) for plan, tokens in options
+            )
             yield {
                 "chip": f"{each.chip} {each.dtype}",
                 "change": change,
@@ -225,7 +267,8 @@ def study() -> dict[str, Any]:
 def format_study(found: dict[str, Any]) -> str:
     """The study as text and Markdown tables."""
     errors = [
-        {"predicted speed": name} | {key: f"{x:.2%}" if key != "cells" else x for key, x in found[name].items()}
+        {"predicted speed": name}
+        | {key: f"{x:.2%}" if key != "cells" else x for key, x in found[name].items()}
         for name in ("error", "error without the cliff")
     ]
     return (

@@ -1,15 +1,17 @@
-"""Speedup of drafting on several ranks by network latency: a sharded model, with a delay added to every message.
+"""Speedup of drafting on several ranks by network latency: a sharded model, with a delay added to
+every message.
 
-    python -m benchmarks ranks --layers 4
-    python -m benchmarks ranks --shape llama-3.2-1b --layers 4 --delays 0 1 --plans 1,3 --count 2 --pipeline
+    python -m benchmarks ranks --layers 4 python -m benchmarks ranks --shape llama-3.2-1b --layers 4
+    --delays 0 1 --plans 1,3 --count 2 --pipeline
 
-Each rank is a process on this machine; all share its processors. A proxy between two neighbours of the ring delays
-everything in both directions, in addition to the time of sockets and proxy.
+Each rank is a process on this machine; all share its processors. A proxy between two neighbours of
+the ring delays everything in both directions, in addition to the time of sockets and proxy.
 
-"messages" is the number of messages that a forward waits for, one after another, computed as the increase of a plain
-step per millisecond of delay. "expected" is the speed over plain decoding computed from that number, the times at the
-smallest delay, and the tokens per round, as drafting adds no messages. Times are lower quartiles of all rounds, as
-other work on the machine slows down some of them.
+"messages" is the number of messages that a forward waits for, one after another, computed as the
+increase of a plain step per millisecond of delay. "expected" is the speed over plain decoding
+computed from that number, the times at the smallest delay, and the tokens per round, as drafting
+adds no messages. Times are lower quartiles of all rounds, as other work on the machine slows down
+some of them.
 """
 
 from __future__ import annotations
@@ -111,10 +113,14 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Delaye
             file = Path(folder, f"{rank}.json")
             file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in seen]), encoding="utf-8")
             environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
-            environment.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+            environment.setdefault(
+                "OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))
+            )
             command = [sys.executable, "-c", START, *sys.argv[2:]]
             out = None if rank else subprocess.PIPE
-            processes.append(subprocess.Popen(command, env=environment, stdin=out, stdout=out, text=True))
+            processes.append(
+                subprocess.Popen(command, env=environment, stdin=out, stdout=out, text=True)
+            )
         try:
             yield processes[0], links
         finally:
@@ -124,7 +130,9 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Delaye
                 process.wait()
 
 
-def time_rounds(side: Contestant, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float], Stats]:
+def time_rounds(
+    side: Contestant, prompt: list[int], max_tokens: int
+) -> tuple[list[int], list[float], Stats]:
     """(generated tokens, milliseconds of each round after the first token, statistics)."""
     tokens, ends, stats = list[int](), list[float](), Stats()
     for token, now in side.decode(prompt, max_tokens):
@@ -163,7 +171,9 @@ def run_rank(args: argparse.Namespace) -> None:
         texts, made = dict[str, list[int]](), dict[str, float]()
         with wired_limit(model):
             for side in sides * args.repeats:
-                texts[side.label], ms, stats = time_rounds(side, workload.prompts[0].ids, args.max_tokens)
+                texts[side.label], ms, stats = time_rounds(
+                    side, workload.prompts[0].ids, args.max_tokens
+                )
                 times[side.label] += ms
                 made[side.label] = stats.tokens_per_round
         if any(text != texts[sides[0].label] for text in texts.values()):
@@ -196,7 +206,9 @@ def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with each plan's speed over plain decoding at the same delay, and its expected speed."""
+    """The rows with each plan's speed over plain decoding at the same delay, and its expected
+    speed.
+    """
     ms = {(row["delay, ms"], row["plan"]): row["ms/round"] for row in rows}
     least, most = min(delay for delay, _ in ms), max(delay for delay, _ in ms)
     messages = (ms[most, "plain"] - ms[least, "plain"]) / (most - least) if most > least else 0.0
@@ -216,10 +228,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--count", type=parse_positive, default=2, help="number of ranks (default: %(default)s)")
     add("--pipeline", action="store_true", help="pipelining instead of tensor parallelism")
-    add("--delays", type=float, nargs="+", default=DELAYS, metavar="MS", help="per message (default: %(default)s)")
-    add("--plans", type=parse_plan, nargs="+", default=[(1, 3), (1, 7)], metavar="PLAN", help="default: 1,3 1,7")
-    add("--max-tokens", type=parse_positive, default=64, help="tokens per run (default: %(default)s)")
-    add("--repeats", type=parse_positive, default=3, help="repeats of each contestant (default: %(default)s)")
+    add(
+        "--delays",
+        type=float,
+        nargs="+",
+        default=DELAYS,
+        metavar="MS",
+        help="per message (default: %(default)s)",
+    )
+    add(
+        "--plans",
+        type=parse_plan,
+        nargs="+",
+        default=[(1, 3), (1, 7)],
+        metavar="PLAN",
+        help="default: 1,3 1,7",
+    )
+    add(
+        "--max-tokens",
+        type=parse_positive,
+        default=64,
+        help="tokens per run (default: %(default)s)",
+    )
+    add(
+        "--repeats",
+        type=parse_positive,
+        default=3,
+        help="repeats of each contestant (default: %(default)s)",
+    )
     add_json(parser)
 
 

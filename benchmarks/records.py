@@ -1,7 +1,8 @@
-"""Records of results: one JSON object per line, with machine and versions, checked against `record.schema.json`.
+"""Records of results: one JSON object per line, with machine and versions, checked against
+`record.schema.json`.
 
-A "speed" record has the results of a contestant on a prompt, a "costs" record the times of the parts of a round on a
-machine. A "suite" is a contributed file with records of both kinds.
+A "speed" record has the results of a contestant on a prompt, a "costs" record the times of the
+parts of a round on a machine. A "suite" is a contributed file with records of both kinds.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def find_problem(record: Any) -> str | None:
 @cache
 def read_schema() -> dict[str, Any]:
     """The contents of `record.schema.json`."""
-    found: dict[str, Any] = json.loads(Path(__file__).with_name("record.schema.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(
+        Path(__file__).with_name("record.schema.json").read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -69,7 +72,9 @@ def parse_record(text: str, where: str) -> Record:
 def read_records(path: Path) -> list[Record]:
     """Reads a file of records."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [parse_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    return [
+        parse_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)
+    ]
 
 
 class Results(NamedTuple):
@@ -93,7 +98,9 @@ def read_results(directory: Path) -> Results:
         if not suite.get("contributor"):
             raise RedrafterError(f"{path} has no contributor: fill in its 'contributor' field")
     if not files and not contributed:
-        raise RedrafterError(f"expected results in {directory}: files that end in .jsonl, or {CONTRIBUTED}/*.json")
+        raise RedrafterError(
+            f"expected results in {directory}: files that end in .jsonl, or {CONTRIBUTED}/*.json"
+        )
     return Results(files, contributed)
 
 
@@ -107,15 +114,22 @@ def stamp() -> dict[str, Any]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     found = describe_machine() | {"mlx_redrafter": __version__, "when": now}
     if sys.platform == "darwin":
-        cores = ask_system(r'"sppci_cores"\s*:\s*"(\d+)"', "system_profiler", "SPDisplaysDataType", "-json")
-        found |= {"gpu_cores": cores and int(cores), "power": ask_system(r"'(.+)'", "pmset", "-g", "batt")}
+        cores = ask_system(
+            r'"sppci_cores"\s*:\s*"(\d+)"', "system_profiler", "SPDisplaysDataType", "-json"
+        )
+        found |= {
+            "gpu_cores": cores and int(cores),
+            "power": ask_system(r"'(.+)'", "pmset", "-g", "batt"),
+        }
     return found
 
 
 def ask_system(pattern: str, *command: str) -> str | None:
     """The first group of `pattern` in the output of a system command; None if there is no match."""
     try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        printed = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     found = re.search(pattern, printed)

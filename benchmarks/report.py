@@ -4,9 +4,9 @@
     python -m benchmarks report --results my-results
     python -m benchmarks report --write
 
-Prints the tables in Markdown. `--write` inserts them into the documentation of this repository, between the lines
-`<!-- results: NAME -->` and `<!-- results: end -->`, and draws the plots. Rows in which drafting is slower than plain
-decoding are included.
+Prints the tables in Markdown. `--write` inserts them into the documentation of this repository,
+between the lines `<!-- results: NAME -->` and `<!-- results: end -->`, and draws the plots. Rows in
+which drafting is slower than plain decoding are included.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ from .tables import (
 )
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = tuple(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/training.md"))
+DOCUMENTS = tuple(
+    ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/training.md")
+)
 PLOTS = ROOT / "docs" / "plots"
 SPREAD = "{x plain:.2f} ({least:.2f} to {most:.2f})"
 DEMO_FILES = {"demo-edits": "edits, greedy", "demo-code": "fresh code, temperature 0.8"}
@@ -52,7 +55,9 @@ SUMMARY = {"context": CONTEXT, "drafter + context": "auto + context"}
 DRAFTERS = "smollm2-"
 """Prefix of result files of the chat model; the kind of drafter follows."""
 
-RESULTS_BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
+RESULTS_BLOCK = re.compile(
+    r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL
+)
 
 
 def find_costs(records: Iterable[Record]) -> Record | None:
@@ -61,11 +66,13 @@ def find_costs(records: Iterable[Record]) -> Record | None:
 
 
 def find_limit(costs: Record | None, record: Record) -> float | None:
-    """The speed over plain decoding that a record would have if a round took only its verify forward.
+    """The speed over plain decoding that a record would have if a round took only its verify
+    forward.
 
-    That is tokens per round over the cost of the forward in plain steps, measured separately, at the context length
-    halfway through the text. Of all forwards with at least as many nodes, the fastest counts. If the measured ratio is
-    larger, it is returned instead. None if the plan is not fixed, or its forward was not measured.
+    That is tokens per round over the cost of the forward in plain steps, measured separately, at
+    the context length halfway through the text. Of all forwards with at least as many nodes, the
+    fastest counts. If the measured ratio is larger, it is returned instead. None if the plan is not
+    fixed, or its forward was not measured.
     """
     if costs is None or not is_fixed(record):
         return None
@@ -74,7 +81,11 @@ def find_limit(costs: Record | None, record: Record) -> float | None:
         return None
     length = record["prompt_tokens"] + record["tokens"] // 2
     columns = zip(table.counts, zip(*table.verify, strict=True), strict=True)
-    forwards = [interpolate(table.contexts, column, length) for count, column in columns if count >= plan.size]
+    forwards = [
+        interpolate(table.contexts, column, length)
+        for count, column in columns
+        if count >= plan.size
+    ]
     verify = max(1.0, min(forwards) / table.plain_ms(length))
     return max((record["tokens"] - 1) / record["rounds"] / verify, record["ratio"])
 
@@ -102,7 +113,10 @@ def make_demo_table(results: Results) -> str:
     rows, settings = list[Row](), ""
     for file, text in DEMO_FILES.items():
         records = results.files.get(file, [])
-        rows += [{"text": text} | make_row(name, own) for name, own in group_by_contestant(records).items()]
+        rows += [
+            {"text": text} | make_row(name, own)
+            for name, own in group_by_contestant(records).items()
+        ]
         settings += describe_setting(records)
     return f"{format_markdown(rows)}\n{settings}" if rows else ""
 
@@ -118,7 +132,9 @@ def split_temps(results: Results) -> dict[str, list[Record]]:
 
 
 def make_summary_rows(results: Results, what: str) -> list[Row]:
-    """A row for each kind of text of a chat model's answers: the context alone, and with a drafter, by temperature."""
+    """A row for each kind of text of a chat model's answers: the context alone, and with a drafter,
+    by temperature.
+    """
     rows: dict[str, Row] = {}
     for temp, records in split_temps(results).items():
         for each in make_kind_rows(records, what):
@@ -130,32 +146,44 @@ def make_summary_rows(results: Results, what: str) -> list[Row]:
 def join_rows(rows: list[Row], others: list[Row]) -> list[Row]:
     """Rows with the numbers of `others`, which have the same columns, in brackets."""
     return [
-        {name: f"{cell:.2f} ({other[name]:.2f})" if isinstance(cell, float) else cell for name, cell in row.items()}
+        {
+            name: f"{cell:.2f} ({other[name]:.2f})" if isinstance(cell, float) else cell
+            for name, cell in row.items()
+        }
         for row, other in zip(rows, others, strict=True)
     ]
 
 
 def make_summary_table(results: Results) -> str:
     """Speeds of a chat model's answers by kind of text, and tokens per round."""
-    return format_markdown(join_rows(*(make_summary_rows(results, what) for what in ("x plain", "tokens/round"))))
+    return format_markdown(
+        join_rows(*(make_summary_rows(results, what) for what in ("x plain", "tokens/round")))
+    )
 
 
 def make_chat_table(results: Results) -> str:
     """Every contestant on a chat model's answers, by kind of text: speed, then tokens per round."""
     parts = []
     for temp, records in split_temps(results).items():
-        for what, name in (("x plain", "times plain decoding"), ("tokens/round", "tokens per round")):
+        for what, name in (
+            ("x plain", "times plain decoding"),
+            ("tokens/round", "tokens per round"),
+        ):
             parts.append(f"{temp}, {name}:\n\n{format_markdown(make_kind_rows(records, what))}\n")
         parts.append(describe_setting(records))
     return "".join(parts)
 
 
 def make_drafter_rows(results: Results, what: str) -> list[Row]:
-    """A row for each kind of drafter of the chat model: one column of `summarize` for each fixed plan."""
+    """A row for each kind of drafter of the chat model: one column of `summarize` for each fixed
+    plan.
+    """
     rows = []
     for name, records in results.files.items():
         if name.startswith(DRAFTERS):
-            own = group_by_contestant(record for record in records if record["kind"] == "speed" and is_fixed(record))
+            own = group_by_contestant(
+                record for record in records if record["kind"] == "speed" and is_fixed(record)
+            )
             cells = {plan: summarize(found)[what] for plan, found in own.items()}
             rows.append({"kind": name.removeprefix(DRAFTERS)} | cells)
     return rows
@@ -164,7 +192,11 @@ def make_drafter_rows(results: Results, what: str) -> list[Row]:
 def make_drafters_table(results: Results) -> str:
     """Tokens per round of each kind of drafter of the chat model, and speeds."""
     rows = join_rows(*(make_drafter_rows(results, what) for what in ("tokens/round", "x plain")))
-    settings = (describe_setting(records) for name, records in results.files.items() if name.startswith(DRAFTERS))
+    settings = (
+        describe_setting(records)
+        for name, records in results.files.items()
+        if name.startswith(DRAFTERS)
+    )
     return f"{format_markdown(rows)}\n{next(settings)}" if rows else ""
 
 
@@ -172,7 +204,9 @@ def make_size_rows(records: Iterable[Record]) -> Iterator[Row]:
     """A row for each target, acceptance and contestant at real model sizes."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        groups.setdefault((record["model"], record["model_bits"], record["drafter"]), []).append(record)
+        groups.setdefault((record["model"], record["model_bits"], record["drafter"]), []).append(
+            record
+        )
     for (model, bits, drafter), group in groups.items():
         costs = find_costs(group)
         for name, own in group_by_contestant(group).items():
@@ -200,7 +234,9 @@ def make_synthetic_table(results: Results) -> str:
 
 
 def make_rounds_table(results: Results) -> str:
-    """The cost of a round in plain steps for each published kind of head, and of its verify forward alone."""
+    """The cost of a round in plain steps for each published kind of head, and of its verify forward
+    alone.
+    """
     rows, records = [], results.files.get("published-heads", [])
     for record in [each for each in records if each["kind"] == "speed" and is_fixed(each)]:
         group = [each for each in records if each["drafter"] == record["drafter"]]
@@ -229,7 +265,10 @@ def make_predicted_table(results: Results) -> str:
         changes = [each for each in found["predicted changes"] if each["chip"] == best["chip"]]
         rows.append(
             {"chip": best["chip"], "measured by Apple: best": text}
-            | {f"predicted: {each['change']}": f"{each['predicted x plain']:.2f}" for each in changes}
+            | {
+                f"predicted: {each['change']}": f"{each['predicted x plain']:.2f}"
+                for each in changes
+            }
         )
     error = found["error"]
     return (
@@ -244,7 +283,12 @@ def make_contributed_table(results: Results) -> str:
     for suite in results.contributed:
         machine = suite["machine"]
         cores, memory = machine.get("gpu_cores"), machine["memory_gb"]
-        parts = [machine["chip"], cores and f"{cores} GPU cores", memory and f"{memory:g} GB", machine.get("power")]
+        parts = [
+            machine["chip"],
+            cores and f"{cores} GPU cores",
+            memory and f"{memory:g} GB",
+            machine.get("power"),
+        ]
         who = {"measured by": suite["contributor"], "on": ", ".join(part for part in parts if part)}
         rows += [who | row for row in make_size_rows(suite["records"])]
     return format_markdown(rows)
@@ -260,15 +304,22 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "predicted": make_predicted_table,
     "contributed": make_contributed_table,
 }
-"""Name of a place in the documentation -> the function that makes its table, or "" without results."""
+"""Name of a place in the documentation -> the function that makes its table, or "" without results.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="DIR", help="default: the repository's results"
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="default: the repository's results",
     )
-    parser.add_argument("--write", action="store_true", help="write to the documentation and docs/plots")
+    parser.add_argument(
+        "--write", action="store_true", help="write to the documentation and docs/plots"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,15 +1,19 @@
-"""Decodes prompts with alternating contestants: plain decoding, mlx-lm, and our loop with each plan.
+"""Decodes prompts with alternating contestants: plain decoding, mlx-lm, and our loop with each
+plan.
 
     python -m benchmarks run --quick
     python -m benchmarks run --plans auto 1,3 2,3 --output demo.jsonl
     python -m benchmarks run --suite mac --output my-mac.json
 
-Prints a row for each contestant: medians over prompts, and ratios to plain decoding in the same repeat. `--output`
-writes one JSON object per line: the times of the parts of a round on this machine, then one per prompt and contestant.
+Prints a row for each contestant: medians over prompts, and ratios to plain decoding in the same
+repeat. `--output`
+writes one JSON object per line: the times of the parts of a round on this machine, then one per
+    prompt and contestant.
 
-`--suite mac` makes a file to contribute: the demo on one prompt per category, then published shapes with random
-weights, from small to large. Shapes that do not fit into memory or time are listed as skipped; their measurements so
-far are kept.
+`--suite mac` makes a file to contribute: the demo on one prompt per category, then published shapes
+with random
+weights, from small to large. Shapes that do not fit into memory or time are listed as skipped;
+their measurements so far are kept.
 """
 
 from __future__ import annotations
@@ -67,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--plans", type=parse_plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N")
     add("--random-drafter", action="store_true", help="also run auto with an untrained drafter")
-    add("--suite", choices=["mac"], help="make a file to contribute; only --output and --minutes apply to it")
+    add(
+        "--suite",
+        choices=["mac"],
+        help="make a file to contribute; only --output and --minutes apply to it",
+    )
     about = f"time after which the suite starts no more items (default: {MINUTES:g})"
     add("--minutes", type=parse_above_zero, default=MINUTES, help=about)
 
@@ -79,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
     workload = open_workload(args)
     if args.plans or args.random_drafter:
         workload.require_drafter()
-    status, _ = measure(workload, args.plans or (QUICK_PLANS if args.quick else PLANS), args, context=True)
+    status, _ = measure(
+        workload, args.plans or (QUICK_PLANS if args.quick else PLANS), args, context=True
+    )
     return status
 
 
@@ -93,15 +103,21 @@ def list_items() -> dict[str, Callable[[], Workload]]:
         sizes = [(name, 32, layers) for name, layers in ON_CPU]
     else:
         sizes = [(name, bits, SHAPES[name]["num_hidden_layers"]) for name, bits in ON_GPU]
-    demo = argparse.Namespace(model=None, drafter=None, draft_model=None, prompts=["all"], quick=True)
+    demo = argparse.Namespace(
+        model=None, drafter=None, draft_model=None, prompts=["all"], quick=True
+    )
     shapes = {
-        f"{name}, {bits} bits, {layers} layers": partial(build, name, bits, layers) for name, bits, layers in sizes
+        f"{name}, {bits} bits, {layers} layers": partial(build, name, bits, layers)
+        for name, bits, layers in sizes
     }
     return {"demo": lambda: open_workload(demo), **shapes}
 
 
 def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: float) -> int:
-    """Measures items while there is time, and writes the results after each; returns the status of `find_status`."""
+    """Measures items while there is time, and writes the results after each.
+
+    Returns the status of `find_status`.
+    """
     if output.exists():
         raise RedrafterError(f"{output} exists already: give another --output")
     records: list[Record] = []
@@ -115,20 +131,32 @@ def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: f
             if perf_counter() > end:
                 raise RedrafterError("no time was left")
             measure_item(make(), records, is_demo=name == "demo")
-        except (ValueError, RuntimeError, MemoryError) as error:  # also from MLX and mlx-lm; other items may still work
+        except (
+            ValueError,
+            RuntimeError,
+            MemoryError,
+        ) as error:  # also from MLX and mlx-lm; other items may still work
             skipped.append({"name": name, "why": join_lines(error)})
             print(f"skipped: {join_lines(error)}", file=sys.stderr)
         mx.clear_cache()
         if records:
             write_text(output, json.dumps(suite, indent=1, allow_nan=False) + "\n")
     if not records:
-        raise RedrafterError(f"nothing could be measured, {skipped[0]['name']}: {skipped[0]['why']}")
-    print(f"{len(records)} records in {output}; CONTRIBUTING.md says how to contribute it", file=sys.stderr)
+        raise RedrafterError(
+            f"nothing could be measured, {skipped[0]['name']}: {skipped[0]['why']}"
+        )
+    print(
+        f"{len(records)} records in {output}; CONTRIBUTING.md says how to contribute it",
+        file=sys.stderr,
+    )
     return find_status(records)
 
 
 def measure_item(workload: Workload, records: list[Record], *, is_demo: bool) -> None:
-    """Adds records of the parts of a round, then of every contestant; the demo has more contestants."""
+    """Adds records of the parts of a round, then of every contestant.
+
+    The demo has more contestants.
+    """
     records.append(measure_costs(workload))
     settings, plans = Settings(max_tokens=QUICK_TOKENS), PLANS if is_demo else QUICK_PLANS
     sides = make_contestants(workload, plans, settings, context=is_demo, random=is_demo)

@@ -3,11 +3,11 @@
     python -m benchmarks serving --clients 1 4 16
     python -m benchmarks serving --dtype float16
 
-Each server runs in its own process with the packaged demo. They alternate on the same prompts, each sent once, greedy
-and streamed. Prints the tokens per second of all clients together and the seconds to the first token, as medians over
-the repeats. For one client, also prints tokens per second after the first token, next to those of the library in this
-process. Finally a long answer is streamed while three other clients connect and finish: prints its longest pause, and
-checks its text.
+Each server runs in its own process with the packaged demo. They alternate on the same prompts, each
+sent once, greedy and streamed. Prints the tokens per second of all clients together and the seconds
+to the first token, as medians over the repeats. For one client, also prints tokens per second after
+the first token, next to those of the library in this process. Finally a long answer is streamed
+while three other clients connect and finish: prints its longest pause, and checks its text.
 """
 
 from __future__ import annotations
@@ -47,9 +47,14 @@ START_SECONDS = 120.0  # for a server to start, or to accept a connection
 OURS, THEIRS = "mlx_redrafter.server", "mlx_lm.server"
 LIBRARY = "library"
 DTYPES = ("float32", "float16", "bfloat16")  # the first is fastest on CPUs
-# Like `python -m PACKAGE`, but importing this package first, so that mlx_lm.server uses the same BLAS.
+# Like `python -m PACKAGE`, but importing this package first, so that mlx_lm.server uses the same
+# BLAS.
 START = "import runpy, mlx_redrafter; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
-LONG_ANSWER, HEAD_START, N_OTHER_CLIENTS = 600, 0.15, 3  # tokens; seconds before other clients connect; their number
+LONG_ANSWER, HEAD_START, N_OTHER_CLIENTS = (
+    600,
+    0.15,
+    3,
+)  # tokens; seconds before other clients connect; their number
 
 
 class Server(NamedTuple):
@@ -85,11 +90,32 @@ class Answer(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
-    add("--clients", type=parse_positive, nargs="+", default=[1, 4, 16], help="concurrent clients (default: 1 4 16)")
-    add("--requests", type=parse_positive, default=4, help="requests per client, in sequence (default: %(default)s)")
-    add("--max-tokens", type=parse_positive, default=64, help="tokens per answer (default: %(default)s)")
+    add(
+        "--clients",
+        type=parse_positive,
+        nargs="+",
+        default=[1, 4, 16],
+        help="concurrent clients (default: 1 4 16)",
+    )
+    add(
+        "--requests",
+        type=parse_positive,
+        default=4,
+        help="requests per client, in sequence (default: %(default)s)",
+    )
+    add(
+        "--max-tokens",
+        type=parse_positive,
+        default=64,
+        help="tokens per answer (default: %(default)s)",
+    )
     add("--repeats", type=parse_positive, default=3, help="repeats (default: %(default)s)")
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the demo's weights (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default=DTYPES[0],
+        help="dtype of the demo's weights (default: %(default)s)",
+    )
     add_json(parser)
 
 
@@ -101,7 +127,10 @@ def run(args: argparse.Namespace) -> int:
         module.set_dtype(getattr(mx, args.dtype))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         flags = save_demo(Path(folder), args.dtype)
-        ports = {module: stack.enter_context(start_server(module, own)).port for module, own in flags.items()}
+        ports = {
+            module: stack.enter_context(start_server(module, own)).port
+            for module, own in flags.items()
+        }
         for port in ports.values():
             ask(port, "# first", args.max_tokens)
         for clients in args.clients:
@@ -113,10 +142,17 @@ def run(args: argparse.Namespace) -> int:
                 if clients == 1:
                     found[LIBRARY].append(time_library(library, prompts, args.max_tokens))
             for what in found[OURS][0]:
-                medians = {name: median(each[what] for each in own) if own else None for name, own in found.items()}
+                medians = {
+                    name: median(each[what] for each in own) if own else None
+                    for name, own in found.items()
+                }
                 rows.append({"clients": clients, "": what} | medians)
         pauses = {name: time_other_clients(port, library) for name, port in ports.items()}
-        rows.append({"clients": f"1, {1 + N_OTHER_CLIENTS}, 1", "": "longest pause, s"} | pauses | {LIBRARY: None})
+        rows.append(
+            {"clients": f"1, {1 + N_OTHER_CLIENTS}, 1", "": "longest pause, s"}
+            | pauses
+            | {LIBRARY: None}
+        )
     show_rows(args, rows)
     return 0
 
@@ -139,7 +175,10 @@ def save_demo(folder: Path, dtype: str = DTYPES[0]) -> dict[str, list[str]]:
 
 @contextmanager
 def start_server(module: str, flags: list[str]) -> Iterator[Server]:
-    """Starts a server with this package's BLAS; yields it when it accepts connections, and stops it at the end."""
+    """Starts a server with this package's BLAS.
+
+    Yields it when it accepts connections, and stops it at the end.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     variables = {"OPENBLAS_NUM_THREADS": "1"} | os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -155,8 +194,14 @@ def start_server(module: str, flags: list[str]) -> Iterator[Server]:
                 if time.monotonic() > end or process.poll() is not None:
                     log.seek(0)
                     sys.stderr.write(log.read())
-                    ended = "" if process.returncode is None else f": it exited with status {process.returncode}"
-                    raise RedrafterError(f"{module} does not start{ended or f' within {START_SECONDS:.0f} s'}")
+                    ended = (
+                        ""
+                        if process.returncode is None
+                        else f": it exited with status {process.returncode}"
+                    )
+                    raise RedrafterError(
+                        f"{module} does not start{ended or f' within {START_SECONDS:.0f} s'}"
+                    )
                 time.sleep(0.2)
             yield Server(port, process.pid)
         finally:
@@ -175,10 +220,15 @@ def takes_connections(port: int) -> bool:
 def make_prompts(size: int, numbers: Iterator[int]) -> list[str]:
     """Prompts that have not been used before."""
     prompts = demo_prompts()
-    return [f"# {number}\n{prompts[number % len(prompts)]}" for number, _ in zip(numbers, range(size), strict=False)]
+    return [
+        f"# {number}\n{prompts[number % len(prompts)]}"
+        for number, _ in zip(numbers, range(size), strict=False)
+    ]
 
 
-def ask_at_once(port: int, prompts: Sequence[str], clients: int, max_tokens: int) -> dict[str, float]:
+def ask_at_once(
+    port: int, prompts: Sequence[str], clients: int, max_tokens: int
+) -> dict[str, float]:
     """Measures concurrent clients, each of which sends its share of the prompts in sequence."""
 
     def ask_all(own: Sequence[str]) -> list[Answer]:
@@ -193,7 +243,9 @@ def ask_at_once(port: int, prompts: Sequence[str], clients: int, max_tokens: int
         "tokens/s": sum(answer.tokens for answer in answers) / seconds,
         "first token, s": median(answer.times[0] for answer in answers),
     }
-    return found | ({"tokens/s after it": median(answer.speed for answer in answers)} if clients == 1 else {})
+    return found | (
+        {"tokens/s after it": median(answer.speed for answer in answers)} if clients == 1 else {}
+    )
 
 
 def time_library(demo: Any, prompts: Sequence[str], max_tokens: int) -> dict[str, float]:
@@ -222,14 +274,21 @@ def time_other_clients(port: int, demo: Any) -> float:
         for other in [pool.submit(ask, port, prompt, 32) for prompt in others]:
             other.result()
     is_exact = find_compute_dtype(model) == mx.float32
-    if is_exact and answer.result().text != generate(model, tokenizer, long, max_tokens=LONG_ANSWER):
+    if is_exact and answer.result().text != generate(
+        model, tokenizer, long, max_tokens=LONG_ANSWER
+    ):
         raise RedrafterError(f"port {port}: other clients changed the text of a long answer")
     return answer.result().longest_pause
 
 
 def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None = None) -> Answer:
     """Requests a streamed completion; retries refused connections."""
-    body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+    body = {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     started = time.perf_counter()
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
@@ -242,7 +301,9 @@ def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None =
                 chunk = json.loads(line[6:])
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
                 for choice in chunk["choices"]:
-                    if choice["text"] or choice["finish_reason"]:  # other chunks only keep the stream alive
+                    if (
+                        choice["text"] or choice["finish_reason"]
+                    ):  # other chunks only keep the stream alive
                         times.append(time.perf_counter() - started)
                         text += choice["text"]
             return Answer(text, tokens, times)

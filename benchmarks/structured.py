@@ -2,9 +2,9 @@
 
     python -m benchmarks structured
 
-Uses the packaged demo in float32, greedy by default, one request at a time; its text is meaningless. Prints tokens per
-second after the first token, as medians over the repeats, their ratio, tokens per round, and whether both texts are
-the same.
+Uses the packaged demo in float32, greedy by default, one request at a time; its text is
+meaningless. Prints tokens per second after the first token, as medians over the repeats, their
+ratio, tokens per round, and whether both texts are the same.
 """
 
 from __future__ import annotations
@@ -46,13 +46,19 @@ PERSON = make_object(
     is_manager={"type": "boolean"},
 )
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "list of records": make_object(employees={"type": "array", "items": PERSON, "minItems": 4, "maxItems": 8}),
+    "list of records": make_object(
+        employees={"type": "array", "items": PERSON, "minItems": 4, "maxItems": 8}
+    ),
     "order": make_object(
         order_number={"type": "integer", "minimum": 1, "maximum": 99999},
-        customer=make_object(name=TEXT, email_address=TEXT, shipping_address=make_object(street=TEXT, city=TEXT)),
+        customer=make_object(
+            name=TEXT, email_address=TEXT, shipping_address=make_object(street=TEXT, city=TEXT)
+        ),
         items={
             "type": "array",
-            "items": make_object(product_name=TEXT, quantity={"type": "integer", "maximum": 99}, unit_price=NUMBER),
+            "items": make_object(
+                product_name=TEXT, quantity={"type": "integer", "maximum": 99}, unit_price=NUMBER
+            ),
             "minItems": 2,
             "maxItems": 5,
         },
@@ -74,7 +80,12 @@ PROMPT = "# An example of {}, as JSON\nexample = "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add = parser.add_argument
-    add("--max-tokens", type=parse_positive, default=256, help="tokens per answer (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=parse_positive,
+        default=256,
+        help="tokens per answer (default: %(default)s)",
+    )
     add("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
     add("--repeats", type=parse_positive, default=5, help="repeats (default: %(default)s)")
     add("--no-drafter", action="store_true", help="draft only from grammar and context")
@@ -82,11 +93,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each schema; returns exit status 1 if a drafted text differs from the plain one."""
+    """Prints a row for each schema.
+
+    Returns exit status 1 if a drafted text differs from the plain one.
+    """
     from mlx_redrafter.serving.worker import Worker  # needs llguidance, unlike --help
 
     model, tokenizer, drafter = load_demo()
-    engine = Worker(model, tokenizer, None if args.no_drafter else drafter, options=Options(), prompt_cache_bytes=0)
+    engine = Worker(
+        model,
+        tokenizer,
+        None if args.no_drafter else drafter,
+        options=Options(),
+        prompt_cache_bytes=0,
+    )
     engine.start()
     try:
         rows = [time_schema(engine, tokenizer, name, args) for name in SCHEMAS]
@@ -96,7 +116,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(row["same text"] for row in rows) else 1
 
 
-def time_schema(engine: Worker, tokenizer: Any, name: str, args: argparse.Namespace) -> dict[str, Any]:
+def time_schema(
+    engine: Worker, tokenizer: Any, name: str, args: argparse.Namespace
+) -> dict[str, Any]:
     """The row of a schema."""
     asked = {
         "prompt": tokenizer.encode(PROMPT.format(name)),

@@ -1,11 +1,13 @@
-"""Measures real model sizes without a download: published shapes, random weights, and a chosen acceptance.
+"""Measures real model sizes without a download: published shapes, random weights, and a chosen
+acceptance.
 
-    python -m benchmarks synthetic --quick
-    python -m benchmarks synthetic --shape llama-3.1-8b --bits 4 --acceptance 0.7 --plans auto 1,3 2,3
+    python -m benchmarks synthetic --quick python -m benchmarks synthetic --shape llama-3.1-8b
+    --bits 4 --acceptance 0.7 --plans auto 1,3 2,3
 
-The text is fixed (`Oracle`), so that drafts are right with a given probability. Target and drafter compute everything
-as usual. `--layers` uses only the first layers of a shape, if it is too large or slow; records state this, and nothing
-is extrapolated. `--drafter-type` uses a head of published sizes.
+The text is fixed (`Oracle`), so that drafts are right with a given probability. Target and drafter
+compute everything as usual. `--layers` uses only the first layers of a shape, if it is too large or
+slow; records state this, and nothing is extrapolated. `--drafter-type` uses a head of published
+sizes.
 """
 
 from __future__ import annotations
@@ -41,14 +43,23 @@ GROUP_SIZE = 64  # of quantized weights
 PROMPT_TOKENS = 64
 
 
-def make_config(model_type: str, sizes: Sequence[int], *, tied: bool = True, **more: Any) -> dict[str, Any]:
+def make_config(
+    model_type: str, sizes: Sequence[int], *, tied: bool = True, **more: Any
+) -> dict[str, Any]:
     """A transformer's config for mlx-lm's model class.
 
     Args:
-        sizes: hidden size, layers, MLP size, heads, key-value heads, head size, and vocabulary size.
+        sizes: hidden size, layers, MLP size, heads, key-value heads, head size, and vocabulary
+            size.
         tied: whether the embedding is also the output matrix.
     """
-    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     found = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
     common = {"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "max_position_embeddings": 32768}
     common |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": tied}
@@ -69,7 +80,9 @@ SHAPES = {
     "llama-3.2-3b": make_config("llama", (3072, 28, 8192, 24, 8, 128, 128256)),
     "llama-3.1-8b": make_config("llama", (4096, 32, 14336, 32, 8, 128, 128256), tied=False),
     "gemma-3-27b": make_config("gemma3_text", (5376, 62, 21504, 32, 16, 128, 262208)),
-    "qwen3-30b-a3b": make_config("qwen3_moe", (2048, 48, 6144, 32, 4, 128, 151936), tied=False, **EXPERTS),
+    "qwen3-30b-a3b": make_config(
+        "qwen3_moe", (2048, 48, 6144, 32, 4, 128, 151936), tied=False, **EXPERTS
+    ),
 }
 """Published shapes, from their configs on the Hugging Face hub."""
 
@@ -87,7 +100,14 @@ def make_block(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def make_mtp_config(shape: dict[str, Any]) -> dict[str, Any]:
     """The config of Qwen3.5's dense multi-token-prediction layer, with the target's sizes."""
-    names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    names = (
+        "hidden_size",
+        "vocab_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
     return {name: shape[name] for name in (*names, "rms_norm_eps")} | {"model_type": "qwen3_5"}
 
 
@@ -102,7 +122,12 @@ HEADS: dict[str, Callable[[dict[str, Any]], tuple[type[DrafterArgs], dict[str, A
     "eagle": lambda shape: (eagle.DrafterArgs, make_layer(shape, version=1, fc_bias=True)),
     "eagle3": lambda shape: (
         eagle.DrafterArgs,
-        make_layer(shape, version=3, draft_vocab_size=min(32000, shape["vocab_size"]), capture_layers=spread(shape, 3)),
+        make_layer(
+            shape,
+            version=3,
+            draft_vocab_size=min(32000, shape["vocab_size"]),
+            capture_layers=spread(shape, 3),
+        ),
     ),
     "mtp": lambda shape: (mtp.DrafterArgs, {"layer_config": make_mtp_config(shape)}),
     "dflash": lambda shape: (block.DrafterArgs, make_block(shape, block_size=16)),
@@ -115,15 +140,18 @@ HEADS: dict[str, Callable[[dict[str, Any]], tuple[type[DrafterArgs], dict[str, A
 
 
 class Oracle(Sampler):
-    """A sampler with a fixed text, in which the drafter's guess of rank r is right with a given probability.
+    """A sampler with a fixed text, in which the drafter's guess of rank r is right with a given
+    probability.
 
-    The token at each position depends on the position, not on the logits: random weights produce meaningless text that
-    no drafter could learn. A random draw per position decides the rank of the right token among the drafter's guesses,
-    or that it is not among them; all other guesses are wrong. A beam search then keeps the same nodes as for a drafter
-    with that acceptance.
+    The token at each position depends on the position, not on the logits: random weights produce
+    meaningless text that
+    no drafter could learn. A random draw per position decides the rank of the right token among the
+    drafter's guesses, or that it is not among them; all other guesses are wrong. A beam search then
+    keeps the same nodes as for a drafter with that acceptance.
 
     Args:
-        acceptance: (K, R) probabilities by depth and rank; the last depth also applies to deeper ones.
+        acceptance: (K, R) probabilities by depth and rank; the last depth also applies to deeper
+            ones.
         seed: of the draws.
     """
 
@@ -133,7 +161,10 @@ class Oracle(Sampler):
         mx.eval(self._key)
 
     def make_text(self, positions: mx.array, vocab_size: int) -> mx.array:
-        """The tokens at these positions, int32; they vary widely, so that different experts are selected."""
+        """The tokens at these positions, int32.
+
+        They vary widely, so that different experts are selected.
+        """
         return ((positions.astype(mx.int32) * 7919 + 104729) % vocab_size).astype(mx.int32)
 
     def draw(self, position: mx.array, count: int, vocab_size: int) -> Draws:
@@ -142,13 +173,19 @@ class Oracle(Sampler):
         return Draws(places, places)
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """(N,) the tokens of the text. The argmax of logprobs (N, V) is computed as in a sampler, but not used."""
+        """(N,) the tokens of the text.
+
+        The argmax of logprobs (N, V) is computed as in a sampler, but not used.
+        """
         assert draws is not None
         likeliest = mx.argmax(logprobs, axis=-1).astype(mx.int32)
         return self.make_text(draws.gumbel[rows, 0], logprobs.shape[-1]) + mx.minimum(likeliest, 0)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """(W, V) log-probabilities with the chosen guesses; all other tokens share the remaining probability."""
+        """(W, V) log-probabilities with the chosen guesses.
+
+        All other tokens share the remaining probability.
+        """
         vocab_size, least = logits.shape[-1], 1e-12
         chances = self.acceptance[min(row, len(self.acceptance) - 1)]
         position, ranks = draws.gumbel[row, 0], mx.arange(len(chances))
@@ -164,34 +201,52 @@ class Oracle(Sampler):
 
 
 def make_acceptance(rate: float) -> AcceptanceTable:
-    """A table whose first guess is right at this rate at every depth, and whose other guesses at most as often."""
+    """A table whose first guess is right at this rate at every depth, and whose other guesses at
+    most as often.
+    """
     first, *others = UNKNOWN_ACCEPTANCE[0]
     return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
 
 
 def parse_rate(text: str) -> AcceptanceTable:
-    """Parses the rate of first guesses as an acceptance table; the other guesses have the assumed default rates."""
+    """Parses the rate of first guesses as an acceptance table.
+
+    The other guesses have the assumed default rates.
+    """
     if not 0 <= (rate := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return make_acceptance(rate)
 
 
 def build_workload(
-    name: str, bits: int, *, layers: int, acceptance: AcceptanceTable, drafter_type: str | None = None, seed: int = 0
+    name: str,
+    bits: int,
+    *,
+    layers: int,
+    acceptance: AcceptanceTable,
+    drafter_type: str | None = None,
+    seed: int = 0,
 ) -> Workload:
-    """Makes a target with random weights, a drafter of suitable size, and an oracle for its acceptance.
+    """Makes a target with random weights, a drafter of suitable size, and an oracle for its
+    acceptance.
 
     Args:
         name: one of `SHAPES`.
-        bits: 32 for float32, 16 for bfloat16; fewer for quantized layers, with float32 on a CPU and else bfloat16.
+        bits: 32 for float32, 16 for bfloat16; fewer for quantized layers, with float32 on a CPU and
+            else bfloat16.
         layers: the number of layers, at most the shape's.
-        drafter_type: one of `HEADS`, with published sizes; None for a recurrent drafter of suitable size.
+        drafter_type: one of `HEADS`, with published sizes; None for a recurrent drafter of suitable
+            size.
     """
     oracle, shape = Oracle(acceptance, seed), SHAPES[name]
     every = shape["num_hidden_layers"]
     if layers > every:
         raise RedrafterError(f"{name} has {every} layers, got --layers {layers}")
-    dtype = mx.float32 if bits == 32 or (mx.default_device().type == mx.cpu and bits < 16) else mx.bfloat16
+    dtype = (
+        mx.float32
+        if bits == 32 or (mx.default_device().type == mx.cpu and bits < 16)
+        else mx.bfloat16
+    )
     mx.random.seed(seed)
     model = make_target(shape | {"num_hidden_layers": layers}, bits, dtype)
     needed, memory = 1.25 * count_bytes(model), find_usable_bytes()  # nothing is computed yet
@@ -200,14 +255,21 @@ def build_workload(
             f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, more than "
             f"the {memory / 1e9:.1f} GB that MLX should use on this machine: give fewer --layers or --bits"
         )
-    for _, module in model.named_modules():  # one by one, so that at most one is in memory unquantized
+    for (
+        _,
+        module,
+    ) in model.named_modules():  # one by one, so that at most one is in memory unquantized
         mx.eval([array for array in module.values() if isinstance(array, mx.array)])
     mx.clear_cache()
     set_blas_threads(model)
     if drafter_type is None:
-        sizes = list_candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the fallback
+        sizes = list_candidates(
+            shape["hidden_size"], shape["vocab_size"]
+        )  # the last one is the fallback
         budget = MAX_DRAFT_COST * count_bytes(model)
-        size = next((each for each in sizes if count_weights(each) * dtype.size < budget), sizes[-1])
+        size = next(
+            (each for each in sizes if count_weights(each) * dtype.size < budget), sizes[-1]
+        )
     else:
         kind, own = HEADS[drafter_type](shape | {"num_hidden_layers": layers})
         size = kind(shape["hidden_size"], shape["vocab_size"], **own)
@@ -216,7 +278,8 @@ def build_workload(
     mx.eval(drafter.parameters())
     ids = cast(list[int], oracle.make_text(mx.arange(PROMPT_TOKENS), shape["vocab_size"]).tolist())
     return Workload(
-        name=f"{name}, random weights" + ("" if layers == every else f", {layers} of {every} layers"),
+        name=f"{name}, random weights"
+        + ("" if layers == every else f", {layers} of {every} layers"),
         model=model,
         drafter=drafter,
         drafter_name=f"{drafter_type or 'oracle'}, acceptance "
@@ -231,7 +294,8 @@ def build_workload(
 def make_target(config: dict[str, Any], bits: int, dtype: mx.Dtype) -> nn.Module:
     """A model of mlx-lm's class with random weights that are not evaluated yet."""
     module = import_module(f"mlx_lm.models.{config['model_type']}")
-    # Every sixth layer of Gemma has full attention, and mlx-lm indexes the first of them: there must be one.
+    # Every sixth layer of Gemma has full attention, and mlx-lm indexes the first of them: there
+    # must be one.
     config = config | {"sliding_window_pattern": min(6, config["num_hidden_layers"])}
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     if config["tie_word_embeddings"] and "lm_head" in model:
@@ -250,11 +314,30 @@ def add_shape(parser: argparse.ArgumentParser, default: str | None) -> None:
         default: the default of `--shape`.
     """
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default=default, help="use a target with random weights (default: %(default)s)")
-    add("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="target's bits (default: 32 on a CPU, else 4)")
+    add(
+        "--shape",
+        choices=SHAPES,
+        default=default,
+        help="use a target with random weights (default: %(default)s)",
+    )
+    add(
+        "--bits",
+        type=int,
+        choices=(2, 3, 4, 5, 6, 8, 16, 32),
+        help="target's bits (default: 32 on a CPU, else 4)",
+    )
     add("--layers", type=parse_positive, help="use only the first layers")
-    add("--acceptance", type=parse_rate, default="0.7", help="rate of right first guesses (default: %(default)s)")
-    add("--drafter-type", choices=HEADS, help="a head with published sizes (default: recurrent, small)")
+    add(
+        "--acceptance",
+        type=parse_rate,
+        default="0.7",
+        help="rate of right first guesses (default: %(default)s)",
+    )
+    add(
+        "--drafter-type",
+        choices=HEADS,
+        help="a head with published sizes (default: recurrent, small)",
+    )
     parser.set_defaults(seed=0)
 
 
@@ -265,7 +348,12 @@ def open_shape(args: argparse.Namespace) -> Workload:
     bits = args.bits or (32 if mx.default_device().type == mx.cpu else 4)
     print(f"{args.shape}: making random weights of {layers} layers", file=sys.stderr)
     return build_workload(
-        args.shape, bits, layers=layers, acceptance=args.acceptance, drafter_type=args.drafter_type, seed=args.seed
+        args.shape,
+        bits,
+        layers=layers,
+        acceptance=args.acceptance,
+        drafter_type=args.drafter_type,
+        seed=args.seed,
     )
 
 
@@ -279,5 +367,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Makes a workload and measures it; returns the exit status."""
-    status, _ = measure(open_shape(args), args.plans or (QUICK_PLANS if args.quick else PLANS), args)
+    status, _ = measure(
+        open_shape(args), args.plans or (QUICK_PLANS if args.quick else PLANS), args
+    )
     return status

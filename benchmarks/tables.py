@@ -18,8 +18,9 @@ PLAIN, MLX_LM, MLX_LM_DRAFT = "plain", "mlx-lm", "mlx-lm draft model"
 DRAFTED, RANDOM = "drafted", "drafted, random drafter"
 CONTEXT, BOTH, EXACT = "context", "drafter + context", "drafter + context, exact"
 DRAFT_MODEL, DRAFT_MODEL_BOTH = "draft model", "draft model + context"
-"""Contestants in records: plain decoding, mlx-lm, our drafter, the context, both, and mlx-lm's draft model in our loop
-without and with the context. New ones need a name here and in `record.schema.json`."""
+"""Contestants in records: plain decoding, mlx-lm, our drafter, the context, both, and mlx-lm's
+draft model in our loop without and with the context. New ones need a name here and in
+`record.schema.json`."""
 
 Row = dict[str, Any]
 
@@ -44,7 +45,10 @@ def format_text(rows: Sequence[Row]) -> str:
     """Formats rows as a table for a terminal."""
     lines = format_cells(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+        for line in lines
+    )
 
 
 def format_markdown(rows: Sequence[Row]) -> str:
@@ -57,14 +61,25 @@ def format_markdown(rows: Sequence[Row]) -> str:
 
 
 def show_rows(args: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Prints a table, then a line with machine and flags; with `--json` one object per row with both."""
+    """Prints a table, then a line with machine and flags.
+
+    With `--json` one object per row with both.
+    """
     machine = stamp()
-    settings = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
+    settings = {
+        name: value for name, value in vars(args).items() if name not in ("command", "json")
+    }
     if args.json:
         for row in rows:
-            print(json.dumps(row | {"settings": settings, "machine": machine}, allow_nan=False, default=str))
+            print(
+                json.dumps(
+                    row | {"settings": settings, "machine": machine}, allow_nan=False, default=str
+                )
+            )
         return
-    given = {name: value for name, value in settings.items() if value is not None and value is not False}
+    given = {
+        name: value for name, value in settings.items() if value is not None and value is not False
+    }
     flags = ", ".join(f"{name} {value}" for name, value in given.items())
     print(f"{format_text(rows)}\n\n{describe_machine(machine)}; {flags}; {machine['when'][:10]}.")
 
@@ -75,7 +90,11 @@ def describe_machine(machine: dict[str, Any]) -> str:
     parts += [f"{name} {machine[name]}" for name in ("mlx", "mlx-lm", "mlx_redrafter")]
     parts += [str(machine["blas"])] if "blas" in machine else [machine["device"]]
     parts += [f"BLAS threads: {machine['blas_threads']}"] if "blas_threads" in machine else []
-    parts += [f"{name}={value}" for name, value in machine.items() if name.startswith(("OPENBLAS_", "OMP_"))]
+    parts += [
+        f"{name}={value}"
+        for name, value in machine.items()
+        if name.startswith(("OPENBLAS_", "OMP_"))
+    ]
     return ", ".join(parts)
 
 
@@ -84,7 +103,11 @@ def describe_setting(records: Iterable[Record]) -> str:
     record = next((record for record in records if record["kind"] == "speed"), None)
     if record is None:
         return ""
-    how = [f"at most {record['max_tokens']} tokens", f"turns: {record['repeats']}", f"temperature {record['temp']:g}"]
+    how = [
+        f"at most {record['max_tokens']} tokens",
+        f"turns: {record['repeats']}",
+        f"temperature {record['temp']:g}",
+    ]
     machine = record["machine"]
     return f"{describe_machine(machine)}; {', '.join(how)}, seed {record['seed']}; {machine['when'][:10]}.\n"
 
@@ -96,14 +119,19 @@ def describe_plan(plan: Plan) -> str:
 
 def label(kind: str, plan: Any) -> str:
     """A contestant's name in tables: `1 x 3`, `4 x 3, 9 nodes`, `auto`, `plain`, ..."""
-    name = describe_plan(Plan(*plan)) if isinstance(plan, list) else "auto" if plan == "auto" else kind
+    name = (
+        describe_plan(Plan(*plan)) if isinstance(plan, list) else "auto" if plan == "auto" else kind
+    )
     labels = {
         CONTEXT: kind,
         BOTH: f"{name} + context",
         EXACT: f"{name} + context, exact",
         RANDOM: f"{name}, random drafter",
     }
-    labels |= {DRAFT_MODEL: f"draft model, {name}", DRAFT_MODEL_BOTH: f"draft model, {name} + context"}
+    labels |= {
+        DRAFT_MODEL: f"draft model, {name}",
+        DRAFT_MODEL_BOTH: f"draft model, {name} + context",
+    }
     return labels.get(kind, name)
 
 
@@ -117,15 +145,25 @@ def group_by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def summarize(records: Sequence[Record]) -> Row:
-    """A row over several prompts: medians, the range of ratios, and how many texts equal plain decoding's.
+    """A row over several prompts: medians, the range of ratios, and how many texts equal plain
+    decoding's.
 
     Ratios above the tokens per round were disturbed and do not count.
     """
-    possible = (check_speedup(record["ratio"], record["tokens_per_round"] or math.inf) for record in records)
-    ratios = [record["ratio"] for record, ratio in zip(records, possible, strict=True) if ratio is not None]
+    possible = (
+        check_speedup(record["ratio"], record["tokens_per_round"] or math.inf) for record in records
+    )
+    ratios = [
+        record["ratio"]
+        for record, ratio in zip(records, possible, strict=True)
+        if ratio is not None
+    ]
     rounds = [record for record in records if record["tokens_per_round"] is not None]
     same = [record["same_tokens"] for record in records if record["same_tokens"] is not None]
-    made, forwards = sum(record["tokens"] - 1 for record in rounds), sum(record["rounds"] for record in rounds)
+    made, forwards = (
+        sum(record["tokens"] - 1 for record in rounds),
+        sum(record["rounds"] for record in rounds),
+    )
     return {
         "prompts": len(records),
         "tokens/s": median(record["tokens_per_second"] for record in records),
@@ -139,7 +177,9 @@ def summarize(records: Sequence[Record]) -> Row:
 
 def make_rows(records: Iterable[Record]) -> list[Row]:
     """A row for each contestant."""
-    return [{"contestant": name, **summarize(own)} for name, own in group_by_contestant(records).items()]
+    return [
+        {"contestant": name, **summarize(own)} for name, own in group_by_contestant(records).items()
+    ]
 
 
 def is_fixed(record: Record) -> bool:

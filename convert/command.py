@@ -22,22 +22,54 @@ def make_parser() -> Parser:
     )
     add = parser.add_argument
     origin = parser.add_mutually_exclusive_group(required=True)
-    origin.add_argument("--hf-path", "--model", help="the drafter: a directory, a file or a Hugging Face repo")
-    origin.add_argument("--from-base", help="a model; only its multi-token-prediction layer is read")
+    origin.add_argument(
+        "--hf-path", "--model", help="the drafter: a directory, a file or a Hugging Face repo"
+    )
+    origin.add_argument(
+        "--from-base", help="a model; only its multi-token-prediction layer is read"
+    )
     add("--mlx-path", default="mlx_model", help="the directory to write (default: %(default)s)")
     add("-q", "--quantize", action="store_true", help="quantize the drafter")
     add("--q-group-size", type=int, help="group size for quantization")
     add("--q-bits", type=int, help="bits per weight for quantization")
-    add("--q-mode", default="affine", choices=list(MODES), help="quantization mode (default: %(default)s)")
-    for part, means in {"head": "output matrix", "blocks": "blocks and input projection", "rnn": "cell"}.items():
-        add(f"--{part}-bits", type=int, metavar="BITS", help=f"bits for the {means} (default: --q-bits); 0 for none")
+    add(
+        "--q-mode",
+        default="affine",
+        choices=list(MODES),
+        help="quantization mode (default: %(default)s)",
+    )
+    for part, means in {
+        "head": "output matrix",
+        "blocks": "blocks and input projection",
+        "rnn": "cell",
+    }.items():
+        add(
+            f"--{part}-bits",
+            type=int,
+            metavar="BITS",
+            help=f"bits for the {means} (default: --q-bits); 0 for none",
+        )
     add("--dtype", choices=DTYPES, help="dtype of unquantized weights; as stored if not given")
     add("-d", "--dequantize", action="store_true", help="dequantize a quantized drafter")
-    add("--base-model", help="the drafter's target; recorded, and used to measure tokens per round before and after")
+    add(
+        "--base-model",
+        help="the drafter's target; recorded, and used to measure tokens per round before and after",
+    )
     add("--draft-depth", type=int, help="default number of drafted tokens; recorded")
-    add("--hidden-state", choices=(AFTER_NORM, BEFORE_NORM), help="which hidden state the drafter reads; recorded")
-    add("--draft-vocab-size", type=int, help="keep only the N most frequent tokens of --token-counts")
-    add("--token-counts", help="JSON file: token ids, most frequent first, or an object from ids to counts")
+    add(
+        "--hidden-state",
+        choices=(AFTER_NORM, BEFORE_NORM),
+        help="which hidden state the drafter reads; recorded",
+    )
+    add(
+        "--draft-vocab-size",
+        type=int,
+        help="keep only the N most frequent tokens of --token-counts",
+    )
+    add(
+        "--token-counts",
+        help="JSON file: token ids, most frequent first, or an object from ids to counts",
+    )
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add("--upload-repo", help="Hugging Face repo to upload the result to")
     return parser
@@ -46,7 +78,9 @@ def make_parser() -> Parser:
 def run() -> int:
     """Runs the command with `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # otherwise it logs every attempt to reach the hub
+    logging.getLogger("huggingface_hub").setLevel(
+        logging.ERROR
+    )  # otherwise it logs every attempt to reach the hub
     done = convert(**vars(args))
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -62,9 +96,13 @@ def describe(done: Conversion) -> str:
         f"{args.describe()}; reads {args.describe_states()}",
         f"size: {done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after, "
         f"{done.bits_per_weight:.3f} bits per weight",
-        "outputs: differ by at most {:.3g} (largest logit {:.3g}) on random inputs".format(*done.difference),
+        "outputs: differ by at most {:.3g} (largest logit {:.3g}) on random inputs".format(
+            *done.difference
+        ),
     ]
     if done.tokens_per_round:
         before, after = done.tokens_per_round
-        lines.append(f"tokens per round: {before:.2f} before, {after:.2f} after, greedy, {args.base_model}")
+        lines.append(
+            f"tokens per round: {before:.2f} before, {after:.2f} after, greedy, {args.base_model}"
+        )
     return "\n".join(lines)

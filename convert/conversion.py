@@ -98,17 +98,22 @@ def convert(
     Args:
         hf_path: a directory, a file or a hub id; docs/checkpoints.md lists the supported formats.
         mlx_path: the directory to write, completely or not at all.
-        quantize, q_group_size, q_bits, q_mode, dtype, upload_repo, revision, dequantize: as in `mlx_lm.convert`.
+        quantize, q_group_size, q_bits, q_mode, dtype, upload_repo, revision, dequantize: as in
+        `mlx_lm.convert`.
         head_bits, blocks_bits, rnn_bits: bits for a part, if not `q_bits`; 0 for unquantized.
         base_model: the drafter's target; recorded, and used to measure tokens per round.
         draft_depth: the default draft depth K; recorded.
-        hidden_state: the target's hidden state that the drafter reads, `AFTER_NORM` or `BEFORE_NORM`; recorded.
-        draft_vocab_size: keep only this many rows of the head, for the most frequent tokens of `token_counts`.
+        hidden_state: the target's hidden state that the drafter reads, `AFTER_NORM` or
+            `BEFORE_NORM`; recorded.
+        draft_vocab_size: keep only this many rows of the head, for the most frequent tokens of
+            `token_counts`.
         token_counts: a JSON file, see `read_frequent_tokens`.
-        from_base: a model instead of `hf_path`, a directory or a hub id; only its multi-token-prediction layer is read.
+        from_base: a model instead of `hf_path`, a directory or a hub id; only its
+            multi-token-prediction layer is read.
 
     Raises:
-        RedrafterError: settings contradict each other, or the directory exists or cannot be written.
+        RedrafterError: settings contradict each other, or the directory exists or cannot be
+        written.
         CheckpointError: the source cannot be converted.
     """
     given = {"head": head_bits, "blocks": blocks_bits, "rnn": rnn_bits}
@@ -130,7 +135,9 @@ def convert(
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
     origin = hf_path if from_base is None else from_base
     if origin is None or None not in (hf_path, from_base):
-        raise RedrafterError("give either a drafter (--hf-path) or a model that contains one (--from-base)")
+        raise RedrafterError(
+            "give either a drafter (--hf-path) or a model that contains one (--from-base)"
+        )
     place = expand_path(mlx_path).absolute()
     if os.path.lexists(place):
         raise RedrafterError(f"{place} exists already: delete it, or give another --mlx-path")
@@ -140,34 +147,54 @@ def convert(
     drafter = read_drafter(checkpoint, models[0] if models else None)
     is_quantized, notes = has_quantized_layers(drafter), tuple(checkpoint.notes)
     if dtype == "float16" and not drafter.takes_float16:
-        raise RedrafterError(f"the range of float16 is too small for {drafter.args.model_type}: give bfloat16")
+        raise RedrafterError(
+            f"the range of float16 is too small for {drafter.args.model_type}: give bfloat16"
+        )
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
     if is_quantized and not dequantize and (quantize or from_base is None):
-        raise CheckpointError(f"{source.path} is already quantized: --drafter reads it, -d dequantizes it")
+        raise CheckpointError(
+            f"{source.path} is already quantized: --drafter reads it, -d dequantizes it"
+        )
 
-    recorded: dict[str, Any] = {"base_model": base_model, "draft_depth": draft_depth, "hidden_state": hidden_state}
-    args = drafter.args = replace(drafter.args, **{name: value for name, value in recorded.items() if value})
+    recorded: dict[str, Any] = {
+        "base_model": base_model,
+        "draft_depth": draft_depth,
+        "hidden_state": hidden_state,
+    }
+    args = drafter.args = replace(
+        drafter.args, **{name: value for name, value in recorded.items() if value}
+    )
     Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # checks the depth
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
-    stored_dtype = source.config.get("dtype") if is_quantized else None  # mxfp4's scales do not tell the dtype
+    stored_dtype = (
+        source.config.get("dtype") if is_quantized else None
+    )  # mxfp4's scales do not tell the dtype
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else format_dtype(drafter.dtype))
     if dequantize or not is_quantized:  # the layer of a quantized model stays quantized
         drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:
-        ids = trim_vocabulary(drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size))
+        ids = trim_vocabulary(
+            drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size)
+        )
         before, args = (before[0][:, ids], before[1]), drafter.args
     drafter.set_dtype(getattr(mx, dtype))
     if (name := find_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
     n_weights = sum(array.size for array in list_weights(drafter).values())
     if quantize:
-        present = {drafter.find_part(name) for name, each in drafter.named_modules() if hasattr(each, "to_quantized")}
+        present = {
+            drafter.find_part(name)
+            for name, each in drafter.named_modules()
+            if hasattr(each, "to_quantized")
+        }
         if absent := sorted(parts.keys() - present):
             raise RedrafterError(f"the drafter has no {absent[0]}: leave out --{absent[0]}-bits")
         skipped = quantize_layers(drafter, group_size, bits, q_mode, parts)
         if not has_quantized_layers(drafter):
-            raise RedrafterError(f"no layer can be quantized: {(*skipped, 'all its parts have 0 bits')[0]}")
+            raise RedrafterError(
+                f"no layer can be quantized: {(*skipped, 'all its parts have 0 bits')[0]}"
+            )
         notes += skipped
     config: dict[str, Any] = {"dtype": dtype}
     if quantization := describe_quantization(drafter):
@@ -183,7 +210,9 @@ def convert(
     difference = (float(mx.abs(after[0] - before[0]).max()), float(mx.abs(before[0]).max()))
     tokens = (before[1], after[1]) if models else None
     bits_per_weight = 8 * bytes_after / n_weights
-    return Conversion(place, args, bytes_before, bytes_after, bits_per_weight, difference, tokens, notes)
+    return Conversion(
+        place, args, bytes_before, bytes_after, bits_per_weight, difference, tokens, notes
+    )
 
 
 def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.array:
@@ -199,20 +228,28 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
             found = sorted(found, key=lambda token: -found[token])
         ids = [int(token) for token in found]
     except (OSError, ValueError, TypeError) as error:
-        raise RedrafterError(f"cannot read token counts from {path}: {join_lines(error)}") from error
+        raise RedrafterError(
+            f"cannot read token counts from {path}: {join_lines(error)}"
+        ) from error
     if len(set(ids)) != len(ids) or not set(ids) <= set(range(vocab_size)):
         raise RedrafterError(f"{path}: expected token ids from 0 to {vocab_size - 1}, each once")
     if not 1 <= count <= len(ids):
-        raise RedrafterError(f"draft_vocab_size must be from 1 to the {len(ids)} tokens in {path}, got {count}")
+        raise RedrafterError(
+            f"draft_vocab_size must be from 1 to the {len(ids)} tokens in {path}, got {count}"
+        )
     return mx.array(sorted(ids[:count]), mx.int32)
 
 
 def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
     """Reduces the head of an unquantized drafter to the rows of these tokens; returns `ids`."""
     if not drafter.output_layers:
-        raise CheckpointError("the drafter uses the target's output matrix: its vocabulary cannot be trimmed")
+        raise CheckpointError(
+            "the drafter uses the target's output matrix: its vocabulary cannot be trimmed"
+        )
     if drafter.args.draft_vocab_size is not None:
-        raise CheckpointError(f"the drafter already has a draft vocabulary of {drafter.args.draft_vocab_size} tokens")
+        raise CheckpointError(
+            f"the drafter already has a draft vocabulary of {drafter.args.draft_vocab_size} tokens"
+        )
     for layer in drafter.output_layers:
         layer.weight = layer.weight[ids]
     drafter.args = replace(drafter.args, draft_vocab_size=len(ids))
@@ -236,22 +273,31 @@ def dequantize_heads(module: nn.Module) -> nn.Module:
     return module
 
 
-def quantize_layers(drafter: Drafter, group_size: int, bits: int, mode: str, parts: dict[str, int]) -> tuple[str, ...]:
+def quantize_layers(
+    drafter: Drafter, group_size: int, bits: int, mode: str, parts: dict[str, int]
+) -> tuple[str, ...]:
     """Quantizes a drafter's layers; returns a note for each layer that cannot be.
 
     Args:
-        parts: bits of `head`, `blocks` (including the input projection) or `rnn`, if not `bits`; 0 for unquantized.
+        parts: bits of `head`, `blocks` (including the input projection) or `rnn`, if not `bits`; 0
+            for unquantized.
     """
     notes: list[str] = []
 
     def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
         part = drafter.find_part(name) if hasattr(layer, "to_quantized") else "router"
-        own = 0 if part == "router" else parts.get(part, bits)  # routers are small, and sensitive to rounding
+        own = (
+            0 if part == "router" else parts.get(part, bits)
+        )  # routers are small, and sensitive to rounding
         if not own:
             return False
         inputs, rows = layer.weight.shape[-1], math.prod(layer.weight.shape[:-1])
-        if inputs % group_size or rows * inputs % 32:  # MLX packs 32 weights at a time, two groups of nvfp4
-            notes.append(f"{name} is not quantized: MLX does not pack {rows} x {inputs} weights by {group_size}")
+        if (
+            inputs % group_size or rows * inputs % 32
+        ):  # MLX packs 32 weights at a time, two groups of nvfp4
+            notes.append(
+                f"{name} is not quantized: MLX does not pack {rows} x {inputs} weights by {group_size}"
+            )
             return False
         return {"group_size": group_size, "bits": own, "mode": mode}
 
@@ -260,7 +306,10 @@ def quantize_layers(drafter: Drafter, group_size: int, bits: int, mode: str, par
 
 
 def describe_quantization(drafter: Drafter) -> dict[str, Any]:
-    """The config entry in mlx-lm's format, of the commonest quantization and the others by layer; empty for none."""
+    """The config entry in mlx-lm's format, of the commonest quantization and the others by layer.
+
+    Empty for none.
+    """
     layers = {
         name: {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         for name, layer in drafter.named_modules()

@@ -1,4 +1,6 @@
-"""Reads checkpoints of PyTorch, without executing code in pickles, and of TensorRT-LLM, with one slice per rank."""
+"""Reads checkpoints of PyTorch, without executing code in pickles, and of TensorRT-LLM, with one
+slice per rank.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ PICKLES = (
     r"pytorch_model.*\.bin",
     r"(?!optimizer|scheduler|scaler|rng_state|training_args|adapter|.*_(optim|model)_states).*\.(bin|pt|pth)",
 )
-"""Name patterns of pickles, except the state of trainers. If there are no safetensors, the files that match the first
-matching pattern are read. The index is not needed: all shards are read, and their names contain their number."""
+"""Name patterns of pickles, except the state of trainers. If there are no safetensors, the files
+that match the first
+matching pattern are read. The index is not needed: all shards are read, and their names contain
+    their number."""
 
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module", "drafter")
 """Keys under which a pickled checkpoint may store its tensors."""
@@ -48,10 +52,14 @@ def read_checkpoint(files: Files) -> Checkpoint:
     try:
         count = files.config.get("mapping", {}).get("tp_size", len(files.tensors))
         if {len(arrays) for name, arrays in slices.items() if name in unwrap(slices)} != {count}:
-            raise CheckpointError(f"incomplete checkpoint: {files.path} does not hold {count} slices of each tensor")
+            raise CheckpointError(
+                f"incomplete checkpoint: {files.path} does not hold {count} slices of each tensor"
+            )
         joined = {name: mx.concatenate(slices[name]) for name in unwrap(slices)}
     except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{files.path}: the ranks do not fit each other: {join_lines(error)}") from error
+        raise CheckpointError(
+            f"{files.path}: the ranks do not fit each other: {join_lines(error)}"
+        ) from error
     return make_checkpoint(files, joined, len(files.tensors))
 
 
@@ -76,20 +84,33 @@ def read_file(path: Path) -> dict[str, mx.array]:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
         values: dict[Any, Any] = loaded if isinstance(loaded, dict) else {}
         for _ in STATE_DICT_KEYS:
-            values = next((values[key] for key in STATE_DICT_KEYS if isinstance(values.get(key), dict)), values)
-        found = {name: to_mlx(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
-    except Exception as error:  # torch raises errors of many types for damaged files, and for any code in them
+            values = next(
+                (values[key] for key in STATE_DICT_KEYS if isinstance(values.get(key), dict)),
+                values,
+            )
+        found = {
+            name: to_mlx(value) for name, value in values.items() if isinstance(value, torch.Tensor)
+        }
+    except (
+        Exception
+    ) as error:  # torch raises errors of many types for damaged files, and for any code in them
         raise CheckpointError(f"cannot read {path}: {join_lines(error)[:200]}") from error
     if not found:
-        raise CheckpointError(f"expected a dictionary of tensors in {path}, or one under {', '.join(STATE_DICT_KEYS)}")
+        raise CheckpointError(
+            f"expected a dictionary of tensors in {path}, or one under {', '.join(STATE_DICT_KEYS)}"
+        )
     return found
 
 
 def to_mlx(tensor: Any) -> mx.array:
     """A torch tensor as an MLX array; float64 becomes float32."""
     if tensor.nbytes > tensor.untyped_storage().nbytes():
-        raise TypeError("expected a dense tensor, got a broadcast view")  # a small file may declare any shape
+        raise TypeError(
+            "expected a dense tensor, got a broadcast view"
+        )  # a small file may declare any shape
     name = str(tensor.dtype).rpartition(".")[2]
     if not tensor.is_floating_point():
         return mx.array(tensor.numpy())
-    return mx.array(tensor.detach().float().numpy()).astype(getattr(mx, "float32" if name == "float64" else name))
+    return mx.array(tensor.detach().float().numpy()).astype(
+        getattr(mx, "float32" if name == "float64" else name)
+    )

@@ -12,7 +12,9 @@ DRAFTED: dict[str, Any] = {"draft_depth": 3}
 """A fixed plan, so that every machine drafts. The default plan drafts only if that is faster."""
 
 
-def make_parser(description: str | None, prompt: str, max_tokens: int = 100) -> argparse.ArgumentParser:
+def make_parser(
+    description: str | None, prompt: str, max_tokens: int = 100
+) -> argparse.ArgumentParser:
     """Returns a parser with the flags of all examples.
 
     Args:

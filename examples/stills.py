@@ -1,7 +1,8 @@
-"""Makes the README's pictures of the race page and the chat in headless Chromium, with a model or the packaged demo.
+"""Makes the README's pictures of the race page and the chat in headless Chromium, with a model or
+the packaged demo.
 
-    python -m examples.stills
-    python -m examples.stills --model mlx-community/SmolLM2-135M-Instruct --drafter smollm2 --prompt "Name three ..."
+    python -m examples.stills python -m examples.stills --model mlx-community/SmolLM2-135M-Instruct
+    --drafter smollm2 --prompt "Name three ..."
 
 Needs the `dev` and `server` extras, and Debian's `chromium` and `chromium-driver` or Chrome.
 """
@@ -44,7 +45,12 @@ def open_browser(height: int) -> webdriver.Chrome:
         raise SystemExit(f"expected a browser, one of {', '.join(BROWSERS)}, found none")
     options = webdriver.ChromeOptions()
     options.binary_location = binary
-    for flag in ("--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{height}"):
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--hide-scrollbars",
+        f"--window-size={WIDTH},{height}",
+    ):
         options.add_argument(flag)
     driver = shutil.which("chromedriver")
     return webdriver.Chrome(options, Service(driver) if driver else None)
@@ -53,7 +59,9 @@ def open_browser(height: int) -> webdriver.Chrome:
 def save_page(browser: webdriver.Chrome, output: Path) -> None:
     """Saves a picture of the whole page."""
     height = browser.get_window_size()["height"]
-    browser.set_window_size(WIDTH, height + browser.execute_script("return document.body.scrollHeight - innerHeight"))
+    browser.set_window_size(
+        WIDTH, height + browser.execute_script("return document.body.scrollHeight - innerHeight")
+    )
     browser.save_screenshot(str(output))
 
 
@@ -64,7 +72,15 @@ def picture_race(output: Path, models: list[str], prompt: str | None) -> None:
         models: the flags that name the models.
         prompt: None for the page's own.
     """
-    command = [sys.executable, "-m", "mlx_redrafter.race", "--no-browser", "--port", str(PORT), *models]
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_redrafter.race",
+        "--no-browser",
+        "--port",
+        str(PORT),
+        *models,
+    ]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     browser = open_browser(RACE_HEIGHT)
@@ -83,15 +99,22 @@ def picture_race(output: Path, models: list[str], prompt: str | None) -> None:
 
 
 def picture_chat(output: Path, models: list[str], line: str) -> None:
-    """Saves a turn of the chat, with accepted tokens coloured by source; `models` as for the race."""
-    screen = Console(record=True, width=CHAT_COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    """Saves a turn of the chat, with accepted tokens coloured by source;
+
+    `models` as for the race.
+    """
+    screen = Console(
+        record=True, width=CHAT_COLUMNS, file=open(os.devnull, "w"), force_terminal=True
+    )  # noqa: SIM115
     screen.print(Text.from_ansi(run_chat(models, line)))
     page = output.with_suffix(".html")
     screen.save_html(str(page), theme=SVG_EXPORT_THEME)
     browser = open_browser(CHAT_HEIGHT)
     try:
         browser.get(page.resolve().as_uri())
-        browser.execute_script("document.body.style.cssText += 'background:#292929;font-size:18px;margin:18px'")
+        browser.execute_script(
+            "document.body.style.cssText += 'background:#292929;font-size:18px;margin:18px'"
+        )
         save_page(browser, output)
     finally:
         browser.quit()
@@ -102,7 +125,11 @@ def run_chat(models: list[str], line: str) -> str:
     """Returns the chat's terminal output, including control sequences."""
     flags = ["--show-accepted", "--max-tokens", str(MAX_TOKENS), "--temp", "0", *models]
     main, side = pty.openpty()
-    variables = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(CHAT_COLUMNS), "COLORTERM": "truecolor"}
+    variables = os.environ | {
+        "TERM": "xterm-256color",
+        "COLUMNS": str(CHAT_COLUMNS),
+        "COLORTERM": "truecolor",
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "mlx_redrafter.chat", *flags],
         stdin=side,
@@ -126,8 +153,12 @@ def run_chat(models: list[str], line: str) -> str:
 
 def main() -> None:
     """Writes race.png and chat.png."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/stills"), help="a folder (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/stills"), help="a folder (default: %(default)s)"
+    )
     parser.add_argument("--model", help="the target (default: the packaged demo)")
     parser.add_argument("--drafter", help="its drafter")
     parser.add_argument("--prompt", help="the prompt (default: the demo's own)")

@@ -1,4 +1,7 @@
-"""A timer cancels an answer from another thread; the partial answer stays in the conversation, which continues."""
+"""A timer cancels an answer from another thread.
+
+The partial answer stays in the conversation, which continues.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def main(argv: list[str] | None = None) -> None:
     for text in (args.prompt, "\nclass Stack:\n"):
         print(text, end="")
         answer = send_within(session, text, args.seconds)
-        print(f"\n-- {answer.finish_reason} after {len(answer.tokens)} tokens; {len(session.tokens)} in the cache")
+        print(
+            f"\n-- {answer.finish_reason} after {len(answer.tokens)} tokens; {len(session.tokens)} in the cache"
+        )
 
 
 if __name__ == "__main__":

@@ -40,9 +40,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name on first use, so that importing the package does not import MLX or mlx-lm."""
+    """Imports a public name on first use, so that importing the package does not import MLX or
+    mlx-lm.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
-    value = globals()[name] = next(getattr(module, name) for module in modules if hasattr(module, name))
+    value = globals()[name] = next(
+        getattr(module, name) for module in modules if hasattr(module, name)
+    )
     return value

@@ -14,14 +14,19 @@ from filelock import FileLock, Timeout
 from .errors import RedrafterError
 
 PARTIAL = ".partial"
-"""The prefix of a temporary file's name. Random digits follow, as two processes may write to one path."""
+"""The prefix of a temporary file's name.
+
+Random digits follow, as two processes may write to one path.
+"""
 
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path next to `path`, and moves the file to `path` unless an exception is raised.
+    """Yields a temporary path next to `path`, and moves the file to `path` unless an exception is
+    raised.
 
-    Creates the folder. The temporary name keeps the suffix, as some writers choose the format by it.
+    Creates the folder. The temporary name keeps the suffix, as some writers choose the format by
+    it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{PARTIAL}-{secrets.token_hex(4)}-{path.name}")
@@ -57,7 +62,8 @@ def explain_unwritable(path: Path) -> str | None:
 
 
 def lock_file(path: Path, timeout: float = 0.0) -> AbstractContextManager[object]:
-    """Locks `path` until the context ends. The file is not removed, as another process may be waiting for it.
+    """Locks `path` until the context ends. The file is not removed, as another process may be
+    waiting for it.
 
     Args:
         timeout: seconds to wait for another process.

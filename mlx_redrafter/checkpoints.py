@@ -33,9 +33,7 @@ from .engine.model_checks import explain_chains
 from .engine.tree_attention import MODEL_LOCK
 from .errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
 
-DRAFTER_HELP = (
-    "directory, file or Hugging Face repo of the drafter; 'smollm2' is the packaged one for SmolLM2-135M-Instruct"
-)
+DRAFTER_HELP = "directory, file or Hugging Face repo of the drafter; 'smollm2' is the packaged one for SmolLM2-135M-Instruct"
 """The help of `--drafter`."""
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -44,7 +42,12 @@ DTYPES = ("float16", "bfloat16", "float32")
 DTYPE_HELP = "cast weights to this dtype, but only scales and biases of quantized layers (default: as stored)"
 """The help of `--dtype`."""
 
-HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+HEADS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
 """The keys of a model's config with the numbers of heads that ranks share."""
 
 _log = logging.getLogger(__name__)
@@ -66,15 +69,20 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     try:
         model, tokenizer, *_ = mlx_lm_utils.load(name, **options)
     except Exception as error:  # mlx-lm, transformers and the hub raise many types
-        raise CheckpointError(f"cannot load the model {str(path_or_hf_repo)!r}: {join_lines(error)}") from error
+        raise CheckpointError(
+            f"cannot load the model {str(path_or_hf_repo)!r}: {join_lines(error)}"
+        ) from error
     if not options.get("lazy"):
         evaluate(model)
     set_blas_threads(model)
     return model, tokenizer
 
 
-def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **options: Any) -> tuple[nn.Module, Any]:
-    """Loads this rank's part of the target, and its tokenizer, with mlx-lm's `sharded_load`; evaluates every array.
+def load_shards(
+    path_or_hf_repo: str | Path, *, pipeline: bool = False, **options: Any
+) -> tuple[nn.Module, Any]:
+    """Loads this rank's part of the target, and its tokenizer, with mlx-lm's `sharded_load`;
+    evaluates every array.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
@@ -90,34 +98,51 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
         model, tokenizer = mlx_lm_utils.sharded_load(name, *groups, **options)
     except Exception as error:  # see `load`
         if "connection to a peer was lost" in str(error):  # MLX's message
-            raise RuntimeError(f"another rank ended while {name} was loaded: {join_lines(error)}") from error
-        raise CheckpointError(f"cannot load {name!r} over {group.size()} ranks: {join_lines(error)}") from error
+            raise RuntimeError(
+                f"another rank ended while {name} was loaded: {join_lines(error)}"
+            ) from error
+        raise CheckpointError(
+            f"cannot load {name!r} over {group.size()} ranks: {join_lines(error)}"
+        ) from error
     evaluate(model)
-    kinds = ranks.gather([kv_cache.find_unknown_types(make_prompt_cache(model), ()), explain_chains(model)])
+    kinds = ranks.gather(
+        [kv_cache.find_unknown_types(make_prompt_cache(model), ()), explain_chains(model)]
+    )
     if any(kind != kinds[0] for kind in kinds):  # they would draft and roll back differently
-        raise UnsupportedModelError(f"{name}: the pipeline's ranks would have different kinds of layers: {kinds}")
+        raise UnsupportedModelError(
+            f"{name}: the pipeline's ranks would have different kinds of layers: {kinds}"
+        )
     set_blas_threads(model)
     return model, tokenizer
 
 
 def check_divisible(config: dict[str, Any], n_ranks: int) -> None:
-    """Refuses a model's config whose heads cannot be divided among ranks, which mlx-lm does not check."""
+    """Refuses a model's config whose heads cannot be divided among ranks, which mlx-lm does not
+    check.
+    """
     config = config.get("text_config") or config
     for key in HEADS:
         if (count := config.get(key) or 0) % n_ranks:
-            raise RedrafterError(f"expected {key} to be divisible by the number of ranks, {n_ranks}, got {count}")
+            raise RedrafterError(
+                f"expected {key} to be divisible by the number of ranks, {n_ranks}, got {count}"
+            )
 
 
 def set_blas_threads(model: nn.Module) -> None:
-    """Sets the number of OpenBLAS's threads by the model's size, see `choose_threads`; warns of a slow BLAS."""
+    """Sets the number of OpenBLAS's threads by the model's size, see `choose_threads`.
+
+    Warns of a slow BLAS.
+    """
     choose_threads(sum(array.size for array in list_weights(model).values()))
     warn_of_slow_blas()
 
 
 def evaluate(*models: nn.Module | None) -> None:
-    """Evaluates all arrays of models, including those that are not parameters (RoPE frequencies, masks).
+    """Evaluates all arrays of models, including those that are not parameters (RoPE frequencies,
+    masks).
 
-    mlx-lm evaluates only parameters. Another thread cannot evaluate the rest, as streams belong to threads.
+    mlx-lm evaluates only parameters. Another thread cannot evaluate the rest, as streams belong to
+    threads.
     """
     try:
         with MODEL_LOCK:  # while a forward is built, the model holds pending arrays of its thread
@@ -131,17 +156,22 @@ def evaluate(*models: nn.Module | None) -> None:
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
-    """Loads a drafter, in our layout or its authors', and evaluates its weights, which may be quantized with MLX.
+    """Loads a drafter, in our layout or its authors', and evaluates its weights, which may be
+    quantized with MLX.
 
     Args:
-        path_or_hf_repo: a local directory or file, or a hub id, see docs/checkpoints.md; or a name in `PACKAGED`.
+        path_or_hf_repo: a local directory or file, or a hub id, see docs/checkpoints.md; or a name
+            in `PACKAGED`.
         model: the target, to check sizes; its arrays are evaluated.
 
     Raises:
-        CheckpointError: it is missing, damaged or not a drafter, does not fit `model`, or holds NaN.
+        CheckpointError: it is missing, damaged or not a drafter, does not fit `model`, or holds
+        NaN.
     """
     files = find_files(path_or_hf_repo)
-    if not (config := files.tensors[0].with_name("config.json")).is_file():  # written last; `convert` needs none
+    if not (
+        config := files.tensors[0].with_name("config.json")
+    ).is_file():  # written last; `convert` needs none
         raise CheckpointError(f"no config.json in {config.parent}")
     checkpoint = read_checkpoint(files)
     drafter = read_drafter(checkpoint, model)
@@ -153,7 +183,9 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     return drafter
 
 
-def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: Any = None) -> DraftModel:
+def load_draft_model(
+    path_or_hf_repo: str | Path, model: nn.Module, tokenizer: Any = None
+) -> DraftModel:
     """Loads a smaller mlx-lm model as a drafter, and evaluates every array.
 
     Args:
@@ -162,7 +194,8 @@ def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: A
         tokenizer: the target's, to compare sizes; None skips the comparison.
 
     Raises:
-        CheckpointError: see `load`; also if it is a drafter, or its vocabulary differs from the target's.
+        CheckpointError: see `load`; also if it is a drafter, or its vocabulary differs from the
+        target's.
         UnsupportedModelError: see `DraftModel`.
     """
     try:
@@ -172,7 +205,9 @@ def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: A
             load_drafter(path_or_hf_repo)
         except CheckpointError:
             raise error from None
-        raise CheckpointError(f"{path_or_hf_repo} is a drafter, not a language model: give it as --drafter") from None
+        raise CheckpointError(
+            f"{path_or_hf_repo} is a drafter, not a language model: give it as --drafter"
+        ) from None
     set_blas_threads(model)  # for the larger of the two models
     if tokenizer is not None and own.vocab_size != tokenizer.vocab_size:
         sizes = f"a tokenizer of {own.vocab_size} tokens, the target's has {tokenizer.vocab_size}"
@@ -184,7 +219,11 @@ def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: A
 
 
 def save_drafter(
-    directory: Path, drafter: Drafter, *, dtype: mx.Dtype | None = None, extra: dict[str, Any] | None = None
+    directory: Path,
+    drafter: Drafter,
+    *,
+    dtype: mx.Dtype | None = None,
+    extra: dict[str, Any] | None = None,
 ) -> None:
     """Writes a drafter's `config.json` and `model.safetensors`, each under a temporary name first.
 
@@ -194,15 +233,23 @@ def save_drafter(
     """
     weights = list_weights(drafter)
     if dtype is not None:
-        weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
+        weights = {
+            k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w
+            for k, w in weights.items()
+        }
     stored = next(w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
     config = {**drafter.args.to_dict(), "dtype": format_dtype(stored), **(extra or {})}
     try:
-        with replace_file(directory / "model.safetensors") as tensors, replace_file(directory / "config.json") as text:
+        with (
+            replace_file(directory / "model.safetensors") as tensors,
+            replace_file(directory / "config.json") as text,
+        ):
             text.write_text(json.dumps(config, indent=2) + "\n")
             save_arrays(tensors, weights, {"format": "mlx"})
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot write the drafter to {directory}: {join_lines(error)}") from error
+        raise CheckpointError(
+            f"cannot write the drafter to {directory}: {join_lines(error)}"
+        ) from error
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
@@ -218,7 +265,10 @@ def format_dtype(dtype: mx.Dtype) -> str:
 
 
 def load_demo_target() -> tuple[nn.Module, Any]:
-    """(model, tokenizer) of the packaged demo; stored in 8 bits, in float32, which is fastest on a CPU."""
+    """(model, tokenizer) of the packaged demo.
+
+    Stored in 8 bits, in float32, which is fastest on a CPU.
+    """
     model, tokenizer = load(DEMO / "target")
     dequantize_model(model)
     model.set_dtype(mx.float32)
@@ -227,12 +277,15 @@ def load_demo_target() -> tuple[nn.Module, Any]:
 
 
 def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafter]:
-    """(model, tokenizer, drafter) of the packaged demo, a llama of 25 million parameters for Python source.
+    """(model, tokenizer, drafter) of the packaged demo, a llama of 25 million parameters for Python
+    source.
 
-    The target is stored in 8 bits and the drafter in 16; both run in float32, which is fastest on a CPU.
+    The target is stored in 8 bits and the drafter in 16; both run in float32, which is fastest on a
+    CPU.
 
     Args:
-        drafter: another drafter for the demo's target, a local directory or a hub id; also run in float32.
+        drafter: another drafter for the demo's target, a local directory or a hub id; also run in
+            float32.
 
     Raises:
         CheckpointError: the demo is not installed, or the drafter does not fit its target.
@@ -245,7 +298,9 @@ def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafte
 
 
 def strip_folders(name: str | Path) -> str:
-    """A hub id unchanged, or the last part of a local path, as its folders mean nothing on other machines."""
+    """A hub id unchanged, or the last part of a local path, as its folders mean nothing on other
+    machines.
+    """
     path = expand_path(name)
     path = path.resolve() if path.is_dir() else path  # files of the hub are links to hashes
     return join_lines(path.name if path.exists() else name)
@@ -255,11 +310,14 @@ def make_card_header(base: str | None) -> str:
     """The YAML header of a drafter's model card.
 
     Args:
-        base: the target's hub id or directory; a directory is left out, as it means nothing on other machines.
+        base: the target's hub id or directory; a directory is left out, as it means nothing on
+            other machines.
     """
     is_hub_id = base and not Path(base).expanduser().exists()
     model = f"base_model: {json.dumps(base, ensure_ascii=False)}\n" if is_hub_id else ""
-    return f"---\nlibrary_name: mlx\ntags:\n- mlx\n- redrafter\n- speculative-decoding\n{model}---\n"
+    return (
+        f"---\nlibrary_name: mlx\ntags:\n- mlx\n- redrafter\n- speculative-decoding\n{model}---\n"
+    )
 
 
 def find_drafter_name(args: Any) -> str | None:
@@ -268,12 +326,14 @@ def find_drafter_name(args: Any) -> str | None:
     return name
 
 
-def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | None = None) -> tuple[nn.Module, Any]:
+def load_target(
+    args: Any, name: str | None, tokenizer_config: dict[str, Any] | None = None
+) -> tuple[nn.Module, Any]:
     """Loads (model, tokenizer) by a command's flags.
 
     Args:
-        args: with `adapter_path`, `trust_remote_code` and, if the command has the flags, `quantize_activations`,
-            `model_dtype` and `use_default_chat_template`.
+        args: with `adapter_path`, `trust_remote_code` and, if the command has the flags,
+            `quantize_activations`, `model_dtype` and `use_default_chat_template`.
         name: a local directory or a hub id; None for the packaged demo.
         tokenizer_config: more arguments for the tokenizer.
     """
@@ -281,15 +341,22 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
     for flag in ("adapter_path", "quantize_activations"):
         if getattr(args, flag, None) and (name is None or size > 1):
             needs = (
-                "--model: the packaged demo is loaded unchanged" if size == 1 else f"a single process, got {size} ranks"
+                "--model: the packaged demo is loaded unchanged"
+                if size == 1
+                else f"a single process, got {size} ranks"
             )
             raise RedrafterError(f"--{flag.replace('_', '-')} needs {needs}")
     config = {**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code}
     if size > 1:
         if name is None:
-            raise RedrafterError(f"{size} ranks need --model: the packaged demo needs a single process")
+            raise RedrafterError(
+                f"{size} ranks need --model: the packaged demo needs a single process"
+            )
         model, tokenizer = load_shards(
-            name, pipeline=args.pipeline, tokenizer_config=config, trust_remote_code=args.trust_remote_code
+            name,
+            pipeline=args.pipeline,
+            tokenizer_config=config,
+            trust_remote_code=args.trust_remote_code,
         )
     elif name is None:
         model, tokenizer = load_demo_target()
@@ -303,17 +370,25 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
         )
     cast(model, args)
     if getattr(args, "use_default_chat_template", False) and tokenizer.chat_template is None:
-        tokenizer.chat_template = getattr(tokenizer, "default_chat_template", None)  # newer tokenizers have none
+        tokenizer.chat_template = getattr(
+            tokenizer, "default_chat_template", None
+        )  # newer tokenizers have none
     return model, tokenizer
 
 
 def cast(model: nn.Module, args: Any) -> None:
-    """Casts a model's floating-point weights to the flags' `model_dtype`, if any, as `mlx_lm.convert` does."""
+    """Casts a model's floating-point weights to the flags' `model_dtype`, if any, as
+    `mlx_lm.convert` does.
+    """
     if (name := getattr(args, "model_dtype", None)) is None:
         return
     dtype: mx.Dtype = getattr(mx, name)
     may_cast: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)
-    kept = {} if may_cast is None else {k: w for k, w in list_weights(model).items() if not may_cast(k)}
+    kept = (
+        {}
+        if may_cast is None
+        else {k: w for k, w in list_weights(model).items() if not may_cast(k)}
+    )
     model.set_dtype(dtype)
     model.load_weights(list(kept.items()), strict=False)
     evaluate(model)
@@ -322,20 +397,28 @@ def cast(model: nn.Module, args: Any) -> None:
 
 
 def load_pair(
-    args: Any, name: str | None, drafter_name: str | None, tokenizer_config: dict[str, Any] | None = None
+    args: Any,
+    name: str | None,
+    drafter_name: str | None,
+    tokenizer_config: dict[str, Any] | None = None,
 ) -> tuple[nn.Module, Any, Drafter | None]:
     """Loads (model, tokenizer, drafter or None); a line on stderr warns if they will be slow.
 
     Args:
-        args: see `load_target`; `no_drafter` loads no drafter, `draft_model` a language model instead of a drafter.
+        args: see `load_target`; `no_drafter` loads no drafter, `draft_model` a language model
+            instead of a drafter.
         name: see `load_target`.
-        drafter_name: a local directory or a hub id; None means the demo's own drafter, or none for another model.
+        drafter_name: a local directory or a hub id; None means the demo's own drafter, or none for
+            another model.
         tokenizer_config: see `load_target`.
     """
     model, tokenizer = load_target(args, name, tokenizer_config)
     kind, advice = find_dtype(model), "--dtype float32 is faster, and takes twice the memory"
     if is_quantized(model):
-        kind, advice = "quantized", "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
+        kind, advice = (
+            "quantized",
+            "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy",
+        )
     if name is not None and mx.default_device().type == mx.cpu and kind != "float32":
         print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
     if getattr(args, "no_drafter", False):
@@ -344,7 +427,9 @@ def load_pair(
     if (draft_model := getattr(args, "draft_model", None)) is not None:
         drafter = load_draft_model(draft_model, model, tokenizer)
     elif drafter_name is not None or name is None:
-        drafter = load_fast_drafter(DEMO / "drafter" if drafter_name is None else drafter_name, model)
+        drafter = load_fast_drafter(
+            DEMO / "drafter" if drafter_name is None else drafter_name, model
+        )
     if drafter is not None:
         if name is None:  # like the demo's target
             drafter.weights.set_dtype(mx.float32)
@@ -359,7 +444,9 @@ def find_dtype(module: nn.Module) -> str:
 
 
 def load_fast_drafter(path_or_hf_repo: str | Path, model: nn.Module) -> Drafter:
-    """`load_drafter`, but in float32 for a float32 model on a CPU, where 16 bits are four times as slow."""
+    """`load_drafter`, but in float32 for a float32 model on a CPU, where 16 bits are four times as
+    slow.
+    """
     drafter = load_drafter(path_or_hf_repo, model)
     if mx.default_device().type == mx.cpu and find_dtype(model) == "float32":
         drafter.weights.set_dtype(mx.float32)

@@ -1,4 +1,7 @@
-"""Generates token ids, a stream of responses, or a string; also `python -m mlx_redrafter.generate`."""
+"""Generates token ids, a stream of responses, or a string.
+
+Also `python -m mlx_redrafter.generate`.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +67,16 @@ class GenerationResponse(MlxLmResponse):
     """mlx-lm's response, with speculative-decoding statistics so far.
 
     Attributes:
-        rounds: target forwards after the prompt's, including plain steps; 1 + rounds + accepted tokens were generated.
+        rounds: target forwards after the prompt's, including plain steps; 1 + rounds + accepted
+            tokens were generated.
         drafted: drafted nodes that were verified, without roots.
         accepted: drafted tokens that were accepted.
-        context_drafted, context_accepted: the part of `drafted` and `accepted` that came from the context.
+        context_drafted, context_accepted: the part of `drafted` and `accepted` that came from the
+            context.
         draft_source: what drafted this token: "drafter", "context", or None if it was not drafted.
         tokens_per_round: 1 + accepted / rounds.
-        acceptance_per_depth: the share of drafting rounds that accepted a drafted token at depth 1, 2, ...
+        acceptance_per_depth: the share of drafting rounds that accepted a drafted token at depth 1,
+            2, ...
         rows_per_round: tokens per forward: root, drafted and replayed tokens.
         plain_steps: rounds that drafted nothing.
         seed: the seed in use, given or drawn.
@@ -102,23 +108,24 @@ def generate_step(
     num_draft_tokens: int | None = None,
     **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
-    """Yields (token, log-probabilities (V,), whether it was drafted), as mlx-lm's `speculative_generate_step`.
+    """Yields (token, log-probabilities (V,), whether it was drafted), as mlx-lm's
+    `speculative_generate_step`.
 
     It does not stop at an end-of-text token. Closing the generator cancels.
 
     Args:
         prompt: (T,) token ids, T >= 1.
         model: from `load` or `mlx_lm.load`.
-        drafter: from `load_drafter`, or a source from `Drafter.open` that has followed this text so far; None drafts
-            from the context only.
-        draft_model: a smaller model with the same tokenizer, instead of a drafter; from `mlx_lm.load` or
-            `load_draft_model`.
+        drafter: from `load_drafter`, or a source from `Drafter.open` that has followed this text so
+            far; None drafts from the context only.
+        draft_model: a smaller model with the same tokenizer, instead of a drafter; from
+            `mlx_lm.load` or `load_draft_model`.
         num_draft_tokens: mlx-lm's name for `draft_depth`.
         options: see `Options`.
 
     Raises:
-        RedrafterError: on the first `next`: an option is out of range, the model is not supported, or the drafter does
-            not fit it.
+        RedrafterError: on the first `next`: an option is out of range, the model is not supported,
+            or the drafter does not fit it.
     """
     drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
     pair, source = find_pair(model, drafter)
@@ -140,8 +147,8 @@ def stream_generate(
 ) -> Generator[GenerationResponse, None, None]:
     """Yields a response for each token, as mlx-lm's `stream_generate`.
 
-    Ends at an end-of-text token, at a stop string (which is not part of the text), or after `max_tokens`: at the
-    same token with and without a drafter.
+    Ends at an end-of-text token, at a stop string (which is not part of the text), or after
+    `max_tokens`: at the same token with and without a drafter.
 
     Args:
         model, tokenizer: from `load` or `mlx_lm.load`.
@@ -151,13 +158,16 @@ def stream_generate(
         options: see `Options`.
 
     Raises:
-        RedrafterError: on the first `next`: see `generate_step`; also if `max_tokens` is 0 or a stop string is empty.
+        RedrafterError: on the first `next`: see `generate_step`; also if `max_tokens` is 0 or a
+        stop string is empty.
     """
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
     pair, source = find_pair(model, drafter)
-    yield from stream_text(pair, tokenizer, prompt, parsed.require_tokens(), source, StopStrings(stop))
+    yield from stream_text(
+        pair, tokenizer, prompt, parsed.require_tokens(), source, StopStrings(stop)
+    )
 
 
 def stream_text(
@@ -201,7 +211,9 @@ def stream_text(
     special = options.xtc_special_tokens
     if options.xtc_probability and special is None:
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-    options = replace(options, seed=seed, xtc_special_tokens=special, prompt_progress_callback=progress)
+    options = replace(
+        options, seed=seed, xtc_special_tokens=special, prompt_progress_callback=progress
+    )
     steps = decode_tokens(pair, ids, options, source, tokenizer.eos_token_ids)
     with wired_limit(pair.model), closing(steps):
         count, warned = 0, False
@@ -210,10 +222,17 @@ def stream_text(
             if count == 1:
                 prompt_tps = len(ids) / (time.perf_counter() - started)
                 started = time.perf_counter()
-            if pair.drafter is not None and not warned and step.stats.drafter_rounds >= USELESS_ROUNDS:
+            if (
+                pair.drafter is not None
+                and not warned
+                and step.stats.drafter_rounds >= USELESS_ROUNDS
+            ):
                 warned = True
                 if step.stats.accepted == step.stats.context_accepted:
-                    rounds, has_processors = step.stats.drafter_rounds, bool(options.logits_processors)
+                    rounds, has_processors = (
+                        step.stats.drafter_rounds,
+                        bool(options.logits_processors),
+                    )
                     warn(explain_useless(pair.drafter, rounds, has_processors))
             text = ""
             if step.token in tokenizer.eos_token_ids:
@@ -240,7 +259,8 @@ def generate(
     verbose: bool = False,
     **options: Any,
 ) -> str:
-    """Returns the whole text, as mlx-lm's `generate`; `verbose` prints it while it is generated, then a summary.
+    """Returns the whole text, as mlx-lm's `generate`; `verbose` prints it while it is generated,
+    then a summary.
 
     All other arguments and errors are those of `stream_generate`.
     """
@@ -271,7 +291,9 @@ def choose_drafter(
     if drafter is not None:
         raise RedrafterError("give either drafter or draft_model, got both")
     if not isinstance(draft_model, nn.Module):
-        raise RedrafterError(f"draft_model must be what mlx_lm.load returns, got {type(draft_model).__name__}")
+        raise RedrafterError(
+            f"draft_model must be what mlx_lm.load returns, got {type(draft_model).__name__}"
+        )
     return draft_model if isinstance(draft_model, Drafter) else DraftModel(draft_model), parsed
 
 
@@ -282,9 +304,11 @@ def decode_tokens(
     source: Source | None = None,
     end_tokens: Container[int] = (),
 ) -> Generator[Step, None, None]:
-    """Decodes after `prompt` up to an end-of-text token or `max_tokens`, or until the caller closes the generator.
+    """Decodes after `prompt` up to an end-of-text token or `max_tokens`, or until the caller closes
+    the generator.
 
-    The caller's prompt cache then holds the prompt and every token that was yielded, the last one included.
+    The caller's prompt cache then holds the prompt and every token that was yielded, the last one
+    included.
 
     Args:
         source, end_tokens: see `Pair.open`.
@@ -302,7 +326,9 @@ def decode_tokens(
                 for at, token in enumerate(done.tokens, 1):
                     made.append(token)
                     draft_source = source_name if at < len(done.tokens) else None
-                    yield Step(token, done.logprobs[at - 1], draft_source, text.output.stats_up_to(at))
+                    yield Step(
+                        token, done.logprobs[at - 1], draft_source, text.output.stats_up_to(at)
+                    )
         except GeneratorExit:
             finish()
             raise
@@ -310,7 +336,8 @@ def decode_tokens(
 
 
 class StopStrings:
-    """Cuts a stream of text before the first complete stop string; delays text that may turn out to be part of one.
+    """Cuts a stream of text before the first complete stop string; delays text that may turn out to
+    be part of one.
 
     Args:
         stop: one string, several, or None.
@@ -331,7 +358,9 @@ class StopStrings:
     def feed(self, text: str) -> tuple[str, bool]:
         """(text that is safe to show, whether a stop string ended it)."""
         self._held += text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [
+            (at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0
+        ]
         if found:
             _, at, self.found = min(found)
             return self._held[:at], True
@@ -370,7 +399,10 @@ def format_summary(last: GenerationResponse) -> str:
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt. Special tokens are added to a text unless it begins with the beginning-of-text token."""
+    """Token ids of a prompt.
+
+    Special tokens are added to a text unless it begins with the beginning-of-text token.
+    """
     if not isinstance(prompt, str):
         return cast(list[int], check_prompt(prompt).tolist())
     if not is_text(prompt):
@@ -386,7 +418,9 @@ def encode_chat(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]
             prompt = "\n".join(str(message.get("content", "")) for message in prompt)
         return encode(tokenizer, prompt)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    )
 
 
 def is_text(text: str) -> bool:
@@ -403,7 +437,9 @@ def explain_useless(drafter: Drafter, rounds: int, has_processors: bool = False)
 
 
 class _CallableModule(ModuleType):
-    """Makes this module callable, as importing it replaces the package's function `generate` with the module."""
+    """Makes this module callable, as importing it replaces the package's function `generate` with
+    the module.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> str:
         return generate(*args, **kwargs)

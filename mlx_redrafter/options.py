@@ -1,4 +1,7 @@
-"""All decoding options with type, default, range and help. Flags, signatures and checks derive from them."""
+"""All decoding options with type, default, range and help.
+
+Flags, signatures and checks derive from them.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ class OptionFlag(NamedTuple):
     """An option that is also a command-line flag.
 
     Attributes:
-        group: "plan" if it sets what a round drafts, "sampler" if a caller's own sampler replaces it, "cache" if it
-            sets how a prompt cache is made.
+        group: "plan" if it sets what a round drafts, "sampler" if a caller's own sampler replaces
+            it, "cache" if it sets how a prompt cache is made.
     """
 
     name: str
@@ -49,42 +52,56 @@ def _flag(kind: type, default: Any, text: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keywords of `generate_step`, `stream_generate` and `generate`, with mlx-lm's names if it has them.
+    """The keywords of `generate_step`, `stream_generate` and `generate`, with mlx-lm's names if it
+    has them.
 
     Flags are described by their help; these options are not flags:
 
     Attributes:
-        xtc_special_tokens: token ids that XTC never removes; None for the newline and the end-of-text tokens.
-        sampler: an mlx-lm sampler instead of `temp`, called with each node's (1, V) log-probabilities. Exact in
-            distribution if it is a function of that row.
-        logits_processors: mlx-lm processors, each a function of (history, logits), called for every node, including
-            rejected ones. Trees are then not pruned.
-        prompt_cache: from mlx-lm's `make_prompt_cache`; afterwards it holds the prompt and every yielded token, also if
-            the generator is closed early. After an exception, including `KeyboardInterrupt`, its contents are
-            undefined.
-        history: the token ids in `prompt_cache`. Logits processors need them, and so do caches that do not count
-            tokens: without `history`, sampling noise after such a cache starts at position 0.
+        xtc_special_tokens: token ids that XTC never removes; None for the newline and the
+            end-of-text tokens.
+        sampler: an mlx-lm sampler instead of `temp`, called with each node's (1, V)
+            log-probabilities. Exact in distribution if it is a function of that row.
+        logits_processors: mlx-lm processors, each a function of (history, logits), called for every
+            node, including rejected ones. Trees are then not pruned.
+        prompt_cache: from mlx-lm's `make_prompt_cache`; afterwards it holds the prompt and every
+            yielded token, also if the generator is closed early. After an exception, including
+            `KeyboardInterrupt`, its contents are undefined.
+        history: the token ids in `prompt_cache`. Logits processors need them, and so do caches that
+            do not count tokens: without `history`, sampling noise after such a cache starts at
+            position 0.
         prompt_progress_callback: called with (prompt tokens processed, prompt tokens in all).
-        on_drafter_failure: called once with an exception that the drafter raised, while decoding or being measured.
-            Decoding continues without the drafter and loses no token. If None, or with several ranks, the exception is
-            raised instead.
-        on_round: called with each round that drafted, before its first token is yielded; see `OnRound`.
+        on_drafter_failure: called once with an exception that the drafter raised, while decoding or
+            being measured. Decoding continues without the drafter and loses no token. If None, or
+            with several ranks, the exception is raised instead.
+        on_round: called with each round that drafted, before its first token is yielded; see
+            `OnRound`.
 
     Raises:
         RedrafterError: a value has the wrong type or is out of range.
     """
 
     max_tokens: int = _flag(int, 256, "most tokens to generate; -1 for no limit")
-    temp: float = _flag(float, 0.0, "sampling temperature; 0 is greedy decoding", group="sampler", minimum=0)
-    top_p: float = _flag(float, 1.0, "sampling top-p; 1 keeps all tokens", group="sampler", minimum=0, maximum=1)
-    min_p: float = _flag(float, 0.0, "sampling min-p; 0 keeps all tokens", group="sampler", minimum=0, maximum=1)
+    temp: float = _flag(
+        float, 0.0, "sampling temperature; 0 is greedy decoding", group="sampler", minimum=0
+    )
+    top_p: float = _flag(
+        float, 1.0, "sampling top-p; 1 keeps all tokens", group="sampler", minimum=0, maximum=1
+    )
+    min_p: float = _flag(
+        float, 0.0, "sampling min-p; 0 keeps all tokens", group="sampler", minimum=0, maximum=1
+    )
     min_tokens_to_keep: int = _flag(int, 1, "number of tokens that min-p always keeps", minimum=1)
     top_k: int = _flag(int, 0, "sampling top-k; 0 keeps all tokens", group="sampler", minimum=0)
     xtc_probability: float = _flag(
         float, 0.0, "probability of applying XTC to a token", group="sampler", minimum=0, maximum=1
     )
-    xtc_threshold: float = _flag(float, 0.1, "least probability of a token that XTC removes", minimum=0, maximum=0.5)
-    seed: int | None = _flag(int, None, "equal seeds give equal text, with and without a drafter (default: drawn)")
+    xtc_threshold: float = _flag(
+        float, 0.1, "least probability of a token that XTC removes", minimum=0, maximum=0.5
+    )
+    seed: int | None = _flag(
+        int, None, "equal seeds give equal text, with and without a drafter (default: drawn)"
+    )
     plan: str | Sequence[int] = _flag(
         str,
         AUTO,
@@ -93,7 +110,11 @@ class Options:
         choices=(AUTO, OFF),
     )
     beam_width: int | None = _flag(
-        int, None, "W, continuations drafted per round (default: 1 if K or N is given)", group="plan", minimum=1
+        int,
+        None,
+        "W, continuations drafted per round (default: 1 if K or N is given)",
+        group="plan",
+        minimum=1,
     )
     draft_depth: int | None = _flag(
         int,
@@ -104,10 +125,15 @@ class Options:
         maximum=MAX_DRAFT_DEPTH,
     )
     tree_size: int | None = _flag(
-        int, None, "N, nodes that the target verifies, including the root (default: all)", group="plan"
+        int,
+        None,
+        "N, nodes that the target verifies, including the root (default: all)",
+        group="plan",
     )
     context: bool | None = _flag(
-        bool, None, "draft what followed the same tokens earlier in the text (default: with --plan auto)"
+        bool,
+        None,
+        "draft what followed the same tokens earlier in the text (default: with --plan auto)",
     )
     exact: bool | None = _flag(
         bool,
@@ -130,7 +156,9 @@ class Options:
         group="cache",
         choices=(2, 3, 4, 5, 6, 8),
     )
-    kv_group_size: int = _flag(int, 64, "group size of the quantized KV cache", group="cache", choices=(32, 64, 128))
+    kv_group_size: int = _flag(
+        int, 64, "group size of the quantized KV cache", group="cache", choices=(32, 64, 128)
+    )
     quantized_kv_start: int = _flag(
         int, 5000, "context length from which the KV cache is quantized", group="cache", minimum=0
     )
@@ -148,20 +176,30 @@ class Options:
             if name != "plan":  # which may be a tuple
                 object.__setattr__(self, name, check_option(name, getattr(self, name)))
         if self.max_tokens < -1:
-            raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}")
+            raise RedrafterError(
+                f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}"
+            )
         if self.temp and not 1e-30 <= self.temp <= 1e30:  # else 1 / temp is not a float32
             raise RedrafterError(f"temp must be 0, or from 1e-30 to 1e+30, got {self.temp}")
         if self.sampler is not None:
             for name in SAMPLER_OPTIONS:
                 if (value := getattr(self, name)) not in (0, getattr(Options, name)):
-                    raise RedrafterError(f"give either a sampler or {name}, got both ({name}={value})")
+                    raise RedrafterError(
+                        f"give either a sampler or {name}, got both ({name}={value})"
+                    )
         object.__setattr__(self, "history", tuple(self.history))
         shape = self.shape
         if shape is None and self.context:
             raise RedrafterError("give either plan 'off' or context, got both")
         if isinstance(shape, tuple):  # `resolve_plan` applies the drafter's limits
             width, depth, size = shape
-            make_plan(width, min(MAX_DRAFT_DEPTH, max(1, MAX_NODES // max(1, width))) if depth is None else depth, size)
+            make_plan(
+                width,
+                min(MAX_DRAFT_DEPTH, max(1, MAX_NODES // max(1, width)))
+                if depth is None
+                else depth,
+                size,
+            )
 
     def require_tokens(self) -> Options:
         """Returns itself."""
@@ -171,8 +209,12 @@ class Options:
 
     def make_sampler(self, seed: int) -> Sampler:
         """The sampler of these options; `seed` is used if the options have none."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in inspect.signature(make_sampler).parameters}
-        return make_sampler(**{"seed": seed} | {name: value for name, value in options.items() if value is not None})
+        options: dict[str, Any] = {
+            name: getattr(self, name) for name in inspect.signature(make_sampler).parameters
+        }
+        return make_sampler(
+            **{"seed": seed} | {name: value for name, value in options.items() if value is not None}
+        )
 
     @property
     def quantization(self) -> KVQuantization:
@@ -181,27 +223,36 @@ class Options:
 
     @cached_property
     def shape(self) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
-        """(W, K or None, N or None) if the caller fixes the plan, "auto", or None for plain decoding."""
+        """(W, K or None, N or None) if the caller fixes the plan, "auto", or None for plain
+        decoding.
+        """
         plan = self.plan
-        given = {name: value for name in PLAN_OPTIONS[1:] if (value := getattr(self, name)) is not None}
+        given = {
+            name: value for name in PLAN_OPTIONS[1:] if (value := getattr(self, name)) is not None
+        }
         if isinstance(plan, str) and plan == AUTO:
             width = 1 if self.beam_width is None else self.beam_width
             return (width, self.draft_depth, self.tree_size) if given else AUTO
         if given:
             name, value = next(iter(given.items()))
-            raise RedrafterError(f"give either plan or {name}, got plan {plan!r} and {name} {value}")
+            raise RedrafterError(
+                f"give either plan or {name}, got plan {plan!r} and {name} {value}"
+            )
         if isinstance(plan, str) and plan == OFF:
             return None
         plan = plan.shape if isinstance(plan, Plan) else plan
         numbers: list[Any] = list(plan) if isinstance(plan, Sequence) else []
-        if len(numbers) not in (2, 3) or not all(isinstance(number, Integral) for number in numbers):
+        if len(numbers) not in (2, 3) or not all(
+            isinstance(number, Integral) for number in numbers
+        ):
             raise RedrafterError(f"plan must be 'auto', 'off', (W, K) or (W, K, N), got {plan!r}")
         return int(numbers[0]), int(numbers[1]), int(numbers[2]) if len(numbers) == 3 else None
 
     def resolve_plan(self, drafter: Any) -> Plan | Literal["auto"] | None:
         """The plan of every round, "auto", or None for plain decoding.
 
-        With logits processors no node is pruned, as the depth of each node must be known in advance.
+        With logits processors no node is pruned, as the depth of each node must be known in
+        advance.
         """
         if self.shape is None or drafter is None:
             return None
@@ -211,9 +262,13 @@ class Options:
         depth = find_default_depth(drafter) if depth is None else depth
         most = drafter.args.max_depth
         if most is not None and depth > most:
-            raise RedrafterError(f"draft_depth must be from 1 to {most} with this drafter, got {depth}")
+            raise RedrafterError(
+                f"draft_depth must be from 1 to {most} with this drafter, got {depth}"
+            )
         plan = make_plan(width, depth, size, drafter.args.vocab_size)
-        return Plan(width, depth, 1 + width * depth) if self.logits_processors and width > 1 else plan
+        return (
+            Plan(width, depth, 1 + width * depth) if self.logits_processors and width > 1 else plan
+        )
 
 
 def find_default_depth(drafter: Any) -> int:
@@ -223,19 +278,24 @@ def find_default_depth(drafter: Any) -> int:
 
 
 OPTION_FLAGS: tuple[OptionFlag, ...] = tuple(
-    OptionFlag(each.name, default=each.default, **each.metadata) for each in fields(Options) if each.metadata
+    OptionFlag(each.name, default=each.default, **each.metadata)
+    for each in fields(Options)
+    if each.metadata
 )
 """The options that are flags, in declaration order."""
 
 FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
 OPTION_NAMES = frozenset(each.name for each in fields(Options))
 PLAN_OPTIONS, SAMPLER_OPTIONS, CACHE_OPTIONS = (
-    tuple(flag.name for flag in OPTION_FLAGS if flag.group == group) for group in ("plan", "sampler", "cache")
+    tuple(flag.name for flag in OPTION_FLAGS if flag.group == group)
+    for group in ("plan", "sampler", "cache")
 )
 
 
 def check_option(name: str, value: Any) -> Any:
-    """The checked value of a flag, as a plain Python number: mlx-lm's filters do not accept NumPy's."""
+    """The checked value of a flag, as a plain Python number: mlx-lm's filters do not accept
+    NumPy's.
+    """
     flag = FLAGS[name]
     if value is None and flag.default is None:
         return None
@@ -245,16 +305,27 @@ def check_option(name: str, value: Any) -> Any:
         return value
     if flag.kind is int and (not isinstance(value, Integral) or isinstance(value, bool)):
         raise RedrafterError(f"{flag.name} must be an integer, got {value!r}")
-    low, high = -inf if flag.minimum is None else flag.minimum, inf if flag.maximum is None else flag.maximum
+    low, high = (
+        -inf if flag.minimum is None else flag.minimum,
+        inf if flag.maximum is None else flag.maximum,
+    )
     try:
-        number = flag.kind(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+        number = (
+            flag.kind(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+        )
     except OverflowError:  # an integer too large for a float
         number = inf
     if number is None or not low <= number <= high:
-        bounds = f"at least {flag.minimum}" if flag.maximum is None else f"from {flag.minimum} to {flag.maximum}"
+        bounds = (
+            f"at least {flag.minimum}"
+            if flag.maximum is None
+            else f"from {flag.minimum} to {flag.maximum}"
+        )
         raise RedrafterError(f"{flag.name} must be {bounds}, got {value!r}")
     if flag.choices is not None and value not in flag.choices:
-        raise RedrafterError(f"{flag.name} must be one of {', '.join(map(str, flag.choices))}, got {value}")
+        raise RedrafterError(
+            f"{flag.name} must be one of {', '.join(map(str, flag.choices))}, got {value}"
+        )
     return number
 
 
@@ -266,7 +337,11 @@ def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()
         names = [f"--{flag.name.replace('_', '-')}"] + (["-m"] if flag.name == "max_tokens" else [])
         shown = "" if flag.default is None else " (default: %(default)s)"
         if flag.kind is bool:
-            parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=flag.default, help=flag.help)
+            parser.add_argument(
+                *names, action=argparse.BooleanOptionalAction, default=flag.default, help=flag.help
+            )
             continue
         choices = flag.choices if flag.kind is str else None
-        parser.add_argument(*names, type=flag.kind, choices=choices, default=flag.default, help=flag.help + shown)
+        parser.add_argument(
+            *names, type=flag.kind, choices=choices, default=flag.default, help=flag.help + shown
+        )

@@ -1,4 +1,6 @@
-"""A target with its drafter: checks that they fit, measures what rounds cost, and opens them for a text."""
+"""A target with its drafter: checks that they fit, measures what rounds cost, and opens them for a
+text.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ _lock = RLock()
 
 
 class Findings:
-    """What was found out about a target and its drafter: numbers, tables and reasons. Holds neither of the two."""
+    """What was found out about a target and its drafter: numbers, tables and reasons.
+
+    Holds neither of the two.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Any, Any] = {}
@@ -58,7 +63,9 @@ class Findings:
         """
         if again or what not in self._found:
             with _lock:
-                if again or what not in self._found:  # another thread may have found it in the meantime
+                if (
+                    again or what not in self._found
+                ):  # another thread may have found it in the meantime
                     self._found[what] = find()
         found: T = self._found[what]
         return found
@@ -70,7 +77,8 @@ class Choice(NamedTuple):
     Attributes:
         sources: the sources that draft.
         planner: plans the rounds.
-        notes: one line for each source that does not draft, or drafts less than it could, with the reason.
+        notes: one line for each source that does not draft, or drafts less than it could, with the
+            reason.
         row_counts: see `Pair.choose_row_counts`.
     """
 
@@ -81,7 +89,8 @@ class Choice(NamedTuple):
 
 
 class Pair:
-    """A target and its drafter. Make it once: what is found out about the two is kept for all later texts.
+    """A target and its drafter. Make it once: what is found out about the two is kept for all later
+    texts.
 
     Args:
         model: from `load` or `mlx_lm.load`; not changed while the pair is in use.
@@ -92,12 +101,20 @@ class Pair:
         RedrafterError: an argument has the wrong type, or the drafter does not fit the model.
     """
 
-    def __init__(self, model: nn.Module, drafter: Drafter | None = None, findings: Findings | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, drafter: Drafter | None = None, findings: Findings | None = None
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
         if drafter is not None and not hasattr(drafter, "open"):
-            advice = "; a language model is given as draft_model" if isinstance(drafter, nn.Module) else ""
-            raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}{advice}")
+            advice = (
+                "; a language model is given as draft_model"
+                if isinstance(drafter, nn.Module)
+                else ""
+            )
+            raise RedrafterError(
+                f"drafter must be what load_drafter returns, got {type(drafter).__name__}{advice}"
+            )
         self.model, self.drafter = model, drafter
         if findings is None and drafter is not None:
             drafter.check_fit(model)
@@ -112,7 +129,8 @@ class Pair:
         """The cost table: from memory, else from disk, else measured now and written to disk.
 
         Args:
-            trees: whether the model can verify trees; whether the drafter can draft them is checked here.
+            trees: whether the model can verify trees; whether the drafter can draft them is checked
+                here.
             refresh: measure again.
         """
         drafter = self.drafter
@@ -128,9 +146,15 @@ class Pair:
         return self.findings.find(("history", drafted), lambda: History(counts()))
 
     def find_row_classes(
-        self, options: Options, cache: kv_cache.Cache | None = None, *, find: bool = True, refresh: bool = False
+        self,
+        options: Options,
+        cache: kv_cache.Cache | None = None,
+        *,
+        find: bool = True,
+        refresh: bool = False,
     ) -> tuple[RowCounts, ...]:
-        """See `engine.exactness`: from memory, from disk, or found now; none if `find` is false and none are saved.
+        """See `engine.exactness`: from memory, from disk, or found now; none if `find` is false and
+        none are saved.
 
         Args:
             cache: the prompt cache to decode with; None for a new one.
@@ -143,12 +167,20 @@ class Pair:
         cache_options = (KVQuantization(bits, group_size), options.max_kv_size)
         load = partial(load_row_classes, self.model, *cache_options, find=find, refresh=refresh)
         known = self.findings.find(("rows", *cache_options), load, again=refresh)
-        return known if known or not find else self.findings.find(("rows", *cache_options), load, again=True)
+        return (
+            known
+            if known or not find
+            else self.findings.find(("rows", *cache_options), load, again=True)
+        )
 
-    def choose_row_counts(self, options: Options, cache: kv_cache.Cache | None = None) -> RowCounts | None:
-        """The row counts of all forwards after the prompt with `exact`, which pads to them; None without.
+    def choose_row_counts(
+        self, options: Options, cache: kv_cache.Cache | None = None
+    ) -> RowCounts | None:
+        """The row counts of all forwards after the prompt with `exact`, which pads to them; None
+        without.
 
-        They depend on the models, the machine and the cache, but not on the plan: the text without drafts is the same.
+        They depend on the models, the machine and the cache, but not on the plan: the text without
+        drafts is the same.
 
         Args:
             cache: from `find_cache`; None calls it.
@@ -186,7 +218,12 @@ class Pair:
             chains_only: draft chains for this text even if trees are possible.
             row_counts: see `choose_row_counts`; chains only, too.
         """
-        model, drafter, history, costs = self.model, self.drafter, self.history(drafted=True), self.costs(trees=trees)
+        model, drafter, history, costs = (
+            self.model,
+            self.drafter,
+            self.history(drafted=True),
+            self.costs(trees=trees),
+        )
         assert drafter is not None
         chains_only = chains_only or row_counts is not None
         costs = costs.chains_only() if chains_only else costs
@@ -199,14 +236,20 @@ class Pair:
             on_finish=lambda: save_counts(model, drafter, history.counts),
         )
 
-    def explain_chains(self, cache: kv_cache.Cache | None = None, states: tuple[StateName, ...] = ()) -> str | None:
+    def explain_chains(
+        self, cache: kv_cache.Cache | None = None, states: tuple[StateName, ...] = ()
+    ) -> str | None:
         """Why the model verifies chains only; None if it verifies trees.
 
         Args:
             cache: the prompt cache to decode with; None for the model's own.
             states: the hidden states that the drafter reads; none for drafts from the context.
         """
-        rings = [(c.max_size, c.keep) for c in kv_cache.leaves(cache or []) if isinstance(c, RotatingKVCache)]
+        rings = [
+            (c.max_size, c.keep)
+            for c in kv_cache.leaves(cache or [])
+            if isinstance(c, RotatingKVCache)
+        ]
 
         def explain() -> str | None:
             if rings:
@@ -216,9 +259,15 @@ class Pair:
         return self.findings.find(("chains", states, *rings), explain)
 
     def fit_plan(
-        self, plan: Plan, cache: kv_cache.Cache | None = None, states: tuple[StateName, ...] = (AFTER_NORM,)
+        self,
+        plan: Plan,
+        cache: kv_cache.Cache | None = None,
+        states: tuple[StateName, ...] = (AFTER_NORM,),
     ) -> Plan:
-        """The plan, or a chain of the same depth if the model or the drafter cannot use trees; a warning says why."""
+        """The plan, or a chain of the same depth if the model or the drafter cannot use trees.
+
+        A warning says why.
+        """
         reason = self.explain_chains(cache, states)
         if reason is None and self.drafter is not None:
             reason = self.drafter.explain_chains()
@@ -228,10 +277,16 @@ class Pair:
         return chain_plan(plan.depth)
 
     def find_cache(self, options: Options) -> kv_cache.Cache:
-        """The options' prompt cache, checked, without the layers that mlx-lm keeps for a draft model; or a new one."""
+        """The options' prompt cache, checked, without the layers that mlx-lm keeps for a draft
+        model; or a new one.
+        """
         model, cache = self.model, options.prompt_cache
         n_others = self.drafter.n_cache_layers if isinstance(self.drafter, Drafter) else 0
-        if cache is not None and n_others and len(cache) == len(make_prompt_cache(model)) + n_others:
+        if (
+            cache is not None
+            and n_others
+            and len(cache) == len(make_prompt_cache(model)) + n_others
+        ):
             cache = cache[:-n_others]
         check_cache(model, cache, options.quantization, options.max_kv_size)
         return make_cache(model, options.max_kv_size) if cache is None else cache
@@ -251,9 +306,11 @@ class Pair:
         """The rounds after `prompt`, see `Generation`.
 
         Args:
-            source: from `open_source`, possibly after earlier turns of this text; None decodes without the drafter.
+            source: from `open_source`, possibly after earlier turns of this text; None decodes
+                without the drafter.
             end_tokens: end-of-text tokens.
-            output: what was generated after earlier prompts of the same text; replaces `max_tokens` and `end_tokens`.
+            output: what was generated after earlier prompts of the same text; replaces `max_tokens`
+                and `end_tokens`.
             grammar: constrains the text; it has already taken the answer's tokens so far.
             may_run_ahead, stops: see `Decoder`.
         """
@@ -262,13 +319,17 @@ class Pair:
         cache = self.find_cache(options)
         sampler = options.make_sampler(draw_seed() if options.seed is None else options.seed)
         sampler.check(self.vocab_size)
-        if options.max_kv_size is not None and (note := explain_rings(self.model, cache, options.max_kv_size)):
+        if options.max_kv_size is not None and (
+            note := explain_rings(self.model, cache, options.max_kv_size)
+        ):
             warn(note)
         with on_stream():
             length = kv_cache.length(cache)
         n_history = len(options.history)
         if n_history and length != n_history and kv_cache.counts_tokens(cache):
-            raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {n_history}")
+            raise RedrafterError(
+                f"the prompt cache holds {length} tokens, its history is {n_history}"
+            )
         warn_of_slow_blas()  # for models that mlx-lm loaded
         # A rank that continued without its drafter would decide differently from the others.
         if ranks.count_ranks() > 1:
@@ -276,7 +337,9 @@ class Pair:
         sources, planner, _, row_counts = self.choose(options, source, cache, grammar)
         with on_stream():
             capture = [name for each in sources for name in each.capture]
-            target = Target(self.model, cache, options.quantization, capture=capture, row_counts=row_counts)
+            target = Target(
+                self.model, cache, options.quantization, capture=capture, row_counts=row_counts
+            )
         target.length = n_history or target.length
         decoder = Decoder(
             target,
@@ -291,7 +354,9 @@ class Pair:
         report = options.prompt_progress_callback or (lambda done, total: None)
         start = decoder.prefill if options.max_tokens == 0 else decoder.decode
         rounds = start(tokens, options.prefill_step_size, report)
-        return Generation(decoder, rounds, output or Output(options.max_tokens, end_tokens), options.on_round)
+        return Generation(
+            decoder, rounds, output or Output(options.max_tokens, end_tokens), options.on_round
+        )
 
     def choose(
         self,
@@ -300,7 +365,8 @@ class Pair:
         cache: kv_cache.Cache | None = None,
         grammar: Grammar | None = None,
     ) -> Choice:
-        """Chooses the sources and the planner of a text, by the options and by what the model supports.
+        """Chooses the sources and the planner of a text, by the options and by what the model
+        supports.
 
         Args:
             source, grammar: see `open`.
@@ -318,46 +384,86 @@ class Pair:
             return Pair(self.model).choose(options, None, cache, grammar)
 
     def _choose(
-        self, options: Options, source: Source | None, cache: kv_cache.Cache, grammar: Grammar | None
+        self,
+        options: Options,
+        source: Source | None,
+        cache: kv_cache.Cache,
+        grammar: Grammar | None,
     ) -> Choice:
         drafter, row_counts = self.drafter, self.choose_row_counts(options, cache)
-        plan, max_rows = options.resolve_plan(drafter), None if row_counts is None else row_counts[-1]
+        plan, max_rows = (
+            options.resolve_plan(drafter),
+            None if row_counts is None else row_counts[-1],
+        )
         ring = kv_cache.find_ring_size(cache)
         where = f"the cache's ring of {ring} rows (--max-kv-size or a sliding window)"
         if options.shape is None or options.max_tokens == 0:
             return Choice([], Planner(None), ["plan is off"], row_counts)
         if max_rows == 1:
-            reason = "nothing drafts: no number of rows is known to be computed as one row is (--exact)"
-            return Choice([], Planner(None), [f"{reason}, or padded in {where}" if ring else reason], row_counts)
+            reason = (
+                "nothing drafts: no number of rows is known to be computed as one row is (--exact)"
+            )
+            return Choice(
+                [],
+                Planner(None),
+                [f"{reason}, or padded in {where}" if ring else reason],
+                row_counts,
+            )
         context, notes = self._choose_context(options, source, cache, grammar)
         if ring and max_rows:
             notes.append(f"drafting with --exact ends when {where} is full")
         if source is None or drafter is None:
             if not context or (options.context and options.shape != AUTO):
                 return Choice(context, Planner(None, max_rows=max_rows), notes, row_counts)
-            replays, history = bool(kv_cache.find_unknown_types(cache, kv_cache.TRIMMABLE)), self.history(drafted=False)
+            replays, history = (
+                bool(kv_cache.find_unknown_types(cache, kv_cache.TRIMMABLE)),
+                self.history(drafted=False),
+            )
             planner = make_context_planner(history, replays=replays, max_rows=max_rows)
             return Choice(context, planner, notes, row_counts)
 
-        source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
-        no_trees, has_processors = self.explain_chains(cache, source.capture), bool(options.logits_processors)
+        source.max_kv_size, source.prefill_step_size = (
+            options.max_kv_size,
+            options.prefill_step_size,
+        )
+        no_trees, has_processors = (
+            self.explain_chains(cache, source.capture),
+            bool(options.logits_processors),
+        )
         if plan == AUTO and isinstance(drafter, nn.Module):
-            planner = self.make_planner(trees=no_trees is None, chains_only=has_processors, row_counts=row_counts)
+            planner = self.make_planner(
+                trees=no_trees is None, chains_only=has_processors, row_counts=row_counts
+            )
             if chains := no_trees or drafter.explain_chains():
                 notes.append(f"chains, not trees: {chains}")
             if not planner.plans:
-                notes.append("the drafter does not draft: by its costs here no plan beats plain decoding")
-            return Choice([*([source] if planner.plans else []), *context], planner, notes, row_counts)
+                notes.append(
+                    "the drafter does not draft: by its costs here no plan beats plain decoding"
+                )
+            return Choice(
+                [*([source] if planner.plans else []), *context], planner, notes, row_counts
+            )
         plan = plan if isinstance(plan, Plan) else chain_plan(find_default_depth(drafter))
         plan = self.fit_plan(plan, cache, source.capture)
         if max_rows and (plan.width > 1 or plan.rows > max_rows):
             plan = chain_plan(min(plan.depth, max_rows - 1))
-            notes.append(f"the plan is cut to 1 x {plan.depth}: at most {max_rows} rows are computed alike")
+            notes.append(
+                f"the plan is cut to 1 x {plan.depth}: at most {max_rows} rows are computed alike"
+            )
         can_merge = bool(context) and not has_processors and no_trees is None and not max_rows
-        return Choice([source, *context], Planner(plan, can_merge=can_merge, max_rows=max_rows), notes, row_counts)
+        return Choice(
+            [source, *context],
+            Planner(plan, can_merge=can_merge, max_rows=max_rows),
+            notes,
+            row_counts,
+        )
 
     def _choose_context(
-        self, options: Options, source: Source | None, cache: kv_cache.Cache, grammar: Grammar | None
+        self,
+        options: Options,
+        source: Source | None,
+        cache: kv_cache.Cache,
+        grammar: Grammar | None,
     ) -> tuple[list[Source], list[str]]:
         """(the context's source, or none; why it does not draft)."""
         by_default = options.shape == AUTO or source is None or grammar is not None
@@ -374,7 +480,9 @@ class Pair:
 
 
 _latest: tuple[tuple[weakref.ref[Any], ...], Findings] | None = None
-"""References to the modules that `find_pair` was called with last, and what was found out about them."""
+"""References to the modules that `find_pair` was called with last, and what was found out about
+them.
+"""
 
 
 def find_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair, Source | None]:

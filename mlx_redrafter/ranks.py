@@ -1,7 +1,9 @@
-"""Messages outside of forwards between the ranks: processes that share one model, as started by `mlx.launch`.
+"""Messages outside of forwards between the ranks: processes that share one model, as started by
+`mlx.launch`.
 
-Every rank takes part in every forward, so all must make the same decisions. Tokens, noise and plans follow from what
-all know. What only one knows (the prompt, a file), or each knows differently (times, memory), must be sent.
+Every rank takes part in every forward, so all must make the same decisions. Tokens, noise and plans
+follow from what all know. What only one knows (the prompt, a file), or each knows differently
+(times, memory), must be sent.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from mlx_lm.generate import generation_stream
 from .errors import RedrafterError
 
 CHECK_VARIABLE = "MLX_REDRAFTER_CHECK_RANKS"
-"""If this environment variable is set, ranks compare each forward's input, at the cost of two more messages, and raise
-if it differs."""
+"""If this environment variable is set, ranks compare each forward's input, at the cost of two more
+messages, and raise if it differs."""
 
 PATH_FLAGS = ("model", "drafter", "draft_model", "adapter_path")
 """Flags whose values may differ between ranks; they must be given on all ranks or on none."""
@@ -63,14 +65,22 @@ def gather(value: Any) -> list[Any]:
         if not sizes.any():
             return [None] * len(sizes)
         rows = _exchange(mx.array(np.frombuffer(data.ljust(sizes.max()), np.uint8)[None]))
-    return [pickle.loads(row.tobytes()) if size else None for row, size in zip(rows, sizes, strict=True)]
+    return [
+        pickle.loads(row.tobytes()) if size else None for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
-    """Returns the rows (1, ...) of all ranks. If a rank is lost, only `synchronize` raises reliably, not a read."""
+    """Returns the rows (1, ...) of all ranks.
+
+    If a rank is lost, only `synchronize` raises reliably, not a read.
+    """
     rows = mx.distributed.all_gather(row)
     mx.eval(rows)
-    for stream in (generation_stream, mx.default_stream(mx.cpu)):  # on Metal messages use the second
+    for stream in (
+        generation_stream,
+        mx.default_stream(mx.cpu),
+    ):  # on Metal messages use the second
         mx.synchronize(stream)
     return np.array(rows)
 
@@ -91,14 +101,20 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     for rank, other in enumerate(others, 1):
         for name in first | other:
             if first.get(name) != other.get(name):
-                values = f"{first.get(name)!r:.60} on rank 0 and {other.get(name)!r:.60} on rank {rank}"
-                raise RedrafterError(f"expected the same flags on all ranks, got --{name.replace('_', '-')} {values}")
+                values = (
+                    f"{first.get(name)!r:.60} on rank 0 and {other.get(name)!r:.60} on rank {rank}"
+                )
+                raise RedrafterError(
+                    f"expected the same flags on all ranks, got --{name.replace('_', '-')} {values}"
+                )
 
 
 def watch_connections() -> None:
-    """Ends this process `GRACE_SECONDS` after a connected rank has ended. Call it before other connections are opened.
+    """Ends this process `GRACE_SECONDS` after a connected rank has ended. Call it before other
+    connections are opened.
 
-    Otherwise MLX's ring waits forever if a forward has messages to send after the one that was lost.
+    Otherwise MLX's ring waits forever if a forward has messages to send after the one that was
+    lost.
     """
     connections = []
     for number in [int(name) for name in os.listdir("/dev/fd") if int(name) > 2]:
@@ -128,6 +144,8 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Prints an error with this rank's number on stderr, and exits at once with 1, even while a message is sent."""
+    """Prints an error with this rank's number on stderr, and exits at once with 1, even while a
+    message is sent.
+    """
     print(f"error on rank {get_rank()}: {message}", file=sys.__stderr__, flush=True)
     os._exit(1)

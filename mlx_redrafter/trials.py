@@ -27,7 +27,8 @@ NOISE = 0.03
 def check_speedup(measured: float, tokens_per_round: float) -> float | None:
     """A measured speedup, at most the tokens per round, as no round is faster than a plain step.
 
-    None if more was measured, apart from noise: other work on the machine slowed plain decoding down.
+    None if more was measured, apart from noise: other work on the machine slowed plain decoding
+    down.
     """
     return min(measured, tokens_per_round) if measured <= (1 + NOISE) * tokens_per_round else None
 

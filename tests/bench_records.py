@@ -30,7 +30,9 @@ MODELS: dict[str, Any] = {
 }
 
 
-def make_speed(contestant: str = "drafted", plan: Any = (1, 3, 4), ratio: float = 1.5, **more: Any) -> dict[str, Any]:
+def make_speed(
+    contestant: str = "drafted", plan: Any = (1, 3, 4), ratio: float = 1.5, **more: Any
+) -> dict[str, Any]:
     """A speed record of one contestant on one prompt."""
     rounds = 64 if contestant == "drafted" else 127
     return {

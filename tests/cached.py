@@ -27,13 +27,18 @@ def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:
     """A random target with the embedding and output matrix of a golden file."""
     weights, golden, _, _ = read_golden(name)
     model = small_llama(
-        hidden=drafter.args.hidden_size, vocab=drafter.args.vocab_size, layers=layers, tie_word_embeddings=False
+        hidden=drafter.args.hidden_size,
+        vocab=drafter.args.vocab_size,
+        layers=layers,
+        tie_word_embeddings=False,
     )
     given = {key.removeprefix("target."): array for key, array in golden.items()}
     given |= {key: array.astype(mx.float32) for key, array in weights.items() if key not in given}
     ends = ("embed_tokens.weight", "embeddings.weight")
     shape = model.lm_head.weight.shape
-    if embedding := next((name for name in given if name.endswith(ends) and given[name].shape == shape), None):
+    if embedding := next(
+        (name for name in given if name.endswith(ends) and given[name].shape == shape), None
+    ):
         model.model.embed_tokens.weight = given[embedding]
         given.setdefault("lm_head.weight", given[embedding])
     if "lm_head.weight" in given and given["lm_head.weight"].shape == shape:
@@ -42,7 +47,10 @@ def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:
 
 
 def feed_states(source: Source, hidden: mx.array, tokens: mx.array, position: int) -> None:
-    """Calls `source.keep` for consecutive positions; `hidden` (T, X) holds the captured layers side by side."""
+    """Calls `source.keep` for consecutive positions;
+
+    `hidden` (T, X) holds the captured layers side by side.
+    """
     parts = mx.split(hidden, len(source.capture), axis=-1)
     states = dict(zip(source.capture, parts, strict=True))
     source.keep(Kept(tokens.astype(mx.int32), states, None, len(tokens), position))
@@ -55,12 +63,19 @@ class Reading:
         self._tokens = mx.array(tokens)
         self._hidden = Target(model, capture=source.capture).forward(self._tokens).hidden
 
-    def feed(self, source: Source, start: int = 0, stop: int | None = None, *, known: bool = True) -> None:
-        """Passes positions `start` to `stop`. With `known=False` the number of kept ones stays an unread array."""
+    def feed(
+        self, source: Source, start: int = 0, stop: int | None = None, *, known: bool = True
+    ) -> None:
+        """Passes positions `start` to `stop`.
+
+        With `known=False` the number of kept ones stays an unread array.
+        """
         stop = len(self._tokens) if stop is None else stop
         part = {name: states[start:stop] for name, states in self._hidden.items()}
         count = stop - start
-        source.keep(Kept(self._tokens[start:stop], part, None, count if known else mx.array(count), start))
+        source.keep(
+            Kept(self._tokens[start:stop], part, None, count if known else mx.array(count), start)
+        )
 
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -79,7 +94,8 @@ LAYERS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 12, "first_k_dense_replace": 3,
     },
 }  # fmt: skip
-"""Configs of small multi-token-prediction layers, without the keys they share with their targets."""
+"""Configs of small multi-token-prediction layers, without the keys they share with their targets.
+"""
 
 PLACES = {"qwen": "mtp.", "deepseek": "model.layers.3."}
 """Prefixes of published multi-token-prediction layers, for models of three layers."""
@@ -91,23 +107,46 @@ def name_as_published(drafter: mtp.Drafter, *, fused: bool = False) -> Arrays:
     Args:
         fused: whether one tensor holds all experts.
     """
-    model_type, arrays = drafter.args.layer_config["model_type"], dict(tree_flatten(drafter.parameters()))
+    model_type, arrays = (
+        drafter.args.layer_config["model_type"],
+        dict(tree_flatten(drafter.parameters())),
+    )
     is_qwen, made = model_type.startswith("qwen"), Arrays()
-    names = {"fc": "fc", "norm_embedding": "pre_fc_norm_embedding", "norm_hidden": "pre_fc_norm_hidden"}
+    names = {
+        "fc": "fc",
+        "norm_embedding": "pre_fc_norm_embedding",
+        "norm_hidden": "pre_fc_norm_hidden",
+    }
     if not is_qwen:
-        names = {"fc": "eh_proj", "norm_embedding": "enorm", "norm_hidden": "hnorm", "norm": "shared_head.norm"}
-        keys, values = (arrays.pop(f"layer.self_attn.{name}.weight") for name in ("embed_q", "unembed_out"))
+        names = {
+            "fc": "eh_proj",
+            "norm_embedding": "enorm",
+            "norm_hidden": "hnorm",
+            "norm": "shared_head.norm",
+        }
+        keys, values = (
+            arrays.pop(f"layer.self_attn.{name}.weight") for name in ("embed_q", "unembed_out")
+        )
         latent = mx.concatenate([keys.swapaxes(1, 2), values], axis=1)
         made["self_attn.kv_b_proj.weight"] = latent.reshape(-1, latent.shape[-1])
     if fused:
-        gate, up, down = (arrays.pop(f"layer.mlp.switch_mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
+        gate, up, down = (
+            arrays.pop(f"layer.mlp.switch_mlp.{name}_proj.weight")
+            for name in ("gate", "up", "down")
+        )
         made |= {"layers.0.mlp.experts.gate_up_proj": mx.concatenate([gate, up], axis=1)}
         made |= {"layers.0.mlp.experts.down_proj": down}
     for name, array in arrays.items():
         if is_qwen and array.ndim == 1:
             array = array - 1
         head, _, tail = name.partition(".")
-        ours = f"{names.get(head, head)}.{tail}" if head != "layer" else f"layers.0.{tail}" if is_qwen else tail
+        ours = (
+            f"{names.get(head, head)}.{tail}"
+            if head != "layer"
+            else f"layers.0.{tail}"
+            if is_qwen
+            else tail
+        )
         for number, each in enumerate(array) if "switch_mlp" in ours else [(None, array)]:
             made[ours.replace("switch_mlp", f"experts.{number}")] = each
     return {PLACES["qwen" if is_qwen else "deepseek"] + name: array for name, array in made.items()}
@@ -121,12 +160,20 @@ def save_base(directory: Path, config: dict[str, Any], arrays: Arrays) -> Path:
     directory.mkdir(parents=True)
     files = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
     (directory / files[0]).write_bytes(b"the model itself")
-    placed = dict.fromkeys(("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"), files[0])
+    placed = dict.fromkeys(
+        ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"), files[0]
+    )
     for at, file in enumerate(files[1:]):
-        part = {name: array for number, (name, array) in enumerate(sorted(arrays.items())) if number % 2 == at}
+        part = {
+            name: array
+            for number, (name, array) in enumerate(sorted(arrays.items()))
+            if number % 2 == at
+        }
         save_tensors(directory / file, part)
         placed |= dict.fromkeys(part, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed})
+    )
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -138,13 +185,24 @@ def save_tensors(file: Path, arrays: Arrays) -> None:
     for name, array in arrays.items():
         raw = np.array(array).tobytes()
         place = [len(data), len(data) + len(raw)]
-        header[name] = {"dtype": types[array.dtype], "shape": list(array.shape), "data_offsets": place}
+        header[name] = {
+            "dtype": types[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": place,
+        }
         data += raw
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-BLOCK_KINDS = ("dflash", "sliding dflash", "dflash 2", "dspark", "dspark with its own head", "dspark gemma")
+BLOCK_KINDS = (
+    "dflash",
+    "sliding dflash",
+    "dflash 2",
+    "dspark",
+    "dspark with its own head",
+    "dspark gemma",
+)
 
 CACHED_KINDS = ("eagle 1", "eagle 3", *LAYERS, *BLOCK_KINDS)
 
@@ -152,10 +210,22 @@ CACHED_KINDS = ("eagle 1", "eagle 3", *LAYERS, *BLOCK_KINDS)
 def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2) -> Drafter:
     """A random head for a target of these sizes."""
     if kind in LAYERS:
-        own = {"hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": 4, "rms_norm_eps": 1e-6}
-        layer: Drafter = randomised(mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0)
+        own = {
+            "hidden_size": hidden,
+            "vocab_size": vocab,
+            "num_attention_heads": 4,
+            "rms_norm_eps": 1e-6,
+        }
+        layer: Drafter = randomised(
+            mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0
+        )
         return layer
-    sizes: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes: dict[str, Any] = {
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
     block: dict[str, Any] = {
         "num_layers": 2,
         "block_size": 6,
@@ -164,11 +234,20 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
     }
 
     def make_dflash(**options: Any) -> Drafter:
-        return blocks.Drafter(blocks.DrafterArgs(hidden, vocab, hidden, **sizes, **block, **options))
+        return blocks.Drafter(
+            blocks.DrafterArgs(hidden, vocab, hidden, **sizes, **block, **options)
+        )
 
     def make_dspark(**options: Any) -> Drafter:
         args = blocks.DrafterArgs(
-            hidden, vocab, hidden, model_type="dspark", **sizes, **block, from_anchor=True, **options
+            hidden,
+            vocab,
+            hidden,
+            model_type="dspark",
+            **sizes,
+            **block,
+            from_anchor=True,
+            **options,
         )
         return blocks.Drafter(args)
 
@@ -176,7 +255,11 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
         "dflash": make_dflash,
         "sliding dflash": lambda: make_dflash(layer_windows=[5, 0], layer_causal=[True, False]),
         "dflash 2": lambda: make_dflash(
-            layer_windows=[7, 5], conv_kernel_size=2, conv_group_size=8, selector_rank=32, selector_top_k=5
+            layer_windows=[7, 5],
+            conv_kernel_size=2,
+            conv_group_size=8,
+            selector_rank=32,
+            selector_top_k=5,
         ),
         "dspark": lambda: make_dspark(markov_rank=32),
         "dspark with its own head": lambda: make_dspark(
@@ -188,7 +271,13 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
         ),
         "eagle 3": lambda: eagle.Drafter(
             eagle.DrafterArgs(
-                hidden, vocab, width=24, version=3, own_embedding=True, capture_layers=[0, layers - 1, 0], **sizes
+                hidden,
+                vocab,
+                width=24,
+                version=3,
+                own_embedding=True,
+                capture_layers=[0, layers - 1, 0],
+                **sizes,
             )
         ),
     }

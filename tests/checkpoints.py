@@ -1,4 +1,6 @@
-"""Synthetic drafter checkpoints in every layout that `convert` reads, all made from the same tensors."""
+"""Synthetic drafter checkpoints in every layout that `convert` reads, all made from the same
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make(variant: str = "rnn", seed: int = 0, **sizes: Any) -> Drafter:
-    """A random drafter: D = 24, V = 60, X = 48, one block, rnn, unless the variant or `sizes` differ."""
-    return small_drafter(**{"hidden": 24, "vocab": 60, "exit_dim": 48, "seed": seed, **VARIANTS[variant], **sizes})
+    """A random drafter:
+
+    D = 24, V = 60, X = 48, one block, rnn, unless the variant or `sizes` differ.
+    """
+    return small_drafter(
+        **{"hidden": 24, "vocab": 60, "exit_dim": 48, "seed": seed, **VARIANTS[variant], **sizes}
+    )
 
 
 def tensors(drafter: nn.Module) -> Arrays:
@@ -53,13 +60,17 @@ def tensors(drafter: nn.Module) -> Arrays:
 def load_golden(name: str, directory: Path, **config: Any) -> AnyDrafter:
     """Converts and loads the head of a golden file; quantized ones load unconverted."""
     if name == "dflash_assistant":
-        config = {"vocab_size": 97} | config  # the published file lacks it; a target would supply it
+        config = {
+            "vocab_size": 97
+        } | config  # the published file lacks it; a target would supply it
     source, out = publish(name, directory / "in", **config), directory / "out"
     if "_mlx_" in name:  # the folder of a whole model
         return load_drafter(convert(from_base=source, mlx_path=out).path)
     if name.endswith(("_mlx", "_4bit")):
         return load_drafter(source)
-    dtype = "float32" if name == "glm4_moe_lite_mtp_mlxvlm" else None  # the experts are stored in bfloat16
+    dtype = (
+        "float32" if name == "glm4_moe_lite_mtp_mlxvlm" else None
+    )  # the experts are stored in bfloat16
     done = convert(source, out, dtype=dtype)
     assert done.notes == ()
     return load_drafter(done.path)
@@ -68,7 +79,8 @@ def load_golden(name: str, directory: Path, **config: Any) -> AnyDrafter:
 def same(one: Arrays, other: Arrays) -> bool:
     """Whether names, dtypes and values are identical."""
     return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype and mx.array_equal(one[name], other[name]) for name in one
+        one[name].dtype == other[name].dtype and mx.array_equal(one[name], other[name])
+        for name in one
     )
 
 
@@ -117,7 +129,10 @@ def shard(directory: Path, arrays: Arrays, count: int, *, index: bool) -> None:
     names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     placed = {name: names[at % count] for at, name in enumerate(sorted(arrays))}
     for file in names:
-        save(directory / file, {name: array for name, array in arrays.items() if placed[name] == file})
+        save(
+            directory / file,
+            {name: array for name, array in arrays.items() if placed[name] == file},
+        )
     if index:
         (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
 
@@ -134,16 +149,26 @@ def older(arrays: Arrays, head: str) -> Arrays:
 
 def tensorrt_llm(arrays: Arrays) -> Arrays:
     head = max(name for name in arrays if re.fullmatch(r"lm_head.\d.weight", name))
-    blocks = {name: "layers." + name.removeprefix("lm_head.") for name in arrays if ".linear." in name}
-    return prefixed("drafter.", {({head: "lm_head.weight"} | blocks).get(name, name): arrays[name] for name in arrays})
+    blocks = {
+        name: "layers." + name.removeprefix("lm_head.") for name in arrays if ".linear." in name
+    }
+    return prefixed(
+        "drafter.",
+        {({head: "lm_head.weight"} | blocks).get(name, name): arrays[name] for name in arrays},
+    )
 
 
 def ranks(directory: Path, arrays: Arrays, size: int, *, padding: int = 0, **config: Any) -> Path:
-    """TensorRT-LLM's layout: the vocabulary is padded, then each tensor is split along its first axis."""
+    """TensorRT-LLM's layout: the vocabulary is padded, then each tensor is split along its first
+    axis.
+    """
     named = tensorrt_llm(arrays)
     head = named["drafter.lm_head.weight"]
     named["drafter.lm_head.weight"] = mx.pad(head, [(0, padding), (0, 0)])
-    foreign = {"lm_head.weight": mx.zeros_like(head), "transformer.layers.0.attention.qkv.weight": mx.ones((4, 4))}
+    foreign = {
+        "lm_head.weight": mx.zeros_like(head),
+        "transformer.layers.0.attention.qkv.weight": mx.ones((4, 4)),
+    }
     for rank in range(size):
         slices = {name: mx.split(array, size)[rank] for name, array in named.items()}
         save(directory / f"rank{rank}.safetensors", slices | foreign)
@@ -164,7 +189,11 @@ def ranks(directory: Path, arrays: Arrays, size: int, *, padding: int = 0, **con
 def command(*arguments: str | Path) -> tuple[int, str, str]:
     """Runs `convert`. Returns (exit status, stdout, stderr); anything but SystemExit propagates."""
     out, said = io.StringIO(), io.StringIO()
-    with mock.patch.object(sys, "argv", ["convert", *map(str, arguments)]), redirect_stdout(out), redirect_stderr(said):
+    with (
+        mock.patch.object(sys, "argv", ["convert", *map(str, arguments)]),
+        redirect_stdout(out),
+        redirect_stderr(said),
+    ):
         try:
             run_module("mlx_redrafter.convert.command")
         except SystemExit as ended:
@@ -175,13 +204,20 @@ def command(*arguments: str | Path) -> tuple[int, str, str]:
 def list_contents(directory: Path) -> dict[Path, Any]:
     """What is below a directory: the bytes of files, the targets of links, and None for folders."""
     return {
-        path: path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        path: path.readlink()
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
         for path in directory.rglob("*")
     }
 
 
-def refused(source: str | Path, into: Path, *flags: str, names: str = "", origin: str = "--hf-path") -> None:
-    """Asserts that a conversion to `into / "out"` exits with 1 and one line of error, and changes nothing in `into`.
+def refused(
+    source: str | Path, into: Path, *flags: str, names: str = "", origin: str = "--hf-path"
+) -> None:
+    """Asserts that a conversion to `into / "out"` exits with 1 and one line of error, and changes
+    nothing in `into`.
 
     Args:
         names: what the line mentions; nothing else of its wording is compared.
@@ -214,7 +250,9 @@ def trap(path: Path) -> Path:
 
 
 def trainer(directory: Path, arrays: Arrays) -> Path:
-    """HF Trainer's layout: the drafter beside its base model, no config, and pickles that must not be opened."""
+    """HF Trainer's layout: the drafter beside its base model, no config, and pickles that must not
+    be opened.
+    """
     save(directory / WEIGHTS, prefixed("drafter.", arrays) | prefixed("llm.", base()))
     for name in ("optimizer.pt", "training_args.bin", "scheduler.pt", "rng_state.pth"):
         trap(directory / name)
@@ -225,7 +263,13 @@ def trainer(directory: Path, arrays: Arrays) -> Path:
 def modelopt(directory: Path, arrays: Arrays) -> Path:
     """ModelOpt's layout: the drafter in its base model's shards, with the base model's config."""
     shard(directory, prefixed("drafter.", arrays) | base(), 2, index=True)
-    configure(directory, model_type="llama", hidden_size=24, num_draft_layers=7, redrafter={"num_draft_layers": 7})
+    configure(
+        directory,
+        model_type="llama",
+        hidden_size=24,
+        num_draft_layers=7,
+        redrafter={"num_draft_layers": 7},
+    )
     return directory
 
 
@@ -270,15 +314,24 @@ FORMS: dict[str, Callable[[Path, Arrays], Path]] = {
         lambda arrays: prefixed("module.drafter.", arrays) | prefixed("module.llm.", base())
     ),
     "DDP of a compiled drafter beside its model": stored(
-        lambda arrays: prefixed("module.drafter._orig_mod.", arrays) | prefixed("module.llm.", base())
+        lambda arrays: (
+            prefixed("module.drafter._orig_mod.", arrays) | prefixed("module.llm.", base())
+        )
     ),
     "a compiled head and a wrapped block": stored(
         lambda arrays: {
-            name.replace(".linear.", "._orig_mod.linear.module.").replace("rnn_w.", "rnn_w._orig_mod.module."): array
+            name.replace(".linear.", "._orig_mod.linear.module.").replace(
+                "rnn_w.", "rnn_w._orig_mod.module."
+            ): array
             for name, array in arrays.items()
         }
     ),
-    **{f"prefix {prefix}": stored(lambda arrays, prefix=prefix: prefixed(prefix, arrays)) for prefix in PREFIXES},
+    **{
+        f"prefix {prefix}": stored(lambda arrays, prefix=prefix: prefixed(prefix, arrays))
+        for prefix in PREFIXES
+    },
     **{f"TensorRT-LLM, {size} ranks": partial(ranks, size=size) for size in (1, 2, 4)},
 }
-"""Layout name -> function that writes a checkpoint under a directory and returns the path for `convert`."""
+"""Layout name -> function that writes a checkpoint under a directory and returns the path for
+`convert`.
+"""

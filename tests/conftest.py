@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ["MLX_ENABLE_TF32"] = "0"  # before MLX reads it: TF32 gives float32 products 10 bits on CUDA and M5
+os.environ["MLX_ENABLE_TF32"] = (
+    "0"  # before MLX reads it: TF32 gives float32 products 10 bits on CUDA and M5
+)
 
 import mlx.core as mx
 import pytest
@@ -38,7 +40,9 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of the demo's target in float32 that mlx_lm.load accepts: quantized kernels are slow on a CPU."""
+    """A directory of the demo's target in float32 that mlx_lm.load accepts: quantized kernels are
+    slow on a CPU.
+    """
     root = tmp_path_factory.mktemp("demo")
     save_demo(root)
     return root / "target"

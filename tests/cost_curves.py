@@ -14,7 +14,12 @@ from mlx_redrafter.planning.acceptance import cumulative_acceptance
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import AutoPlanner
 
-ACCEPTANCE = ((0.65, 0.15, 0.07, 0.04), (0.6, 0.15, 0.07, 0.04), (0.55, 0.15, 0.07, 0.04), (0.5, 0.15, 0.06, 0.04))
+ACCEPTANCE = (
+    (0.65, 0.15, 0.07, 0.04),
+    (0.6, 0.15, 0.07, 0.04),
+    (0.55, 0.15, 0.07, 0.04),
+    (0.5, 0.15, 0.06, 0.04),
+)
 CURVES: dict[str, Callable[[int], float]] = {
     "flat": lambda n: 1.0 + 0.01 * (n - 1),
     "gentle": lambda n: 1.0 + 0.05 * (n - 1),
@@ -40,11 +45,16 @@ START = 100
 
 
 def make_costs(curve: str = "flat", *, replay: float = 0.0) -> CostTable:
-    """Plain steps of 1 ms, 1.2 ms after 1,024 tokens. Models that replay tokens draft only chains."""
+    """Plain steps of 1 ms, 1.2 ms after 1,024 tokens.
+
+    Models that replay tokens draft only chains.
+    """
     counts = tuple(range(1, 17))
     row = tuple(CURVES[curve](count) for count in counts)
     rows = (row, tuple(1.2 * ms for ms in row))
-    costs = CostTable((64, 1024), counts, rows, (1.0, 1.2), (1, 2, 4), (0.05, 0.06, 0.075), (0.03, 0.05), replay)
+    costs = CostTable(
+        (64, 1024), counts, rows, (1.0, 1.2), (1, 2, 4), (0.05, 0.06, 0.075), (0.03, 0.05), replay
+    )
     return costs.chains_only() if replay else costs
 
 
@@ -74,11 +84,13 @@ def simulate_text(
 ) -> float:
     """Speed over plain decoding for a model that continues `prompt` with `text`, both token ids.
 
-    Planner, context and cost table go through the decode loop without a model; times come from the table.
+    Planner, context and cost table go through the decode loop without a model; times come from the
+    table.
 
     Args:
         costs: the true times.
-        count_right: (the drafter's plan, tokens of `text` made so far) -> how many tokens of its draft are right.
+        count_right: (the drafter's plan, tokens of `text` made so far) -> how many tokens of its
+            draft are right.
         disturb: maps true milliseconds to measured ones.
     """
     index = ContextSource()
@@ -92,13 +104,19 @@ def simulate_text(
             plan = planner.extend_plan(plan, match.cumulative_acceptance, length, replayed)
         current = plan
         verified = current is not None and current.rows > 1 and replayed <= MAX_REPLAY
-        plan = planner.next_plan(length, replayed, index.forecast(1 + (current.context if current and verified else 0)))
+        plan = planner.next_plan(
+            length, replayed, index.forecast(1 + (current.context if current and verified else 0))
+        )
         is_ahead = plan is None and not verified
         own, copied, left = 0, 0, 0
         if current is not None and verified:
             own = count_right(current._replace(context=0), made) if current.depth else 0
-            ahead = zip(text[made:], index.find(current.context) if current.context else (), strict=False)
-            copied = next((at for at, (right, guess) in enumerate(ahead) if right != guess), current.context)
+            ahead = zip(
+                text[made:], index.find(current.context) if current.context else (), strict=False
+            )
+            copied = next(
+                (at for at, (right, guess) in enumerate(ahead) if right != guess), current.context
+            )
             ms = costs.round_ms(current, length, replayed)
             if costs.replay_row_ms and max(own, copied) < current.max_depth:
                 left = replayed + 1 + max(own, copied)
@@ -108,7 +126,13 @@ def simulate_text(
                 ms += costs.draft_ms(current) if current.depth else max(0.0, costs.overhead_ms[0])
         tokens = text[made : made + 1 + max(own, copied)]
         planner.observe(
-            current, len(tokens), length, replayed, disturb(ms), verified=verified, from_context=copied > own
+            current,
+            len(tokens),
+            length,
+            replayed,
+            disturb(ms),
+            verified=verified,
+            from_context=copied > own,
         )
         index.confirm(tokens)
         made, took, replayed = made + len(tokens), took + ms, left
@@ -143,7 +167,15 @@ def simulate(
 
 
 def simulate_auto(
-    table: CostTable, scale: Callable[[int], float], tokens: int = 256, seed: int = 0, *, truth: float = 1.0, **how: Any
+    table: CostTable,
+    scale: Callable[[int], float],
+    tokens: int = 256,
+    seed: int = 0,
+    *,
+    truth: float = 1.0,
+    **how: Any,
 ) -> float:
     """As `simulate`, with a new planner for `table` and rounds that take `truth` times as long."""
-    return simulate(AutoPlanner(table, ACCEPTANCE), scale_rounds(table, truth), scale, tokens, seed, **how)
+    return simulate(
+        AutoPlanner(table, ACCEPTANCE), scale_rounds(table, truth), scale, tokens, seed, **how
+    )

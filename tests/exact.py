@@ -1,4 +1,5 @@
-"""Counts the rows that differ in a bit between plain and drafted decoding with `exact`, for random models of mlx-lm.
+"""Counts the rows that differ in a bit between plain and drafted decoding with `exact`, for random
+models of mlx-lm.
 
 python tests/exact.py                 all families and dtypes; ends with 1 if a row differs
 python tests/exact.py llama qwen3     some families
@@ -27,7 +28,9 @@ LENGTHS = {9: 40, 1010: 30}
 
 
 class Compared(NamedTuple):
-    """Rows of log-probabilities that were compared in a class of row counts, those that differ, accepted tokens."""
+    """Rows of log-probabilities that were compared in a class of row counts, those that differ,
+    accepted tokens.
+    """
 
     row_counts: RowCounts
     rows: int
@@ -38,13 +41,22 @@ class Compared(NamedTuple):
 def make_long_family(name: str) -> nn.Module:
     """A random model of a family, whose windows and context are longer than the texts."""
     config = CONFIGS[name].get("text_config", CONFIGS[name])
-    limits = ("sliding_window", "window_size", "chunk_size", "positions", "position_embeddings", "n_ctx")
+    limits = (
+        "sliding_window",
+        "window_size",
+        "chunk_size",
+        "positions",
+        "position_embeddings",
+        "n_ctx",
+    )
     long = [key for key, value in config.items() if isinstance(value, int) and key.endswith(limits)]
     return make_family(name, **dict.fromkeys(long, 4096))
 
 
 def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
-    """Compares texts that are drafted by a scripted context with plain decoding, for each class of row counts."""
+    """Compares texts that are drafted by a scripted context with plain decoding, for each class of
+    row counts.
+    """
     found = []
     for counts in pair.Pair(model).find_row_classes(Options()):
         if counts == (1,):
@@ -53,15 +65,23 @@ def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
         with mock.patch.object(pair.Pair, "choose_row_counts", lambda *args, counts=counts: counts):
             for number, (size, count) in enumerate(LENGTHS.items()):
                 prompt = make_prompt(size, vocab=48, seed=seed)
-                options = {"max_tokens": count, "temp": 0.9 * (number % 2), "seed": seed, "exact": True}
+                options = {
+                    "max_tokens": count,
+                    "temp": 0.9 * (number % 2),
+                    "seed": seed,
+                    "exact": True,
+                }
                 plain = run(model, prompt, **options)
                 text = prompt + ids(run(model, prompt, **options | {"max_tokens": count + 8}))
-                with mock.patch.object(pair, "ContextSource", partial(ScriptedContext, text, seed=seed)):
+                with mock.patch.object(
+                    pair, "ContextSource", partial(ScriptedContext, text, seed=seed)
+                ):
                     steps = run(model, prompt, context=True, **options)
                 assert ids(steps) == ids(plain), (counts, size)
                 rows += count
                 differ += sum(
-                    not mx.array_equal(one.logprobs, other.logprobs) for one, other in zip(steps, plain, strict=True)
+                    not mx.array_equal(one.logprobs, other.logprobs)
+                    for one, other in zip(steps, plain, strict=True)
                 )
                 accepted += steps[-1].stats.accepted
         found.append(Compared(counts, rows, differ, accepted))

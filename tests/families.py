@@ -13,14 +13,18 @@ import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_flatten, tree_unflatten
 
-CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("models.json").read_text(encoding="utf-8")
+)
 
 WIDE_STREAMS = ("deepseek_v41", "gemma3n", "iquestloopcoder")
 """Modules whose layers do not return one row of the embedding's width per token."""
 
 
 def modules() -> list[str]:
-    """Names of modules that define a model, read from the sources: some cannot be imported on every platform."""
+    """Names of modules that define a model, read from the sources: some cannot be imported on every
+    platform.
+    """
     found = []
     for module in iter_modules(mlx_lm.models.__path__):
         source = (Path(mlx_lm.models.__path__[0]) / f"{module.name}.py").read_text(encoding="utf-8")
@@ -40,7 +44,9 @@ def make_family(name: str, **more: Any) -> nn.Module:
     home = import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
     config = CONFIGS[name]
-    config = config | ({"text_config": config["text_config"] | more} if "text_config" in config else more)
+    config = config | (
+        {"text_config": config["text_config"] | more} if "text_config" in config else more
+    )
     model: nn.Module = home.Model(home.ModelArgs.from_dict(config))
 
     def randomise(place: int, x: mx.array) -> mx.array:
@@ -48,7 +54,9 @@ def make_family(name: str, **more: Any) -> nn.Module:
             return x
         x = x.astype(mx.float32)
         if bool((x == x.reshape(-1)[0]).all().item()):
-            return x + (0.15 if x.ndim < 2 else 0.3) * mx.random.normal(x.shape, key=mx.random.key(place))
+            return x + (0.15 if x.ndim < 2 else 0.3) * mx.random.normal(
+                x.shape, key=mx.random.key(place)
+            )
         return x * 2.0 if x.ndim > 1 else x
 
     flat: Any = tree_flatten(model.parameters())

@@ -21,7 +21,10 @@ class Stuck(Exception):
 
 
 def find_allowed(answer: Sequence[int], vocab: int) -> list[int]:
-    """Allowed tokens. By answer length modulo 8: one token for 3, 4 and 5, all for 7, about half otherwise."""
+    """Allowed tokens.
+
+    By answer length modulo 8: one token for 3, 4 and 5, all for 7, about half otherwise.
+    """
     total, place = 3 * sum(answer) + len(answer), len(answer) % 8
     if place in (3, 4, 5):
         return [total % vocab]
@@ -82,14 +85,21 @@ def decode_plainly(model: nn.Module, prompt: list[int], **options: Any) -> list[
     return ids(run(model, prompt, logits_processors=processors, **options))
 
 
-def start_rounds(model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, **options: Any) -> Generation:
+def start_rounds(
+    model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, **options: Any
+) -> Generation:
     """Endless rounds after a prompt with the grammar."""
     pair, source = find_pair(model, drafter)
     return pair.open(prompt, Options(**options | {"max_tokens": -1}), source, grammar=grammar)
 
 
 def decode_rounds(
-    model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, count: int, **options: Any
+    model: nn.Module,
+    prompt: list[int],
+    drafter: Any,
+    grammar: ToyGrammar,
+    count: int,
+    **options: Any,
 ) -> list[Round]:
     """Rounds of at least `count` tokens."""
     rounds, made = start_rounds(model, prompt, drafter, grammar, **options), list[Round]()

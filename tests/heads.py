@@ -17,7 +17,9 @@ def make_head(kind: str, hidden: int = 64, vocab: int = 40) -> Drafter:
     """A random drafter that drafts at most four tokens."""
     made: dict[str, Any] = {
         "recurrent": lambda: recurrent.Drafter(recurrent.DrafterArgs(hidden, vocab, 32, 1)),
-        "medusa": lambda: medusa.Drafter(medusa.DrafterArgs(hidden, vocab, num_heads=4, num_layers=1)),
+        "medusa": lambda: medusa.Drafter(
+            medusa.DrafterArgs(hidden, vocab, num_heads=4, num_layers=1)
+        ),
     }
     drafter: Drafter = randomised(made[kind](), 0)
     return drafter
@@ -25,7 +27,11 @@ def make_head(kind: str, hidden: int = 64, vocab: int = 40) -> Drafter:
 
 def draft_logits(drafter: Drafter, hidden: mx.array, tokens: mx.array) -> mx.array:
     """(K, W, V) logits after each of tokens (W, K), given hidden states (W, D)."""
-    advance, state, found = drafter.begin(hidden, lambda tokens: mx.zeros((*tokens.shape, hidden.shape[-1]))), None, []
+    advance, state, found = (
+        drafter.begin(hidden, lambda tokens: mx.zeros((*tokens.shape, hidden.shape[-1]))),
+        None,
+        [],
+    )
     for depth in range(tokens.shape[1]):
         logits, state = advance(tokens[:, depth], state)
         found.append(logits)

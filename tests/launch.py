@@ -53,7 +53,9 @@ def start_ranks(
     return [
         subprocess.Popen(
             [sys.executable, *command, *(each[rank] if each else ())],
-            env=os.environ | {"PYTHONPATH": paths, "MLX_HOSTFILE": str(file), "MLX_RANK": str(rank)} | environment,
+            env=os.environ
+            | {"PYTHONPATH": paths, "MLX_HOSTFILE": str(file), "MLX_RANK": str(rank)}
+            | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -68,7 +70,9 @@ def wait_for_ranks(ranks: Sequence[subprocess.Popen[str]], stdin: str | None = N
     end, ended = time.monotonic() + PATIENCE, []
     for rank, process in enumerate(ranks):
         try:
-            out, err = process.communicate(None if rank else stdin, timeout=max(1.0, end - time.monotonic()))
+            out, err = process.communicate(
+                None if rank else stdin, timeout=max(1.0, end - time.monotonic())
+            )
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()

@@ -10,16 +10,22 @@ import mlx.core as mx
 
 Arrays = dict[str, mx.array]
 
-GOLDEN = {file.stem: file for file in sorted((Path(__file__).parent / "golden").glob("*/*.safetensors"))}
+GOLDEN = {
+    file.stem: file for file in sorted((Path(__file__).parent / "golden").glob("*/*.safetensors"))
+}
 
 
 def list_golden(*patterns: str) -> tuple[str, ...]:
     """Names of golden files that match the patterns; each pattern begins with a folder."""
-    return tuple(name for name, file in GOLDEN.items() if any(file.match(pattern) for pattern in patterns))
+    return tuple(
+        name for name, file in GOLDEN.items() if any(file.match(pattern) for pattern in patterns)
+    )
 
 
 def read_golden(name: str) -> tuple[Arrays, Arrays, dict[str, Any], str]:
-    """Returns (tensors under their published names, the original's results, the config, the file's name)."""
+    """Returns (tensors under their published names, the original's results, the config, the file's
+    name).
+    """
     arrays, metadata = mx.load(str(GOLDEN[name]), return_metadata=True)
     weights, golden = (
         {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
@@ -37,7 +43,11 @@ def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **confi
     """
     weights, _, said, file = read_golden(name)
     directory.mkdir(parents=True)
-    mx.save_safetensors(str(directory / file), weights if arrays is None else arrays, {"format": "pt"})
+    mx.save_safetensors(
+        str(directory / file), weights if arrays is None else arrays, {"format": "pt"}
+    )
     said |= config
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in said.items() if v is not None}))
+    (directory / "config.json").write_text(
+        json.dumps({k: v for k, v in said.items() if v is not None})
+    )
     return directory

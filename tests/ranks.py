@@ -34,7 +34,10 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe": (1, {}),
     "qwen3_5": (2, {"tie_word_embeddings": False, **LINEAR}),
 }
-"""Dense, mixture-of-experts and hybrid modules that shard both ways: (layers of a pipeline's rank, other config)."""
+"""Dense, mixture-of-experts and hybrid modules that shard both ways:
+
+(layers of a pipeline's rank, other config).
+"""
 
 
 def divide(model: nn.Module, how: str) -> None:
@@ -52,19 +55,26 @@ def choose_among_few(logprobs: mx.array) -> mx.array:
 def decode(kind: str, how: str, length: int) -> dict[str, Any]:
     """Texts of the whole and of the sharded model, with counts of accepted drafts."""
     layers, config = KINDS[kind]
-    config = config | {"num_hidden_layers": ranks.count_ranks() * layers if how == "pipeline" else 2}
+    config = config | {
+        "num_hidden_layers": ranks.count_ranks() * layers if how == "pipeline" else 2
+    }
     whole, model = (make_family(kind, **HEADS, **config) for _ in range(2))
     divide(model, how)
     hidden = mx.random.normal((2, 64), key=mx.random.key(3))
     assert mx.allclose(find_head(model)(hidden), find_head(whole)(hidden), atol=1e-4)
     found: dict[str, Any] = {}
-    ways: dict[str, dict[str, Any]] = {"greedy": {"sampler": choose_among_few}, "seeded": {"temp": 0.8, "seed": 1}}
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {"sampler": choose_among_few},
+        "seeded": {"temp": 0.8, "seed": 1},
+    }
     for name, sampling in ways.items():
         alone = ids(run(whole, PROMPT, max_tokens=length + 8, **sampling))
         drafter: Any = DraftModel(whole)
         options: dict[str, Any] = {}
         if name == "greedy":
-            drafter = CachingDrafter(whole, PROMPT + alone, 2, layers=() if how == "pipeline" else (0,))
+            drafter = CachingDrafter(
+                whole, PROMPT + alone, 2, layers=() if how == "pipeline" else (0,)
+            )
             options = {"context": True, "beam_width": 2, "draft_depth": 3}
         steps = run(model, PROMPT, drafter, max_tokens=length, **options, **sampling)
         stats = steps[-1].stats
@@ -74,7 +84,9 @@ def decode(kind: str, how: str, length: int) -> dict[str, Any]:
         try:
             run(model, PROMPT, CachingDrafter(whole, PROMPT, 2), draft_depth=1)
         except UnsupportedModelError as error:
-            assert "reads the output of layer 0, which only one rank of the pipeline has" in str(error)
+            assert "reads the output of layer 0, which only one rank of the pipeline has" in str(
+                error
+            )
         else:
             raise AssertionError("a layer of another rank was read")
     return found
@@ -99,7 +111,13 @@ def decide_otherwise() -> str:
     text = PROMPT * 3
     follower = Scripted(model, text, make_ranks("mixed", len(text), 2), 2)
     try:
-        run(model, PROMPT, follower, max_tokens=8, draft_depth=3 if ranks.get_rank() < ranks.count_ranks() - 1 else 2)
+        run(
+            model,
+            PROMPT,
+            follower,
+            max_tokens=8,
+            draft_depth=3 if ranks.get_rank() < ranks.count_ranks() - 1 else 2,
+        )
     except RedrafterError as error:
         return str(error)
     return "none"
@@ -116,9 +134,13 @@ def main() -> None:
     Pair.costs = costs  # type: ignore[method-assign]
     ways = ("tensor", "pipeline")
     cases = product(KINDS, ways) if ranks.count_ranks() == 2 else zip(KINDS, ways, strict=False)
-    found["texts"] = {f"{kind}, {how}": decode(kind, how, 32 // ranks.count_ranks()) for kind, how in cases}
+    found["texts"] = {
+        f"{kind}, {how}": decode(kind, how, 32 // ranks.count_ranks()) for kind, how in cases
+    }
     found["error"] = decide_otherwise()
-    found["files"] = sorted({file.parent.name for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json")})
+    found["files"] = sorted(
+        {file.parent.name for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json")}
+    )
     print("RANK " + json.dumps(found), flush=True)
 
 

@@ -2,9 +2,10 @@
 
     python tests/run_documented.py [--seconds 60] [--only TEXT]
 
-Run it before a release, in an environment with the `dev` extra and GNU coreutils. It takes half an hour. Blocks run
-unchanged in a copy of the checkout, except for `pip install` lines and the names in `NAMES`. After `--seconds` a block
-is interrupted and counts as started. The exit status is 1 if any block fails.
+Run it before a release, in an environment with the `dev` extra and GNU coreutils. It takes half an
+hour. Blocks run unchanged in a copy of the checkout, except for `pip install` lines and the names
+in `NAMES`. After `--seconds` a block is interrupted and counts as started. The exit status is 1 if
+any block fails.
 """
 
 from __future__ import annotations
@@ -59,11 +60,21 @@ TIMED_OUT = 124
 
 def prepare(folder: Path) -> None:
     """Creates the files that blocks name."""
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "*.egg-info"), dirs_exist_ok=True)
+    shutil.copytree(
+        ROOT, folder, ignore=shutil.ignore_patterns(".*", "*.egg-info"), dirs_exist_ok=True
+    )
     (folder / "FILE.py").write_text("def double(x):\n    return 2 * x\n", encoding="utf-8")
     texts = [f'{{"prompt": "def f_{i}(x):"}}\n' for i in range(40)]
     (folder / "prompts.jsonl").write_text("".join(texts), encoding="utf-8")
-    given = ["--hf-path", str(DEMO / "target"), "--mlx-path", TARGET, "--dequantize", "--dtype", "float32"]
+    given = [
+        "--hf-path",
+        str(DEMO / "target"),
+        "--mlx-path",
+        TARGET,
+        "--dequantize",
+        "--dtype",
+        "float32",
+    ]
     subprocess.run([sys.executable, "-m", "mlx_lm", "convert", *given], cwd=folder, check=True)
 
 
@@ -75,7 +86,11 @@ def run(block: Block, folder: Path, seconds: float) -> tuple[str, str]:
     text = re.sub(r"(?m)^pip install .*\n", "", block.text)  # the current environment is used
     for pattern, name in NAMES.items():
         text = re.sub(pattern, name, text)
-    variables = {"MODEL": TARGET, "HF_HUB_OFFLINE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    variables = {
+        "MODEL": TARGET,
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     done = subprocess.run(
         ["timeout", "--signal=INT", "--kill-after=30", str(seconds), "bash", "-euc", text],
         cwd=folder,
@@ -86,7 +101,9 @@ def run(block: Block, folder: Path, seconds: float) -> tuple[str, str]:
         text=True,
     )
     lines = done.stdout.strip().splitlines()
-    has_failed = any("Traceback" in line or line.startswith(("error: ", "usage: ")) for line in lines)
+    has_failed = any(
+        "Traceback" in line or line.startswith(("error: ", "usage: ")) for line in lines
+    )
     if has_failed or done.returncode not in (0, TIMED_OUT):
         return "failed", "\n".join(lines[-12:])
     ends = done.returncode == 0 or STOPPED.search(block.text)
@@ -98,14 +115,20 @@ def start_server(folder: Path) -> Iterator[None]:
     """The demo's server, from when it listens until the context ends."""
     command = [sys.executable, "-m", "mlx_redrafter.server"]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None and any(line.startswith("serving on") for line in server.stderr)
+        assert server.stderr is not None and any(
+            line.startswith("serving on") for line in server.stderr
+        )
         yield
         server.terminate()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each block (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="for each block (default: %(default)s)"
+    )
     parser.add_argument("--only", default="", help="blocks with this text alone")
     args = parser.parse_args()
     results = list[str]()
@@ -120,8 +143,14 @@ def main() -> None:
                 status, said = run(block, Path(name), args.seconds)
             results.append(status)
             command = block.text.strip().splitlines()[-1]
-            print(f"{status:8}{time.monotonic() - started:6.0f} s  {block.place}: {command:.100}", flush=True)
-            print(f"        {said}" if status in ("skipped", "failed") else f"        {said:.150}", flush=True)
+            print(
+                f"{status:8}{time.monotonic() - started:6.0f} s  {block.place}: {command:.100}",
+                flush=True,
+            )
+            print(
+                f"        {said}" if status in ("skipped", "failed") else f"        {said:.150}",
+                flush=True,
+            )
     print(", ".join(f"{results.count(status)} {status}" for status in sorted(set(results))))
     sys.exit("failed" in results)
 

@@ -65,13 +65,17 @@ class Running:
         return host, int(port)
 
 
-def parse_flags(*flags: str, make: Callable[[], argparse.ArgumentParser] = make_parser) -> argparse.Namespace:
+def parse_flags(
+    *flags: str, make: Callable[[], argparse.ArgumentParser] = make_parser
+) -> argparse.Namespace:
     """Parses server flags, adding a free port."""
     return check_args(make().parse_args(["--port", "0", *flags]))
 
 
 @contextmanager
-def start_server(service: Service, make: Callable[[Service], ASGIApp] = make_app) -> Iterator[Running]:
+def start_server(
+    service: Service, make: Callable[[Service], ASGIApp] = make_app
+) -> Iterator[Running]:
     """Runs a server in a thread until the context ends."""
     with bind(service.args.host, service.args.port) as bound:
         server = Server(make(service), service)
@@ -111,7 +115,11 @@ class Reply(NamedTuple):
 
 
 def ask(
-    server: Running, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
+    server: Running,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    method: str | None = None,
 ) -> Reply:
     """Sends one request: a GET without `body`, otherwise a POST of bytes or JSON."""
     connection = http.client.HTTPConnection(*server.address, timeout=PATIENCE)
@@ -143,7 +151,10 @@ def events_of(reply: Reply) -> list[Any]:
 def read_metrics(server: Running) -> dict[str, float]:
     """Metrics by name and labels."""
     lines = [line for line in ask(server, "/metrics").body.decode().splitlines() if line[0] != "#"]
-    return {line.rpartition(" ")[0].removeprefix("mlx_redrafter_"): float(line.rpartition(" ")[2]) for line in lines}
+    return {
+        line.rpartition(" ")[0].removeprefix("mlx_redrafter_"): float(line.rpartition(" ")[2])
+        for line in lines
+    }
 
 
 def until(is_true: Callable[[], bool], seconds: float = PATIENCE) -> None:
@@ -205,21 +216,25 @@ class ScriptedWorker:
     """A worker that answers each request with its next text, repeating the last one.
 
     Attributes:
-        texts: the parts of each answer. A part may be a token id; an exception, which is raised; or an event, which is
-            waited for.
+        texts: the parts of each answer. A part may be a token id; an exception, which is raised; or
+            an event, which is waited for.
         gate: nothing is generated until it is set.
         refusal: raised by `submit` if set.
         requests: all requests with their arguments.
     """
 
     tokenizer: Any
-    texts: list[Sequence[str | int | Exception | threading.Event]] = field(default_factory=lambda: [["hello"]])
+    texts: list[Sequence[str | int | Exception | threading.Event]] = field(
+        default_factory=lambda: [["hello"]]
+    )
     gate: threading.Event = field(default_factory=threading.Event)
     refusal: Exception | None = None
     requests: list[ScriptedRequest] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
     n_queued, is_alive, vocab_size, context_length = 0, True, 4098, 8192
-    scheduler = SimpleNamespace(rows=(), mode="idle", copies_prompts=False, prompt_cache=SimpleNamespace(nbytes=0))
+    scheduler = SimpleNamespace(
+        rows=(), mode="idle", copies_prompts=False, prompt_cache=SimpleNamespace(nbytes=0)
+    )
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -234,7 +249,11 @@ class ScriptedWorker:
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
         ids: list[int | Exception | threading.Event] = []
         for part in text:
-            ids += self.tokenizer.encode(part, add_special_tokens=False) if isinstance(part, str) else [part]
+            ids += (
+                self.tokenizer.encode(part, add_special_tokens=False)
+                if isinstance(part, str)
+                else [part]
+            )
         end: int = next(iter(self.tokenizer.eos_token_ids))
         events: list[TokenEvent | Exception | threading.Event] = []
         for at, token in enumerate([*ids, end][: asked.get("max_tokens")]):
@@ -242,7 +261,9 @@ class ScriptedWorker:
                 events.append(token)
                 continue
             top = [(token, -0.5), (token + 1, -float("inf"))][: asked.get("top_logprobs") or 0]
-            last = "stop" if token == end else "length" if at + 1 == asked.get("max_tokens") else None
+            last = (
+                "stop" if token == end else "length" if at + 1 == asked.get("max_tokens") else None
+            )
             events.append(TokenEvent(token, -0.5, top, finish_reason=last))  # type: ignore[arg-type]
         self.requests.append(ScriptedRequest(asked, prompt, events, self.gate))
         return self.requests[-1]
@@ -262,7 +283,10 @@ Scripted = tuple[Running, ScriptedWorker]
 
 @contextmanager
 def start_scripted(
-    tokenizer: Any, *flags: str, make: Callable[[Service], ASGIApp] = make_app, model_name: str = "demo"
+    tokenizer: Any,
+    *flags: str,
+    make: Callable[[Service], ASGIApp] = make_app,
+    model_name: str = "demo",
 ) -> Iterator[Scripted]:
     """A server over a scripted worker."""
     worker: Any = ScriptedWorker(tokenizer)

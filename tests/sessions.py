@@ -59,5 +59,7 @@ def assert_fresh(session: Session, answer: Answer, **options: Any) -> None:
     """Asserts that the last answer is plain decoding's, from an empty cache and the same tokens."""
     assert answer.tokens and session.tokens[-len(answer.tokens) :] == answer.tokens
     read = session.tokens[: -len(answer.tokens)]
-    steps = generate_step(read, session.model, max_tokens=len(answer.tokens), context=False, **options)
+    steps = generate_step(
+        read, session.model, max_tokens=len(answer.tokens), context=False, **options
+    )
     assert [token for token, _, _ in steps] == answer.tokens

@@ -24,8 +24,15 @@ class Block(NamedTuple):
 def shell_blocks() -> list[Block]:
     """All shell blocks of the project's Markdown files."""
     found = list[Block]()
-    for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]):
+    for page in sorted(
+        [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    ):
         text = page.read_text(encoding="utf-8")
         for block in re.finditer(r"(?ms)^ *```bash\n(.*?)^ *```$", text):
-            found.append(Block(f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, block.start(1)) + 1}", block[1]))
+            found.append(
+                Block(
+                    f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, block.start(1)) + 1}",
+                    block[1],
+                )
+            )
     return found

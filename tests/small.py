@@ -44,7 +44,9 @@ def make_tree(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
 
 
 def random_advance(seed: int, vocab: int, scale: float = 1.0) -> Advance:
-    """A drafter for `beam_search.search` whose logits depend on all tokens so far, through a hash as its state."""
+    """A drafter for `beam_search.search` whose logits depend on all tokens so far, through a hash
+    as its state.
+    """
     rng = np.random.default_rng(seed)
     table = mx.array((scale * rng.normal(size=(997, vocab))).astype(np.float32))
 
@@ -72,13 +74,24 @@ def hypotheses(beams: Beams) -> list[list[int]]:
 def randomised(module: nn.Module, seed: int, scale: float = 0.3) -> Any:
     """Draws every parameter at random, so that tests do not depend on initial values."""
     rng = np.random.default_rng(seed)
-    module.update(tree_map(lambda x: mx.array(rng.normal(0, scale, x.shape).astype(np.float32)), module.parameters()))
+    module.update(
+        tree_map(
+            lambda x: mx.array(rng.normal(0, scale, x.shape).astype(np.float32)),
+            module.parameters(),
+        )
+    )
     mx.eval(module.parameters())
     return module
 
 
 def small_drafter(
-    *, hidden: int = 32, vocab: int = 64, exit_dim: int = 64, layers: int = 1, rnn: bool = True, seed: int = 0
+    *,
+    hidden: int = 32,
+    vocab: int = 64,
+    exit_dim: int = 64,
+    layers: int = 1,
+    rnn: bool = True,
+    seed: int = 0,
 ) -> Drafter:
     drafter: Drafter = randomised(Drafter(DrafterArgs(hidden, vocab, exit_dim, layers, rnn)), seed)
     return drafter
@@ -90,13 +103,22 @@ def partial_drafter(whole: Drafter, guessed: np.ndarray) -> Drafter:
     drafter = Drafter(args)
     arrays = dict(tree_flatten(whole.parameters()))
     head = f"lm_head.{args.num_draft_layers}.weight"
-    arrays |= {head: arrays[head][mx.array(guessed)], "draft_ids": mx.array(guessed.astype(np.int32))}
+    arrays |= {
+        head: arrays[head][mx.array(guessed)],
+        "draft_ids": mx.array(guessed.astype(np.int32)),
+    }
     drafter.load_weights(list(arrays.items()))
     return drafter
 
 
 def small_llama(
-    *, hidden: int = 32, vocab: int = 64, layers: int = 2, kv_heads: int = 1, seed: int = 0, **more: Any
+    *,
+    hidden: int = 32,
+    vocab: int = 64,
+    layers: int = 2,
+    kv_heads: int = 1,
+    seed: int = 0,
+    **more: Any,
 ) -> llama.Model:
     args = llama.ModelArgs(
         model_type="llama",
@@ -144,6 +166,8 @@ def save_target(directory: Path, model: Any, tokenizer: Any, **config: Any) -> N
         config: more keys for config.json.
     """
     tokenizer.save_pretrained(directory)
-    mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    mx.save_safetensors(
+        str(directory / "model.safetensors"), dict(tree_flatten(model.parameters()))
+    )
     known = {name: value for name, value in vars(model.args).items() if value is not None}
     (directory / "config.json").write_text(json.dumps(known | config), encoding="utf-8")

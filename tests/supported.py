@@ -1,4 +1,7 @@
-"""Writes the model list in docs/models.md from `supported_models.py`: `python tests/supported.py`."""
+"""Writes the model list in docs/models.md from `supported_models.py`:
+
+`python tests/supported.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, R
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- models: made by tests/supported.py -->\n", "<!-- models: end -->\n"
 
-REPLAY_NOTE = "its states cannot be trimmed: accepted tokens are replayed after a rejection, at most 8"
+REPLAY_NOTE = (
+    "its states cannot be trimmed: accepted tokens are replayed after a rejection, at most 8"
+)
 METAL_NOTE = "untested: runs on Metal kernels only"
 NEW_NOTE = "untested: new in mlx-lm"
 
@@ -32,7 +37,9 @@ def rows() -> list[tuple[str, str, str]]:
 def table() -> str:
     """The Markdown table; one row per mode and note."""
     order = ["trees", "chains", "refused"]
-    found = sorted(rows(), key=lambda row: (order.index(row[1]), row[2] != REPLAY_NOTE, row[2], row[0].lower()))
+    found = sorted(
+        rows(), key=lambda row: (order.index(row[1]), row[2] != REPLAY_NOTE, row[2], row[0].lower())
+    )
     lines = ["| model | mode | note |", "|---|---|---|"]
     for (mode, note), group in groupby(found, key=lambda row: row[1:]):
         names = [name for name, _, _ in group]

@@ -35,13 +35,21 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, error: type[BaseExcept
 def test_locked_file_is_refused_until_released(tmp_path: Path) -> None:
     lock = tmp_path / "work" / "lock"
     for _ in range(2):
-        with lock_file(lock), pytest.raises(RedrafterError, match="another process is using"), lock_file(lock):
+        with (
+            lock_file(lock),
+            pytest.raises(RedrafterError, match="another process is using"),
+            lock_file(lock),
+        ):
             pass
 
 
 def test_unwritable_paths_are_found_before_writing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
-    assert explain_unwritable(tmp_path / "file") is explain_unwritable(tmp_path / "new" / "deeper") is None
+    assert (
+        explain_unwritable(tmp_path / "file")
+        is explain_unwritable(tmp_path / "new" / "deeper")
+        is None
+    )
     for place in ("", "pipe", "file/deeper/x"):
         assert explain_unwritable(tmp_path / place)

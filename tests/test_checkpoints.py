@@ -82,7 +82,9 @@ def test_places_without_a_checkpoint_are_refused(
 
 @pytest.mark.parametrize("kind", [*KINDS, "projected"])
 def test_every_kind_loads_as_it_was_saved(kind: str, tmp_path: Path) -> None:
-    drafter = small_drafter(exit_dim=48, layers=2, rnn=False) if kind == "projected" else make_head(kind)
+    drafter = (
+        small_drafter(exit_dim=48, layers=2, rnn=False) if kind == "projected" else make_head(kind)
+    )
     drafter.args = replace(drafter.args, hidden_state="before_norm", acceptance=[[0.5, 0.1]])
     save_drafter(tmp_path, drafter)
     assert is_same(load_drafter(tmp_path), drafter)
@@ -99,7 +101,9 @@ def test_weights_are_saved_in_the_dtype_asked_for(tmp_path: Path) -> None:
     assert (saved["dtype"], saved["trained_on"]) == ("bfloat16", "the cat")
 
 
-def test_failed_save_leaves_the_directory_as_it_was(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_leaves_the_directory_as_it_was(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {path.name: path.read_bytes() for path in stored.iterdir()}
 
     def fail(path: str, weights: dict[str, mx.array], *more: Any) -> None:

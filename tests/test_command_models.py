@@ -21,7 +21,9 @@ from mlx_redrafter.training.settings import TrainingArgs
 
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a GPU computes here")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
-def test_slow_weights_are_noted(dtype: mx.Dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_weights_are_noted(
+    dtype: mx.Dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = small_llama(hidden=64)
     model.set_dtype(dtype)
     save_target(tmp_path, model, make_tokenizer()._tokenizer)
@@ -40,14 +42,26 @@ def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
         nn.quantize(model, **config["quantization"])
     save_target(tmp_path / "target", model, make_tokenizer()._tokenizer, **config)
     save_drafter(tmp_path / "drafter", drafter)
-    given = ["--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--dtype", "float32"]
+    given = [
+        "--model",
+        str(tmp_path / "target"),
+        "--drafter",
+        str(tmp_path / "drafter"),
+        "--dtype",
+        "float32",
+    ]
     args = parse(*given)
     loaded, _, head = load_pair(args, args.model, args.drafter)
     assert head is not None
     for cast, stored in ((loaded, model), (head.weights, drafter)):
-        expected = {k: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a for k, a in list_weights(stored).items()}
+        expected = {
+            k: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a
+            for k, a in list_weights(stored).items()
+        }
         found = list_weights(cast)
-        assert found.keys() == expected.keys() and all(found[k].dtype == expected[k].dtype for k in found)
+        assert found.keys() == expected.keys() and all(
+            found[k].dtype == expected[k].dtype for k in found
+        )
         assert all(mx.array_equal(found[k], expected[k]) for k in found)
     assert loaded(mx.array([[1, 2]])).dtype == mx.float32
 
@@ -57,24 +71,43 @@ def parse(*flags: str) -> Namespace:
 
 
 def test_the_demo_and_a_draft_model_are_cast() -> None:
-    model, _, drafter = load_pair(parse("--dtype", "bfloat16", "--draft-model", str(DIRECTORY / "target")), None, None)
+    model, _, drafter = load_pair(
+        parse("--dtype", "bfloat16", "--draft-model", str(DIRECTORY / "target")), None, None
+    )
     assert drafter is not None
     for module in (model, drafter.weights):
-        assert {array.dtype for array in list_weights(module).values()} <= {mx.bfloat16, mx.int32, mx.uint32}
+        assert {array.dtype for array in list_weights(module).values()} <= {
+            mx.bfloat16,
+            mx.int32,
+            mx.uint32,
+        }
 
 
-def test_parameters_excluded_from_casting_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama.Model, "cast_predicate", property(lambda model: lambda name: "norm" not in name), False)
+def test_parameters_excluded_from_casting_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        llama.Model,
+        "cast_predicate",
+        property(lambda model: lambda name: "norm" not in name),
+        False,
+    )
     save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
     model, _, _ = load_pair(parse("--dtype", "bfloat16"), str(tmp_path), None)
-    assert all((array.dtype == mx.float32) is ("norm" in name) for name, array in list_weights(model).items())
+    assert all(
+        (array.dtype == mx.float32) is ("norm" in name)
+        for name, array in list_weights(model).items()
+    )
 
 
 def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     model = small_llama()
     model.model.norm.weight = model.model.norm.weight * 1e6
     save_target(tmp_path, model, make_tokenizer()._tokenizer)
-    with pytest.raises(RedrafterError, match=r"model\.norm\.weight does not fit into float16: give --dtype float32 or"):
+    with pytest.raises(
+        RedrafterError,
+        match=r"model\.norm\.weight does not fit into float16: give --dtype float32 or",
+    ):
         load_pair(parse("--dtype", "float16"), str(tmp_path), None)
     load_pair(parse("--dtype", "bfloat16"), str(tmp_path), None)
 

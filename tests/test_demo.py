@@ -1,4 +1,7 @@
-"""The packaged demo: real text, offline, identical with and without the drafter; and the README's Python."""
+"""The packaged demo: real text, offline, identical with and without the drafter.
+
+And the README's Python.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,25 @@ def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_pa
     assert drafter.args.exit_dim == 32 and drafter.dtype == find_compute_dtype(model) == mx.float32
 
 
-@pytest.mark.parametrize(("plan", "temp"), [((1, 4), 0.0), ((4, 5), 0.8), ((4, 4, 8), 0.8)], ids=str)
-def test_drafted_text_is_the_plain_text(demo: tuple[Any, Any, Any], plan: tuple[int, ...], temp: float) -> None:
+@pytest.mark.parametrize(
+    ("plan", "temp"), [((1, 4), 0.0), ((4, 5), 0.8), ((4, 4, 8), 0.8)], ids=str
+)
+def test_drafted_text_is_the_plain_text(
+    demo: tuple[Any, Any, Any], plan: tuple[int, ...], temp: float
+) -> None:
     model, tokenizer, drafter = demo
     rounds = accepted = 0
     for seed, text in enumerate(demo_prompts()[::16]):
         options = {"max_tokens": TOKENS, "temp": temp, "seed": seed}
         prompt = encode(tokenizer, text)[:PROMPT]
         plain = [token for token, _, _ in generate_step(prompt, model, context=False, **options)]
-        responses = list(stream_generate(model, tokenizer, prompt, drafter=drafter, plan=plan, **options))
+        responses = list(
+            stream_generate(model, tokenizer, prompt, drafter=drafter, plan=plan, **options)
+        )
         made = [response.token for response in responses]
-        assert made == plain[: len(made)] and (len(made) == TOKENS or responses[-1].finish_reason == "stop")
+        assert made == plain[: len(made)] and (
+            len(made) == TOKENS or responses[-1].finish_reason == "stop"
+        )
         rounds, accepted = rounds + responses[-1].rounds, accepted + responses[-1].accepted
     assert accepted > 0.2 * rounds, "the packaged drafter is trained for the packaged target"
 
@@ -55,15 +66,26 @@ def test_the_demo_edit_is_done(demo: tuple[Any, Any, Any]) -> None:
     model, tokenizer, drafter = demo
     shown = json.loads((DIRECTORY / "edits.json").read_text(encoding="utf-8"))[0]
     assert shown["text"] == demo_prompts("edits")[0] == demo_prompts()[0]
-    options: dict[str, Any] = {"plan": (1, 3), "context": True}  # because auto drafts less on a busy machine
-    responses = list(stream_generate(model, tokenizer, shown["text"], drafter=drafter, max_tokens=400, **options))
-    assert "".join(each.text for each in responses) == shown["answer"] and responses[-1].finish_reason == "stop"
+    options: dict[str, Any] = {
+        "plan": (1, 3),
+        "context": True,
+    }  # because auto drafts less on a busy machine
+    responses = list(
+        stream_generate(model, tokenizer, shown["text"], drafter=drafter, max_tokens=400, **options)
+    )
+    assert (
+        "".join(each.text for each in responses) == shown["answer"]
+        and responses[-1].finish_reason == "stop"
+    )
     assert responses[-1].tokens_per_round > 4, "most of it is copied"
 
 
 def test_the_demo_is_small_and_in_eight_bits() -> None:
     files = [file for file in DIRECTORY.rglob("*") if file.is_file()]
-    sizes = {own: sum(x.stat().st_size for x in files if (x.parent.name == "smollm2") is own) for own in (False, True)}
+    sizes = {
+        own: sum(x.stat().st_size for x in files if (x.parent.name == "smollm2") is own)
+        for own in (False, True)
+    }
     assert sizes[False] < 34_000_000 and sizes[True] < 8_000_000
     stored = load(DIRECTORY / "target")[0]
     assert {module.bits for _, module in stored.named_modules() if hasattr(module, "bits")} == {8}
@@ -75,7 +97,11 @@ def test_the_demo_is_small_and_in_eight_bits() -> None:
 
 
 def test_notice_names_every_package_of_the_recipe() -> None:
-    packages = (README.parent / "examples" / "demo" / "packages.txt").read_text(encoding="utf-8").splitlines()
+    packages = (
+        (README.parent / "examples" / "demo" / "packages.txt")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     notice = " ".join((DIRECTORY / "NOTICE").read_text(encoding="utf-8").split())
     assert len(packages) > 100
     for line in packages:
@@ -84,7 +110,9 @@ def test_notice_names_every_package_of_the_recipe() -> None:
 
 
 def test_the_readmes_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     assert blocks
     for block in blocks:
         exec(compile(block, str(README), "exec"), {})

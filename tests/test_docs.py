@@ -21,18 +21,24 @@ WAITS = re.compile(r"mlx_redrafter[. ](chat|server|race|stdio)\b")
 
 def paste(text: str) -> tuple[str, list[str]]:
     """Pastes text into an interactive zsh. Returns (commands it would run, errors)."""
-    done = subprocess.run([str(ZSH), "-f", "-i"], input=PASTE + text, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [str(ZSH), "-f", "-i"], input=PASTE + text, capture_output=True, text=True, timeout=30
+    )
     return done.stdout, [line for line in done.stderr.splitlines() if "zsh: " in line]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
 def test_a_block_can_be_pasted(block: Block) -> None:
-    assert not [word for word in shlex.split(block.text) if word.startswith("#")], "zsh takes no comment"
+    assert not [word for word in shlex.split(block.text) if word.startswith("#")], (
+        "zsh takes no comment"
+    )
     *others, _ = block.text.replace("\\\n", "").splitlines()
     assert not any(map(WAITS.search, others)), "a waiting command would read the following lines"
     if ZSH:
         ran, errors = paste(block.text)
-        assert not errors and "\\#" not in ran and (ran.count("ran: ") >= 1 or "export" in block.text), (ran, errors)
+        assert (
+            not errors and "\\#" not in ran and (ran.count("ran: ") >= 1 or "export" in block.text)
+        ), (ran, errors)
 
 
 @pytest.mark.skipif(ZSH is None, reason="zsh is not installed")

@@ -45,13 +45,17 @@ def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("calls", "plan", "temp"), pairs((0, 1, 9), PLANS, (0.0, 0.8)))
-def test_the_context_continues_drafting(calls: int, plan: str, temp: float, cheap_rounds: None) -> None:
+def test_the_context_continues_drafting(
+    calls: int, plan: str, temp: float, cheap_rounds: None
+) -> None:
     options = PLANS[plan] | {"temp": temp}
     errors: list[Exception] = []
     found = stream(drafter=failing_drafter(calls), on_drafter_failure=errors.append, **options)
     assert tokens(found) == tokens(stream(plan="off", temp=temp))
     assert [str(error) for error in errors] == [f"call {calls}"], "reported once"
-    assert any(each.draft_source == "context" for each in found[-30:]) is options.get("context", True)
+    assert any(each.draft_source == "context" for each in found[-30:]) is options.get(
+        "context", True
+    )
     with pytest.raises(Broken):
         stream(drafter=failing_drafter(calls), **options)
 
@@ -71,7 +75,14 @@ def test_a_session_continues(plan: str, cheap_rounds: None) -> None:
     errors: list[Exception] = []
     model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
     options: dict[str, Any] = {"max_tokens": 40, "seed": 5, "temp": 0.8}
-    failing = Session(model, tokenizer, failing_drafter(5), on_drafter_failure=errors.append, **options, **PLANS[plan])
+    failing = Session(
+        model,
+        tokenizer,
+        failing_drafter(5),
+        on_drafter_failure=errors.append,
+        **options,
+        **PLANS[plan],
+    )
     plain = Session(model, tokenizer, plan="off", **options)
     for turn in ("abcabc", "cab"):
         assert failing.send(turn).tokens == plain.send(turn).tokens

@@ -1,4 +1,6 @@
-"""The examples run: the demo's recipe on tiny models, the sessions, and the Python of docs/embedding.md."""
+"""The examples run: the demo's recipe on tiny models, the sessions, and the Python of
+docs/embedding.md.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_the_targets_texts_are_written_once(tmp_path: Path) -> None:
-    model, tokens = small_llama(vocab=VOCAB), np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
+    model, tokens = (
+        small_llama(vocab=VOCAB),
+        np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16),
+    )
     texts = drafter.write_texts(model, tokens, tmp_path / "texts", 0.0, batches=2)
     assert texts.shape == (8, 24)
     pieces = {tuple(tokens[start : start + 8].tolist()) for start in range(0, 400, 8)}
@@ -82,16 +87,22 @@ def test_edits_are_packed_without_cuts() -> None:
     assert ids.shape[1] == 91 and weights.shape == (len(ids), 90)
     split = [("".join(map(chr, row)), prompt) for row, prompt in edits.split_rows(ids, weights, 0)]
     packed = [edit for edit in made if len(edit.prompt + edit.after) < 91]
-    assert sorted(split) == sorted((edit.prompt + edit.after + "\0", len(edit.prompt)) for edit in packed)
+    assert sorted(split) == sorted(
+        (edit.prompt + edit.after + "\0", len(edit.prompt)) for edit in packed
+    )
     assert (weights >= 1).sum() == sum(len(edit.after) + 1 for edit in packed)
-    assert set(np.unique(weights)) == {0, np.float32(edits.PROMPT_WEIGHT), edits.CHANGED_WEIGHT}, "no c is in a source"
+    assert set(np.unique(weights)) == {0, np.float32(edits.PROMPT_WEIGHT), edits.CHANGED_WEIGHT}, (
+        "no c is in a source"
+    )
 
 
 def test_changed_tokens_weigh_more() -> None:
     edit = edits.Edit("any", "x", "abcd", "abxd")
     _, weights = edits.pack_rows([edit], lambda text: [ord(letter) for letter in text], 0, 50, 0.0)
     changed = edits.CHANGED_WEIGHT
-    assert weights[0, len(edit.prompt) - 1 :].tolist()[:6] == [1, 1, changed, 1, changed, 0], "so is the end token"
+    assert weights[0, len(edit.prompt) - 1 :].tolist()[:6] == [1, 1, changed, 1, changed, 0], (
+        "so is the end token"
+    )
     assert not weights[0, : len(edit.prompt) - 1].any()
 
 
@@ -110,10 +121,17 @@ def test_exercises_follow_their_instruction() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
-    model, tokens = small_llama(vocab=VOCAB), np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
-    args = DrafterArgs(model.args.hidden_size, VOCAB, exit_dim=8, num_draft_layers=1, draft_vocab_size=12)
+    model, tokens = (
+        small_llama(vocab=VOCAB),
+        np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16),
+    )
+    args = DrafterArgs(
+        model.args.hidden_size, VOCAB, exit_dim=8, num_draft_layers=1, draft_vocab_size=12
+    )
     settings = TrainingArgs(draft_depth=3, batch_size=2)
-    texts = [Text(row, 0) for row in drafter.write_texts(model, tokens, tmp_path / "texts", batches=2)]
+    texts = [
+        Text(row, 0) for row in drafter.write_texts(model, tokens, tmp_path / "texts", batches=2)
+    ]
     drafter.train(model, texts, args, settings, 2, tmp_path)
     drafter.describe(model, tokens, tmp_path, depth=3)
     found: Any = load_drafter(tmp_path, model).args
@@ -125,13 +143,23 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
 def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path) -> None:
     held_out = "".join(f"    return compute_the_held_out_value(number={i})\n" for i in range(40))
     own = "".join(f"    self.assertEqual(parse_the_argument({i}), {i})\n" for i in range(40))
-    files = {"a/own.py": own.encode(), "a/copy.py": held_out.encode(), "a/latin.py": own.encode() + b"# \xe9\n"}
-    files |= {"a/short.py": b"x = 1\n", "a/data.txt": own.encode(), "a/more.py": own.replace("self", "that").encode()}
+    files = {
+        "a/own.py": own.encode(),
+        "a/copy.py": held_out.encode(),
+        "a/latin.py": own.encode() + b"# \xe9\n",
+    }
+    files |= {
+        "a/short.py": b"x = 1\n",
+        "a/data.txt": own.encode(),
+        "a/more.py": own.replace("self", "that").encode(),
+    }
     with zipfile.ZipFile(tmp_path / "a-1-py3-none-any.whl", "w") as wheel:
         for name, data in files.items():
             wheel.writestr(name, data)
     wheels = list(tmp_path.glob("*.whl"))
-    assert sorted(corpus.package_texts(wheels, [held_out])) == sorted([own, own.replace("self", "that")])
+    assert sorted(corpus.package_texts(wheels, [held_out])) == sorted(
+        [own, own.replace("self", "that")]
+    )
     assert held_out in set(corpus.package_texts(wheels, []))
 
 
@@ -148,10 +176,23 @@ def test_a_torch_llama_matches_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monkey
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from examples.demo import target
 
-    monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # torch.compile would need a C++ compiler
-    for name, value in {"BATCH_TOKENS": 32, "SHORT": 8, "LONG": 16, "WARM_UP": 2, "CHECKPOINT_SECONDS": 0}.items():
+    monkeypatch.setattr(
+        torch, "compile", lambda module, **_: module
+    )  # torch.compile would need a C++ compiler
+    for name, value in {
+        "BATCH_TOKENS": 32,
+        "SHORT": 8,
+        "LONG": 16,
+        "WARM_UP": 2,
+        "CHECKPOINT_SECONDS": 0,
+    }.items():
         monkeypatch.setattr(target, name, value)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+    }
     settings = target.make_config(VOCAB, 0) | sizes
     tokens = np.random.default_rng(0).integers(4, size=600).astype(np.uint16)
     target.train(target.make_text_batches(tokens, tokens, 12), settings, 12, tmp_path)
@@ -181,7 +222,9 @@ def test_two_sessions_continue_one_conversation(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     session = Session(*load_demo(), temp=0.8, draft_depth=3)
     session.send(PROMPT, max_tokens=20, seed=0)
-    answers = [session.fork().send("\n", max_tokens=12, seed=seed).text for seed in side_by_side.SEEDS]
+    answers = [
+        session.fork().send("\n", max_tokens=12, seed=seed).text for seed in side_by_side.SEEDS
+    ]
     assert answers[0] != answers[1]
     for answer in answers:  # a narrow panel breaks lines, but not short words
         assert all(word in shown for word in re.findall(r"\w+", answer) if len(word) < 20)
@@ -194,9 +237,15 @@ def test_timer_ends_each_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert first > 0 < second and held > first + second, "the second answer follows the first"
 
 
-@pytest.mark.parametrize(("block", "expected"), zip(BLOCKS, ("tokens per round", " [length]", ""), strict=True))
+@pytest.mark.parametrize(
+    ("block", "expected"), zip(BLOCKS, ("tokens per round", " [length]", ""), strict=True)
+)
 def test_the_pages_python_runs(
-    block: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    block: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(block, str(PAGE), "exec"), {"__name__": "page"})

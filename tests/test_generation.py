@@ -13,7 +13,18 @@ import pytest
 from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from small import small_drafter
-from toys import BEAMS, SCRIPTS, VOCAB, Scripted, ids, make_model, make_prompt, make_tokenizer, run, with_plain
+from toys import (
+    BEAMS,
+    SCRIPTS,
+    VOCAB,
+    Scripted,
+    ids,
+    make_model,
+    make_prompt,
+    make_tokenizer,
+    run,
+    with_plain,
+)
 
 from mlx_redrafter import GenerationResponse, RedrafterError, generate, stream_generate
 from mlx_redrafter.engine.types import Tree
@@ -24,14 +35,19 @@ from mlx_redrafter.trials import decode_prompts
 
 PROMPT = make_prompt(7, seed=4)
 COUNT = 16
-CHOICES: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temp": 1.0, "top_p": 0.9, "seed": 8}}
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temp": 1.0, "top_p": 0.9, "seed": 8},
+}
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 
 @cache
 def drafter_of(choice: str, width: int, script: str, script_seed: int) -> Scripted:
     """A drafter that follows `script` on plain decoding's text."""
-    return with_plain(make_model(), PROMPT, COUNT, script, width=width, script_seed=script_seed, **CHOICES[choice])[1]
+    return with_plain(
+        make_model(), PROMPT, COUNT, script, width=width, script_seed=script_seed, **CHOICES[choice]
+    )[1]
 
 
 def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:
@@ -44,7 +60,12 @@ def stream_plainly(
     choice: str, eos: int | None = None, stop: str | None = None, max_tokens: int = COUNT
 ) -> list[GenerationResponse]:
     """Plain decoding's stream up to one of two stop strings, the other of which never comes."""
-    return stream(eos, stop=[] if stop is None else [stop, "never said"], max_tokens=max_tokens, **CHOICES[choice])
+    return stream(
+        eos,
+        stop=[] if stop is None else [stop, "never said"],
+        max_tokens=max_tokens,
+        **CHOICES[choice],
+    )
 
 
 # Responses.
@@ -58,13 +79,17 @@ def test_responses_extend_mlx_lms(drafted: bool) -> None:
     ours = stream(max_tokens=40, **options)
     for name in ("text", "token", "prompt_tokens", "generation_tokens", "finish_reason"):
         assert [getattr(r, name) for r in ours] == [getattr(r, name) for r in theirs], name
-    assert all(mx.allclose(a.logprobs, b.logprobs, atol=1e-4) for a, b in zip(ours, theirs, strict=True))
+    assert all(
+        mx.allclose(a.logprobs, b.logprobs, atol=1e-4) for a, b in zip(ours, theirs, strict=True)
+    )
     last = ours[-1]
     assert vars(theirs[-1]).keys() < vars(last).keys()
     assert last.generation_tokens == 40 == 1 + last.rounds + last.accepted
     assert last.tokens_per_round == pytest.approx(1 + last.accepted / last.rounds)
     assert sum(last.acceptance_per_depth) * last.rounds == pytest.approx(last.accepted)
-    assert last.drafted == 6 * last.rounds * drafted and last.rows_per_round == (7 if drafted else 1)
+    assert last.drafted == 6 * last.rounds * drafted and last.rows_per_round == (
+        7 if drafted else 1
+    )
     assert last.plain_steps == (0 if drafted else 39)
     assert ("Rounds: " in format_summary(last)) is drafted
 
@@ -72,14 +97,18 @@ def test_responses_extend_mlx_lms(drafted: bool) -> None:
 def test_prompts_may_be_text_ids_or_arrays() -> None:
     tokenizer = make_tokenizer()
     text = tokenizer.decode(PROMPT)
-    expected = "".join(each.text for each in stream_generate(make_model(), tokenizer, PROMPT, max_tokens=12))
+    expected = "".join(
+        each.text for each in stream_generate(make_model(), tokenizer, PROMPT, max_tokens=12)
+    )
     for prompt in (text, tokenizer.encode(text), mx.array(tokenizer.encode(text))):
         assert generate(make_model(), tokenizer, prompt, max_tokens=12) == expected
 
 
 def test_a_random_seed_is_reported() -> None:
     first, other = stream(temp=1.0), stream(temp=1.0)
-    again = stream(temp=1.0, seed=first[0].seed, drafter=small_drafter(hidden=64, vocab=VOCAB), plan=(2, 3))
+    again = stream(
+        temp=1.0, seed=first[0].seed, drafter=small_drafter(hidden=64, vocab=VOCAB), plan=(2, 3)
+    )
     assert [r.token for r in first] == [r.token for r in again] != [r.token for r in other]
     assert first[0].seed == again[-1].seed != other[0].seed
 
@@ -105,13 +134,20 @@ def test_a_custom_sampler_has_its_own_randomness() -> None:
         shapes.add(logprobs.shape)
         return make_sampler(temp=1.0)(logprobs)
 
-    texts = {generate(make_model(), make_tokenizer(), PROMPT, sampler=sampler, max_tokens=40) for _ in range(2)}
+    texts = {
+        generate(make_model(), make_tokenizer(), PROMPT, sampler=sampler, max_tokens=40)
+        for _ in range(2)
+    }
     assert len(texts) == 2 and shapes == {(1, VOCAB)}
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_tokens", 0), ("model", "x"), ("drafter", "x")])
 def test_bad_options_are_refused_on_the_first_next(name: str, value: Any) -> None:
-    options: dict[str, Any] = {"model": make_model(), "tokenizer": make_tokenizer(), "prompt": PROMPT}
+    options: dict[str, Any] = {
+        "model": make_model(),
+        "tokenizer": make_tokenizer(),
+        "prompt": PROMPT,
+    }
     steps = stream_generate(**options | {name: value})
     with pytest.raises(RedrafterError, match=f"^{name} must be "):
         next(steps)
@@ -120,10 +156,15 @@ def test_bad_options_are_refused_on_the_first_next(name: str, value: Any) -> Non
 def test_several_prompts_are_counted_together() -> None:
     prompts = [PROMPT, PROMPT[:4]]
     found = decode_prompts(Pair(make_model()), prompts, Options(max_tokens=6))
-    assert found.texts == tuple(tuple(ids(run(make_model(), prompt, max_tokens=6))) for prompt in prompts)
+    assert found.texts == tuple(
+        tuple(ids(run(make_model(), prompt, max_tokens=6))) for prompt in prompts
+    )
     assert found.stats.rounds == 10 and found.tokens_per_second > 0
     eos = found.texts[0][2]
-    assert decode_prompts(Pair(make_model()), prompts[:1], Options(max_tokens=6), [eos]).texts[0][-1] == eos
+    assert (
+        decode_prompts(Pair(make_model()), prompts[:1], Options(max_tokens=6), [eos]).texts[0][-1]
+        == eos
+    )
 
 
 # Where a text ends.
@@ -133,14 +174,25 @@ def place(last: GenerationResponse) -> str:
     return "first" if last.rounds == 0 else "accepted" if last.from_draft else "own"
 
 
-def check_same_text(choice: str, beam: str, script: str, script_seed: int, **options: Any) -> GenerationResponse:
-    """Asserts plain decoding's stream and consistent counts of rounds. Returns the last response."""
+def check_same_text(
+    choice: str, beam: str, script: str, script_seed: int, **options: Any
+) -> GenerationResponse:
+    """Asserts plain decoding's stream and consistent counts of rounds.
+
+    Returns the last response.
+    """
     drafter = drafter_of(choice, BEAMS[beam]["beam_width"], script, script_seed)
     plain = stream_plainly(choice, **options)
-    options |= CHOICES[choice] | ({"stop": [options["stop"], "never said"]} if "stop" in options else {})
+    options |= CHOICES[choice] | (
+        {"stop": [options["stop"], "never said"]} if "stop" in options else {}
+    )
     drafted = stream(drafter=drafter, **BEAMS[beam], **options)
     for one, other in zip(drafted, plain, strict=True):
-        assert (one.token, one.text, one.finish_reason) == (other.token, other.text, other.finish_reason)
+        assert (one.token, one.text, one.finish_reason) == (
+            other.token,
+            other.text,
+            other.finish_reason,
+        )
     for each in (*plain, *drafted):  # also if the text ends inside a round
         assert each.generation_tokens == 1 + each.rounds + each.accepted
     return drafted[-1]
@@ -154,20 +206,29 @@ def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str) -> None:
     whole, places = make_tokenizer().decode(tokens), set()
     for turn, eos in enumerate(sorted(set(tokens))):
         last = check_same_text(choice, beam, "mixed", turn, eos=eos)
-        assert (last.token, last.finish_reason, last.generation_tokens) == (eos, "stop", tokens.index(eos) + 1)
+        assert (last.token, last.finish_reason, last.generation_tokens) == (
+            eos,
+            "stop",
+            tokens.index(eos) + 1,
+        )
         places.add((place(last), "eos"))
     for start in range(COUNT):
         stop = whole[start : start + 1 + start % 2 * 2]
         last = check_same_text(choice, beam, "mixed", start, stop=stop)
         assert last.finish_reason == "stop"
-        assert "".join(each.text for each in stream_plainly(choice, stop=stop)) == whole[: whole.index(stop)]
+        assert (
+            "".join(each.text for each in stream_plainly(choice, stop=stop))
+            == whole[: whole.index(stop)]
+        )
         places.add((place(last), "stop"))
     for count in (1, 2, 4, 5, 6, 9):
         last = check_same_text(choice, beam, SCRIPTS[count % 3], 0, max_tokens=count)
         assert (last.generation_tokens, last.finish_reason) == (count, "length")
         assert 1 + last.rounds + last.accepted == count
     # A round is cut at an end token, which then counts as its own.
-    assert places == set(product(("first", "accepted", "own"), ("eos", "stop"))) - {("accepted", "eos")}
+    assert places == set(product(("first", "accepted", "own"), ("eos", "stop"))) - {
+        ("accepted", "eos")
+    }
 
 
 # Reported rounds.
@@ -196,16 +257,23 @@ class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
 @pytest.mark.parametrize("beam", BEAMS)
 @pytest.mark.parametrize("choice", [*CHOICES, "processors"])
 def test_reported_rounds_spell_the_text(choice: str, beam: str) -> None:
-    options = CHOICES.get(choice, {"logits_processors": make_logits_processors(repetition_penalty=1.3)})
+    options = CHOICES.get(
+        choice, {"logits_processors": make_logits_processors(repetition_penalty=1.3)}
+    )
     plain, drafter = with_plain(
         make_model(), PROMPT, 24, "mixed", width=BEAMS[beam]["beam_width"], script_seed=1, **options
     )
     rounds = Rounds()
-    steps = run(make_model(), PROMPT, drafter, max_tokens=24, on_round=rounds, **BEAMS[beam], **options)
+    steps = run(
+        make_model(), PROMPT, drafter, max_tokens=24, on_round=rounds, **BEAMS[beam], **options
+    )
     assert ids(steps) == ids(plain)
     rounds.check(ids(steps))
     last = steps[-1].stats
-    assert len(rounds) == last.rounds and sum(len(path) - 1 for _, _, path, _ in rounds) == last.accepted > 3
+    assert (
+        len(rounds) == last.rounds
+        and sum(len(path) - 1 for _, _, path, _ in rounds) == last.accepted > 3
+    )
     assert sum(len(tokens) - 1 for tokens, _, _, _ in rounds) == last.drafted
     from_draft = [at < len(chosen) - 1 for *_, chosen in rounds for at in range(len(chosen))]
     assert [step.from_draft for step in steps[1:]] == from_draft

@@ -25,7 +25,8 @@ Imports = dict[str, set[str]]
 def read_imports() -> Imports:
     """Module of the package -> names of the modules that it imports, or of something in them.
 
-    Includes imports in functions and those for types, but not the block that runs a module as a command.
+    Includes imports in functions and those for types, but not the block that runs a module as a
+    command.
     """
     found = Imports()
     for file in sorted([*(ROOT / "mlx_redrafter").rglob("*.py"), *(ROOT / "convert").glob("*.py")]):
@@ -33,7 +34,9 @@ def read_imports() -> Imports:
         parts = parts if parts[0] == "mlx_redrafter" else ("mlx_redrafter", *parts)
         names = found[".".join(parts).removesuffix(".__init__")] = set[str]()
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if __name__ == ")]
+        tree.body = [
+            node for node in tree.body if not ast.unparse(node).startswith("if __name__ == ")
+        ]
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
@@ -49,16 +52,27 @@ def importers(folder: str, *modules: str) -> set[str]:
     below = tuple(f"{name}." for name in modules)
     inside = [module for module in read_imports() if f"{module}.".startswith(f"{folder}.")]
     assert inside, folder
-    return {module for module in inside if any(f"{name}.".startswith(below) for name in read_imports()[module])}
+    return {
+        module
+        for module in inside
+        if any(f"{name}.".startswith(below) for name in read_imports()[module])
+    }
 
 
 def test_no_module_imports_a_layer_above() -> None:
     package = "mlx_redrafter"
     for folder in ("engine", "drafters"):
-        assert not importers(f"{package}.{folder}", *(f"{package}.{name}" for name in ABOVE)), folder
+        assert not importers(f"{package}.{folder}", *(f"{package}.{name}" for name in ABOVE)), (
+            folder
+        )
     for folder in COMMANDS:
-        assert not importers(f"{package}.{folder}", *(f"{package}.{other}" for other in COMMANDS - {folder})), folder
-    assert all(name.startswith("mlx_redrafter.convert") for name in importers(package, f"{package}.convert"))
+        assert not importers(
+            f"{package}.{folder}", *(f"{package}.{other}" for other in COMMANDS - {folder})
+        ), folder
+    assert all(
+        name.startswith("mlx_redrafter.convert")
+        for name in importers(package, f"{package}.convert")
+    )
     assert not importers(package, "benchmarks", "tests")
     kinds = [f"{package}.drafters.{name}" for name in TRAINABLE]
     assert all(name.startswith("mlx_redrafter.drafters") for name in importers(package, *kinds))
@@ -67,11 +81,16 @@ def test_no_module_imports_a_layer_above() -> None:
     assert importers(f"{package}.planning", "mlx", "mlx_lm", "numpy") <= device
     # Negative control: imports are found.
     assert "mlx_redrafter.drafters.medusa" in importers(package, *kinds)
-    assert "mlx_redrafter.engine.round" in importers("mlx_redrafter.engine", "mlx_redrafter.engine.accept")
+    assert "mlx_redrafter.engine.round" in importers(
+        "mlx_redrafter.engine", "mlx_redrafter.engine.accept"
+    )
 
 
 def find_circle(imports: Imports) -> list[str]:
-    """Modules each of which imports the next, from one module back to it; empty if there is no circle."""
+    """Modules each of which imports the next, from one module back to it.
+
+    Empty if there is no circle.
+    """
     done = set[str]()
 
     def follow(path: list[str]) -> list[str]:
@@ -102,7 +121,12 @@ def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedPro
     places = [str(place) for place in (path, os.environ.get("PYTHONPATH")) if place]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -159,7 +183,9 @@ for order in (
     except TypeError as error:
         print(error)"""
     result = python("-W", "error", "-c", script)
-    missing = "generate() missing 3 required positional arguments: 'model', 'tokenizer', and 'prompt'"
+    missing = (
+        "generate() missing 3 required positional arguments: 'model', 'tokenizer', and 'prompt'"
+    )
     assert result.stdout.splitlines() == [missing] * 3, result.stderr
 
 
@@ -209,4 +235,7 @@ for command in (("server", "--max-tokens", "0"), ("server",), ("race",)):
     flag, *missing = result.stderr.splitlines()
     assert flag == "error: max_tokens must be -1 (no limit) or at least 1, got 0"
     assert len(missing) == 2
-    assert all(" is not installed, " in line and 'pip install "mlx_redrafter[server]"' in line for line in missing)
+    assert all(
+        " is not installed, " in line and 'pip install "mlx_redrafter[server]"' in line
+        for line in missing
+    )

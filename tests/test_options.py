@@ -55,7 +55,10 @@ def test_both_ends_of_every_range_are_accepted(flag: Any) -> None:
     assert getattr(Options(), flag.name) == flag.default
     for value in {flag.minimum, flag.maximum, *(flag.choices or ())} - {None}:
         assert getattr(Options(**{flag.name: value}), flag.name) == value
-    beyond = [None if flag.minimum is None else flag.minimum - 1, None if flag.maximum is None else flag.maximum + 1]
+    beyond = [
+        None if flag.minimum is None else flag.minimum - 1,
+        None if flag.maximum is None else flag.maximum + 1,
+    ]
     for value in set(beyond) - {None}:
         with pytest.raises(RedrafterError, match=f"^{flag.name} must be "):
             Options(**{flag.name: value})
@@ -69,10 +72,15 @@ def test_changed_options_are_checked_and_become_python_numbers() -> None:
 
 
 def test_flags_derive_from_the_options() -> None:
-    parser, flags = argparse.ArgumentParser(), [flag for flag in OPTION_FLAGS if flag.name != "seed"]
+    parser, flags = (
+        argparse.ArgumentParser(),
+        [flag for flag in OPTION_FLAGS if flag.name != "seed"],
+    )
     add_options(parser, without={"seed"})
     defaults = vars(parser.parse_args([]))
-    assert defaults == {flag.name: flag.default for flag in flags} and Options(**defaults) == Options()
+    assert (
+        defaults == {flag.name: flag.default for flag in flags} and Options(**defaults) == Options()
+    )
     parsed = parser.parse_args(["-m", "5", "--top-p", "0.5", "--kv-bits", "4", "--plan", "off"])
     assert (parsed.max_tokens, parsed.top_p, parsed.kv_bits, parsed.plan) == (5, 0.5, 4, "off")
     text = " ".join(parser.format_help().split())
@@ -98,7 +106,9 @@ def test_plan_follows_from_the_options(options: dict[str, Any], plan: Any) -> No
     assert Options(**options).resolve_plan(None) is None
 
 
-@pytest.mark.parametrize("options", [{"beam_width": 65}, {"tree_size": 257}, {"tree_size": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"beam_width": 65}, {"tree_size": 257}, {"tree_size": 5}], ids=str
+)
 def test_a_drafter_limits_the_plan(options: dict[str, Any]) -> None:
     assert Options(**options).resolve_plan(None) is None, "some drafter could complete it"
     with pytest.raises(RedrafterError, match=f"^{next(iter(options))} .*must be "):

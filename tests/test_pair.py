@@ -24,7 +24,10 @@ COSTS = CostTable((64,), (1, 2, 4), ((1.0, 3.0, 5.0),), (1.0,), (1,), (1.0,), (0
         ({"plan": "off"}, ["plan is off"]),
         ({"plan": (1, 3)}, ["the context does not draft: a plan is fixed"]),
         ({"plan": (1, 3), "context": True}, []),
-        ({"context": False}, ["the context does not draft: it is off", "the drafter does not draft: by its costs"]),
+        (
+            {"context": False},
+            ["the context does not draft: it is off", "the drafter does not draft: by its costs"],
+        ),
         ({}, ["the drafter does not draft: by its costs"]),
     ],
     ids=str,
@@ -44,20 +47,30 @@ def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPat
     chains = make_family("qwen3_next")
     pair = Pair(chains, make_drafter(chains))
     (note,) = pair.choose(Options(), pair.open_source()).notes
-    assert note.startswith("chains, not trees: its cache (ArraysCache) takes tokens one after the other")
+    assert note.startswith(
+        "chains, not trees: its cache (ArraysCache) takes tokens one after the other"
+    )
     (note,) = Pair(make_family("phi3small")).choose(Options()).notes
-    assert note.startswith("the context does not draft: cannot draft for phi3small: its block-sparse layers")
+    assert note.startswith(
+        "the context does not draft: cannot draft for phi3small: its block-sparse layers"
+    )
 
 
 @pytest.mark.parametrize(("size", "note"), [
     (64, "nothing drafts: no number of rows is known .* or padded in the cache's ring of 64 rows"),
     (200, "drafting with --exact ends when the cache's ring of 200 rows"),
 ])  # fmt: skip
-def test_notes_name_the_ring_that_limits_exact_drafts(size: int, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **_: ((1,),) if size < 76 else ((1, 2, 3),))
+def test_notes_name_the_ring_that_limits_exact_drafts(
+    size: int, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Pair, "find_row_classes", lambda *args, **_: ((1,),) if size < 76 else ((1, 2, 3),)
+    )
     pair, options = Pair(small_llama()), Options(exact=True, max_kv_size=size)
     assert re.match(note, pair.choose(options).notes[0])
-    assert re.match(note, pair.choose(Options(exact=True, prompt_cache=pair.find_cache(options))).notes[0])
+    assert re.match(
+        note, pair.choose(Options(exact=True, prompt_cache=pair.find_cache(options))).notes[0]
+    )
 
 
 def decode(name: str, **options: Any) -> None:

@@ -31,7 +31,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 def test_a_real_answer_is_the_same_with_all_drafters(real: tuple[Any, Any], temp: float) -> None:
     model, tokenizer = real
     drafter = load_drafter("smollm2", model)
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], add_generation_prompt=True
+    )
     texts, rounds = {}, {}
     for name, options in {
         "plain": {"plan": "off"},
@@ -39,8 +41,13 @@ def test_a_real_answer_is_the_same_with_all_drafters(real: tuple[Any, Any], temp
         "chain": {"drafter": drafter, "beam_width": 1, "draft_depth": 3, "context": False},
         "tree": {"drafter": drafter, "beam_width": 4, "draft_depth": 5},
     }.items():
-        responses = list(stream_generate(model, tokenizer, prompt, max_tokens=64, temp=temp, seed=1, **options))
-        texts[name], rounds[name] = "".join(each.text for each in responses), responses[-1].tokens_per_round
+        responses = list(
+            stream_generate(model, tokenizer, prompt, max_tokens=64, temp=temp, seed=1, **options)
+        )
+        texts[name], rounds[name] = (
+            "".join(each.text for each in responses),
+            responses[-1].tokens_per_round,
+        )
     assert len(texts["plain"]) > 100 and set(texts.values()) == {texts["plain"]}
     assert rounds["plain"] == 1 and rounds["chain"] > 1.2 and rounds["tree"] >= rounds["chain"]
     if not temp:

@@ -12,7 +12,10 @@ from mlx_redrafter.generate import StopStrings
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Expected text: everything before the stop string that completes first; the longest of several."""
+    """Expected text: everything before the stop string that completes first.
+
+    The longest of several.
+    """
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)
 

@@ -13,7 +13,8 @@ import mlx.core as mx
 def workers(count: int) -> Iterator[list[ThreadPoolExecutor]]:
     """Pools of one thread each.
 
-    Each thread clears its MLX streams before it ends; otherwise the process may abort at exit (with mlx-lm alone, too).
+    Each thread clears its MLX streams before it ends; otherwise the process may abort at exit (with
+    mlx-lm alone, too).
     """
     with ExitStack() as stack:
         pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(count)]

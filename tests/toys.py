@@ -1,7 +1,7 @@
 """Tiny targets of mlx-lm's own classes, a scripted drafter, and a tokenizer of single characters.
 
-Models are float32 with widely spread logits. One forward over N nodes and N forwards over one token agree to about
-1e-5, so tests can compare tokens, not just distributions.
+Models are float32 with widely spread logits. One forward over N nodes and N forwards over one token
+agree to about 1e-5, so tests can compare tokens, not just distributions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ LENGTH_BOUND: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(
     kind: str = "llama", *, vocab: int = VOCAB, layers: int = 2, spread: float = 6.0, seed: int = 0
 ) -> nn.Module:
-    """A random target with logits spread by `spread`, shared between tests, which must not change it."""
+    """A random target with logits spread by `spread`, shared between tests, which must not change
+    it.
+    """
     module, arguments = (KINDS | LENGTH_BOUND)[kind]
     home = import_module(f"mlx_lm.models.{module}")
     config = {
@@ -85,7 +87,11 @@ def make_model(
             return old * spread / 2 if name == "model.norm.weight" else old
         return mx.random.normal(old.shape, key=next(keys)) * (2.0 * old.shape[-1] ** -0.5)
 
-    model.update(tree_unflatten([(name, weight(name, old)) for name, old in tree_flatten(model.parameters())]))
+    model.update(
+        tree_unflatten(
+            [(name, weight(name, old)) for name, old in tree_flatten(model.parameters())]
+        )
+    )
     mx.eval(model.parameters())
     return model
 
@@ -95,7 +101,9 @@ def make_prompt(length: int, *, vocab: int = VOCAB, seed: int = 0) -> list[int]:
     return [generator.randrange(vocab) for _ in range(length)]
 
 
-def run(model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None, **options: Any) -> list[Step]:
+def run(
+    model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None, **options: Any
+) -> list[Step]:
     """All steps of one generation. Without a drafter it is plain, unless `context` is set."""
     if drafter is None:
         options = {"context": False} | options
@@ -114,7 +122,9 @@ def ids(steps: Sequence[Step]) -> list[int]:
     return [step.token for step in steps]
 
 
-def assert_same_steps(steps: Sequence[Step], plain: Sequence[Step], *, tolerance: float = 1e-3) -> None:
+def assert_same_steps(
+    steps: Sequence[Step], plain: Sequence[Step], *, tolerance: float = 1e-3
+) -> None:
     """Asserts the same tokens and log-probabilities."""
     assert ids(steps) == ids(plain)
     for mine, theirs in zip(steps, plain, strict=True):
@@ -124,13 +134,15 @@ def assert_same_steps(steps: Sequence[Step], plain: Sequence[Step], *, tolerance
 class Scripted:
     """A drafter that knows the target's text and is right exactly where its script says so.
 
-    Its state is the path so far: it finds tokens by their embeddings, and the start of a draft by the hidden state. On
+    Its state is the path so far: it finds tokens by their embeddings, and the start of a draft by
+    the hidden state. On
     the text `width` candidates score high; elsewhere all scores are equal.
 
     Args:
         model: the target.
         text: the prompt and its plain continuation, longer than the decoded text.
-        ranks: for each position of `text`, the rank of its token among the candidates, or -1 if missing.
+        ranks: for each position of `text`, the rank of its token among the candidates, or -1 if
+            missing.
         width: W.
         hidden: (T, D) hidden states of `text`; None runs the model on all of it.
     """
@@ -138,7 +150,12 @@ class Scripted:
     dtype, check_fit, explain_chains = mx.float32, Drafter.check_fit, Drafter.explain_chains
 
     def __init__(
-        self, model: nn.Module, text: Sequence[int], ranks: Sequence[int], width: int, hidden: mx.array | None = None
+        self,
+        model: nn.Module,
+        text: Sequence[int],
+        ranks: Sequence[int],
+        width: int,
+        hidden: mx.array | None = None,
     ) -> None:
         vocab = model(mx.array([[0]])).shape[-1]
         self._text = mx.array(text)
@@ -174,13 +191,16 @@ class Scripted:
         here = mx.minimum(place + length, last)
         right, rank = self._text[here], self._ranks[here]
         others = (self._tokens - right) % self._tokens.shape[0] - 1
-        order = mx.where(others < 0, mx.where(rank < 0, 99, rank), others + ((rank >= 0) & (others >= rank)))
+        order = mx.where(
+            others < 0, mx.where(rank < 0, 99, rank), others + ((rank >= 0) & (others >= rank))
+        )
         scores = mx.where(order < self._width, 30 - 0.1 * order, 0.0)
         return mx.where(on_text, scores[None], 0.0).astype(mx.float32)
 
 
 class ScriptedContext(Source):
-    """A context source that proposes continuations of random length, sometimes wrong, sometimes none.
+    """A context source that proposes continuations of random length, sometimes wrong, sometimes
+    none.
 
     Args:
         text: the prompt and its plain continuation, longer than the decoded text.
@@ -206,11 +226,14 @@ class ScriptedContext(Source):
         count = min(self._random.randrange(7), len(self._text) - self._at)
         tokens = self._text[self._at : self._at + count]
         self._tokens = [
-            token if self._random.random() < self._right else (token + 1) % len(set(self._text)) for token in tokens
+            token if self._random.random() < self._right else (token + 1) % len(set(self._text))
+            for token in tokens
         ]
         return Forecast(1.0, [0.9] * count) if count else None
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
+    def propose(
+        self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
+    ) -> Tree:
         """Proposes the tokens of the last forecast."""
         return chain(root, mx.array(self._tokens[: plan.context], mx.int32))
 
@@ -252,7 +275,9 @@ class CachingDrafter:
 
 
 class CachingSource(Source):
-    """State of a `CachingDrafter`: one row per position, checked against tokens and a layer's output."""
+    """State of a `CachingDrafter`: one row per position, checked against tokens and a layer's
+    output.
+    """
 
     reads_all = True
 
@@ -281,7 +306,9 @@ class CachingSource(Source):
         other._rows = mx.array(self._rows)
         return other
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
+    def propose(
+        self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
+    ) -> Tree:
         """A beam of `width` that holds the right token at some depths."""
         script, places = self._script, mx.arange(self._rows.shape[0])
         text = mx.array([*script.text, *[0] * 64])
@@ -328,14 +355,18 @@ def fail_at(drafter: Any, calls: int) -> Any:
 SCRIPTS = ("right", "wrong", "mixed")
 
 
-def make_ranks(script: str, size: int, width: int, *, seed: int = 0, share: float = 0.6) -> list[int]:
+def make_ranks(
+    script: str, size: int, width: int, *, seed: int = 0, share: float = 0.6
+) -> list[int]:
     """Ranks for `Scripted`: always right, never, or a random rank at a `share` of the positions."""
     generator = random.Random(seed)
     mixed = [generator.randrange(width) if generator.random() < share else -1 for _ in range(size)]
     return {"right": [0] * size, "wrong": [-1] * size, "mixed": mixed}[script]
 
 
-def scripted(model: nn.Module, text: Sequence[int], script: str, *, width: int, seed: int = 0) -> Scripted:
+def scripted(
+    model: nn.Module, text: Sequence[int], script: str, *, width: int, seed: int = 0
+) -> Scripted:
     return Scripted(model, text, make_ranks(script, len(text), width, seed=seed), width)
 
 
@@ -352,14 +383,20 @@ def record_hidden_states(model: nn.Module) -> Iterator[list[mx.array]]:
 
 
 def make_follower(
-    model: nn.Module, text: Sequence[int], recorded: Sequence[mx.array], script: str, width: int, seed: int = 5
+    model: nn.Module,
+    text: Sequence[int],
+    recorded: Sequence[mx.array],
+    script: str,
+    width: int,
+    seed: int = 5,
 ) -> Scripted:
     """A `Scripted` drafter for any model.
 
     Args:
         model: the target.
         text: a prompt and its plain continuation, longer than the decoded text.
-        recorded: hidden states of `text` from `record_hidden_states`; a model check may have recorded others before.
+        recorded: hidden states of `text` from `record_hidden_states`; a model check may have
+            recorded others before.
         script, seed: see `make_ranks`.
         width: W.
     """
@@ -368,7 +405,9 @@ def make_follower(
     last = recorded[len(once) - 1 :: len(once)]  # some models apply the final norm more than once
     hidden = mx.concatenate([part[0] for part in last])[-len(text) :]
     assert hidden.shape[0] == len(text)
-    return Scripted(model, text, make_ranks(script, len(text), width, seed=seed, share=0.5), width, hidden)
+    return Scripted(
+        model, text, make_ranks(script, len(text), width, seed=seed, share=0.5), width, hidden
+    )
 
 
 def with_plain(
@@ -384,7 +423,9 @@ def with_plain(
     """Returns (`count` plain steps, a drafter that follows `script` on that text)."""
     with record_hidden_states(model) as recorded:
         steps = run(model, prompt, max_tokens=count + 8, **options)
-    return steps[:count], make_follower(model, [*prompt, *ids(steps)], recorded, script, width, script_seed)
+    return steps[:count], make_follower(
+        model, [*prompt, *ids(steps)], recorded, script, width, script_seed
+    )
 
 
 BEAMS: dict[str, dict[str, Any]] = {
@@ -396,7 +437,10 @@ BEAMS: dict[str, dict[str, Any]] = {
 
 
 def contents(cache: Sequence[Any]) -> list[mx.array]:
-    """Rows and states by position, dequantized; for ring buffers and chunks, those that the next token attends to."""
+    """Rows and states by position, dequantized.
+
+    For ring buffers and chunks, those that the next token attends to.
+    """
     found: list[mx.array] = []
     for c in kv_cache.leaves(list(cache)):
         if not isinstance(c, kv_cache.TRIMMABLE):
@@ -413,18 +457,29 @@ def contents(cache: Sequence[Any]) -> list[mx.array]:
                 continue
             if isinstance(c, QuantizedKVCache):
                 x = mx.dequantize(*x, group_size=c.group_size, bits=c.bits)
-            first = max(0, c.offset - c.chunk_size - c.start_position) if isinstance(c, ChunkedKVCache) else 0
+            first = (
+                max(0, c.offset - c.chunk_size - c.start_position)
+                if isinstance(c, ChunkedKVCache)
+                else 0
+            )
             found.append(x[..., first : c.offset - getattr(c, "start_position", 0), :])
     return found
 
 
-def assert_same_cache(cache: Sequence[Any], other: Sequence[Any], *, tolerance: float = 1e-4) -> None:
+def assert_same_cache(
+    cache: Sequence[Any], other: Sequence[Any], *, tolerance: float = 1e-4
+) -> None:
     """Asserts the same rows and states, in caches of the same types."""
-    kinds = [[(type(c), getattr(c, "offset", None)) for c in kv_cache.leaves(list(each))] for each in (cache, other)]
+    kinds = [
+        [(type(c), getattr(c, "offset", None)) for c in kv_cache.leaves(list(each))]
+        for each in (cache, other)
+    ]
     assert kinds[0] == kinds[1]
     for mine, theirs in zip(contents(cache), contents(other), strict=True):
         assert mine.shape == theirs.shape
-        assert mx.allclose(mine, theirs, rtol=tolerance, atol=tolerance), mx.abs(mine - theirs).max()
+        assert mx.allclose(mine, theirs, rtol=tolerance, atol=tolerance), mx.abs(
+            mine - theirs
+        ).max()
 
 
 def snapshot(model: nn.Module) -> tuple[Any, ...]:
@@ -443,4 +498,6 @@ def make_tokenizer(eos: Sequence[int] = (), vocab: int = VOCAB) -> TokenizerWrap
     inner = Tokenizer(models.WordLevel({ALPHABET[i]: i for i in range(vocab)}, unk_token="a"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     inner.decoder = decoders.Fuse()
-    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=inner), eos_token_ids=list(eos))
+    return TokenizerWrapper(
+        PreTrainedTokenizerFast(tokenizer_object=inner), eos_token_ids=list(eos)
+    )

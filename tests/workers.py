@@ -23,18 +23,31 @@ TURNS: dict[str, tuple[str, dict[str, Any]]] = {
 """Caches that mlx-lm cannot batch: (toy model, options)."""
 
 FAMILIES = ("mamba2", "gemma3_text", "qwen3_next")
-SHARING: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ("llama", *FAMILIES)} | TURNS
+SHARING: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, {}) for name in ("llama", *FAMILIES)
+} | TURNS
 """Trimmable and other caches; batchable and others."""
 
 
 @contextmanager
 def running(
-    model: Any = None, drafter: Any = None, *, eos: tuple[int, ...] = (), options: Any = None, **settings: Any
+    model: Any = None,
+    drafter: Any = None,
+    *,
+    eos: tuple[int, ...] = (),
+    options: Any = None,
+    **settings: Any,
 ) -> Iterator[Worker]:
     """A worker over a toy model, with a fixed context length."""
     settings = {"context_length": 4096} | settings
     options = Options(**({"context": False} | (options or {})))
-    worker = Worker(make_model() if model is None else model, make_tokenizer(eos), drafter, options=options, **settings)
+    worker = Worker(
+        make_model() if model is None else model,
+        make_tokenizer(eos),
+        drafter,
+        options=options,
+        **settings,
+    )
     worker.start()
     try:
         yield worker
@@ -85,4 +98,6 @@ def plain(request: Asked, model: Any = None, **options: Any) -> list[int]:
     """Plain decoding's tokens."""
     names = ("max_tokens", "temp", "top_p", "top_k", "min_p", "seed")
     fields = {name: request[name] for name in names if name in request}
-    return ids(run(make_model() if model is None else model, request["prompt"], **fields, **options))
+    return ids(
+        run(make_model() if model is None else model, request["prompt"], **fields, **options)
+    )

@@ -1,4 +1,6 @@
-"""Trains the demo's drafter on what the target writes behind pieces of the training files, and on edits."""
+"""Trains the demo's drafter on what the target writes behind pieces of the training files, and on
+edits.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ BATCHES, ROWS = 6, 256
 TEMPERATURE = 0.8
 
 
-def generate_continuations(model: nn.Module, prompts: mx.array, length: int, temp: float) -> mx.array:
-    """(B, length) ids: each prompt (B, P) and what the model writes behind it, past the end of text too.
+def generate_continuations(
+    model: nn.Module, prompts: mx.array, length: int, temp: float
+) -> mx.array:
+    """(B, length) ids: each prompt (B, P) and what the model writes behind it, past the end of text
+    too.
 
     Args:
         temp: temperature; 0 is greedy.
@@ -37,7 +42,9 @@ def generate_continuations(model: nn.Module, prompts: mx.array, length: int, tem
     rows = [prompts]
     while sum(row.shape[1] for row in rows) < length:
         logits = model(rows[-1], cache=cache)[:, -1].astype(mx.float32)
-        rows.append(mx.argmax(logits + temp * mx.random.gumbel(logits.shape), axis=-1, keepdims=True))
+        rows.append(
+            mx.argmax(logits + temp * mx.random.gumbel(logits.shape), axis=-1, keepdims=True)
+        )
         mx.eval(rows[-1])
     return mx.concatenate(rows, axis=1)
 
@@ -50,8 +57,13 @@ def write_texts(
     batches: int = BATCHES,
     seed: int = 0,
 ) -> np.ndarray:
-    """(N, LENGTH) uint16 texts by the model, one file a batch; batches that are there are not written again."""
-    starts = np.random.default_rng(seed).permutation(len(tokens) // PROMPT)[: batches * ROWS] * PROMPT
+    """(N, LENGTH) uint16 texts by the model, one file a batch.
+
+    Batches that are there are not written again.
+    """
+    starts = (
+        np.random.default_rng(seed).permutation(len(tokens) // PROMPT)[: batches * ROWS] * PROMPT
+    )
     files = [directory / f"{i:03}.npy" for i in range(batches)]
     for i, file in enumerate(tqdm(files, desc="texts")):
         if file.exists():
@@ -60,7 +72,10 @@ def write_texts(
         at = starts[i * ROWS : (i + 1) * ROWS]
         prompts = mx.array(tokens[at[:, None] + np.arange(PROMPT)].astype(np.int32))
         with replace_file(file) as partly:
-            np.save(partly, np.array(generate_continuations(model, prompts, LENGTH, temp)).astype(np.uint16))
+            np.save(
+                partly,
+                np.array(generate_continuations(model, prompts, LENGTH, temp)).astype(np.uint16),
+            )
     return np.concatenate([np.load(file) for file in files])
 
 
@@ -87,7 +102,9 @@ def train(
     drafter = initialize_drafter(model, args, ids)
     batches = make_batches(add_hidden_states(model, texts), settings.batch_size, settings.seed)
     embedding, checkpoint = find_parts(model).embedding, directory / "checkpoint.safetensors"
-    train_drafter(embedding, drafter, batches, settings, lambda done: done / steps, checkpoint=checkpoint)
+    train_drafter(
+        embedding, drafter, batches, settings, lambda done: done / steps, checkpoint=checkpoint
+    )
     save_drafter(directory, drafter, dtype=mx.float16)
     return drafter
 
@@ -100,7 +117,10 @@ def describe(model: nn.Module, held_out: np.ndarray, directory: Path, depth: int
     """
     drafter = load_drafter(directory, model)
     drafter.set_dtype(mx.float32)
-    texts = [Text(row.astype(np.int32), PROMPT) for row in write_texts(model, held_out, directory / "texts", batches=1)]
+    texts = [
+        Text(row.astype(np.int32), PROMPT)
+        for row in write_texts(model, held_out, directory / "texts", batches=1)
+    ]
     settings = TrainingArgs(draft_depth=depth, batch_size=16)
     read = add_hidden_states(model, texts)
     acceptance = measure_guesses(find_parts(model).embedding, drafter, read, settings)[1]

@@ -1,6 +1,8 @@
-"""Edits of functions and JSON documents, made by program: an instruction, the source, and the edited source.
+"""Edits of functions and JSON documents, made by program: an instruction, the source, and the
+edited source.
 
-An edit is left out where it would not be clear what to change: for example where a variable's name is also a word in a
+An edit is left out where it would not be clear what to change: for example where a variable's name
+is also a word in a
 string of the function.
 """
 
@@ -60,11 +62,17 @@ class Function:
     @property
     def words_in_text(self) -> set[str]:
         """The words of its strings and comments."""
-        texts = [token.string for token in self.tokens if token.type in (tokenize.STRING, tokenize.COMMENT)]
+        texts = [
+            token.string
+            for token in self.tokens
+            if token.type in (tokenize.STRING, tokenize.COMMENT)
+        ]
         return {word for text in texts for word in WORD.findall(text)}
 
     def replace(self, replacement: Callable[[int], str | None]) -> str:
-        """Its source with other text for the tokens, given by index, for which `replacement` returns one."""
+        """Its source with other text for the tokens, given by index, for which `replacement`
+        returns one.
+        """
         lines = self.source.splitlines(keepends=True)
         for i in reversed(range(len(self.tokens))):
             if (text := replacement(i)) is not None:
@@ -95,7 +103,11 @@ def find_functions(text: str) -> Iterator[Function]:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-            if source.count("\n") + 1 not in LINES or len(source) > CHARACTERS or not source.isascii():
+            if (
+                source.count("\n") + 1 not in LINES
+                or len(source) > CHARACTERS
+                or not source.isascii()
+            ):
                 continue
             try:
                 (alone,) = ast.parse(source).body
@@ -108,7 +120,11 @@ def find_functions(text: str) -> Iterator[Function]:
 
 def rename_variable(function: Function, rng: np.random.Generator, names: list[str]) -> Edit | None:
     """A local variable that is no parameter gets another name."""
-    stored = {n.id for n in ast.walk(function.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    stored = {
+        n.id
+        for n in ast.walk(function.node)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     return _rename("variable", function, stored - _parameters(function), rng, names)
 
 
@@ -137,7 +153,12 @@ def change_quotes(function: Function, rng: np.random.Generator, names: list[str]
     def replacement(i: int) -> str | None:
         return function.tokens[i].string.replace("'", '"') if i in single else None
 
-    return Edit("quotes", "change single quotes to double quotes.", function.source, function.replace(replacement))
+    return Edit(
+        "quotes",
+        "change single quotes to double quotes.",
+        function.source,
+        function.replace(replacement),
+    )
 
 
 def remove_comments(function: Function, rng: np.random.Generator, names: list[str]) -> Edit | None:
@@ -145,34 +166,54 @@ def remove_comments(function: Function, rng: np.random.Generator, names: list[st
     starts = {t.start[0] - 1: t.start[1] for t in function.tokens if t.type == tokenize.COMMENT}
     if not starts:
         return None
-    lines = [line[: starts[i]].rstrip() if i in starts else line for i, line in enumerate(function.source.split("\n"))]
+    lines = [
+        line[: starts[i]].rstrip() if i in starts else line
+        for i, line in enumerate(function.source.split("\n"))
+    ]
     kept = [line for i, line in enumerate(lines) if line or i not in starts]
     return Edit("comments", "remove the comments.", function.source, "\n".join(kept))
 
 
-def change_camel_case(function: Function, rng: np.random.Generator, names: list[str]) -> Edit | None:
+def change_camel_case(
+    function: Function, rng: np.random.Generator, names: list[str]
+) -> Edit | None:
     """Every camelCase name becomes snake_case."""
     found = {name for name in function.names if CAMEL_CASE.fullmatch(name)}
-    if not found or any(CAMEL_CASE.search(word) for word in (function.names | function.words_in_text) - found):
+    if not found or any(
+        CAMEL_CASE.search(word) for word in (function.names | function.words_in_text) - found
+    ):
         return None
 
     def replacement(i: int) -> str | None:
         name = function.tokens[i].string
         return _snake_case(name) if name in found else None
 
-    return Edit("snake case", "change camelCase names to snake_case.", function.source, function.replace(replacement))
+    return Edit(
+        "snake case",
+        "change camelCase names to snake_case.",
+        function.source,
+        function.replace(replacement),
+    )
 
 
 def rename_dict_key(function: Function, rng: np.random.Generator, names: list[str]) -> Edit | None:
     """A string that is a key of a dict in the function is replaced wherever it stands."""
     dicts = [n for n in ast.walk(function.node) if isinstance(n, ast.Dict)]
-    keys = {k.value for d in dicts for k in d.keys if isinstance(k, ast.Constant) and isinstance(k.value, str)}
+    keys = {
+        k.value
+        for d in dicts
+        for k in d.keys
+        if isinstance(k, ast.Constant) and isinstance(k.value, str)
+    }
     keys = {key for key in keys if WORD.fullmatch(key)}
     if not keys:
         return None
     old, new = str(rng.choice(sorted(keys))), _draw(names, rng)
     quoted = {f"{quote}{old}{quote}": f"{quote}{new}{quote}" for quote in "'\""}
-    if sum(old in WORD.findall(t.string) for t in function.tokens if t.string not in quoted) or new in keys:
+    if (
+        sum(old in WORD.findall(t.string) for t in function.tokens if t.string not in quoted)
+        or new in keys
+    ):
         return None
     after = function.replace(lambda i: quoted.get(function.tokens[i].string))
     return Edit("dict key", f"rename the key {old} to {new}.", function.source, after)
@@ -209,7 +250,10 @@ FUNCTION_EDITS: tuple[Callable[[Function, np.random.Generator, list[str]], Edit 
 
 
 def make_edits(texts: list[str], count: int, seed: int = 0) -> list[Edit]:
-    """`count` edits, as many of each kind, in a random order; where few functions allow a kind, they serve again."""
+    """`count` edits, as many of each kind, in a random order.
+
+    Where few functions allow a kind, they serve again.
+    """
     rng = np.random.default_rng(seed)
     functions = list({f.source: f for text in texts for f in find_functions(text)}.values())
     found = sorted({name for f in functions for name in f.names})
@@ -229,29 +273,46 @@ def make_edits(texts: list[str], count: int, seed: int = 0) -> list[Edit]:
 
 
 def make_exercises(texts: list[str], count: int, seed: int = 0) -> list[Edit]:
-    """`count` edits of random names, signs and line breaks: only who copies, and replaces what it is told to, is right.
+    """`count` edits of random names, signs and line breaks: only who copies, and replaces what it
+    is told to, is right.
 
-    A llama that has learned source files guesses most of a copy without looking at it, and learns to look on these
-    much faster than on functions.
+    A llama that has learned source files guesses most of a copy without looking at it, and learns
+    to look on these much faster than on functions.
     """
     rng = np.random.default_rng(seed)
     words = sorted({word for text in texts for word in WORD.findall(text)})
-    camel, names = [w for w in words if CAMEL_CASE.fullmatch(w)], [w for w in words if NEW_NAME.fullmatch(w)]
+    camel, names = (
+        [w for w in words if CAMEL_CASE.fullmatch(w)],
+        [w for w in words if NEW_NAME.fullmatch(w)],
+    )
     made: list[Edit] = []
     while len(made) < count:
         kind = EXERCISES[rng.integers(len(EXERCISES))]
-        pool = _draw_several(words, rng, 3, 8) + (_draw_several(camel, rng, 2, 2) if kind == "snake case" else [])
-        before, old, new = _random_code(pool, int(rng.integers(8, 34)), rng), _draw(pool, rng), _draw(names, rng)
+        pool = _draw_several(words, rng, 3, 8) + (
+            _draw_several(camel, rng, 2, 2) if kind == "snake case" else []
+        )
+        before, old, new = (
+            _random_code(pool, int(rng.integers(8, 34)), rng),
+            _draw(pool, rng),
+            _draw(names, rng),
+        )
         if kind == "quotes":
-            edit = Edit(kind, "change single quotes to double quotes.", before, before.replace("'", '"'))
+            edit = Edit(
+                kind, "change single quotes to double quotes.", before, before.replace("'", '"')
+            )
         elif kind == "snake case":
-            after = WORD.sub(lambda m: _snake_case(m[0]) if CAMEL_CASE.fullmatch(m[0]) else m[0], before)
+            after = WORD.sub(
+                lambda m: _snake_case(m[0]) if CAMEL_CASE.fullmatch(m[0]) else m[0], before
+            )
             edit = Edit(kind, "change camelCase names to snake_case.", before, after)
         elif kind == "comments":
             commented = []
             for line in before.split("\n"):
                 comment = "# " + " ".join(_draw_several(words, rng, 1, 5))
-                commented += rng.choice(["", f"{line[: len(line) - len(line.lstrip())]}{comment}\n"]), line
+                commented += (
+                    rng.choice(["", f"{line[: len(line) - len(line.lstrip())]}{comment}\n"]),
+                    line,
+                )
                 commented += rng.choice(["", f"  {comment}"]), "\n"
             edit = Edit(kind, "remove the comments.", "".join(commented)[:-1], before)
         else:
@@ -265,8 +326,31 @@ def make_exercises(texts: list[str], count: int, seed: int = 0) -> list[Edit]:
     return made
 
 
-EXERCISES = ("variable", "parameter", "function", "attribute", "key", "quotes", "snake case", "comments")
-SIGNS = (*"()[]{}=+-*/:,<>%", "==", "!=", "->", "(self", ")", "):", "()", ", ", "if ", "return ", "for ", "in ")
+EXERCISES = (
+    "variable",
+    "parameter",
+    "function",
+    "attribute",
+    "key",
+    "quotes",
+    "snake case",
+    "comments",
+)
+SIGNS = (
+    *"()[]{}=+-*/:,<>%",
+    "==",
+    "!=",
+    "->",
+    "(self",
+    ")",
+    "):",
+    "()",
+    ", ",
+    "if ",
+    "return ",
+    "for ",
+    "in ",
+)
 
 
 def _random_code(pool: list[str], count: int, rng: np.random.Generator) -> str:
@@ -298,9 +382,11 @@ def pack_rows(
     length: int,
     prompt_weight: float = PROMPT_WEIGHT,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """((N, length + 1) uint16 ids, (N, length) float32 weights): whole edits side by side, each ended by `end`.
+    """((N, length + 1) uint16 ids, (N, length) float32 weights): whole edits side by side, each
+    ended by `end`.
 
-    The weight of a token as the next one: 1 in an answer, CHANGED_WEIGHT where that is not what the source says,
+    The weight of a token as the next one: 1 in an answer, CHANGED_WEIGHT where that is not what the
+    source says,
     `prompt_weight` in a prompt, 0 in the padding. Edits that are longer than a row are left out.
     """
     rows: list[tuple[list[int], list[float]]] = []
@@ -311,7 +397,9 @@ def pack_rows(
         if size > length + 1:
             continue
         weights = [1.0] * len(answer)
-        for kind, _, _, start, stop in SequenceMatcher(None, encode(edit.before), answer, autojunk=False).get_opcodes():
+        for kind, _, _, start, stop in SequenceMatcher(
+            None, encode(edit.before), answer, autojunk=False
+        ).get_opcodes():
             if kind != "equal":
                 stop = min(max(stop, start + 1), len(answer))
                 weights[start:stop] = [CHANGED_WEIGHT] * (stop - start)
@@ -356,10 +444,17 @@ def _parameters(function: Function) -> set[str]:
     return {node.arg for node in ast.walk(function.node.args) if isinstance(node, ast.arg)}
 
 
-def _rename(kind: str, function: Function, found: set[str], rng: np.random.Generator, names: list[str]) -> Edit | None:
-    """One of the names `found` gets a new one; None where each is also a word of a string, a comment or a keyword."""
+def _rename(
+    kind: str, function: Function, found: set[str], rng: np.random.Generator, names: list[str]
+) -> Edit | None:
+    """One of the names `found` gets a new one;
+
+    None where each is also a word of a string, a comment or a keyword.
+    """
     keywords = {n.arg for n in ast.walk(function.node) if isinstance(n, ast.keyword)}
-    clear = sorted(name for name in found - keywords - function.words_in_text if not name.startswith("__"))
+    clear = sorted(
+        name for name in found - keywords - function.words_in_text if not name.startswith("__")
+    )
     new = _draw(names, rng)
     if not clear or new in function.names:
         return None
@@ -384,7 +479,10 @@ def _json_value(rng: np.random.Generator, names: list[str], depth: int) -> Any:
         return _json_object(rng, names, depth)
     if kind < 0.22 and depth < 3:
         keys = _draw_several(names, rng, 2, 3)
-        return [{key: _json_value(rng, names, 3) for key in keys} for _ in range(int(rng.integers(2, 4)))]
+        return [
+            {key: _json_value(rng, names, 3) for key in keys}
+            for _ in range(int(rng.integers(2, 4)))
+        ]
     if kind < 0.32:
         return _draw_several(names, rng, 1, 3)
     if kind < 0.5:

@@ -1,8 +1,10 @@
-"""Makes the demo's two models from the running interpreter's standard library and the packages of packages.txt.
+"""Makes the demo's two models from the running interpreter's standard library and the packages of
+packages.txt.
 
     python -m examples.demo.recipe --output DIR
 
-Every stage leaves files in DIR and takes up where it was stopped. `package` puts the result into the package.
+Every stage leaves files in DIR and takes up where it was stopped. `package` puts the result into
+the package.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def make_corpus(out: Path) -> None:
     """The tokenizer, and the library's two halves and the packages as streams of its ids."""
     if (out / "packages.npy").exists():
         return
-    training, held_out = ([path.read_text(encoding="utf-8") for path in paths] for paths in split_files())
+    training, held_out = (
+        [path.read_text(encoding="utf-8") for path in paths] for paths in split_files()
+    )
     packages = list(corpus.package_texts(corpus.download_packages(out / "wheels"), held_out))
     tokenizer = corpus.train_tokenizer([*training, *packages], VOCAB_SIZE, out / "tokenizer")
     for name, texts in (("held", held_out), ("library", training), ("packages", packages)):
@@ -69,17 +73,28 @@ def make_target(out: Path, steps: int) -> None:
 
 
 def make_edits(out: Path, steps: int) -> None:
-    """The target, quantised, from the pretrained one: edits by program of the same files, and more of the library."""
+    """The target, quantised, from the pretrained one: edits by program of the same files, and more
+    of the library.
+    """
     if (out / "target").exists():
         return
     if not (rows := out / "edits.npz").exists():
-        training, held_out = ([path.read_text(encoding="utf-8") for path in paths] for paths in split_files())
-        texts = training + list(corpus.package_texts(corpus.download_packages(out / "wheels"), held_out))
-        made = {"exercises": edits.make_exercises(texts, EXERCISES), "edits": edits.make_edits(texts, EDITS)}
+        training, held_out = (
+            [path.read_text(encoding="utf-8") for path in paths] for paths in split_files()
+        )
+        texts = training + list(
+            corpus.package_texts(corpus.download_packages(out / "wheels"), held_out)
+        )
+        made = {
+            "exercises": edits.make_exercises(texts, EXERCISES),
+            "edits": edits.make_edits(texts, EDITS),
+        }
         tokenizer = load_tokenizer(out / "tokenizer")
         packed = {}
         for name, length in target.EDIT_LENGTHS.items():
-            weight = {"exercises": 0.0}.get(name, edits.PROMPT_WEIGHT)  # there is nothing to learn from random names
+            weight = {"exercises": 0.0}.get(
+                name, edits.PROMPT_WEIGHT
+            )  # there is nothing to learn from random names
             found = made.get(name, made["edits"])
             packed[name], packed[f"{name}_weights"] = edits.pack_rows(
                 found, tokenizer.encode, tokenizer.eos_token_id, length, weight
@@ -93,7 +108,9 @@ def make_edits(out: Path, steps: int) -> None:
     place.mkdir(exist_ok=True)
     if not (place / "model.safetensors").exists():
         start = out / "pretrained" / "model.safetensors"
-        target.train(batch, settings, steps, place, start, rate=EDIT_RATE, decay_from=EDIT_DECAY_FROM)
+        target.train(
+            batch, settings, steps, place, start, rate=EDIT_RATE, decay_from=EDIT_DECAY_FROM
+        )
     copy_tokenizer(out, place)
     quantization = {"quantize": True, "q_group_size": GROUP_SIZE, "q_bits": BITS}
     convert_model(place, out / "target", **quantization)
@@ -153,11 +170,15 @@ def describe_drafter(out: Path) -> None:
 
 
 def print_report(out: Path) -> None:
-    """Held-out bits per byte, edits that are right, how much greedy text repeats itself, and tokens per round."""
+    """Held-out bits per byte, edits that are right, how much greedy text repeats itself, and tokens
+    per round.
+    """
     model, tokenizer = load_trained(out)
     made = report.make_held_out_edits(tokenizer, HELD_OUT_EDITS, 1, range(EDIT_TOKENS))
     print(format_text(report.measure_edits(model, tokenizer, made)))
-    print(f"target: {report.measure_bits_per_byte(model, np.load(out / 'held.npy')):.3f} bits per held-out byte")
+    print(
+        f"target: {report.measure_bits_per_byte(model, np.load(out / 'held.npy')):.3f} bits per held-out byte"
+    )
     network = load_drafter(out / "drafter", model)
     network.set_dtype(mx.float32)
     print(format_text(report.measure_texts(model, tokenizer, network)))
@@ -176,11 +197,15 @@ def package(out: Path) -> None:
             shutil.copyfile(out / name / file, place / file)
     code = [{"name": name, "text": text} for name, text in report.choose_prompts(tokenizer).items()]
     made = report.make_held_out_edits(tokenizer, SHOWN_FROM, 2, SHOWN_EDIT_TOKENS)
-    # The first is what is shown: of those that the target does right, the longest. The others are taken as they come.
+    # The first is what is shown: of those that the target does right, the longest. The others are
+    # taken as they come.
     right = [edit for edit in made if report.is_right(model, tokenizer, edit)]
     shown = max(right, key=lambda edit: len(edit.after), default=made[0])
     made.sort(key=lambda edit: edit is not shown)
-    shown_edits = [{"name": edit.kind, "text": edit.prompt, "answer": edit.after} for edit in made[: report.PROMPTS]]
+    shown_edits = [
+        {"name": edit.kind, "text": edit.prompt, "answer": edit.after}
+        for edit in made[: report.PROMPTS]
+    ]
     for name, found in (("code", code), ("edits", shown_edits)):
         (PACKAGE / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -195,14 +220,18 @@ def load_trained(out: Path) -> tuple[nn.Module, TokenizerWrapper]:
 
 def main() -> None:
     """Runs the stages that are asked for, in order."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--stages",
         default="corpus,target,edits,drafter,describe,draft-model,report",
         help="also: package (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=5000, help="of both llamas (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=5000, help="of both llamas (default: %(default)s)"
+    )
     parser.add_argument("--edit-steps", type=int, default=1700, help="default: %(default)s")
     parser.add_argument("--drafter-steps", type=int, default=1000, help="default: %(default)s")
     args = parser.parse_args()

@@ -1,8 +1,9 @@
-"""Trains the demo's target, a llama from scratch, with torch: in bfloat16, on a GPU or on the CPU's matrix units.
+"""Trains the demo's target, a llama from scratch, with torch: in bfloat16, on a GPU or on the CPU's
+matrix units.
 
-Muon moves the matrices and AdamW the rest; the learning rate warms up, stays, then falls to zero, on other text than
-before. Contexts are 512 tokens long at first and 1024 in the last quarter. A checkpoint every few minutes makes it
-resumable.
+Muon moves the matrices and AdamW the rest; the learning rate warms up, stays, then falls to zero,
+on other text than before. Contexts are 512 tokens long at first and 1024 in the last quarter. A
+checkpoint every few minutes makes it resumable.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def make_config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
 
 
 def make_draft_config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
-    """The `config.json` of a model of 1.2 million parameters, which mlx-lm's own speculation drafts with."""
+    """The `config.json` of a model of 1.2 million parameters, which mlx-lm's own speculation drafts
+    with.
+    """
     return make_config(vocab_size, eos_token_id) | {
         "hidden_size": 160,
         "num_hidden_layers": 2,
@@ -86,8 +89,12 @@ class Attention(nn.Module):
         k = rotate(self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim), cos, sin)
         v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim)
         groups = self.heads // self.kv_heads
-        q, k, v = q.transpose(1, 2), *(t.transpose(1, 2).repeat_interleave(groups, 1) for t in (k, v))
-        # Written out, as torch's fused attention is slower on a CPU's matrix units than two products and a softmax.
+        q, k, v = (
+            q.transpose(1, 2),
+            *(t.transpose(1, 2).repeat_interleave(groups, 1) for t in (k, v)),
+        )
+        # Written out, as torch's fused attention is slower on a CPU's matrix units than two
+        # products and a softmax.
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         scores = (q @ k.transpose(-1, -2) * self.head_dim**-0.5).masked_fill(future, float("-inf"))
         out = torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype) @ v
@@ -153,14 +160,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def compute_loss(model: Callable[[Tensor], Tensor], ids: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of `ids` (B, T + 1) given what stands before each token, by `weights` (B, T)."""
+    """Mean cross-entropy in nats of `ids` (B, T + 1) given what stands before each token, by
+    `weights` (B, T).
+    """
     logits = model(ids[:, :-1])
     losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def make_windows(tokens: np.ndarray, lengths: tuple[int, ...], seed: int) -> Callable[[int, int, int], np.ndarray]:
-    """(i, rows, length) -> (rows, length + 1) ids: the i-th of the batches of that shape, in a random order."""
+def make_windows(
+    tokens: np.ndarray, lengths: tuple[int, ...], seed: int
+) -> Callable[[int, int, int], np.ndarray]:
+    """(i, rows, length) -> (rows, length + 1) ids: the i-th of the batches of that shape, in a
+    random order.
+    """
     rng = np.random.default_rng(seed)
     orders = {length: rng.permutation(len(tokens) // length - 1) * length for length in lengths}
 
@@ -183,12 +196,15 @@ def make_text_batches(wide: np.ndarray, last: np.ndarray, steps: int, seed: int 
     return batch
 
 
-def make_edit_batches(rows: dict[str, np.ndarray], text: np.ndarray, steps: int, seed: int = 0) -> Batches:
-    """Exercises at first, then short edits, in the last half edits of all lengths; always some of `text` beside them.
+def make_edit_batches(
+    rows: dict[str, np.ndarray], text: np.ndarray, steps: int, seed: int = 0
+) -> Batches:
+    """Exercises at first, then short edits, in the last half edits of all lengths; always some of
+    `text` beside them.
 
     Args:
-        rows: "exercises", "short" and "edits", as of `edits.pack_rows`, the weights under NAME_weights; those of short
-            edits and of exercises are equally long.
+        rows: "exercises", "short" and "edits", as of `edits.pack_rows`, the weights under
+            NAME_weights; those of short edits and of exercises are equally long.
         text: a stream of ids.
     """
     lengths = {name: rows[name].shape[1] - 1 for name in ("short", "edits")}
@@ -223,7 +239,8 @@ def train(
     decay_from: float = DECAY_FROM,
     seed: int = 0,
 ) -> None:
-    """Trains and saves to `directory`, in float32 and in the layout that mlx-lm loads; resumes from its checkpoint.
+    """Trains and saves to `directory`, in float32 and in the layout that mlx-lm loads; resumes from
+    its checkpoint.
 
     Args:
         batch: what each step learns.
@@ -242,7 +259,9 @@ def train(
     inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
-        torch.optim.Muon(inner, lr=MUON_RATE, weight_decay=0.0, ns_steps=4, adjust_lr_fn="original"),
+        torch.optim.Muon(
+            inner, lr=MUON_RATE, weight_decay=0.0, ns_steps=4, adjust_lr_fn="original"
+        ),
         torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     first, checkpoint = 0, directory / "training.pt"
@@ -270,13 +289,24 @@ def train(
         if (step + 1) % 20 == 0 or step + 1 == steps:
             speed = weights.numel() * (step + 1 - first) / (time.monotonic() - began)
             recent = losses[-20:]
-            print(f"step {step + 1} of {steps}: loss {sum(recent) / len(recent):.3f}, {speed:.0f} tokens/s", flush=True)
+            print(
+                f"step {step + 1} of {steps}: loss {sum(recent) / len(recent):.3f}, {speed:.0f} tokens/s",
+                flush=True,
+            )
         if time.monotonic() - saved_at > CHECKPOINT_SECONDS:
             saved_at = time.monotonic()
-            state = {"step": step + 1, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            state = {
+                "step": step + 1,
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+            }
             with replace_file(checkpoint) as partly:
                 torch.save(state, partly)
-    weights = {name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()}
+    weights = {
+        name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()
+    }
     (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    with replace_file(directory / "model.safetensors") as partly:  # last: where it is, training is over
+    with replace_file(
+        directory / "model.safetensors"
+    ) as partly:  # last: where it is, training is over
         save_file(weights, partly, {"format": "pt"})

@@ -25,7 +25,9 @@ QUIT, RESET, HELP = ("q", "/quit", "/exit", "/bye"), ("r", "/reset", "/clear"), 
 """Commands: mlx-lm's letters, and what other chats have."""
 
 COLOURS, DEFAULT_COLOUR = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
-"""Escape sequences: colours of accepted tokens by draft source, and the reset to the default colour."""
+"""Escape sequences: colours of accepted tokens by draft source, and the reset to the default
+colour.
+"""
 
 
 def run() -> int:
@@ -33,7 +35,9 @@ def run() -> int:
     args = make_parser().parse_args()
     options = read_options(args)
     model, tokenizer, drafter = load_models(args)
-    session = Session(model, tokenizer, drafter, chat_template_config=args.chat_template_config, **options)
+    session = Session(
+        model, tokenizer, drafter, chat_template_config=args.chat_template_config, **options
+    )
     screen = Screen(args)
     if screen.is_interactive:
         screen.show_header(session)
@@ -79,9 +83,11 @@ def make_parser() -> Parser:
 
 
 def answer(session: Session, screen: Screen, query: str, system_prompt: str | None = None) -> None:
-    """Prints an answer while it is generated. In a terminal an error ends the turn, not the conversation.
+    """Prints an answer while it is generated. In a terminal an error ends the turn, not the
+    conversation.
 
-    Ctrl-C cancels the answer; pressed again, it raises as usual. With several ranks it ends them all.
+    Ctrl-C cancels the answer; pressed again, it raises as usual. With several ranks it ends them
+    all.
     """
     messages = [{"role": "user", "content": query}]
     if system_prompt is not None and not session.messages:
@@ -95,7 +101,9 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
     before = signal.signal(signal.SIGINT, cancel if alone else signal.SIG_DFL)
     try:
         with show_prompt_progress() as callback:
-            made = session.send(messages, on_token=screen.show_token, prompt_progress_callback=callback)
+            made = session.send(
+                messages, on_token=screen.show_token, prompt_progress_callback=callback
+            )
     except (RedrafterError, RuntimeError, MemoryError) as error:  # for instance out of memory
         if not screen.is_interactive:
             raise RedrafterError(join_lines(error)) from error
@@ -109,11 +117,16 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
 
 
 class Screen(ChatUI):
-    """mlx-lm's terminal interface with round statistics and coloured tokens; plain text if not in a terminal."""
+    """mlx-lm's terminal interface with round statistics and coloured tokens.
+
+    Plain text if not in a terminal.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's console writes colours into pipes, too
+        self._console = Console(
+            theme=_make_theme(), highlight=False
+        )  # mlx-lm's console writes colours into pipes, too
         with suppress(ImportError):  # lets arrow keys edit a line and recall earlier ones
             import_module("readline")
         self.is_interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
@@ -125,7 +138,12 @@ class Screen(ChatUI):
         args, demo = self._args, "the packaged demo"
         drafter = "none" if session.drafter is None else find_drafter_name(args) or f"{demo}'s"
         limit = f"{args.max_tokens:,}" if args.max_tokens > 0 else "no limit"
-        rows = {"model": args.model or demo, "drafter": drafter, "max tokens": limit, "system": args.system_prompt}
+        rows = {
+            "model": args.model or demo,
+            "drafter": drafter,
+            "max tokens": limit,
+            "system": args.system_prompt,
+        }
         given = [(name, escape(text)) for name, text in rows.items() if text]
         print_header_panel(self._console, "mlx_redrafter.chat", given)
         self.say_help()
@@ -142,18 +160,29 @@ class Screen(ChatUI):
 
     def say_help(self) -> None:
         """Prints the commands."""
-        for what, keys in (("exit", (*QUIT, "Ctrl-D")), ("reset", RESET), ("help", HELP), ("stop", ("Ctrl-C",))):
-            self._console.print(f"  [ui.label]{what:12}[/ui.label][ui.strong]{' '.join(keys)}[/ui.strong]")
+        for what, keys in (
+            ("exit", (*QUIT, "Ctrl-D")),
+            ("reset", RESET),
+            ("help", HELP),
+            ("stop", ("Ctrl-C",)),
+        ):
+            self._console.print(
+                f"  [ui.label]{what:12}[/ui.label][ui.strong]{' '.join(keys)}[/ui.strong]"
+            )
 
     def show_token(self, response: GenerationResponse) -> None:
         """Prints a token's text at once, in colour if it was drafted and colours are on."""
         text, source = response.text, response.draft_source
         self.stream_token(
-            f"{COLOURS[source]}{text}{DEFAULT_COLOUR}" if source and self._uses_colours and text else text
+            f"{COLOURS[source]}{text}{DEFAULT_COLOUR}"
+            if source and self._uses_colours and text
+            else text
         )
 
     def end_turn(self, response: GenerationResponse | None) -> None:
-        """Prints mlx-lm's line of counts and speeds and, if anything was drafted, a line of round statistics."""
+        """Prints mlx-lm's line of counts and speeds and, if anything was drafted, a line of round
+        statistics.
+        """
         super().end_turn(response)
         if response is not None and response.drafted:
             self._console.print(

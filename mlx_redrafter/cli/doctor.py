@@ -37,25 +37,39 @@ MIN_ACCEPTANCE = 0.1
 
 def run() -> int:
     """Runs the command with `sys.argv`; returns the exit status."""
-    about = "Measure what drafting costs on this machine, and what a drafter gains on a few prompts."
+    about = (
+        "Measure what drafting costs on this machine, and what a drafter gains on a few prompts."
+    )
     parser = make_parser("doctor", about, "a random one of the size that training would choose")
-    parser.add_argument("--refresh", action="store_true", help="measure again instead of using what was saved")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument(
+        "--refresh", action="store_true", help="measure again instead of using what was saved"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the text"
+    )
     args = parser.parse_args()
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter)
     report = diagnose(model, tokenizer, drafter, refresh=args.refresh)
     demo = {} if args.model else {"model": "demo", "drafter": find_drafter_name(args) or "demo"}
-    print(json.dumps(report | {"settings": vars(args) | demo}) if args.json else format_report(report))
+    print(
+        json.dumps(report | {"settings": vars(args) | demo}) if args.json else format_report(report)
+    )
     return 0
 
 
 def diagnose(
     model: nn.Module, tokenizer: Any, drafter: Drafter | None = None, *, refresh: bool = False
 ) -> dict[str, Any]:
-    """The object of `--json` without `settings`. Without a drafter, measures one of the size that training chooses."""
+    """The object of `--json` without `settings`.
+
+    Without a drafter, measures one of the size that training chooses.
+    """
     no_trees, stand_in, trial = check_draftable(model, tree=True), None, None
     if drafter is None:
-        print("no drafter given: measuring a random one of the size that training would choose", file=sys.stderr)
+        print(
+            "no drafter given: measuring a random one of the size that training would choose",
+            file=sys.stderr,
+        )
         choice = choose_size(model, find_compute_dtype(model))
         drafter, stand_in = make_drafter(choice.args), choice.reason
         drafter.set_dtype(find_compute_dtype(model))
@@ -69,10 +83,14 @@ def diagnose(
     if stand_in is None:
         print(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts", file=sys.stderr)
         depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
-        stats = try_drafter(pair, tokenizer, Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False))
+        stats = try_drafter(
+            pair, tokenizer, Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
+        )
         trial = {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
     chains = [] if is_disturbed(costs) else list_chains(costs, drafter.args.max_depth, trial)
-    tried = [chain for chain in chains if "speedup" in chain and chain["context"] == costs.contexts[0]]
+    tried = [
+        chain for chain in chains if "speedup" in chain and chain["context"] == costs.contexts[0]
+    ]
     report: dict[str, Any] = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
         "target": describe_model(model, find_module_name(model), find_compute_dtype(model)),
@@ -95,13 +113,25 @@ def diagnose(
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
     """Name, dtype, quantization and bytes of weights of a model."""
     size = count_bytes(module)
-    return {"name": name, "dtype": format_dtype(dtype), "quantized": is_quantized(module), "weight_bytes": size}
+    return {
+        "name": name,
+        "dtype": format_dtype(dtype),
+        "quantized": is_quantized(module),
+        "weight_bytes": size,
+    }
 
 
-def list_chains(costs: CostTable, max_depth: int | None, trial: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The cost in plain steps of each measured chain, at each context length; after a trial also its speed."""
+def list_chains(
+    costs: CostTable, max_depth: int | None, trial: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """The cost in plain steps of each measured chain, at each context length.
+
+    After a trial also its speed.
+    """
     found = []
-    depths = [count - 1 for count in costs.counts[1:] if max_depth is None or count - 1 <= max_depth]
+    depths = [
+        count - 1 for count in costs.counts[1:] if max_depth is None or count - 1 <= max_depth
+    ]
     for context in costs.contexts:
         for depth in depths:
             ms = max(costs.round_ms(chain_plan(depth), context), costs.least_ms(1 + depth, context))
@@ -124,7 +154,10 @@ def find_notes(report: dict[str, Any]) -> Iterator[str]:
 
 
 def describe_verdict(report: dict[str, Any]) -> str:
-    """Whether the drafter pays; without one, from how many tokens per round one would; or that the machine was busy."""
+    """Whether the drafter pays.
+
+    Without one, from how many tokens per round one would; or that the machine was busy.
+    """
     fastest = report["fastest"]
     if not report["chains"]:
         return "Busy, not measured: the times contradict each other. Run this again when nothing else is running."
@@ -145,20 +178,34 @@ def format_report(report: dict[str, Any]) -> str:
     """The report as text: verdict, notes, models, trial, and costs by nodes."""
     costs, drafter, trial = report["costs"], report["drafter"], report["trial"]
     text = [describe_verdict(report), *(f"Warning: {note}." for note in report["notes"]), ""]
-    text.append("Machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items()))
+    text.append(
+        "Machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items())
+    )
     for role in ("target", "drafter"):
-        name, dtype, quantized, size = (report[role][key] for key in ("name", "dtype", "quantized", "weight_bytes"))
-        text.append(f"{role.title()}: {name}, {'quantized, ' * quantized}{dtype}, {size / 1e6:,.1f} MB of weights")
+        name, dtype, quantized, size = (
+            report[role][key] for key in ("name", "dtype", "quantized", "weight_bytes")
+        )
+        text.append(
+            f"{role.title()}: {name}, {'quantized, ' * quantized}{dtype}, {size / 1e6:,.1f} MB of weights"
+        )
     if drafter["stand_in"]:
         text.append(f"This drafter is random and only shows costs: {drafter['stand_in']}")
     else:
-        made_for = f"it was made for {drafter['base_model']}" if drafter["base_model"] else "its config names no target"
+        made_for = (
+            f"it was made for {drafter['base_model']}"
+            if drafter["base_model"]
+            else "its config names no target"
+        )
         text.append(f"It reads {drafter['states']}; {made_for}")
     if trial:
         shares = " ".join(f"{share:.2f}" for share in trial["acceptance_per_depth"])
-        text.append(f"Tried greedily with a chain of {trial['depth']}. Accepted at depth 1, 2, ...: {shares}")
+        text.append(
+            f"Tried greedily with a chain of {trial['depth']}. Accepted at depth 1, 2, ...: {shares}"
+        )
     alike = "; ".join(map(format_row_counts, report["row_classes"]))
-    text.append(f"Row counts computed alike: {alike} (chains, {report['target']['dtype']}); see --exact of generate")
+    text.append(
+        f"Row counts computed alike: {alike} (chains, {report['target']['dtype']}); see --exact of generate"
+    )
     if report["no_trees"]:
         text.append(f"Plans: chains only, {report['no_trees']}")
 
@@ -166,10 +213,19 @@ def format_report(report: dict[str, Any]) -> str:
     if not report["chains"]:
         return "\n".join(text)
     unit = "1.00 is a plain step, or one node if that takes longer, as it is read at once"
-    table = [("",), (f"Milliseconds of a forward ({unit}); --refresh measures again:",), ("nodes", *after)]
+    table = [
+        ("",),
+        (f"Milliseconds of a forward ({unit}); --refresh measures again:",),
+        ("nodes", *after),
+    ]
     columns = [(plain, *row) for plain, row in zip(costs["plain"], costs["verify"], strict=True)]
-    for nodes, row in zip(("plain step", *costs["counts"]), zip(*columns, strict=True), strict=True):
-        cells = (f"{ms:.2f} ({ms / max(column[:2]):.2f})" for ms, column in zip(row, columns, strict=True))
+    for nodes, row in zip(
+        ("plain step", *costs["counts"]), zip(*columns, strict=True), strict=True
+    ):
+        cells = (
+            f"{ms:.2f} ({ms / max(column[:2]):.2f})"
+            for ms, column in zip(row, columns, strict=True)
+        )
         table.append((f"{nodes}", *cells))
     table += [
         ("",),
@@ -177,6 +233,8 @@ def format_report(report: dict[str, Any]) -> str:
         ("plan", *after),
     ]
     for depth in dict.fromkeys(chain["depth"] for chain in report["chains"]):
-        own = [f"{chain['plain_steps']:.2f}" for chain in report["chains"] if chain["depth"] == depth]
+        own = [
+            f"{chain['plain_steps']:.2f}" for chain in report["chains"] if chain["depth"] == depth
+        ]
         table.append((f"1 x {depth}", *own))
     return "\n".join([*text, *("".join(f"{cell:>24}" for cell in row).rstrip() for row in table)])

@@ -1,4 +1,7 @@
-"""`generate`: prints text to stdout and statistics to stderr; `--compare` checks it against plain decoding."""
+"""`generate`: prints text to stdout and statistics to stderr;
+
+`--compare` checks it against plain decoding.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ Stream = partial[Generator[GenerationResponse, None, None]]
 
 
 def run() -> int:
-    """Runs the command with `sys.argv`; returns the exit status, 1 if `--compare` finds a different token."""
+    """Runs the command with `sys.argv`.
+
+    Returns the exit status, 1 if `--compare` finds a different token.
+    """
     parser = make_parser()
     args = parser.parse_args()
     shows_edit = args.prompt is None and args.model is None and args.prompt_cache_file is None
@@ -56,14 +62,22 @@ def run() -> int:
     if args.compare:
         if args.plan == OFF:
             raise RedrafterError("--compare needs something that drafts: leave out --plan off")
-        if args.context is False and (args.no_drafter or (args.model and not find_drafter_name(args))):
-            raise RedrafterError("--compare needs something that drafts: leave out --no-context, or give a drafter")
+        if args.context is False and (
+            args.no_drafter or (args.model and not find_drafter_name(args))
+        ):
+            raise RedrafterError(
+                "--compare needs something that drafts: leave out --no-context, or give a drafter"
+            )
         if args.prompt_cache_file:
             raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
     if ranks.count_ranks() > 1 and args.prompt_cache_file:
-        raise RedrafterError("--prompt-cache-file needs a single process: each rank has a part of the cache")
+        raise RedrafterError(
+            "--prompt-cache-file needs a single process: each rank has a part of the cache"
+        )
     if ranks.count_ranks() > 1 and args.prompt == "-" and "MLX_RANK" in os.environ:
-        raise RedrafterError("--prompt - waits for the end of the input, which mlx.launch does not pass on")
+        raise RedrafterError(
+            "--prompt - waits for the end of the input, which mlx.launch does not pass on"
+        )
     if args.prompt_cache_file is not None:
         options["prompt_cache"], tokenizer_config = read_prompt_cache(args)
     model, tokenizer, drafter = load_models(args, tokenizer_config, verbose=args.verbose)
@@ -72,7 +86,9 @@ def run() -> int:
     options["seed"] = draw_seed() if args.seed is None else args.seed
     prompt = ranks.share(make_prompt(args, tokenizer) if ranks.get_rank() == 0 else None)
     stop = [unescape(text) for text in args.stop]
-    stream = partial(stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options)
+    stream = partial(
+        stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options
+    )
     show, verdict = args.verbose and not args.json, None
     if show and shows_edit:
         print(tokenizer.decode(prompt), end="", flush=True)
@@ -81,7 +97,11 @@ def run() -> int:
     else:
         decoded = decode(stream, show=show)
     if args.json:
-        print(json.dumps(make_record(args, drafter, decoded) | ({"compare": verdict} if verdict else {})))
+        print(
+            json.dumps(
+                make_record(args, drafter, decoded) | ({"compare": verdict} if verdict else {})
+            )
+        )
     else:
         print("" if show else decoded.text)
     if args.verbose or (verdict and not args.json):
@@ -96,27 +116,55 @@ def run() -> int:
 
 
 def make_parser() -> Parser:
-    """The argument parser: mlx-lm's flags with their meanings and defaults, plus those for drafting."""
-    about = "Generate text with speculative decoding: the same text as plain decoding, in less time."
+    """The argument parser: mlx-lm's flags with their meanings and defaults, plus those for
+    drafting.
+    """
+    about = (
+        "Generate text with speculative decoding: the same text as plain decoding, in less time."
+    )
     parser = make_text_parser("generate", about)
     add = parser.add_argument
-    add("--prompt", "-p", help="the prompt, '-' for stdin; without one the demo edits a packaged function")
+    add(
+        "--prompt",
+        "-p",
+        help="the prompt, '-' for stdin; without one the demo edits a packaged function",
+    )
     add("--system-prompt", help="system prompt for the chat template")
     add("--prefill-response", help="start of the answer, for the chat template")
-    add("--ignore-chat-template", action="store_true", help="use the prompt without the tokenizer's chat template")
-    add("--use-default-chat-template", action="store_true", help="the tokenizer's default template if it has no other")
+    add(
+        "--ignore-chat-template",
+        action="store_true",
+        help="use the prompt without the tokenizer's chat template",
+    )
+    add(
+        "--use-default-chat-template",
+        action="store_true",
+        help="the tokenizer's default template if it has no other",
+    )
     add("--extra-eos-token", nargs="+", default=(), help="additional tokens that end the text")
     add("--stop", nargs="+", default=(), help="strings that end the text")
     add("--prompt-cache-file", help="a prompt cache made by mlx_lm.cache_prompt")
-    add("--verbose", type=str2bool, default=True, help="F prints only the text, at the end (default: %(default)s)")
-    add("--compare", action="store_true", help="decode plainly, then with drafts; exit 1 if a token differs")
+    add(
+        "--verbose",
+        type=str2bool,
+        default=True,
+        help="F prints only the text, at the end (default: %(default)s)",
+    )
+    add(
+        "--compare",
+        action="store_true",
+        help="decode plainly, then with drafts; exit 1 if a token differs",
+    )
     add("--json", action="store_true", help="print one JSON object instead of the text")
     parser.set_defaults(max_tokens=DEFAULT_MAX_TOKENS)
     return parser
 
 
 def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
-    """Loads (the cache in `--prompt-cache-file`, its tokenizer's config); sets `args.model` to the cache's model."""
+    """Loads (the cache in `--prompt-cache-file`, its tokenizer's config).
+
+    Sets `args.model` to the cache's model.
+    """
     file = args.prompt_cache_file
     try:
         cache, metadata = load_prompt_cache(file, return_metadata=True)
@@ -125,7 +173,9 @@ def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, An
         raise RedrafterError(f"cannot read the prompt cache {file}: {error}") from error
     made_with = metadata.get("model", args.model)
     if args.model not in (None, made_with):
-        raise RedrafterError(f"the prompt cache was made with {made_with}, got --model {args.model}")
+        raise RedrafterError(
+            f"the prompt cache was made with {made_with}, got --model {args.model}"
+        )
     args.model = made_with
     return cache, config
 
@@ -140,8 +190,16 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
     if has_template:
 
         def apply(text: str) -> str:
-            messages = [("system", args.system_prompt), ("user", text), ("assistant", args.prefill_response)]
-            given = [{"role": role, "content": content} for role, content in messages if content is not None]
+            messages = [
+                ("system", args.system_prompt),
+                ("user", text),
+                ("assistant", args.prefill_response),
+            ]
+            given = [
+                {"role": role, "content": content}
+                for role, content in messages
+                if content is not None
+            ]
             template = args.chat_template_config or {}
             return render(tokenizer, given, template, prefilled=args.prefill_response is not None)
 
@@ -162,7 +220,8 @@ class Decoded(NamedTuple):
     """A decoded text.
 
     Attributes:
-        row: (V,) the log-probabilities at the first token that differs from the expected one; None if none does.
+        row: (V,) the log-probabilities at the first token that differs from the expected one; None
+            if none does.
     """
 
     tokens: list[int]
@@ -219,10 +278,14 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     plain = dict.fromkeys(PLAN_OPTIONS) | {"plan": OFF, "context": None}
     plain_stream, (model, tokenizer, prompt) = partial(stream, **plain), stream.args
     for side in ({}, plain):
-        start = partial(stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **stream.keywords | side)
+        start = partial(
+            stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **stream.keywords | side
+        )
         decode(start, max_tokens=WARM_UP_TOKENS)
     expected = decode(plain_stream, label="plain decoding")
-    drafted = decode(stream, show=show, label=None if show else "drafting", expected=expected.tokens)
+    drafted = decode(
+        stream, show=show, label=None if show else "drafting", expected=expected.tokens
+    )
     at, difference = find_first_difference(expected.tokens, drafted.tokens), None
     if at is not None:
         distance = None  # if one text is only longer than the other
@@ -232,13 +295,17 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
             one, other = (each[chosen].astype(mx.float32) for each in (row, drafted.row))
             distance = float(mx.abs(one - other).max())
         difference = {"token": at, "distance": distance}
-    options = Options(**{name: value for name, value in stream.keywords.items() if name in OPTION_NAMES})
+    options = Options(
+        **{name: value for name, value in stream.keywords.items() if name in OPTION_NAMES}
+    )
     row_counts = find_pair(model, stream.keywords["drafter"])[0].choose_row_counts(options)
     plain_tps, last = expected.last.generation_tps, drafted.last
     return drafted, {
         "plain_generation_tps": plain_tps,
         "generation_tps": last.generation_tps,
-        "ratio": check_speedup(last.generation_tps / plain_tps, last.tokens_per_round) if last.rounds else None,
+        "ratio": check_speedup(last.generation_tps / plain_tps, last.tokens_per_round)
+        if last.rounds
+        else None,
         "identical": difference is None,
         "difference": difference,
         "row_counts": row_counts,
@@ -247,8 +314,16 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
 
 def describe(verdict: dict[str, Any], last: GenerationResponse, *, may_advise: bool) -> str:
     """The result of `compare` in words; `may_advise` names `--exact` where it would tell more."""
-    plain, drafted, ratio = verdict["plain_generation_tps"], verdict["generation_tps"], verdict["ratio"]
-    why = "busy, not measured: other work slowed plain decoding down" if last.rounds else "too short to measure"
+    plain, drafted, ratio = (
+        verdict["plain_generation_tps"],
+        verdict["generation_tps"],
+        verdict["ratio"],
+    )
+    why = (
+        "busy, not measured: other work slowed plain decoding down"
+        if last.rounds
+        else "too short to measure"
+    )
     times = why if ratio is None else f"{ratio:.2f} times"
     text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {times}\n"
     counts, difference = verdict["row_counts"], verdict["difference"]
@@ -271,14 +346,19 @@ def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | Non
     return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
-def make_record(args: argparse.Namespace, drafter: Drafter | None, decoded: Decoded) -> dict[str, Any]:
+def make_record(
+    args: argparse.Namespace, drafter: Drafter | None, decoded: Decoded
+) -> dict[str, Any]:
     """The object of `--json`."""
     fields = {
         k: v
         for k, v in vars(decoded.last).items()
         if k not in ("text", "token", "logprobs", "from_draft", "draft_source")
     }
-    names = {"model": args.model or "demo", "drafter": None if drafter is None else find_drafter_name(args) or "demo"}
+    names = {
+        "model": args.model or "demo",
+        "drafter": None if drafter is None else find_drafter_name(args) or "demo",
+    }
     return {
         "text": decoded.text,
         "tokens": decoded.tokens,

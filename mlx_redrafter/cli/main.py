@@ -20,16 +20,29 @@ from ..errors import Parser, RedrafterError, join_lines
 COMMANDS = {
     "generate": ("mlx_redrafter.cli.generate", "generate text from a prompt"),
     "chat": ("mlx_redrafter.cli.chat", "hold a conversation in the terminal"),
-    "convert": ("mlx_redrafter.convert.command", "convert a PyTorch drafter checkpoint, and quantize it"),
+    "convert": (
+        "mlx_redrafter.convert.command",
+        "convert a PyTorch drafter checkpoint, and quantize it",
+    ),
     "train": ("mlx_redrafter.training.command", "train a drafter for a model"),
-    "doctor": ("mlx_redrafter.cli.doctor", "measure the cost and speedup of drafting on this machine"),
+    "doctor": (
+        "mlx_redrafter.cli.doctor",
+        "measure the cost and speedup of drafting on this machine",
+    ),
     "server": ("mlx_redrafter.serving.command", "serve the OpenAI and Anthropic APIs over HTTP"),
-    "race": ("mlx_redrafter.serving.race", "serve a web page with plain and drafted decoding side by side"),
+    "race": (
+        "mlx_redrafter.serving.race",
+        "serve a web page with plain and drafted decoding side by side",
+    ),
     "stdio": ("mlx_redrafter.cli.stdio", "run sessions for another program, over JSON lines"),
 }
 """Name -> (the module whose `run()` is the command, its description)."""
 
-LAUNCHABLE_MODULES = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat", "mlx_redrafter.serving.command")
+LAUNCHABLE_MODULES = (
+    "mlx_redrafter.cli.generate",
+    "mlx_redrafter.cli.chat",
+    "mlx_redrafter.serving.command",
+)
 """Modules of the commands that `mlx.launch` may start; each also has a `make_parser()`."""
 
 NO_BACKEND = (
@@ -51,7 +64,9 @@ def main(command: str | None = None) -> None:
     if command is None:
         listed = "".join(f"\n  {name:10}{text}" for name, (_, text) in COMMANDS.items())
         epilog = f"commands:{listed}\n\n'mlx_redrafter COMMAND --help' lists a command's options."
-        parser = Parser("mlx_redrafter", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser = Parser(
+            "mlx_redrafter", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         parser.add_argument("--version", action="version", version=__version__)
         parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
         command = parser.parse_args(sys.argv[1:2]).command
@@ -60,12 +75,19 @@ def main(command: str | None = None) -> None:
 
 
 def run_module(module: str) -> None:
-    """Imports `module`, calls its `run()` and exits with the returned status. Errors print one line on stderr."""
+    """Imports `module`, calls its `run()` and exits with the returned status.
+
+    Errors print one line on stderr.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by the shell; the next opened file would get its descriptor
+        if (
+            getattr(sys, name) is None
+        ):  # closed by the shell; the next opened file would get its descriptor
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     has_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if has_handler:  # it would print a traceback during imports, and is not called while waiting for ranks
+    if (
+        has_handler
+    ):  # it would print a traceback during imports, and is not called while waiting for ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     tqdm.set_lock(threading.RLock())  # its own lock would start a process on macOS
     warnings.formatwarning = lambda message, *place, **more: f"warning: {join_lines(message)}\n"
@@ -85,7 +107,9 @@ def run_module(module: str) -> None:
     fail = exit_with_error if size == 1 else ranks.exit_with_error
     if size > 1:
         ranks.watch_connections()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message cannot handle it
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # a rank that waits for a message cannot handle it
     elif has_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if ranks.get_rank():
@@ -108,7 +132,9 @@ def run_module(module: str) -> None:
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's final flush cannot fail
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # so that Python's final flush cannot fail
         status = 1
     except (ValueError, OSError) as error:
         fail(join_lines(error))

@@ -1,8 +1,10 @@
-"""`stdio`: sessions for another program, over JSON lines; docs/stdio.schema.json defines all requests and events.
+"""`stdio`: sessions for another program, over JSON lines; docs/stdio.schema.json defines all
+requests and events.
 
-Requests are read from stdin, events are written to stdout. The main thread loads the models and answers requests in
-order. Another thread reads stdin, so that a request can be cancelled while it runs. At the end of stdin the remaining
-requests are finished. When the parent process ends, this process exits.
+Requests are read from stdin, events are written to stdout. The main thread loads the models and
+answers requests in order. Another thread reads stdin, so that a request can be cancelled while it
+runs. At the end of stdin the remaining requests are finished. When the parent process ends, this
+process exits.
 """
 
 from __future__ import annotations
@@ -47,11 +49,20 @@ Request = dict[str, Any]
 
 
 def run() -> int:
-    """Loads the models given in `sys.argv`, and answers requests until stdin ends; returns the exit status."""
-    parser = make_text_parser("stdio", "Run sessions for another program, over JSON lines on stdin and stdout.")
+    """Loads the models given in `sys.argv`, and answers requests until stdin ends.
+
+    Returns the exit status.
+    """
+    parser = make_text_parser(
+        "stdio", "Run sessions for another program, over JSON lines on stdin and stdout."
+    )
     add = parser.add_argument
     add("--stop", nargs="+", default=(), help="strings that end an answer")
-    add("--memory-budget", type=int, help="maximum bytes of a session's cache; the free memory if not given")
+    add(
+        "--memory-budget",
+        type=int,
+        help="maximum bytes of a session's cache; the free memory if not given",
+    )
     add(
         "--when-full",
         choices=("refuse", "trim"),
@@ -59,7 +70,10 @@ def run() -> int:
         help="refuse a turn that does not fit, or trim the oldest messages (default: %(default)s)",
     )
     args = parser.parse_args()
-    settings = read_options(args) | {"stop": args.stop, "chat_template_config": args.chat_template_config}
+    settings = read_options(args) | {
+        "stop": args.stop,
+        "chat_template_config": args.chat_template_config,
+    }
     settings |= {"memory_budget": args.memory_budget, "when_full": args.when_full}
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     stdout = sys.stdout.buffer
@@ -67,12 +81,18 @@ def run() -> int:
         models = load_models(args, verbose=False)
 
         def make_session(path: str | None) -> Session:
-            return Session(*models, **settings) if path is None else Session.load(path, *models, **settings)
+            return (
+                Session(*models, **settings)
+                if path is None
+                else Session.load(path, *models, **settings)
+            )
 
         server = SessionServer(stdout, make_session)
         drafter = None if models[2] is None else find_drafter_name(args) or "demo"
         model = args.model or "demo"
-        server.write("ready", None, protocol=PROTOCOL, version=__version__, model=model, drafter=drafter)
+        server.write(
+            "ready", None, protocol=PROTOCOL, version=__version__, model=model, drafter=drafter
+        )
         # A copy, as Python cannot exit while a thread reads sys.stdin.
         stdin = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
         threading.Thread(target=server.read_requests, args=(stdin,), daemon=True).start()
@@ -98,7 +118,9 @@ class SessionServer:
     def __init__(self, events: IO[bytes], make_session: Callable[[str | None], Session]) -> None:
         self._events, self._make_session = events, make_session
         self._queue: SimpleQueue[Request | None] = SimpleQueue()
-        self._pending: dict[str, bool] = {}  # id of an unfinished request -> whether it was cancelled
+        self._pending: dict[
+            str, bool
+        ] = {}  # id of an unfinished request -> whether it was cancelled
         self._lock = threading.Lock()
         self._sessions = {"main": make_session(None)}
 
@@ -161,7 +183,9 @@ class SessionServer:
         if kind in ("open", "load"):
             sessions[name] = self._make_session(request.get("path"))
         elif name not in sessions:
-            raise RedrafterError(f"there is no session {name!r}, only {', '.join(map(repr, sessions)) or 'none'}")
+            raise RedrafterError(
+                f"there is no session {name!r}, only {', '.join(map(repr, sessions)) or 'none'}"
+            )
         elif kind == "send":
             return "done", self._send(sessions[name], request)
         elif kind == "reset":
@@ -189,8 +213,12 @@ class SessionServer:
 
         given = request["text"] if "text" in request else request["messages"]
         options = request.get("options", {})
-        answer = session.send(given, on_token=on_token, prompt_progress_callback=cancel_if_asked, **options)
-        usage = {} if answer.last is None else {field: getattr(answer.last, field) for field in USAGE}
+        answer = session.send(
+            given, on_token=on_token, prompt_progress_callback=cancel_if_asked, **options
+        )
+        usage = (
+            {} if answer.last is None else {field: getattr(answer.last, field) for field in USAGE}
+        )
         return {"text": answer.text, "finish_reason": answer.finish_reason, "usage": usage}
 
 

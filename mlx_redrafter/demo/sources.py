@@ -1,6 +1,8 @@
-"""The demo's text: the Python standard library's sources, split by file into training and held-out text.
+"""The demo's text: the Python standard library's sources, split by file into training and held-out
+text.
 
-The standard library may be redistributed (PSF licence), and every machine that runs this package has it.
+The standard library may be redistributed (PSF licence), and every machine that runs this package
+has it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ HELD_OUT_PERCENT = 4
 def list_source_files() -> list[Path]:
     """Returns the UTF-8 sources in the running interpreter's standard library, sorted by path.
 
-    Folders in `SKIPPED`, files of fewer than 500 characters, and files with NUL characters are left out.
+    Folders in `SKIPPED`, files of fewer than 500 characters, and files with NUL characters are left
+    out.
     """
     library = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -39,8 +42,14 @@ def find_library_name(path: Path) -> str:
 
 
 def is_held_out(path: Path) -> bool:
-    """Whether a file is held out of training. A hash of its library path decides, the same on every machine."""
-    return int(hashlib.sha256(find_library_name(path).encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
+    """Whether a file is held out of training.
+
+    A hash of its library path decides, the same on every machine.
+    """
+    return (
+        int(hashlib.sha256(find_library_name(path).encode()).hexdigest(), 16) % 100
+        < HELD_OUT_PERCENT
+    )
 
 
 @cache

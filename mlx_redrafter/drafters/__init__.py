@@ -1,7 +1,9 @@
 """The kinds of drafters, one file each, and drafting from the context.
 
-Modules shared by the kinds: config.py (configs), checkpoint.py (tensors), layers.py (activations, RoPE), protocol.py
-(the interface for decoding), trainable.py (the interface for training), cached.py (heads with a KV cache).
+Modules shared by the kinds: config.py (configs), checkpoint.py (tensors), layers.py (activations,
+RoPE), protocol.py
+(the interface for decoding), trainable.py (the interface for training), cached.py (heads with a KV
+cache).
 """
 
 from types import ModuleType
@@ -19,7 +21,10 @@ KINDS: dict[str, ModuleType] = {
     mtp.MODEL_TYPE: mtp,
     **dict.fromkeys(block.MODEL_TYPES, block),
 }
-"""`model_type` in a drafter's config -> its module. The last one that recognises a published head reads it."""
+"""`model_type` in a drafter's config -> its module.
+
+The last one that recognises a published head reads it.
+"""
 
 TRAINABLE: dict[str, type[TrainableArgs]] = {
     module.__name__.rpartition(".")[2]: module.DrafterArgs
@@ -33,7 +38,10 @@ DEFAULT = next(iter(TRAINABLE))
 
 
 def is_converted(config: dict[str, Any]) -> bool:
-    """Whether a config is in our format, not in that of the drafter's authors. That of recurrent drafters is both."""
+    """Whether a config is in our format, not in that of the drafter's authors.
+
+    That of recurrent drafters is both.
+    """
     if "medusa_num_heads" in config or "speculators_model_type" in config:
         return False
     model_type = config.get("model_type", recurrent.MODEL_TYPE)

@@ -1,38 +1,47 @@
 """Block drafters, DFlash and DSpark: one forward guesses a whole block of tokens.
 
-For the text they cache only keys and values, computed from the outputs u_i of some target layers at position i:
+For the text they cache only keys and values, computed from the outputs u_i of some target layers at
+position i:
 
-    c_i = norm(fc(u_i))            shared by all layers; each has its own keys k_proj(c_i) and values v_proj(c_i)
+    c_i = norm(fc(u_i))            shared by all layers; each has its own keys k_proj(c_i) and
+    values v_proj(c_i)
 
-After p positions, a block is the root at p and mask tokens at p + 1, p + 2, ... Its rows run through the layers
-together, and see the text and each other. The block's keys and values are then dropped. The plan sets the length of a
-block. As its rows see each other, a shorter draft is not a prefix of a longer one.
+After p positions, a block is the root at p and mask tokens at p + 1, p + 2, ... Its rows run
+through the layers together, and see the text and each other. The block's keys and values are then
+dropped. The plan sets the length of a block. As its rows see each other, a shorter draft is not a
+prefix of a longer one.
 
     x_0 = embedding of the root, x_j = embedding of the mask token
     h   = norm(layers(x))
     row j guesses from h_j: logits = U h_j, U: an output matrix, its own or the target's
 
-A row guesses the token at its own position, so that the root's is not used (DFlash), or at the next one (DSpark). Heads
-have some of these parts:
+A row guesses the token at its own position, so that the root's is not used (DFlash), or at the next
+one (DSpark). Heads have some of these parts:
 
-    DSpark      a correction by the token e before: logits_j + W2 W1[e], after the multiplier and the cap
-    DFlash 2    convolutions over the rows of the block before and after attention and MLP, and a selector
-    Gemma 4     Gemma's layers. Values are the keys before their norm, or have their own projection, and are normed
-                without a weight. The outputs of attention and MLP are normed, too. Embeddings are scaled
+    DSpark      a correction by the token e before: logits_j + W2 W1[e], after the multiplier and
+    the cap
+    DFlash 2    convolutions over the rows of the block before and after attention and MLP, and a
+    selector Gemma 4     Gemma's layers. Values are the keys before their norm, or have their own
+    projection, and are normed
+                without a weight. The outputs of attention and MLP are normed, too. Embeddings are
+                scaled
 
 The coefficients of a convolution depend on the normed input rows y:
 
-    conv(a)_j = sum_t (base_t + D_{j,t}) * a_{j-t}          D_j = projection(y_j), a number per group of channels
+    conv(a)_j = sum_t (base_t + D_{j,t}) * a_{j-t}          D_j = projection(y_j), a number per
+    group of channels
 
 The selector ranks the K likeliest tokens c of a row, given the token e before it:
 
-    score(c) = logit(c) + <predecessor(e) * P h_j, successor(c)>        minus infinity for all other tokens
+    score(c) = logit(c) + <predecessor(e) * P h_j, successor(c)>        minus infinity for all other
+    tokens
 
-Published DSpark heads also estimate how likely each row is right, to end a draft early. This is left out, as the plan
-fixes the length of a draft before anything is computed. A head's dtype is the file's, but
-bfloat16 for float16, not the target's.
+Published DSpark heads also estimate how likely each row is right, to end a draft early. This is
+left out, as the plan fixes the length of a draft before anything is computed. A head's dtype is the
+file's, but bfloat16 for float16, not the target's.
 
-Source: z-lab/dflash, dflash/model.py, arXiv 2602.06036; deepseek-ai/DeepSpec, deepspec/modeling/dspark/, arXiv
+Source: z-lab/dflash, dflash/model.py, arXiv 2602.06036; deepseek-ai/DeepSpec,
+deepspec/modeling/dspark/, arXiv
 2607.05147. Tensors are named as there, except the selector's codebooks.
 """
 
@@ -77,7 +86,9 @@ NAMES = (
 
 MARKOV = r".*\bmarkov_w1\.weight"
 
-MARKS = rf"hidden_norm\.weight|encoder\.(?:fc|output_norm_enc)\.weight|candidate_selector\..*|{MARKOV}"
+MARKS = (
+    rf"hidden_norm\.weight|encoder\.(?:fc|output_norm_enc)\.weight|candidate_selector\..*|{MARKOV}"
+)
 """Tensors of block drafters. (EAGLE's `hidden_norm` is inside its layer.)"""
 
 ARCHITECTURE = re.compile(r".*(DFlash|DSpark|MuseGlimmerAssistant).*")
@@ -107,21 +118,26 @@ def find_architecture(config: Config) -> str:
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
-    return matches_any(MARKS, names) or ARCHITECTURE.fullmatch(find_architecture(config)) is not None
+    return (
+        matches_any(MARKS, names) or ARCHITECTURE.fullmatch(find_architecture(config)) is not None
+    )
 
 
 def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     """Renames a published head's tensors to our names; returns our config.
 
-    DFlash's keys are next to those of a Qwen3 model, or under `dflash_config`. DeepSpec's are next to the target's
-    whole config, which does not apply to the drafter. In speculators' configs, the keys of layers are under
-    `transformer_layer_config`.
+    DFlash's keys are next to those of a Qwen3 model, or under `dflash_config`. DeepSpec's are next
+    to the target's whole config, which does not apply to the drafter. In speculators' configs, the
+    keys of layers are under `transformer_layer_config`.
     """
     name, flat = find_architecture(checkpoint.config), flatten(checkpoint.config, "dflash_config")
     model_type = find_model_type(checkpoint, name, flat)
     checkpoint.rename(NAMES)
     checkpoint.config, tensors = flat, checkpoint.tensors
-    n_layers, layers = checkpoint.count(r"layers\.(\d+)\..*"), find_capture_layers(flat, checkpoint.where)
+    n_layers, layers = (
+        checkpoint.count(r"layers\.(\d+)\..*"),
+        find_capture_layers(flat, checkpoint.where),
+    )
     if model_type == DFLASH and "block_size" not in flat:
         flat["block_size"] = DEFAULT_BLOCK
         checkpoint.notes.append(f"config.json has no block_size: {DEFAULT_BLOCK} is used")
@@ -129,7 +145,9 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     vocab_size = checkpoint.find_vocab_size(by_token)
     if vocab_size is None:
         if model is None:
-            raise CheckpointError(f"expected vocab_size in {checkpoint.where}/config.json, got none: give --base-model")
+            raise CheckpointError(
+                f"expected vocab_size in {checkpoint.where}/config.json, got none: give --base-model"
+            )
         vocab_size = find_model_sizes(model)[1]
     checkpoint.add_row_numbers(vocab_size)
     if not DEEPSPEC.fullmatch(name):
@@ -161,12 +179,16 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
 def read_parts(checkpoint: Checkpoint, width: int) -> Config:
     """The fields of the parts that only some heads have."""
     tensors, convolution = checkpoint.tensors, "layers.0.attention_conv"
-    fields = dict.fromkeys(("markov_rank", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"))
+    fields = dict.fromkeys(
+        ("markov_rank", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    )
     if "markov_w1.weight" in tensors:
         fields["markov_rank"] = checkpoint.shape("markov_w1.weight")[1]
     if f"{convolution}.base_kernel" in tensors:
         taps = fields["conv_kernel_size"] = checkpoint.shape(f"{convolution}.base_kernel")[1]
-        fields["conv_group_size"] = 2 * taps * width // checkpoint.shape(f"{convolution}.kernel_projection.weight")[0]
+        fields["conv_group_size"] = (
+            2 * taps * width // checkpoint.shape(f"{convolution}.kernel_projection.weight")[0]
+        )
     if "selector.predecessor.weight" in tensors:
         fields["selector_rank"] = checkpoint.shape("selector.predecessor.weight")[1]
         fields["selector_top_k"] = checkpoint.config.get("selector_top_k", DEFAULT_CANDIDATES)
@@ -175,12 +197,20 @@ def read_parts(checkpoint: Checkpoint, width: int) -> Config:
 
 def find_model_type(checkpoint: Checkpoint, name: str, flat: Config) -> str:
     """The kind of a published head with this architecture."""
-    kinds = [str(flat[key]).lower() for key in ("speculators_model_type", "projector_type") if key in flat]
+    kinds = [
+        str(flat[key]).lower()
+        for key in ("speculators_model_type", "projector_type")
+        if key in flat
+    ]
     head = flat.get("markov_head_type", "vanilla")
-    is_known = {*kinds} <= {"dflash", "dflash2", "dspark"} and (not name or ARCHITECTURE.fullmatch(name))
+    is_known = {*kinds} <= {"dflash", "dflash2", "dspark"} and (
+        not name or ARCHITECTURE.fullmatch(name)
+    )
     if not is_known or (head != "vanilla" and flat.get("markov_rank") != 0):
         got = f"{' '.join([*kinds, name])!s:.60} with a Markov head of type {head!r:.40}"
-        raise CheckpointError(f"{checkpoint.where}: expected DFlash, DFlash 2 or plain DSpark, got {got}")
+        raise CheckpointError(
+            f"{checkpoint.where}: expected DFlash, DFlash 2 or plain DSpark, got {got}"
+        )
     says_so = "DSpark" in name or "dspark" in kinds
     return DSPARK if says_so or matches_any(MARKOV, checkpoint.tensors.keys()) else DFLASH
 
@@ -189,9 +219,13 @@ def find_capture_layers(flat: Config, where: str) -> list[int]:
     """The target's layers whose outputs a head reads."""
     layers, entering = flat.get("target_layer_ids"), flat.get("aux_hidden_state_layer_ids")
     if layers is None and entering is not None:
-        layers = [layer - 1 for layer in entering]  # a layer's input is the output of the one before
+        layers = [
+            layer - 1 for layer in entering
+        ]  # a layer's input is the output of the one before
     if not layers:
-        raise CheckpointError(f"{where}/config.json has no target_layer_ids, the target's layers to read")
+        raise CheckpointError(
+            f"{where}/config.json has no target_layer_ids, the target's layers to read"
+        )
     return list(layers)
 
 
@@ -207,8 +241,9 @@ def guesses_from_anchor(flat: Config, model_type: str) -> bool:
 def find_layer_masks(flat: Config, name: str, n_layers: int) -> Config:
     """`layer_windows` and `layer_causal`, each None if no layer has a window or is causal.
 
-    Sliding layers are causal unless the config says otherwise. In Qwen3's configs they have a window only with
-    `use_sliding_window`. If all layers have full attention, `use_swa` makes all of them sliding.
+    Sliding layers are causal unless the config says otherwise. In Qwen3's configs they have a
+    window only with `use_sliding_window`. If all layers have full attention, `use_swa` makes all of
+    them sliding.
     """
     types = flat.get("layer_types")
     if DEEPSPEC.fullmatch(name):
@@ -217,11 +252,15 @@ def find_layer_masks(flat: Config, name: str, n_layers: int) -> Config:
         raise ValueError("expected layer_types with use_sliding_window, got none")
     types = types or [FULL] * n_layers
     if len(types) != n_layers or {*types} - {FULL, SLIDING}:
-        raise ValueError(f"expected {n_layers} layer_types, each {FULL} or {SLIDING}, got {types!r:.80}")
+        raise ValueError(
+            f"expected {n_layers} layer_types, each {FULL} or {SLIDING}, got {types!r:.80}"
+        )
     has_window = flat.get("model_type") != "qwen3" or flat.get("use_sliding_window") is True
     window, is_causal = flat.get("sliding_window"), "Assistant" not in name
     if "speculators_model_type" in flat:
-        is_causal = not flat.get("sliding_window_non_causal", flat.get("speculators_model_type") == "dflash2")
+        is_causal = not flat.get(
+            "sliding_window_non_causal", flat.get("speculators_model_type") == "dflash2"
+        )
     if flat.get("use_swa") and SLIDING not in types:
         types, window, is_causal = [SLIDING] * n_layers, flat.get("swa_window_size", window), False
         has_window = True
@@ -232,8 +271,13 @@ def find_layer_masks(flat: Config, name: str, n_layers: int) -> Config:
         raise ValueError(f"expected the same RoPE in all layers, got {ropes!r:.80}")
     explicit = flat.get("is_causal", flat.get("causal"))
     windows = [window if has_window and each == SLIDING else 0 for each in types]
-    causal = [each == SLIDING and is_causal if explicit is None else explicit is True for each in types]
-    return {"layer_windows": windows if any(windows) else None, "layer_causal": causal if any(causal) else None}
+    causal = [
+        each == SLIDING and is_causal if explicit is None else explicit is True for each in types
+    ]
+    return {
+        "layer_windows": windows if any(windows) else None,
+        "layer_causal": causal if any(causal) else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -244,11 +288,13 @@ class DrafterArgs(LayerArgs):
         num_layers: L.
         block_size: B, the most rows of a block, the root's included.
         mask_token_id: the token whose embedding is used for unknown tokens.
-        from_anchor: whether each row j, including the root's, guesses the token at p + j + 1 instead of p + j.
+        from_anchor: whether each row j, including the root's, guesses the token at p + j + 1
+            instead of p + j.
         attention_bias: whether the attention projections have biases.
-        own_embedding, own_head: whether it has its own embedding and output matrix; if not, it uses the target's.
-        layer_windows: for each layer, how many positions a row sees, including its own, or 0 for all; None if all
-            layers see all.
+        own_embedding, own_head: whether it has its own embedding and output matrix; if not, it uses
+            the target's.
+        layer_windows: for each layer, how many positions a row sees, including its own, or 0 for
+            all; None if all layers see all.
         layer_causal: for each layer, whether a row sees no later row; None if no layer is causal.
         embedding_scale: a factor for embeddings; None for the target's.
         output_multiplier: a factor for logits.
@@ -256,10 +302,11 @@ class DrafterArgs(LayerArgs):
         markov_rank: the rank of W1 and W2; None without them.
         conv_kernel_size: how many rows a convolution reads; None without convolutions.
         conv_group_size: how many channels share a coefficient.
-        selector_rank, selector_top_k: the rank of the selector's codebooks, and K, the number of candidates; None
-            without a selector.
+        selector_rank, selector_top_k: the rank of the selector's codebooks, and K, the number of
+            candidates; None without a selector.
         gemma: whether its layers are Gemma 4's.
-        own_values: whether Gemma's layers have a projection for values; if not, values are made from the keys.
+        own_values: whether Gemma's layers have a projection for values; if not, values are made
+            from the keys.
     """
 
     num_layers: int
@@ -286,8 +333,12 @@ class DrafterArgs(LayerArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.mask_token_id < self.vocab_size:  # MLX reads beyond an embedding without an error
-            raise ValueError(f"expected mask_token_id below {self.vocab_size}, got {self.mask_token_id}")
+        if (
+            not 0 <= self.mask_token_id < self.vocab_size
+        ):  # MLX reads beyond an embedding without an error
+            raise ValueError(
+                f"expected mask_token_id below {self.vocab_size}, got {self.mask_token_id}"
+            )
 
     @property
     def max_depth(self) -> int:
@@ -296,8 +347,12 @@ class DrafterArgs(LayerArgs):
 
     @property
     def layer_masks(self) -> list[tuple[int, bool]]:
-        """For each layer, (the window of its attention mask or 0 for none, whether the mask is causal)."""
-        windows, causal = (given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal))
+        """For each layer, (the window of its attention mask or 0 for none, whether the mask is
+        causal).
+        """
+        windows, causal = (
+            given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal)
+        )
         return list(zip(windows, map(bool, causal), strict=True))
 
     def describe(self) -> str:
@@ -311,8 +366,12 @@ class Layer(nn.Module):
     def __init__(self, args: Any) -> None:
         super().__init__()
         bias = args.attention_bias
-        self.self_attn: Attention = (GemmaAttention if args.gemma else Attention)(args, args.width, bias, bias, True)
-        self.mlp = MLP(args.width, args.intermediate_size, args.hidden_act or DEFAULT_ACTIVATIONS[args.gemma])
+        self.self_attn: Attention = (GemmaAttention if args.gemma else Attention)(
+            args, args.width, bias, bias, True
+        )
+        self.mlp = MLP(
+            args.width, args.intermediate_size, args.hidden_act or DEFAULT_ACTIVATIONS[args.gemma]
+        )
         self.input_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
 
@@ -329,18 +388,25 @@ class Convolution(nn.Module):
         super().__init__()
         taps, self.group_size = args.conv_kernel_size, args.conv_group_size
         self.base_kernel = mx.zeros((2, taps, args.width))
-        self.kernel_projection = nn.Linear(args.width, 2 * taps * args.width // self.group_size, bias=False)
+        self.kernel_projection = nn.Linear(
+            args.width, 2 * taps * args.width // self.group_size, bias=False
+        )
 
     def __call__(self, rows: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
         """(B, H): rows (B, H) after a convolution, `part` and another convolution."""
         taps = self.base_kernel.shape[1]
         changes = self.kernel_projection(rows).reshape(len(rows), 2, taps, -1)
-        before, after = (self.base_kernel + mx.repeat(changes, self.group_size, axis=-1)).swapaxes(0, 1)
+        before, after = (self.base_kernel + mx.repeat(changes, self.group_size, axis=-1)).swapaxes(
+            0, 1
+        )
         return convolve(part(convolve(rows, before)), after)
 
 
 def convolve(rows: mx.array, kernels: mx.array) -> mx.array:
-    """(B, H) the sum of each row and the rows before it, weighted by kernels (B, taps, H); zeros precede row 0."""
+    """(B, H) the sum of each row and the rows before it, weighted by kernels (B, taps, H).
+
+    Zeros precede row 0.
+    """
     taps = kernels.shape[1]
     padded = mx.pad(rows, [(taps - 1, 0), (0, 0)])
     moved = [padded[taps - 1 - tap : taps - 1 - tap + len(rows)] for tap in range(taps)]
@@ -369,8 +435,12 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(args.width, args.selector_rank, bias=False)
 
     def __call__(self, tokens: mx.array, candidates: mx.array, state: mx.array) -> mx.array:
-        """(W, K) float32 scores of each candidate (K,) after each token (W,), for a row's final state (H,)."""
-        scores: mx.array = (self.predecessor(tokens) * self.hidden_projection(state)) @ self.successor(candidates).T
+        """(W, K) float32 scores of each candidate (K,) after each token (W,), for a row's final
+        state (H,).
+        """
+        scores: mx.array = (
+            self.predecessor(tokens) * self.hidden_projection(state)
+        ) @ self.successor(candidates).T
         return scores.astype(mx.float32)
 
 
@@ -403,8 +473,8 @@ class GemmaLayer(Layer):
 class Drafter(BaseDrafter):
     """A block drafter.
 
-    It computes in its own dtype. Outputs of a target's layers may overflow float16, so heads stored in float16 are read
-    as bfloat16.
+    It computes in its own dtype. Outputs of a target's layers may overflow float16, so heads stored
+    in float16 are read as bfloat16.
     """
 
     takes_float16 = False
@@ -415,7 +485,9 @@ class Drafter(BaseDrafter):
         width = args.width
         self.fc = nn.Linear(self.n_inputs, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, args.rms_norm_eps)
-        kind = GemmaLayer if args.gemma else Layer if args.conv_kernel_size is None else ConvolvedLayer
+        kind = (
+            GemmaLayer if args.gemma else Layer if args.conv_kernel_size is None else ConvolvedLayer
+        )
         self.layers: list[Layer] = [kind(args) for _ in args.layer_masks]
         self.norm = nn.RMSNorm(width, args.rms_norm_eps)
         if args.own_embedding:
@@ -453,7 +525,11 @@ class Drafter(BaseDrafter):
         return features
 
     def run(
-        self, embedded: mx.array, position: mx.array, caches: Iterable[KVCache], masks: Iterable[mx.array]
+        self,
+        embedded: mx.array,
+        position: mx.array,
+        caches: Iterable[KVCache],
+        masks: Iterable[mx.array],
     ) -> mx.array:
         """(B, H) the final states of a block.
 
@@ -466,7 +542,10 @@ class Drafter(BaseDrafter):
         for layer, cache, mask in zip(self.layers, caches, masks, strict=True):
 
             def attend(
-                normed: mx.array, attention: Attention = layer.self_attn, cache: KVCache = cache, mask: mx.array = mask
+                normed: mx.array,
+                attention: Attention = layer.self_attn,
+                cache: KVCache = cache,
+                mask: mx.array = mask,
             ) -> mx.array:
                 return attention(normed, position, cache, mask)
 
@@ -474,12 +553,16 @@ class Drafter(BaseDrafter):
         return cast(mx.array, self.norm(rows))
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
-        """The guesses of rows with final states (D, H); with W1 and W2 or a selector they depend on the token before.
+        """The guesses of rows with final states (D, H); with W1 and W2 or a selector they depend on
+        the token before.
 
         Args:
             head: its own or the target's output matrix.
         """
-        logits, count = self.make_logits(states, head), min(self.args.selector_top_k or 1, self.args.n_guesses)
+        logits, count = (
+            self.make_logits(states, head),
+            min(self.args.selector_top_k or 1, self.args.n_guesses),
+        )
 
         def guess(tokens: mx.array, row: int) -> mx.array:
             guesses = mx.broadcast_to(logits[row], (len(tokens), logits.shape[1]))
@@ -490,13 +573,18 @@ class Drafter(BaseDrafter):
             candidates = top_w(logits[row], count)
             scores = guesses[:, candidates] + self.selector(tokens, candidates, states[row])
             everything = mx.full(guesses.shape, -mx.inf)
-            return mx.put_along_axis(everything, mx.broadcast_to(candidates, scores.shape), scores, axis=-1)
+            return mx.put_along_axis(
+                everything, mx.broadcast_to(candidates, scores.shape), scores, axis=-1
+            )
 
         return guess
 
     def make_logits(self, states: mx.array, head: Head) -> mx.array:
         """(D, V') float32 logits of final states, multiplied and capped by the config."""
-        logits, cap = head(states).astype(mx.float32) * self.args.output_multiplier, self.args.final_logit_softcapping
+        logits, cap = (
+            head(states).astype(mx.float32) * self.args.output_multiplier,
+            self.args.final_logit_softcapping,
+        )
         return logits if cap is None else cap * mx.tanh(logits / cap)
 
     def sample_logits(self) -> mx.array:
@@ -506,7 +594,8 @@ class Drafter(BaseDrafter):
         """
         generator, args = np.random.default_rng(0), self.args
         states, embedded = (
-            mx.array(generator.normal(size=(8, width)).astype(np.float32)) for width in (self.n_inputs, args.width)
+            mx.array(generator.normal(size=(8, width)).astype(np.float32))
+            for width in (self.n_inputs, args.width)
         )
         count = min(8, args.max_depth)
         caches = [KVCache() for _ in self.layers]
@@ -525,11 +614,18 @@ class Drafter(BaseDrafter):
 
     def find_part(self, name: str) -> str:
         tables = ("markov_w1", "selector.predecessor", "selector.successor")
-        return "embedding" if name in tables else "head" if name == "markov_w2" else super().find_part(name)
+        return (
+            "embedding"
+            if name in tables
+            else "head"
+            if name == "markov_w2"
+            else super().find_part(name)
+        )
 
 
 class BlockSource(CachedSource):
-    """The source of a block drafter: each layer's cache holds the text's keys and values, then a block's.
+    """The source of a block drafter: each layer's cache holds the text's keys and values, then a
+    block's.
 
     Args:
         drafter: its weights.
@@ -548,9 +644,14 @@ class BlockSource(CachedSource):
             self._embed = drafter.embed_tokens
         scale = args.embedding_scale
         if scale is None:
-            scale = math.sqrt(args.hidden_size) if find_module_name(model).startswith("gemma") else 1.0
+            scale = (
+                math.sqrt(args.hidden_size) if find_module_name(model).startswith("gemma") else 1.0
+            )
         self._scale = scale
-        head, dtype = find_head(model), find_compute_dtype(model)  # in its own dtype, to avoid a copy in another one
+        head, dtype = (
+            find_head(model),
+            find_compute_dtype(model),
+        )  # in its own dtype, to avoid a copy in another one
         self._head: Head = drafter.get("lm_head", lambda states: head(states.astype(dtype)))
 
     def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
@@ -570,9 +671,13 @@ class BlockSource(CachedSource):
         _, sees, position = self.append_pending_rows(root)
         drafter, args = self.drafter, self.drafter.args
         first = 0 if args.from_anchor else 1
-        tokens = mx.concatenate([root.reshape(1).astype(mx.int32), mx.full((first + depth - 1,), args.mask_token_id)])
+        tokens = mx.concatenate(
+            [root.reshape(1).astype(mx.int32), mx.full((first + depth - 1,), args.mask_token_id)]
+        )
         own = position + mx.arange(len(tokens))
-        kinds = {kind: make_mask(sees, self._positions, own, *kind) for kind in set(args.layer_masks)}
+        kinds = {
+            kind: make_mask(sees, self._positions, own, *kind) for kind in set(args.layer_masks)
+        }
         near = len(self._rows[-1].tokens) + len(tokens) - 2
         # All rows before these columns are outside the window.
         masks = [kinds[kind][:, -(kind[0] + near) if kind[0] else 0 :] for kind in args.layer_masks]
@@ -590,7 +695,9 @@ class BlockSource(CachedSource):
         return *super().state, self._positions
 
 
-def make_mask(sees: mx.array, positions: mx.array, own: mx.array, window: int, causal: bool) -> mx.array:
+def make_mask(
+    sees: mx.array, positions: mx.array, own: mx.array, window: int, causal: bool
+) -> mx.array:
     """(B, R + B) bool: which rows of the text, then of the block, each row of the block sees.
 
     Args:
@@ -601,7 +708,9 @@ def make_mask(sees: mx.array, positions: mx.array, own: mx.array, window: int, c
         causal: whether a row sees no later row of its block.
     """
     size = len(own)
-    mask = mx.concatenate([mx.broadcast_to(sees, (size, len(sees))), mx.ones((size, size), mx.bool_)], axis=1)
+    mask = mx.concatenate(
+        [mx.broadcast_to(sees, (size, len(sees))), mx.ones((size, size), mx.bool_)], axis=1
+    )
     distance = own[:, None] - mx.concatenate([positions, own])
     if window:
         mask = mask & (mx.abs(distance) < window)

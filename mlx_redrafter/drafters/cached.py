@@ -1,8 +1,8 @@
 """Sources with their own KV cache: it has a row for every position of the text that they have read.
 
-A draft does not wait for the pending round's host read, so the number of that round's rows that stay is not known yet.
-All of them are appended, and masked by that number, which is an array. The next round's position gives the number; the
-other rows, and the draft's, are then overwritten::
+A draft does not wait for the pending round's host read, so the number of that round's rows that
+stay is not known yet. All of them are appended, and masked by that number, which is an array. The
+next round's position gives the number; the other rows, and the draft's, are then overwritten::
 
     rows    settled | the pending round: n_kept, then others | the draft
     seen    all     | the first n_kept                       | itself and its ancestors
@@ -55,7 +55,8 @@ class LayerCache:
 
     Args:
         cache: the rows are appended to it.
-        offset: the position of the first new row in the text, a number or () int32; the layer passes it to RoPE.
+        offset: the position of the first new row in the text, a number or () int32; the layer
+            passes it to RoPE.
     """
 
     def __init__(self, cache: KVCache, offset: mx.array | int) -> None:
@@ -72,7 +73,8 @@ class LayerCache:
 
 
 class CachedSource(StepwiseSource):
-    """The source of a drafter with a KV cache. Subclasses define how rows are made and how a draft begins.
+    """The source of a drafter with a KV cache. Subclasses define how rows are made and how a draft
+    begins.
 
     Args:
         drafter: its weights.
@@ -83,7 +85,9 @@ class CachedSource(StepwiseSource):
 
     reads_all = True
 
-    def __init__(self, drafter: Any, model: nn.Module, capture: Sequence[StateName], n_layers: int = 1) -> None:
+    def __init__(
+        self, drafter: Any, model: nn.Module, capture: Sequence[StateName], n_layers: int = 1
+    ) -> None:
         self.drafter, self.capture = drafter, tuple(capture)
         self._embed = find_parts(model).embedding
         self._window: int | None = None  # the last positions that the drafter sees; None for all
@@ -109,7 +113,9 @@ class CachedSource(StepwiseSource):
         """Buffers the rows that stay. If there are many, reads those whose next token is known."""
         self._settle(kept.position)
         states = mx.concatenate([kept.rows(kept.hidden[name]) for name in self.capture], axis=-1)
-        self._rows.append(Rows(kept.rows(kept.tokens).astype(mx.int32), states, kept.n_kept, kept.position))
+        self._rows.append(
+            Rows(kept.rows(kept.tokens).astype(mx.int32), states, kept.n_kept, kept.position)
+        )
         if sum(len(rows.tokens) for rows in self._rows) > MAX_WAITING:
             self._append_known_rows()
         self._drop_oldest()
@@ -128,11 +134,17 @@ class CachedSource(StepwiseSource):
         self._rows = [last]
 
     def _drop_oldest(self) -> None:
-        most, count = min(filter(None, (self.max_kv_size, self._window)), default=None), self._n_rows
+        most, count = (
+            min(filter(None, (self.max_kv_size, self._window)), default=None),
+            self._n_rows,
+        )
         if most is not None and count > most + MAX_EXCESS:
             for cache in self._caches:
                 keys, values = cast(mx.array, cache.keys), cast(mx.array, cache.values)
-                cache.keys, cache.values = keys[..., count - most : count, :], values[..., count - most : count, :]
+                cache.keys, cache.values = (
+                    keys[..., count - most : count, :],
+                    values[..., count - most : count, :],
+                )
             self._n_rows = most
 
     def _settle(self, position: int) -> None:
@@ -168,8 +180,8 @@ class CachedSource(StepwiseSource):
             root: () int32, the token after the last row that stays.
 
         Returns:
-            (...) the drafter's output for that row; (C,) bool, which cache rows a draft sees; () int32, the root's
-            position.
+            (...) the drafter's output for that row; (C,) bool, which cache rows a draft sees; ()
+            int32, the root's position.
         """
         last, (tokens, states, position) = self._rows[-1], self._join()
         n_before = len(tokens) - len(last.tokens)
@@ -180,7 +192,11 @@ class CachedSource(StepwiseSource):
         self._n_rows += n_before
         self._rows, self._is_appended = [last], True
         n_slots = self._n_rows + len(last.tokens)
-        return made[tip], mx.arange(n_slots) < self._n_rows + last.n_kept, mx.array(last.position + last.n_kept)
+        return (
+            made[tip],
+            mx.arange(n_slots) < self._n_rows + last.n_kept,
+            mx.array(last.position + last.n_kept),
+        )
 
     def rewind(self, count: int) -> None:
         """Drops rows. The last remaining one is read again, as the token after it will differ."""
@@ -202,11 +218,14 @@ class CachedSource(StepwiseSource):
     @property
     def state(self) -> Any:
         """The caches and the buffered rows."""
-        return [(cache.keys, cache.values) for cache in self._caches if cache.keys is not None], self._rows
+        return [
+            (cache.keys, cache.values) for cache in self._caches if cache.keys is not None
+        ], self._rows
 
 
 class PairDrafter(Drafter):
-    """A head with a KV cache that reads pairs of a position's state and the token after it, see `PairSource`.
+    """A head with a KV cache that reads pairs of a position's state and the token after it, see
+    `PairSource`.
 
     Attributes:
         needs_head: whether it uses the target's output matrix.
@@ -219,7 +238,12 @@ class PairDrafter(Drafter):
         return states.astype(self.dtype)
 
     def read_pairs(
-        self, features: mx.array, tokens: mx.array, embed: Embed, cache: LayerCache, mask: mx.array | str
+        self,
+        features: mx.array,
+        tokens: mx.array,
+        embed: Embed,
+        cache: LayerCache,
+        mask: mx.array | str,
     ) -> mx.array:
         """(T, H) the head's output for pairs. In a draft, it replaces the next position's feature.
 
@@ -244,10 +268,16 @@ class PairDrafter(Drafter):
     def sample_logits(self) -> mx.array:
         """Logits for fixed random pairs, or their features if the target's output matrix is used."""
         generator, dtype = np.random.default_rng(0), self.dtype
-        embedded = mx.array(generator.normal(size=(8, self.args.hidden_size)).astype(np.float32)).astype(dtype)
-        states = mx.array(generator.normal(size=(8, self.n_inputs)).astype(np.float32)).astype(dtype)
+        embedded = mx.array(
+            generator.normal(size=(8, self.args.hidden_size)).astype(np.float32)
+        ).astype(dtype)
+        states = mx.array(generator.normal(size=(8, self.n_inputs)).astype(np.float32)).astype(
+            dtype
+        )
         cache, tokens = LayerCache(KVCache(), 0), mx.arange(8) % self.args.vocab_size
-        features = self.read_pairs(self.project(states), tokens, lambda tokens: embedded[tokens], cache, "causal")
+        features = self.read_pairs(
+            self.project(states), tokens, lambda tokens: embedded[tokens], cache, "causal"
+        )
         if self.needs_head:
             return features.astype(mx.float32)
         logits = self.guess(features, None)
@@ -260,15 +290,18 @@ class PairDrafter(Drafter):
 
 
 class PairSource(CachedSource):
-    """The source of a head that reads pairs of a position's state and the next token, and guesses the token after that.
+    """The source of a head that reads pairs of a position's state and the next token, and guesses
+    the token after that.
 
-    In a draft, the head's output replaces states that do not exist yet. The rows of all hypotheses follow each other in
-    the cache, and each row sees its ancestors.
+    In a draft, the head's output replaces states that do not exist yet. The rows of all hypotheses
+    follow each other in the cache, and each row sees its ancestors.
     """
 
     drafter: PairDrafter
 
-    def __init__(self, drafter: PairDrafter, model: nn.Module, capture: Sequence[StateName]) -> None:
+    def __init__(
+        self, drafter: PairDrafter, model: nn.Module, capture: Sequence[StateName]
+    ) -> None:
         super().__init__(drafter, model, capture)
         self._head = find_head(model) if drafter.needs_head else None
 
@@ -284,15 +317,23 @@ class PairSource(CachedSource):
             if state is None:  # the root, which is the token of the last pair
                 return self.drafter.guess(feature[None], self._head), (feature[None], None, 0)
             features, ancestors, level = state
-            features, ancestors = self._read_level(features, tokens, ancestors, sees, position + level)
+            features, ancestors = self._read_level(
+                features, tokens, ancestors, sees, position + level
+            )
             return self.drafter.guess(features, self._head), (features, ancestors, level + 1)
 
         return advance
 
     def _read_level(
-        self, features: mx.array, tokens: mx.array, ancestors: mx.array | None, sees: mx.array, position: mx.array
+        self,
+        features: mx.array,
+        tokens: mx.array,
+        ancestors: mx.array | None,
+        sees: mx.array,
+        position: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """(the head's output for the tokens of a level, (W, M) bool, which of the draft's rows are its ancestors).
+        """(the head's output for the tokens of a level, (W, M) bool, which of the draft's rows are
+        its ancestors).
 
         Args:
             features: (W, H) the head's output for their parents.
@@ -302,10 +343,14 @@ class PairSource(CachedSource):
         width = len(tokens)
         own = mx.eye(width, dtype=mx.bool_)
         ancestors = own if ancestors is None else mx.concatenate([ancestors, own], axis=1)
-        mask = mx.concatenate([mx.broadcast_to(sees, (width, len(sees))), ancestors], axis=1)[None, None]
+        mask = mx.concatenate([mx.broadcast_to(sees, (width, len(sees))), ancestors], axis=1)[
+            None, None
+        ]
 
         def read(_: list[Any]) -> mx.array:
-            return self.drafter.read_pairs(features, tokens, self._embed, LayerCache(self._caches[0], position), mask)
+            return self.drafter.read_pairs(
+                features, tokens, self._embed, LayerCache(self._caches[0], position), mask
+            )
 
         if width == 1:
             return read([]), ancestors

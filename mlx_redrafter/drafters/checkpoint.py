@@ -1,7 +1,7 @@
 """A drafter's checkpoint, in its authors' layout or in ours: its config and its tensors.
 
-A kind renames the tensors and derives its config, see `loading.py`; `fill` loads the weights strictly. Layers that are
-quantized with MLX stay quantized.
+A kind renames the tensors and derives its config, see `loading.py`; `fill` loads the weights
+strictly. Layers that are quantized with MLX stay quantized.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)
 INSERTED = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod)\.")
 """Prefixes that DDP and torch.compile add at any depth."""
 
-WRAPPERS = re.compile(r"(?:(?:model|state_dict|model_state_dict|drafter|speculator|medusa_head)\.)*")
+WRAPPERS = re.compile(
+    r"(?:(?:model|state_dict|model_state_dict|drafter|speculator|medusa_head)\.)*"
+)
 """Prefixes that trainers and nested dictionaries add, in any order."""
 
 DRAFTERS = re.compile(r"(?:drafter|speculator|medusa_head)\.")
@@ -50,7 +52,8 @@ class Checkpoint:
     Attributes:
         where: its path or hub id, for errors.
         config: its `config.json`; empty without one.
-        tensors: lazy, by their names in the files without wrapping prefixes; after `rename`, by our names.
+        tensors: lazy, by their names in the files without wrapping prefixes; after `rename`, by our
+            names.
         stored: the keys of `tensors` -> the names in the files.
         is_base: whether it is a model of which only the multi-token-prediction layer is read.
         n_ranks: the number of slices that its tensors were joined from; 0 if they were whole.
@@ -91,9 +94,12 @@ class Checkpoint:
         how = own if isinstance(own, dict) else said
         mode = how.get("mode", "affine")
         group_size, bits = (
-            how.get(key, default) for key, default in zip(("group_size", "bits"), MODES[mode], strict=True)
+            how.get(key, default)
+            for key, default in zip(("group_size", "bits"), MODES[mode], strict=True)
         )
-        if not (type(group_size) is type(bits) is int and group_size > 0 and bits > 0):  # MLX divides by them
+        if not (
+            type(group_size) is type(bits) is int and group_size > 0 and bits > 0
+        ):  # MLX divides by them
             raise ValueError(f"expected {layer} quantized to some bits in groups, got {how!r:.80}")
         return {"group_size": group_size, "bits": bits, "mode": mode}
 
@@ -112,22 +118,32 @@ class Checkpoint:
         if how is None:
             return weight
         return mx.dequantize(
-            weight, self.tensors.pop(f"{layer}.scales"), self.tensors.pop(f"{layer}.biases", None), **how
+            weight,
+            self.tensors.pop(f"{layer}.scales"),
+            self.tensors.pop(f"{layer}.biases", None),
+            **how,
         )
 
     def count(self, pattern: str) -> int:
         """1 + the largest number that `pattern` finds in tensor names; 0 without a match."""
-        return max((1 + int(found[1]) for name in self.tensors if (found := re.fullmatch(pattern, name))), default=0)
+        return max(
+            (1 + int(found[1]) for name in self.tensors if (found := re.fullmatch(pattern, name))),
+            default=0,
+        )
 
     def find_vocab_size(self, names: Sequence[str]) -> Any:
-        """V of the config; else the rows of the first of these tensors that exists, or of a full output matrix."""
+        """V of the config.
+
+        Else the rows of the first of these tensors that exists, or of a full output matrix.
+        """
         if self.config.get("vocab_size") is not None:
             return self.config["vocab_size"]
         names = [*names, *(() if DRAFT_IDS in self.tensors else ("lm_head.weight",))]
         return next((self.shape(name)[0] for name in names if name in self.tensors), None)
 
     def add_row_numbers(self, vocab_size: Any) -> None:
-        """Turns a draft vocabulary of offsets from row numbers into token ids; drops one that has all tokens.
+        """Turns a draft vocabulary of offsets from row numbers into token ids; drops one that has
+        all tokens.
 
         `t2d` is a mask of the same tokens, and is dropped.
         """
@@ -135,7 +151,9 @@ class Checkpoint:
         if offsets is None:
             return
         ids = mx.arange(len(offsets), dtype=mx.int32) + offsets
-        if mask is not None and set(np.flatnonzero(np.array(mask)).tolist()) != set(np.array(ids).tolist()):
+        if mask is not None and set(np.flatnonzero(np.array(mask)).tolist()) != set(
+            np.array(ids).tolist()
+        ):
             raise ValueError("expected t2d and d2t to name the same tokens, got different ones")
         if len(offsets) != vocab_size or offsets.any().item():
             self.tensors[DRAFT_IDS] = ids
@@ -148,33 +166,53 @@ class Checkpoint:
         if (ids := self.tensors.get(DRAFT_IDS)) is not None and not is_float(ids):
             self.tensors[DRAFT_IDS] = ids = ids.astype(mx.int32)
             found: list[Any] = ids.tolist()  # type: ignore[assignment]
-            if len(set(found)) < len(found) or min(found) < 0 or max(found) >= drafter.args.vocab_size:
+            if (
+                len(set(found)) < len(found)
+                or min(found) < 0
+                or max(found) >= drafter.args.vocab_size
+            ):
                 vocab_size = drafter.args.vocab_size
-                raise CheckpointError(f"{self.where}: expected {DRAFT_IDS} below {vocab_size}, each once")
+                raise CheckpointError(
+                    f"{self.where}: expected {DRAFT_IDS} below {vocab_size}, each once"
+                )
         nn.quantize(drafter, class_predicate=lambda name, _: self.find_quantization(name) or False)
         expected = list_weights(drafter)
         for name, array in self.tensors.items():
             if name not in expected:
                 odd = self.stored.get(name, name)
-                raise CheckpointError(f"{self.where} holds a tensor that this kind of drafter lacks: {odd!r}")
+                raise CheckpointError(
+                    f"{self.where} holds a tensor that this kind of drafter lacks: {odd!r}"
+                )
             if is_float(array) != is_float(expected[name]):
-                raise CheckpointError(f"{self.where}: expected {name} as {expected[name].dtype}, got {array.dtype}")
+                raise CheckpointError(
+                    f"{self.where}: expected {name} as {expected[name].dtype}, got {array.dtype}"
+                )
         drafter.load_weights(list(self.tensors.items()))
         if (bad := find_not_finite(list_weights(drafter))) is not None:
             raise CheckpointError(f"{self.where}: {bad} holds NaN or infinity")
 
 
 def unwrap(names: Iterable[str]) -> dict[str, str]:
-    """Names in files -> names without wrapping prefixes. If the files also hold a model, only the drafter's names."""
+    """Names in files -> names without wrapping prefixes.
+
+    If the files also hold a model, only the drafter's names.
+    """
     bare = {name: INSERTED.sub("", name) for name in names}
     tails = {name: WRAPPERS.sub("", text, count=1) for name, text in bare.items()}
-    inside = {name: tails[name] for name, text in bare.items() if DRAFTERS.search(text.removesuffix(tails[name]))}
+    inside = {
+        name: tails[name]
+        for name, text in bare.items()
+        if DRAFTERS.search(text.removesuffix(tails[name]))
+    }
     return inside or tails
 
 
 def rename(name: str, names: Names) -> str:
     """Our name for a tensor, or "" if it is left out; the same name if no pattern matches."""
-    return next((match.expand(ours) for pattern, ours in names if (match := re.fullmatch(pattern, name))), name)
+    return next(
+        (match.expand(ours) for pattern, ours in names if (match := re.fullmatch(pattern, name))),
+        name,
+    )
 
 
 def matches_any(pattern: str, names: Collection[str]) -> bool:
@@ -200,7 +238,8 @@ def is_float(array: mx.array) -> bool:
 def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
     """The name of an array that holds NaN or infinity; None if all numbers are finite."""
     for name, array in arrays.items():
-        # A few rows at a time, as checking a whole head at once needs half of its memory in addition.
+        # A few rows at a time, as checking a whole head at once needs half of its memory in
+        # addition.
         rows = max(1, CHUNK // max(1, math.prod(array.shape[1:])))
         parts = (array[start : start + rows] for start in range(0, len(array), rows))
         if not all(mx.isfinite(part).all().item() for part in parts):

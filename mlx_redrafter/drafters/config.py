@@ -12,7 +12,14 @@ from ..engine.plan import MAX_DRAFT_DEPTH
 from .checkpoint import Checkpoint, Config
 from .layers import ACTIVATIONS, find_rope_type
 
-TYPES: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
+TYPES: dict[str, Any] = {
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "bool": bool,
+    "list": list,
+    "dict": dict,
+}
 """First word of a field's type -> the classes of its values."""
 
 
@@ -40,13 +47,20 @@ ROPES = ("default", "mrope", "linear", "llama3", "yarn", "deepseek_yarn", "propo
 """Supported types of RoPE. Others depend on the length of the text."""
 
 NEUTRAL = {
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_emb"), 1),
-    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "scale_depth", "dim_model_base"), None),
+    **dict.fromkeys(
+        ("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_emb"), 1
+    ),
+    **dict.fromkeys(
+        ("attention_multiplier", "query_pre_attn_scalar", "scale_depth", "dim_model_base"), None
+    ),
     **dict.fromkeys(("attn_logit_softcapping", "clip_qkv"), None),
     "attention_sink_bias": False,
     "partial_rotary_factor": 1,
 }
-"""Keys of models' configs that change the computation, and their values without an effect. No tensor shows them."""
+"""Keys of models' configs that change the computation, and their values without an effect.
+
+No tensor shows them.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,12 +72,13 @@ class DrafterArgs:
         vocab_size: V, the target's.
         model_type: the kind.
         draft_depth: how many tokens it drafts by default; None if the config does not say.
-        base_model: the target it was trained for, a path or hub id; None if the config does not say.
+        base_model: the target it was trained for, a path or hub id; None if the config does not
+            say.
         draft_vocab_size: how many tokens it can guess, those in `draft_ids`; None for all.
-        acceptance: for each depth, the shares of positions at which its first, second, ... guess was right in training;
-            None if the config does not say.
-        hidden_state: which of the target's hidden states it reads; None for `AFTER_NORM`. With the wrong one, hardly
-            any guess is right.
+        acceptance: for each depth, the shares of positions at which its first, second, ... guess
+            was right in training; None if the config does not say.
+        hidden_state: which of the target's hidden states it reads; None for `AFTER_NORM`. With the
+            wrong one, hardly any guess is right.
     """
 
     hidden_size: int
@@ -78,9 +93,13 @@ class DrafterArgs:
 
     def __post_init__(self) -> None:
         if self.draft_depth is not None and not 1 <= self.draft_depth <= MAX_DRAFT_DEPTH:
-            raise ValueError(f"expected draft_depth from 1 to {MAX_DRAFT_DEPTH}, got {self.draft_depth}")
+            raise ValueError(
+                f"expected draft_depth from 1 to {MAX_DRAFT_DEPTH}, got {self.draft_depth}"
+            )
         if self.hidden_state not in (None, AFTER_NORM, BEFORE_NORM):
-            raise ValueError(f"expected hidden_state to be {AFTER_NORM} or {BEFORE_NORM}, got {self.hidden_state!r}")
+            raise ValueError(
+                f"expected hidden_state to be {AFTER_NORM} or {BEFORE_NORM}, got {self.hidden_state!r}"
+            )
         shares = np.array([[1.0]] if self.acceptance is None else self.acceptance)
         if shares.ndim != 2 or not shares.size or not (abs(shares - 0.5) <= 0.5).all():
             raise ValueError("expected acceptance to be a row of shares from 0 to 1 for each depth")
@@ -130,7 +149,9 @@ class DrafterArgs:
             kind = types[key].split(" ")[0].split("[")[0]
             if not isinstance(value, TYPES[kind]) or isinstance(value, bool) != (kind == "bool"):
                 raise ValueError(f"expected {key} as {types[key]}, got {value!r:.40}")
-        if missing := [each.name for each in fields(cls) if each.default is MISSING and each.name not in found]:
+        if missing := [
+            each.name for each in fields(cls) if each.default is MISSING and each.name not in found
+        ]:
             raise ValueError(f"expected {missing[0]} in config.json, got none")
         return cls(**found)
 
@@ -144,7 +165,8 @@ class LayerArgs(DrafterArgs):
         rope_scaling: as in mlx-lm's models; None for none.
         rope_traditional: whether RoPE pairs adjacent dimensions instead of halves.
         hidden_act: the MLP's activation, a name in `ACTIVATIONS`; None for the kind's default.
-        capture_layers: the target's layers whose outputs it reads, in order, from 0; None for the kind's default.
+        capture_layers: the target's layers whose outputs it reads, in order, from 0; None for the
+            kind's default.
     """
 
     width: int
@@ -163,9 +185,13 @@ class LayerArgs(DrafterArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.capture_layers or [0]) < 0:
-            raise ValueError(f"expected the numbers of the target's layers from 0, got {self.capture_layers}")
+            raise ValueError(
+                f"expected the numbers of the target's layers from 0, got {self.capture_layers}"
+            )
         if self.hidden_act not in (None, *ACTIVATIONS):
-            raise ValueError(f"expected hidden_act to be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r:.40}")
+            raise ValueError(
+                f"expected hidden_act to be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r:.40}"
+            )
 
     @property
     def min_layers(self) -> int:
@@ -181,15 +207,23 @@ class LayerArgs(DrafterArgs):
 
 
 def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
-    """The fields of a published head's first transformer layer, from its tensors' shapes and a flat config.
+    """The fields of a published head's first transformer layer, from its tensors' shapes and a flat
+    config.
 
     Args:
         layer: the prefix of its tensors' names.
     """
-    head_dim = checkpoint.shape(f"{layer}.self_attn.o_proj.weight")[1] // config["num_attention_heads"]
-    (width,), joined = checkpoint.shape(f"{layer}.post_attention_layernorm.weight"), checkpoint.shape("fc.weight")
+    head_dim = (
+        checkpoint.shape(f"{layer}.self_attn.o_proj.weight")[1] // config["num_attention_heads"]
+    )
+    (width,), joined = (
+        checkpoint.shape(f"{layer}.post_attention_layernorm.weight"),
+        checkpoint.shape("fc.weight"),
+    )
     if joined[0] != width:
-        raise ValueError(f"expected fc.weight of {width} rows, one for each output, got shape {joined}")
+        raise ValueError(
+            f"expected fc.weight of {width} rows, one for each output, got shape {joined}"
+        )
     return config | {
         "head_dim": head_dim,
         "num_key_value_heads": checkpoint.shape(f"{layer}.self_attn.k_proj.weight")[0] // head_dim,
@@ -203,7 +237,10 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
 def read_rope(config: Config) -> Config:
     """The fields of a head's RoPE, from a flat config. A factor of 1 is no scaling."""
     rope = find_rope(config)
-    thetas, kind = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0), find_rope_type(rope)
+    thetas, kind = (
+        (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0),
+        find_rope_type(rope),
+    )
     if rope.get("factor") == 1 and kind != "proportional":
         kind = "default"
     if kind not in ROPES or (kind == "default" and rope.get("factor", 1) != 1):
@@ -213,7 +250,8 @@ def read_rope(config: Config) -> Config:
     return {
         "rope_theta": next(theta for theta in thetas if theta is not None),
         "rope_scaling": None if kind == "default" else rope,
-        "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True)) is False,
+        "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True))
+        is False,
     }
 
 
@@ -228,5 +266,7 @@ def check_neutral(config: Config, neutral: Config) -> None:
     rope = find_rope(config)
     for key, value in neutral.items():
         got = config.get(key, rope.get(key, value))
-        if got != value and not (key == "partial_rotary_factor" and find_rope_type(rope) == "proportional"):
+        if got != value and not (
+            key == "partial_rotary_factor" and find_rope_type(rope) == "proportional"
+        ):
             raise ValueError(f"{key} {got!r:.40} is not supported")

@@ -1,10 +1,14 @@
-"""Drafts from the context: proposes what followed the same tokens earlier. It is prompt lookup, without weights.
+"""Drafts from the context: proposes what followed the same tokens earlier. It is prompt lookup,
+without weights.
 
-Dictionaries of 4-grams, 2-grams and single tokens hold the last position of each in the text, prompt and output. The
-longest match with the end of the text is followed while it lasts, and the tokens after it are the proposal.
+Dictionaries of 4-grams, 2-grams and single tokens hold the last position of each in the text,
+prompt and output. The longest match with the end of the text is followed while it lasts, and the
+tokens after it are the proposal.
 
-Measured in tokens per round: a second, different continuation adds less than 0.3%. Dictionaries of 8, 5, 3 and 2 tokens
-are no better than those of 4 and 2. Without 2-grams it is 4 to 6% less, without single tokens 6% (docs/log.md).
+Measured in tokens per round: a second, different continuation adds less than 0.3%. Dictionaries of
+8, 5, 3 and 2 tokens
+are no better than those of 4 and 2. Without 2-grams it is 4 to 6% less, without single tokens 6%
+(docs/log.md).
 
 Source: Saxena, prompt lookup decoding, 2023; vLLM's n-gram proposer.
 """
@@ -26,7 +30,10 @@ from ..engine.tree import chain
 from ..engine.types import Tree
 
 MAX_TOKENS = 1 << 17
-"""The most tokens of an index, about 0.3 KB each; when there are more, the older half is dropped."""
+"""The most tokens of an index, about 0.3 KB each.
+
+When there are more, the older half is dropped.
+"""
 
 SIZES = (4, 2, 1)
 """Lengths of the n-grams that are looked up, the longest first."""
@@ -44,7 +51,10 @@ MAX_PROPOSAL_RATIO = 2
 """A proposal is at most this many times as long as its match."""
 
 BUCKETS = (2, 3, 4, 6, 9, 16)
-"""Bounds of match lengths. Each bucket (below 2, below 3, ..., 16 or more tokens) has its own acceptance rate."""
+"""Bounds of match lengths.
+
+Each bucket (below 2, below 3, ..., 16 or more tokens) has its own acceptance rate.
+"""
 
 PRIOR_RATES = (0.25, 0.4, 0.5, 0.65, 0.75, 0.85, 0.95)
 """Prior acceptance rate of each bucket."""
@@ -54,13 +64,15 @@ PRIOR_WEIGHT, DECAY = 4.0, 0.97
 
 
 class Matches:
-    """The tokens of a text, the last position of each n-gram, and the match of the text's end earlier in it.
+    """The tokens of a text, the last position of each n-gram, and the match of the text's end
+    earlier in it.
 
     Appending and looking up take constant time on average.
 
     Attributes:
         tokens: of the text.
-        end, match: the position of the match's last token, and its length up to `MAX_MATCH`; -1 and 0 for none.
+        end, match: the position of the match's last token, and its length up to `MAX_MATCH`; -1 and
+            0 for none.
     """
 
     def __init__(self) -> None:
@@ -92,7 +104,10 @@ class Matches:
         self.append(tokens[-1])
 
     def append(self, token: int, *, is_noted: bool = True) -> None:
-        """Appends a token and updates the match. With `is_noted`, later tokens can match this one."""
+        """Appends a token and updates the match.
+
+        With `is_noted`, later tokens can match this one.
+        """
         end = len(self.tokens)
         if self.match and self.next_token == token:
             self.end, self.match = self.end + 1, min(self.match + 1, MAX_MATCH)
@@ -123,13 +138,19 @@ class Matches:
             self.read(kept)
 
     def find(self, count: int) -> list[int]:
-        """`count` tokens after the match; if the text ends before, they are repeated from the match on."""
+        """`count` tokens after the match.
+
+        If the text ends before, they are repeated from the match on.
+        """
         start = self.end + 1
         period = len(self.tokens) - start
         return [self.tokens[start + i % period] for i in range(count)]
 
     def learn(self, token: int) -> None:
-        """Counts whether the text's next token is the predicted one. Call it before the match is extended."""
+        """Counts whether the text's next token is the predicted one.
+
+        Call it before the match is extended.
+        """
         if self.match:
             bucket = bisect_right(BUCKETS, self.match)
             self._counts[bucket] = DECAY * self._counts[bucket] + 1
@@ -166,7 +187,9 @@ class ContextSource(Source):
         self._matches.forget()
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """The forecast for the tokens after the match: at most `MAX_PROPOSAL`, and twice the match's length."""
+        """The forecast for the tokens after the match: at most `MAX_PROPOSAL`, and twice the
+        match's length.
+        """
         found = self._matches
         if not found.match:
             return None
@@ -175,7 +198,9 @@ class ContextSource(Source):
         rates = map(found.rate, range(match, match + min(MAX_PROPOSAL_RATIO * match, MAX_PROPOSAL)))
         return Forecast(chance, list(accumulate(rates, mul)))
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
+    def propose(
+        self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
+    ) -> Tree:
         """The chain of the first `plan.context` tokens after the match."""
         return chain(root, mx.array(self.find(plan.context), mx.int32))
 

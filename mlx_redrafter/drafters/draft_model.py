@@ -1,9 +1,10 @@
 """Any smaller mlx-lm model as a drafter, as in mlx-lm's own speculative decoding.
 
-The model is unmodified. It reads the text with its own prompt cache, and no hidden state of the target. A draft of K
-tokens takes K forwards. The first reads the accepted tokens; after the last, the cache is rolled back to the end of the
-text. In a chain, the other forwards have one row. In a tree, each reads the W hypotheses so far as separate paths that
-see the text and themselves, so no cache row is ever moved.
+The model is unmodified. It reads the text with its own prompt cache, and no hidden state of the
+target. A draft of K tokens takes K forwards. The first reads the accepted tokens; after the last,
+the cache is rolled back to the end of the text. In a chain, the other forwards have one row. In a
+tree, each reads the W hypotheses so far as separate paths that see the text and themselves, so no
+cache row is ever moved.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from ..engine import kv_cache
 from ..engine.beam_search import Adjust, State
 from ..engine.model_checks import explain_chains, make_cache
-from ..engine.model_parts import find_compute_dtype, find_model_sizes, find_module_name, find_parts, find_vocab_size
+from ..engine.model_parts import (
+    find_compute_dtype,
+    find_model_sizes,
+    find_module_name,
+    find_parts,
+    find_vocab_size,
+)
 from ..engine.plan import Plan, chain_plan
 from ..engine.source import Source
 from ..engine.supported_models import REFUSED
@@ -32,10 +39,14 @@ from .config import DrafterArgs
 from .protocol import Drafter, draft
 
 MAX_PADDING = 1024
-"""The heads of two models with the same tokenizer may differ by this many rows, because of padding."""
+"""The heads of two models with the same tokenizer may differ by this many rows, because of padding.
+"""
 
 MAX_ROWS = 32
-"""The most tokens in the forward that returns the logits; the tokens before them are read in pieces."""
+"""The most tokens in the forward that returns the logits.
+
+The tokens before them are read in pieces.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,9 @@ class DraftModel(Drafter):
 
     def __init__(self, model: nn.Module) -> None:
         if reason := REFUSED.get(find_module_name(model)):
-            raise UnsupportedModelError(f"{find_module_name(model)} cannot be a draft model: {reason}")
+            raise UnsupportedModelError(
+                f"{find_module_name(model)} cannot be a draft model: {reason}"
+            )
         super().__init__(DraftModelArgs(*find_model_sizes(model), name=find_module_name(model)))
         self.model, self._chains = model, explain_chains(model)
         self.n_cache_layers = len(make_prompt_cache(model))
@@ -88,7 +101,9 @@ class DraftModel(Drafter):
         """Compares the vocabulary sizes, except for padding of at most `MAX_PADDING`."""
         own, other = self.args.vocab_size, find_model_sizes(model)[1]
         if abs(own - other) > MAX_PADDING:
-            raise CheckpointError(f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}")
+            raise CheckpointError(
+                f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}"
+            )
 
     def explain_chains(self) -> str | None:
         return self._chains and f"the draft model takes chains only, {self._chains}"
@@ -96,17 +111,21 @@ class DraftModel(Drafter):
 
 @lru_cache(maxsize=64)
 def path_constants(width: int, length: int) -> tuple[mx.array, mx.array]:
-    """(depths (N,) int32, ancestors (N, N) bool) of N = W * L nodes: W paths of length L, one after the other."""
+    """(depths (N,) int32, ancestors (N, N) bool) of N = W * L nodes:
+
+    W paths of length L, one after the other.
+    """
     nodes = [divmod(node, length) for node in range(width * length)]
     ancestors = [[path == other and place >= at for other, at in nodes] for path, place in nodes]
     return mx.array([place for _, place in nodes], mx.int32), mx.array(ancestors)
 
 
 class DraftModelSource(Source):
-    """The source of a draft model. Its cache holds a prefix of the text; `read` trims it to what a new text shares.
+    """The source of a draft model. Its cache holds a prefix of the text; `read` trims it to what a
+    new text shares.
 
-    Nothing is computed before the first draft. If the draft model drafts chains only, wider plans become chains of the
-    same depth.
+    Nothing is computed before the first draft. If the draft model drafts chains only, wider plans
+    become chains of the same depth.
 
     Args:
         vocab_size: V, the target's.
@@ -132,7 +151,9 @@ class DraftModelSource(Source):
         """Appends tokens, which the next draft will read."""
         self._text += tokens
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
+    def propose(
+        self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
+    ) -> Tree:
         """See `Source.propose`. The root must be the last token of the text."""
         self._trim(len(self._text) - 1)
         # After an error, no partly written cache must remain.
@@ -143,11 +164,15 @@ class DraftModelSource(Source):
 
         def advance(tokens: mx.array, paths: State) -> tuple[mx.array, State]:
             """The state of a hypothesis is its path (L,), including the root."""
-            mx.async_eval(logits if paths is None else tokens)  # computed while the next level is built
+            mx.async_eval(
+                logits if paths is None else tokens
+            )  # computed while the next level is built
             if paths is None:
                 return logits, tokens[:, None]
             paths = mx.concatenate([paths, tokens[:, None]], axis=1)
-            return self._fit(self._run(tokens, cache) if plan.width == 1 else self._read_paths(paths, cache)), paths
+            return self._fit(
+                self._run(tokens, cache) if plan.width == 1 else self._read_paths(paths, cache)
+            ), paths
 
         tree = draft(advance, root, plan, adjust, in_level_order=in_level_order)
         kv_cache.restore(cache, states)
@@ -174,7 +199,10 @@ class DraftModelSource(Source):
         self._held = min(self._held, count) if self._cache else 0
 
     def _read_text(self, cache: kv_cache.Cache) -> mx.array:
-        """(1, V) the logits after the text; reads the tokens that are not in the cache, in pieces if there are many."""
+        """(1, V) the logits after the text.
+
+        Reads the tokens that are not in the cache, in pieces if there are many.
+        """
         tokens = mx.array(self._text[self._held :], mx.int32)
         while tokens.shape[0] > MAX_ROWS:
             size = min(self.prefill_step_size, tokens.shape[0] - 1)
@@ -185,7 +213,9 @@ class DraftModelSource(Source):
         return self._fit(self._run(tokens, cache)[-1:])
 
     def _read_paths(self, paths: mx.array, cache: kv_cache.Cache) -> mx.array:
-        """(W, V') the model's own logits after each of `paths` (W, 1 + L), whose first token is in the cache."""
+        """(W, V') the model's own logits after each of `paths` (W, 1 + L), whose first token is in
+        the cache.
+        """
         width, length, states = paths.shape[0], paths.shape[1] - 1, kv_cache.snapshot(cache)
         nodes = Nodes(len(self._text), *path_constants(width, length), is_tree=True)
         tokens = paths[:, 1:].reshape(-1)
@@ -194,7 +224,10 @@ class DraftModelSource(Source):
         return logits.reshape(width, length, -1)[:, -1]
 
     def _run(self, tokens: mx.array, cache: kv_cache.Cache) -> mx.array:
-        """(T, V') the model's own logits after each of `tokens` (T,); ids beyond its embedding use the last row."""
+        """(T, V') the model's own logits after each of `tokens` (T,).
+
+        Ids beyond its embedding use the last row.
+        """
         if self._n_embedded < self._vocab_size:
             tokens = mx.minimum(tokens, self._n_embedded - 1)
         logits: mx.array = self._model(tokens[None], cache=cache)
@@ -204,4 +237,6 @@ class DraftModelSource(Source):
         """(W, V) float32 logits from (W, V'), cut or padded with minus infinity."""
         logits = logits[:, : self._vocab_size].astype(mx.float32)
         missing = self._vocab_size - logits.shape[1]
-        return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing else logits
+        return (
+            mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing else logits
+        )

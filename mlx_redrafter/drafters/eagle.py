@@ -1,4 +1,5 @@
-"""EAGLE heads: one transformer layer with a KV cache that reads the target's states and its own outputs.
+"""EAGLE heads: one transformer layer with a KV cache that reads the target's states and its own
+outputs.
 
 A pair is the state f_i at a position and the token t_(i+1) after it; e = embedding of t_(i+1):
 
@@ -6,16 +7,21 @@ A pair is the state f_i at a position and the token t_(i+1) after it; e = embedd
               x = x + attention(x)
               feature = x + mlp(norm(x))         logits = U feature, U: the target's output matrix
 
-    EAGLE-3   f = fc([a ; b ; c])                a, b, c: the outputs of three layers, or of another number
+    EAGLE-3   f = fc([a ; b ; c])                a, b, c: the outputs of three layers, or of another
+    number
               x = f + attention([norm(e) ; norm(f)])
               feature = x + mlp(norm(x))         logits = lm_head(norm(feature))
 
-In a draft, the feature replaces the state f of the next position. Norms are RMS norms. EAGLE-3 heads differ in what is
-normed: a, b and c, each (fc_norm) or concatenated (norm_before_fc); queries and keys (qk_norm); the residual to which
+In a draft, the feature replaces the state f of the next position. Norms are RMS norms. EAGLE-3
+heads differ in what is
+normed: a, b and c, each (fc_norm) or concatenated (norm_before_fc); queries and keys (qk_norm); the
+    residual to which
 attention is added (norm_before_residual); the feature that replaces the next state (norm_output).
 
-Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2503.01840. `fc_norm` and a separate
-`head_dim`: SpecForge; the other norms: vllm-project/speculators. Tensors are named as there, except the layer's.
+Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2503.01840. `fc_norm`
+and a separate
+`head_dim`: SpecForge; the other norms: vllm-project/speculators. Tensors are named as there, except
+    the layer's.
 """
 
 from __future__ import annotations
@@ -50,7 +56,9 @@ SUPPORTED = {
     "speculators_model_type": "eagle3",
     "use_aux_hidden_state": True,
     "use_mtp_layernorm": False,
-    **dict.fromkeys(("parallel_draft_step", "logit_scale", "output_multiplier", "input_embedding_scale"), 1),
+    **dict.fromkeys(
+        ("parallel_draft_step", "logit_scale", "output_multiplier", "input_embedding_scale"), 1
+    ),
     "final_logit_softcapping": None,
 }
 """The supported values of config keys whose effect no tensor shows."""
@@ -63,7 +71,8 @@ def recognises(names: Collection[str], config: Config) -> bool:
 def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     """Renames a published head's tensors to our names; returns our config.
 
-    Norms before attention mean version 3. An embedding in version 1 is a copy of the target's, and dropped.
+    Norms before attention mean version 3. An embedding in version 1 is a copy of the target's, and
+    dropped.
     """
     checkpoint.rename(NAMES)
     config = checkpoint.config = flatten(checkpoint.config, "eagle_config")
@@ -71,7 +80,10 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     only_in_3 = {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"}
     version = 1 if only_in_3.isdisjoint(tensors) else 3
     check_neutral(config, SUPPORTED)
-    sees_all = config.get("use_sliding_window") is False or "full_attention" in config.get("layer_types", [])[:1]
+    sees_all = (
+        config.get("use_sliding_window") is False
+        or "full_attention" in config.get("layer_types", [])[:1]
+    )
     if config.get("sliding_window") and not sees_all:
         raise ValueError(f"sliding_window {config['sliding_window']!r:.40} is not supported")
     layers = find_capture_layers(config) if version == 3 else None
@@ -84,7 +96,9 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     return read_layer(checkpoint, config, "layer") | {
         "model_type": MODEL_TYPE,
         "vocab_size": vocab_size,
-        "hidden_size": n_inputs // len(layers or [0] * N_DEFAULT_STATES) if own_embedding else width,
+        "hidden_size": n_inputs // len(layers or [0] * N_DEFAULT_STATES)
+        if own_embedding
+        else width,
         "version": version,
         "capture_layers": layers,
         "own_embedding": own_embedding,
@@ -100,12 +114,14 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
 def find_capture_layers(flat: Config) -> list[int] | None:
     """The target's layers whose outputs a head reads; None if its config does not name them.
 
-    In configs of speculators and NVIDIA, layer numbers mean the inputs of layers. In other configs, a list that begins
-    with 1 means outputs and any other list inputs, as in SGLang.
+    In configs of speculators and NVIDIA, layer numbers mean the inputs of layers. In other configs,
+    a list that begins with 1 means outputs and any other list inputs, as in SGLang.
     """
     if not (layers := flat.get("eagle_aux_hidden_state_layer_ids")):
         return None
-    says_inputs = "speculators_model_type" in flat or "use_aux_hidden_state" in get_object(flat, "eagle_config")
+    says_inputs = "speculators_model_type" in flat or "use_aux_hidden_state" in get_object(
+        flat, "eagle_config"
+    )
     return [layer - 1 for layer in layers] if says_inputs or layers[0] != 1 else layers
 
 
@@ -184,7 +200,9 @@ class Drafter(PairDrafter):
         if args.own_embedding:
             self.embed_tokens = nn.Embedding(args.vocab_size, args.width)
         if args.fc_norm:
-            self.fc_norm = [nn.RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(args.n_states)]
+            self.fc_norm = [
+                nn.RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(args.n_states)
+            ]
         if args.norm_before_fc:
             self.input_norm = nn.RMSNorm(n_inputs, args.rms_norm_eps)
         if args.version == 3 or args.norm_output:
@@ -210,15 +228,24 @@ class Drafter(PairDrafter):
             return states
         if "fc_norm" in self:
             parts = mx.split(states, self.args.n_states, axis=-1)
-            states = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
+            states = mx.concatenate(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1
+            )
         elif "input_norm" in self:
             states = self.input_norm(states)
         return self.fc(states)
 
     def read_pairs(
-        self, features: mx.array, tokens: mx.array, embed: Embed, cache: LayerCache, mask: mx.array | str
+        self,
+        features: mx.array,
+        tokens: mx.array,
+        embed: Embed,
+        cache: LayerCache,
+        mask: mx.array | str,
     ) -> mx.array:
-        embedded = (self.embed_tokens if "embed_tokens" in self else embed)(tokens).astype(self.dtype)
+        embedded = (self.embed_tokens if "embed_tokens" in self else embed)(tokens).astype(
+            self.dtype
+        )
         layer = self.layer
         if self.args.version == 1:
             x = residual = self.fc(mx.concatenate([embedded, features], axis=-1))
@@ -233,7 +260,9 @@ class Drafter(PairDrafter):
     def guess(self, features: mx.array, head: Head | None) -> mx.array:
         if head is not None:
             return super().guess(features, head)
-        return self.scatter(self.lm_head(features if self.args.norm_output else self.norm(features)))
+        return self.scatter(
+            self.lm_head(features if self.args.norm_output else self.norm(features))
+        )
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -1,4 +1,6 @@
-"""Drafts the tokens that a grammar forces, and between them the context's proposals if the grammar allows them."""
+"""Drafts the tokens that a grammar forces, and between them the context's proposals if the grammar
+allows them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ MIN_CHANCE = 0.1
 
 
 class GrammarSource(ContextSource):
-    """Drafts one chain: the tokens that a grammar forces, which are always right, and the tokens after a match.
+    """Drafts one chain: the tokens that a grammar forces, which are always right, and the tokens
+    after a match.
 
     Args:
         grammar: of the text; it takes tokens before this source gets them.
@@ -23,7 +26,10 @@ class GrammarSource(ContextSource):
         self._proposal: list[int] = []
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """The forecast of the proposal; before the read (`ahead` > 0), of the context's proposal only."""
+        """The forecast of the proposal.
+
+        Before the read (`ahead` > 0), of the context's proposal only.
+        """
         if ahead:
             return super().forecast(ahead)
         cumulative = self._make_proposal()
@@ -34,10 +40,18 @@ class GrammarSource(ContextSource):
         return self._proposal[:count]
 
     def _make_proposal(self) -> list[float]:
-        """Makes the proposal, with each token as text for the next one's match; returns its cumulative acceptance."""
+        """Makes the proposal, with each token as text for the next one's match.
+
+        Returns its cumulative acceptance.
+        """
         found, size = self._matches, len(self)
         before = found.key, found.end, found.match
-        grammar, following, chance, cumulative = self._grammar.fork(), list[int](), 1.0, list[float]()
+        grammar, following, chance, cumulative = (
+            self._grammar.fork(),
+            list[int](),
+            1.0,
+            list[float](),
+        )
         while len(cumulative) < MAX_PROPOSAL:
             following = following or grammar.find_forced()
             if not following and found.match:

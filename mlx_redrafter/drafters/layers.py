@@ -13,9 +13,14 @@ from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     **dict.fromkeys(("silu", "swish"), nn.silu),
     **dict.fromkeys(("gelu", "gelu_python"), nn.gelu),
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"), nn.gelu_approx),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"), nn.gelu_approx
+    ),
     "quick_gelu": nn.gelu_fast_approx,
-    **{name: getattr(nn, name) for name in ("relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh")},
+    **{
+        name: getattr(nn, name)
+        for name in ("relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh")
+    },
 }
 """Activations by their names in Hugging Face's configs."""
 
@@ -42,8 +47,8 @@ class MLP(nn.Module):
 def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any] | None) -> Any:
     """mlx-lm's RoPE, and what transformers does beyond it.
 
-    YaRN may have unrounded bounds, as in gpt-oss, and its own factor of cosines and sines. Of a proportional RoPE an
-    odd number of dimensions is rounded down.
+    YaRN may have unrounded bounds, as in gpt-oss, and its own factor of cosines and sines. Of a
+    proportional RoPE an odd number of dimensions is rounded down.
 
     Source: transformers, modeling_rope_utils.py; arXiv 2309.00071, section 3.
     """
@@ -78,13 +83,18 @@ class Attention(nn.Module):
     Args:
         args: its sizes and RoPE, see `LayerArgs`.
         n_inputs: the width of its input.
-        bias, o_bias: whether the projections of queries, keys and values, and of the output, have biases.
+        bias, o_bias: whether the projections of queries, keys and values, and of the output, have
+            biases.
         has_norms: whether queries and keys are normed.
     """
 
     def __init__(self, args: Any, n_inputs: int, bias: bool, o_bias: bool, has_norms: bool) -> None:
         super().__init__()
-        head_dim, heads, kv_heads = args.head_dim, args.num_attention_heads, args.num_key_value_heads
+        head_dim, heads, kv_heads = (
+            args.head_dim,
+            args.num_attention_heads,
+            args.num_key_value_heads,
+        )
         self.head_dim, self.scale = head_dim, head_dim**-0.5
         self.q_proj = nn.Linear(n_inputs, heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(n_inputs, kv_heads * head_dim, bias=bias)
@@ -95,18 +105,30 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(head_dim, args.rms_norm_eps)
         self.rope = make_rope(head_dim, args.rope_theta, args.rope_traditional, args.rope_scaling)
 
-    def append(self, rows: mx.array, position: mx.array | int, cache: Any) -> tuple[mx.array, mx.array]:
-        """Appends keys and values of rows (R, H), the first at `position`; returns all keys and values in the cache."""
+    def append(
+        self, rows: mx.array, position: mx.array | int, cache: Any
+    ) -> tuple[mx.array, mx.array]:
+        """Appends keys and values of rows (R, H), the first at `position`.
+
+        Returns all keys and values in the cache.
+        """
         keys = self._split(self.k_proj(rows))
         values = self.make_values(rows, keys)
-        found: tuple[mx.array, mx.array] = cache.update_and_fetch(self._rotate("k_norm", keys, position), values)
+        found: tuple[mx.array, mx.array] = cache.update_and_fetch(
+            self._rotate("k_norm", keys, position), values
+        )
         return found
 
     def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
-        """(1, heads, R, head_dim) the values of rows (R, H); `keys` are their keys before the norm."""
+        """(1, heads, R, head_dim) the values of rows (R, H);
+
+        `keys` are their keys before the norm.
+        """
         return self._split(self.v_proj(rows))
 
-    def __call__(self, rows: mx.array, position: mx.array | int, cache: Any, mask: mx.array | str) -> mx.array:
+    def __call__(
+        self, rows: mx.array, position: mx.array | int, cache: Any, mask: mx.array | str
+    ) -> mx.array:
         """(R, H) the output for rows (R, H), whose keys and values are appended to the cache.
 
         Args:
@@ -117,7 +139,9 @@ class Attention(nn.Module):
         keys, values = self.append(rows, position, cache)
         if isinstance(mask, mx.array):
             keys, values = (array[..., -mask.shape[-1] :, :] for array in (keys, values))
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self.scale, mask=mask
+        )
         return self.o_proj(out[0].swapaxes(0, 1).flatten(1))
 
     def _split(self, rows: mx.array) -> mx.array:

@@ -1,7 +1,7 @@
 """Loads any drafter: finds its files and its kind, then reads its config and tensors.
 
-The files are those of a directory, a single file, or a hub repository, of which only config and weights are downloaded.
-Of a model that contains a drafter, only the drafter is read.
+The files are those of a directory, a single file, or a hub repository, of which only config and
+weights are downloaded. Of a model that contains a drafter, only the drafter is read.
 """
 
 from __future__ import annotations
@@ -34,19 +34,32 @@ INDEX = "model.safetensors.index.json"
 """The index of tensors and files."""
 
 SIDECAR = "mtp.safetensors"
-"""A file with the multi-token-prediction layer in an MLX folder. The folder's index does not name it."""
+"""A file with the multi-token-prediction layer in an MLX folder.
 
-HAS_LAYER = "{} is a model that has a multi-token-prediction layer: convert --from-base reads only that"
+The folder's index does not name it.
+"""
+
+HAS_LAYER = (
+    "{} is a model that has a multi-token-prediction layer: convert --from-base reads only that"
+)
 NO_LAYER = (
     "{} has no multi-token-prediction layer: few models have one, and conversions to MLX leave it out; "
     "give the repository of such a model's authors"
 )
 
-REMOVED = {"arctic_lstm": {"forget_emb.0.weight"}, "mlp_speculator": {"emb.0.weight", "emb.0.0.weight"}}
-"""`model_type` of kinds that earlier versions loaded -> tensors, one of which each published head of the kind has."""
+REMOVED = {
+    "arctic_lstm": {"forget_emb.0.weight"},
+    "mlp_speculator": {"emb.0.weight", "emb.0.0.weight"},
+}
+"""`model_type` of kinds that earlier versions loaded -> tensors, one of which each published head
+of the kind has.
+"""
 
 LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
-"""Name patterns of files with tensors. Only files that match the first pattern with any match are read."""
+"""Name patterns of files with tensors.
+
+Only files that match the first pattern with any match are read.
+"""
 
 Choose = Callable[[Iterable[str], str], list[str]]
 """(files of a checkpoint, its name) -> those that hold its tensors, in order."""
@@ -83,12 +96,17 @@ def choose_files(present: Iterable[str], name: str, layouts: Sequence[str] = LAY
 
 
 def find_files(
-    path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files, *, is_base: bool = False
+    path_or_hf_repo: str | Path,
+    revision: str | None = None,
+    choose: Choose = choose_files,
+    *,
+    is_base: bool = False,
 ) -> Files:
     """The files of a directory, a hub id or a drafter in `PACKAGED`, or a single file.
 
     Args:
-        is_base: whether it is a model, of which only the files with its multi-token-prediction layer are needed.
+        is_base: whether it is a model, of which only the files with its multi-token-prediction
+            layer are needed.
     """
     name = str(path_or_hf_repo)
     path = expand_path(path_or_hf_repo)
@@ -102,7 +120,8 @@ def find_files(
 
 
 def choose_base_files(path: Path, present: Collection[str], name: str, choose: Choose) -> list[str]:
-    """The files of `name` that hold its multi-token-prediction layer, by its index; all files without an index.
+    """The files of `name` that hold its multi-token-prediction layer, by its index; all files
+    without an index.
 
     Args:
         path: the directory of the index.
@@ -132,11 +151,15 @@ def download(name: str, revision: str | None, choose: Choose, is_base: bool) -> 
     try:
         present = list_files(name, revision)
         if is_base and INDEX in present:
-            index = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", INDEX]))
+            index = Path(
+                snapshot_download(name, revision=revision, allow_patterns=["config.json", INDEX])
+            )
             files = [INDEX, *choose_base_files(index, present, name, choose)]
         else:
             files = choose(present, name)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", *files]))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=["config.json", *files])
+        )
     except CheckpointError:
         raise
     except Exception as error:  # of the network or the hub
@@ -146,9 +169,14 @@ def download(name: str, revision: str | None, choose: Choose, is_base: bool) -> 
 
 
 def list_files(name: str, revision: str | None) -> list[str]:
-    """The files of a hub repository; if the hub cannot be reached, those that were downloaded before."""
+    """The files of a hub repository.
+
+    If the hub cannot be reached, those that were downloaded before.
+    """
     try:  # unlike `list_repo_files` this does not retry without a network
-        return [file.rfilename for file in HfApi().repo_info(name, revision=revision).siblings or []]
+        return [
+            file.rfilename for file in HfApi().repo_info(name, revision=revision).siblings or []
+        ]
     except HfHubHTTPError:  # the hub has answered
         raise
     except Exception as error:
@@ -177,7 +205,9 @@ def read_object(file: Path) -> dict[str, Any]:
 def read_safetensors(file: Path) -> dict[str, mx.array]:
     """The tensors of a file by name, lazily."""
     try:
-        with safe_open(file, framework="numpy"):  # compares the header with the file's size, unlike mx.load
+        with safe_open(
+            file, framework="numpy"
+        ):  # compares the header with the file's size, unlike mx.load
             pass
         found: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         return found
@@ -185,7 +215,9 @@ def read_safetensors(file: Path) -> dict[str, mx.array]:
         raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
 
 
-def read_checkpoint(files: Files, read: Callable[[Path], dict[str, mx.array]] = read_safetensors) -> Checkpoint:
+def read_checkpoint(
+    files: Files, read: Callable[[Path], dict[str, mx.array]] = read_safetensors
+) -> Checkpoint:
     """Reads a checkpoint.
 
     Args:
@@ -223,15 +255,17 @@ def find_kind(checkpoint: Checkpoint) -> ModuleType:
         if checkpoint.config.get("model_type") == kind or not tensors.isdisjoint(names):
             last = "version 0.4.0 of mlx_redrafter was the last that could load it"
             raise CheckpointError(f"{where} holds a drafter of kind {kind}: {last}")
-    return next(kind for kind in reversed(KINDS.values()) if kind.recognises(names, checkpoint.config))
+    return next(
+        kind for kind in reversed(KINDS.values()) if kind.recognises(names, checkpoint.config)
+    )
 
 
 def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Drafter:
     """The drafter in a checkpoint, with its weights; adds to `checkpoint.notes`.
 
     Args:
-        model: the target, to compare sizes. Some Medusa heads use its output matrix, and some configs leave out the
-            vocabulary size.
+        model: the target, to compare sizes. Some Medusa heads use its output matrix, and some
+            configs leave out the vocabulary size.
     """
     where, config = checkpoint.where, checkpoint.config
     model_type = config.get("model_type", recurrent.MODEL_TYPE)
@@ -241,7 +275,10 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
         if is_ours:
             fields = config
         else:
-            fields = {"hidden_state": AFTER_NORM, "base_model": config.get("base_model_name_or_path")}
+            fields = {
+                "hidden_state": AFTER_NORM,
+                "base_model": config.get("base_model_name_or_path"),
+            }
             fields |= kind.sanitize(checkpoint, model)
         if (ids := checkpoint.tensors.get(DRAFT_IDS)) is not None:
             fields = fields | {"draft_vocab_size": len(ids)}
@@ -255,12 +292,18 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
         checkpoint.fill(drafter)
     except CheckpointError:
         raise
-    except Exception as error:  # a config or a tensor that does not fit the others may raise any type
+    except (
+        Exception
+    ) as error:  # a config or a tensor that does not fit the others may raise any type
         why = f"its config lacks {error}" if isinstance(error, KeyError) else join_lines(error)
         raise CheckpointError(
             f"{where} cannot be read as a drafter ({kind.__name__.rpartition('.')[2]}): {why[:400]}"
         ) from error
-    if not drafter.takes_float16 and any(array.dtype == mx.float16 for array in list_weights(drafter).values()):
+    if not drafter.takes_float16 and any(
+        array.dtype == mx.float16 for array in list_weights(drafter).values()
+    ):
         drafter.set_dtype(mx.bfloat16)
-        checkpoint.notes.append("it is stored in float16, whose range may be too small for it: read as bfloat16")
+        checkpoint.notes.append(
+            "it is stored in float16, whose range may be too small for it: read as bfloat16"
+        )
     return drafter

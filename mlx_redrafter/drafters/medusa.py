@@ -1,4 +1,5 @@
-"""Medusa: one head for each depth of a draft. All heads read the same hidden state, and no drafted token.
+"""Medusa: one head for each depth of a draft. All heads read the same hidden state, and no drafted
+token.
 
     x_0     = h                                     h: the target's hidden state
     x_{j+1} = x_j + SiLU(linear_{k,j}(x_j))         num_layers times, in head k
@@ -40,8 +41,8 @@ NAMES = (
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
-    """Whether a checkpoint holds Medusa heads. A single head is named like an old recurrent drafter: the config
-    decides."""
+    """Whether a checkpoint holds Medusa heads. A single head is named like an old recurrent
+    drafter: the config decides."""
     pattern = r"blocks\.\d+\.layers\..*|[1-9]\d*\.\d+\.(linear\.)?weight"
     return "medusa_num_heads" in config or matches_any(pattern, names)
 
@@ -49,8 +50,8 @@ def recognises(names: Collection[str], config: Config) -> bool:
 def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     """Renames published heads' tensors to our names; returns our config.
 
-    Heads that use the target's output matrix get one copy of it. The config's number of heads is ignored, as it is
-    often wrong.
+    Heads that use the target's output matrix get one copy of it. The config's number of heads is
+    ignored, as it is often wrong.
     """
     checkpoint.rename(NAMES)
     tensors, config = checkpoint.tensors, checkpoint.config
@@ -61,10 +62,15 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
         tensors["output.0.weight"] = find_output_matrix(model)
     blocks = [name for name in tensors if name.startswith("blocks.")]
     if not any(name.endswith(".bias") for name in tensors):  # vLLM's layout may have none
-        tensors |= {re.sub(r"weight$", "bias", name): mx.zeros(checkpoint.shape(name)[:1]) for name in blocks}
+        tensors |= {
+            re.sub(r"weight$", "bias", name): mx.zeros(checkpoint.shape(name)[:1])
+            for name in blocks
+        }
     return {
         "hidden_size": checkpoint.shape("blocks.0.0.linear.weight")[0],
-        "vocab_size": config.get("vocab_size") if DRAFT_IDS in tensors else checkpoint.shape("output.0.weight")[0],
+        "vocab_size": config.get("vocab_size")
+        if DRAFT_IDS in tensors
+        else checkpoint.shape("output.0.weight")[0],
         "num_heads": checkpoint.count(r"blocks\.(\d+)\..*"),
         "num_layers": checkpoint.count(r"blocks\.0\.(\d+)\..*"),
         "tie_output": tied or config.get("original_lm_head") is True,
@@ -92,9 +98,18 @@ class DrafterArgs(TrainableArgs):
 
     @classmethod
     def for_training(
-        cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
+        cls,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        depth: int,
+        draft_vocab_size: int | None,
+        **sizes: Any,
     ) -> Self:
-        """The sizes of heads to train, one head of one block for each guess; they share an output matrix."""
+        """The sizes of heads to train, one head of one block for each guess.
+
+        They share an output matrix.
+        """
         return cls(hidden_size, vocab_size, depth, 1, True, draft_vocab_size=draft_vocab_size)
 
     def describe(self) -> str:
@@ -109,12 +124,16 @@ class Drafter(TrainableDrafter):
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__(args)
         width = args.hidden_size
-        self.blocks = [[ResidualBlock(width) for _ in range(args.num_layers)] for _ in range(args.num_heads)]
+        self.blocks = [
+            [ResidualBlock(width) for _ in range(args.num_layers)] for _ in range(args.num_heads)
+        ]
         outputs = 1 if args.tie_output else args.num_heads
         self.output = [nn.Linear(width, args.n_guesses, bias=False) for _ in range(outputs)]
         self.hold_draft_ids()
 
-    def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+    def read_token(
+        self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int
+    ) -> State:
         """An empty state, as guesses do not depend on drafted tokens."""
         return ()
 
@@ -126,7 +145,9 @@ class Drafter(TrainableDrafter):
         return hidden
 
     def start_from(self, project: Project) -> None:
-        """Initialises the output matrices as the scaled target embedding, in the coordinates of hidden states."""
+        """Initialises the output matrices as the scaled target embedding, in the coordinates of
+        hidden states.
+        """
         super().start_from(scale_components(lambda tokens, _: project(tokens, None)))
 
     @property

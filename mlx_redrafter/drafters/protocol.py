@@ -1,10 +1,12 @@
 """The interface of drafters for decoding.
 
-A kind is a module of this package, listed in `KINDS`, with a `MODEL_TYPE`, a `DrafterArgs`, a `Drafter`, `recognises`
-(whether a checkpoint holds a published drafter of this kind), and `sanitize` (renames its tensors to our names and
-returns our config). No code outside this package depends on the kind of a drafter.
+A kind is a module of this package, listed in `KINDS`, with a `MODEL_TYPE`, a `DrafterArgs`, a
+`Drafter`, `recognises` (whether a checkpoint holds a published drafter of this kind), and
+`sanitize` (renames its tensors to our names and returns our config). No code outside this package
+depends on the kind of a drafter.
 
-Most kinds guess from one hidden state of the target and keep nothing between drafts: `StepwiseSource` drafts with them.
+Most kinds guess from one hidden state of the target and keep nothing between drafts:
+`StepwiseSource` drafts with them.
 Others open their own source, see `Drafter.open`.
 """
 
@@ -28,8 +30,8 @@ from ..errors import CheckpointError
 from .config import DrafterArgs
 
 SHARPNESS = 1.25
-"""A factor for a drafter's logits in greedy decoding. Beams should hold the target's likeliest token, and that token's
-distribution is sharper than the target's."""
+"""A factor for a drafter's logits in greedy decoding. Beams should hold the target's likeliest
+token, and that token's distribution is sharper than the target's."""
 
 Embed = Callable[[mx.array], mx.array]
 """(tokens (W,)) -> (W, D), the target's raw embedding rows."""
@@ -43,9 +45,11 @@ class Drafter(nn.Module):
 
     Attributes:
         args: its config.
-        draft_ids: (V',) int32, the token of each row of its head; only if its vocabulary is smaller than the target's.
+        draft_ids: (V',) int32, the token of each row of its head; only if its vocabulary is smaller
+            than the target's.
         takes_float16: whether the range of float16 is large enough for its computation.
-        n_cache_layers: how many layers of an mlx-lm prompt cache are its own; they follow the target's.
+        n_cache_layers: how many layers of an mlx-lm prompt cache are its own; they follow the
+            target's.
     """
 
     takes_float16: ClassVar[bool] = True
@@ -71,13 +75,17 @@ class Drafter(nn.Module):
             name: the drafter's, for the error.
         """
         own = self.args.hidden_size, self.args.vocab_size
-        for what, expected, got in zip(("hidden size", "vocabulary size"), own, find_model_sizes(model), strict=True):
+        for what, expected, got in zip(
+            ("hidden size", "vocabulary size"), own, find_model_sizes(model), strict=True
+        ):
             if expected != got:
                 raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
         least, count = self.args.min_layers, len(getattr(model, "layers", []))
         if count < least:
             states = self.args.describe_states()
-            raise CheckpointError(f"{name} reads {states}: expected a target of at least {least} layers, got {count}")
+            raise CheckpointError(
+                f"{name} reads {states}: expected a target of at least {least} layers, got {count}"
+            )
 
     def explain_chains(self) -> str | None:
         """Why it drafts chains only; None if it drafts trees."""
@@ -90,7 +98,8 @@ class Drafter(nn.Module):
         return dtype
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """Begins a draft: returns the function that reads tokens one by one and guesses the next one.
+        """Begins a draft: returns the function that reads tokens one by one and guesses the next
+        one.
 
         Args:
             hidden: (D,) the target's hidden state from which the first token was chosen, or (W, D).
@@ -100,15 +109,23 @@ class Drafter(nn.Module):
 
     def sample_logits(self) -> mx.array:
         """(8, V') logits for fixed random inputs, to compare the drafter with a copy."""
-        draws = np.random.default_rng(0).normal(size=(2, 8, self.args.hidden_size)).astype(np.float32)
+        draws = (
+            np.random.default_rng(0).normal(size=(2, 8, self.args.hidden_size)).astype(np.float32)
+        )
         hidden, embedded = (mx.array(rows).astype(self.dtype) for rows in draws)
-        advance, tokens = self.begin(hidden, lambda tokens: embedded[tokens]), mx.arange(8) % self.args.vocab_size
+        advance, tokens = (
+            self.begin(hidden, lambda tokens: embedded[tokens]),
+            mx.arange(8) % self.args.vocab_size,
+        )
         logits, _ = advance(tokens[::-1], advance(tokens, None)[1])
         return logits[:, self.draft_ids] if "draft_ids" in self else logits
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """Its output matrices, without a bias and with a row for each token it can guess; [] for the target's."""
+        """Its output matrices, without a bias and with a row for each token it can guess.
+
+        [] for the target's.
+        """
         return [self.lm_head] if "lm_head" in self else []
 
     def find_part(self, name: str) -> str:
@@ -125,15 +142,21 @@ class Drafter(nn.Module):
             self.freeze(recurse=False, keys=["draft_ids"])
 
     def scatter(self, guesses: mx.array) -> mx.array:
-        """(..., V) float32 logits from its head's (..., V'), with minus infinity for tokens that it cannot guess."""
+        """(..., V) float32 logits from its head's (..., V'), with minus infinity for tokens that it
+        cannot guess.
+        """
         guesses = guesses.astype(mx.float32)
         if "draft_ids" not in self:
             return guesses
         everything = mx.full((*guesses.shape[:-1], self.args.vocab_size), -mx.inf)
-        return mx.put_along_axis(everything, mx.broadcast_to(self.draft_ids, guesses.shape), guesses, axis=-1)
+        return mx.put_along_axis(
+            everything, mx.broadcast_to(self.draft_ids, guesses.shape), guesses, axis=-1
+        )
 
 
-def draft(advance: Advance, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
+def draft(
+    advance: Advance, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
+) -> Tree:
     """The tree of a beam search over `advance`; arguments as for `Source.propose`."""
     if plan.width == 1:
         return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
@@ -144,7 +167,8 @@ def draft(advance: Advance, root: mx.array, plan: Plan, adjust: Adjust | None, *
 
 
 class StepwiseSource(Source):
-    """Beam search over a drafter that reads tokens one by one. This class starts from the last hidden state only.
+    """Beam search over a drafter that reads tokens one by one. This class starts from the last
+    hidden state only.
 
     Args:
         drafter: its weights.
@@ -163,7 +187,8 @@ class StepwiseSource(Source):
         self._hidden = kept.last_hidden(self.capture[0])
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        """Begins a draft: returns the function that reads its tokens, `root` first, and guesses the next one.
+        """Begins a draft: returns the function that reads its tokens, `root` first, and guesses the
+        next one.
 
         Args:
             depth: how many tokens are drafted; some drafters guess all of them at once.
@@ -171,8 +196,12 @@ class StepwiseSource(Source):
         assert self._hidden is not None
         return self.drafter.begin(self._hidden, self._embed)
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
-        return draft(self.begin(root, plan.depth), root, plan, adjust, in_level_order=in_level_order)
+    def propose(
+        self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
+    ) -> Tree:
+        return draft(
+            self.begin(root, plan.depth), root, plan, adjust, in_level_order=in_level_order
+        )
 
     @property
     def state(self) -> Any:

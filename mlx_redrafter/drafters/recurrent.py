@@ -1,12 +1,14 @@
-"""The recurrent drafter: a small network that guesses the next tokens from the target's last hidden state.
+"""The recurrent drafter: a small network that guesses the next tokens from the target's last hidden
+state.
 
-    s_t = SiLU(rnn_w(e_t) + rnn_u(s_{t-1}))         s_0 = 0; e_t: the target's raw embedding of the token before
-    y   = concat[h, s_t]                            h: the target's hidden state, the same for the whole draft
-    y   = input_proj(y)                             only when exit_dim != 2 * hidden_size
-    y   = y + SiLU(linear(y))                       num_draft_layers times
-    logits = head(y)                                of all tokens, or of those in draft_ids
+    s_t = SiLU(rnn_w(e_t) + rnn_u(s_{t-1}))         s_0 = 0; e_t: the target's raw embedding of the
+    token before y   = concat[h, s_t]                            h: the target's hidden state, the
+    same for the whole draft y   = input_proj(y)                             only when exit_dim != 2
+    * hidden_size y   = y + SiLU(linear(y))                       num_draft_layers times logits =
+    head(y)                                of all tokens, or of those in draft_ids
 
-Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py::Drafter; arXiv 2403.09919, section 3.
+Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py::Drafter; arXiv
+2403.09919, section 3.
 Parameters are named as in its checkpoints, so that its files load unchanged.
 """
 
@@ -29,11 +31,17 @@ from .trainable import TrainableArgs, TrainableDrafter
 MODEL_TYPE = "recurrent_drafting_drafter"
 
 HEAD = "lm_head.weight"
-"""TensorRT-LLM's name for the output matrix; Apple's has a number. Many base models have this name, too."""
+"""TensorRT-LLM's name for the output matrix;
+
+Apple's has a number. Many base models have this name, too.
+"""
 
 NAMES = (
     (r"input_proj(?:s(?:\.0)?)?\.(weight|bias)", r"input_proj.\1"),
-    (r"(?:lm_heads?\.(?:0\.(?=\d))?|0\.)(\d{1,3}\.(?:linear\.(?:weight|bias)|weight))", r"lm_head.\1"),
+    (
+        r"(?:lm_heads?\.(?:0\.(?=\d))?|0\.)(\d{1,3}\.(?:linear\.(?:weight|bias)|weight))",
+        r"lm_head.\1",
+    ),
     (r"layers\.(\d{1,3}\.linear\.(?:weight|bias))", r"lm_head.\1"),
     (r"emb_norm\.weight", ""),  # from Apple's internal trainer; no forward uses it
 )
@@ -50,7 +58,10 @@ TENSORRT_LLM = {
 """Keys of TensorRT-LLM's config -> Apple's."""
 
 PADDING = 64
-"""TensorRT-LLM pads a vocabulary by fewer rows than this for each rank; more is an error in the config."""
+"""TensorRT-LLM pads a vocabulary by fewer rows than this for each rank.
+
+More is an error in the config.
+"""
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
@@ -59,22 +70,28 @@ def recognises(names: Collection[str], config: Config) -> bool:
 
 
 def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
-    """Renames the tensors of a drafter in Apple's format, which is also ours, to our names; returns its config.
+    """Renames the tensors of a drafter in Apple's format, which is also ours, to our names; returns
+    its config.
 
-    Sizes that the config does not give follow from the tensors. The config beside some drafters is their base model's.
+    Sizes that the config does not give follow from the tensors. The config beside some drafters is
+    their base model's.
     """
     checkpoint.rename(NAMES)
     tensors, where = checkpoint.tensors, checkpoint.where
     unknown = [checkpoint.stored[name] for name in tensors if not re.fullmatch(OURS, name)]
     if unknown or tensors.keys() <= {HEAD}:
         why = f"it holds {unknown[0]!r}" if unknown else "it holds at most an output matrix"
-        raise CheckpointError(f"{where} is not a drafter: {why}; a smaller language model is given as --draft-model")
+        raise CheckpointError(
+            f"{where} is not a drafter: {why}; a smaller language model is given as --draft-model"
+        )
     blocks = checkpoint.count(r"lm_head\.(\d+)\.linear\.weight")
     head = f"lm_head.{blocks}.weight"
     if HEAD in tensors and head not in tensors:
         tensors[head] = tensors.pop(HEAD)
     rows, exit_dim = checkpoint.shape(head)
-    hidden_size = checkpoint.shape("input_proj.weight" if "input_proj.weight" in tensors else head)[1] // 2
+    hidden_size = (
+        checkpoint.shape("input_proj.weight" if "input_proj.weight" in tensors else head)[1] // 2
+    )
     found: Config = {"hidden_size": hidden_size, "exit_dim": exit_dim, "num_draft_layers": blocks}
     found |= {"rnn": "rnn_w.weight" in tensors, "hidden_state": None}
     if found["rnn"]:
@@ -113,17 +130,30 @@ class DrafterArgs(TrainableArgs):
 
     @classmethod
     def for_training(
-        cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
+        cls,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        depth: int,
+        draft_vocab_size: int | None,
+        **sizes: Any,
     ) -> Self:
         """The sizes of a drafter to train; `exit_dim` must be given."""
         layers = sizes.get("num_draft_layers", 1)
-        return cls(hidden_size, vocab_size, sizes["exit_dim"], layers, draft_vocab_size=draft_vocab_size)
+        return cls(
+            hidden_size, vocab_size, sizes["exit_dim"], layers, draft_vocab_size=draft_vocab_size
+        )
 
     @classmethod
     def sizes_to_try(cls, hidden_size: int) -> list[dict[str, int]]:
         """Widths from 1/16 to 2 times the target's, with one block and with two."""
-        widths = {max(64, int(times * hidden_size) // 32 * 32) for times in (2, 1, 0.5, 0.25, 0.125, 0.0625)}
-        return [{"exit_dim": width, "num_draft_layers": layers} for width in widths for layers in (1, 2)]
+        widths = {
+            max(64, int(times * hidden_size) // 32 * 32)
+            for times in (2, 1, 0.5, 0.25, 0.125, 0.0625)
+        }
+        return [
+            {"exit_dim": width, "num_draft_layers": layers} for width in widths for layers in (1, 2)
+        ]
 
 
 class ResidualBlock(nn.Module):
@@ -146,19 +176,25 @@ class Drafter(TrainableDrafter):
         super().__init__(args)
         if args.exit_dim != 2 * args.hidden_size:
             self.input_proj = nn.Linear(2 * args.hidden_size, args.exit_dim)
-        blocks: list[nn.Module] = [ResidualBlock(args.exit_dim) for _ in range(args.num_draft_layers)]
+        blocks: list[nn.Module] = [
+            ResidualBlock(args.exit_dim) for _ in range(args.num_draft_layers)
+        ]
         self.lm_head = [*blocks, nn.Linear(args.exit_dim, args.n_guesses, bias=False)]
         if args.rnn:
             self.rnn_u = nn.Linear(args.hidden_size, args.hidden_size)
             self.rnn_w = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
         self.hold_draft_ids()
 
-    def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
+    def read_token(
+        self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int
+    ) -> mx.array:
         """(..., D) the state after one more token; s_0 = 0."""
         embedding = embed(tokens).astype(self.dtype)
         if "rnn_w" not in self:
             return embedding if state is None else embedding + state
-        return nn.silu(self.rnn_w(embedding) + (self.rnn_u.bias if state is None else self.rnn_u(state)))
+        return nn.silu(
+            self.rnn_w(embedding) + (self.rnn_u.bias if state is None else self.rnn_u(state))
+        )
 
     def features(self, hidden: mx.array, state: mx.array, depth: int = 0) -> mx.array:
         """(..., X) the head's input, the same function at every depth."""
@@ -171,8 +207,8 @@ class Drafter(TrainableDrafter):
         return y
 
     def set_axes(self, axes: mx.array) -> None:
-        """Takes the axes in which its output matrix is initialised, so that features along them predict the target's
-        choice."""
+        """Takes the axes in which its output matrix is initialised, so that features along them
+        predict the target's choice."""
         self._axes = axes[:, : self.args.exit_dim]
 
     @property

@@ -13,7 +13,8 @@ from .config import DrafterArgs
 from .protocol import Drafter, Embed
 
 Project = Callable[[mx.array, int | None], mx.array]
-"""(tokens (V',), width) -> (V', at most width) float32, the principal components of the tokens' centred embeddings, the
+"""(tokens (V',), width) -> (V', at most width) float32, the principal components of the tokens'
+centred embeddings, the
 largest first. If the width is None: (V', D), in the embedding's own coordinates."""
 
 
@@ -22,7 +23,13 @@ class TrainableArgs(DrafterArgs):
 
     @classmethod
     def for_training(
-        cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
+        cls,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        depth: int,
+        draft_vocab_size: int | None,
+        **sizes: Any,
     ) -> Self:
         """The sizes of a drafter to train.
 
@@ -40,7 +47,9 @@ class TrainableArgs(DrafterArgs):
 
 
 class TrainableDrafter(Drafter):
-    """A drafter that reads tokens one by one into a state, and guesses the next token with an output matrix."""
+    """A drafter that reads tokens one by one into a state, and guesses the next token with an
+    output matrix.
+    """
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
         hidden = hidden.astype(self.dtype)
@@ -53,7 +62,9 @@ class TrainableDrafter(Drafter):
 
         return advance
 
-    def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+    def read_token(
+        self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int
+    ) -> State:
         """The state after one more token, for rows of any shape.
 
         Args:
@@ -66,7 +77,8 @@ class TrainableDrafter(Drafter):
         raise NotImplementedError
 
     def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., X) the input of the output matrix, from the state of `read_token` at this depth; by default the state.
+        """(..., X) the input of the output matrix, from the state of `read_token` at this depth; by
+        default the state.
 
         The loss calls it only for learned positions.
         """
@@ -74,26 +86,34 @@ class TrainableDrafter(Drafter):
         return features
 
     def logits(self, hidden: mx.array, state: State, depth: int = 0) -> mx.array:
-        """(..., V) float32 logits of the next token, minus infinity for tokens that cannot be guessed."""
+        """(..., V) float32 logits of the next token, minus infinity for tokens that cannot be
+        guessed.
+        """
         guesses: Any = self.output_layer(depth)
         return self.scatter(guesses(self.features(hidden, state, depth)))
 
     def output_layer(self, depth: int) -> nn.Module:
-        """The output matrix of the guess after `depth` + 1 tokens; the last one for all deeper guesses."""
+        """The output matrix of the guess after `depth` + 1 tokens.
+
+        The last one for all deeper guesses.
+        """
         layers = self.output_layers
         return layers[min(depth, len(layers) - 1)]
 
     def start_from(self, project: Project) -> None:
-        """Initialises an untrained drafter from the target's embedding, in which similar tokens are close.
+        """Initialises an untrained drafter from the target's embedding, in which similar tokens are
+        close.
 
-        The first columns of its output matrices become the embedding's principal components; the others stay random.
+        The first columns of its output matrices become the embedding's principal components; the
+        others stay random.
         """
         guessed = self.draft_ids if "draft_ids" in self else mx.arange(self.args.vocab_size)
         for layer in cast(list[Any], self.output_layers):
             layer.weight = fill_columns(layer.weight, project(guessed, layer.weight.shape[1]))
 
     def set_axes(self, axes: mx.array) -> None:
-        """Makes a new drafter also learn the target's next hidden states, if its features can represent them.
+        """Makes a new drafter also learn the target's next hidden states, if its features can
+        represent them.
 
         Args:
             axes: (D, D), the principal axes of the target's embedding, the largest first.
@@ -101,7 +121,10 @@ class TrainableDrafter(Drafter):
 
     @property
     def axes(self) -> mx.array | None:
-        """(D, R) the axes along which its first R features learn the target's next hidden state; None for none."""
+        """(D, R) the axes along which its first R features learn the target's next hidden state;
+
+        None for none.
+        """
         axes: mx.array | None = self.get("_axes")
         return axes
 
@@ -118,7 +141,9 @@ def fill_columns(weight: mx.array, columns: mx.array) -> mx.array:
 
 
 def scale_components(project: Project) -> Project:
-    """Scales components to the size of random numbers: the mean squared length of a token's vector is 1."""
+    """Scales components to the size of random numbers: the mean squared length of a token's vector
+    is 1.
+    """
 
     def scaled(tokens: mx.array, width: int | None) -> mx.array:
         columns = project(tokens, width)

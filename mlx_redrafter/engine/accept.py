@@ -10,9 +10,10 @@ from .types import Accepted, Tree
 def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Accepted:
     """The longest path of drafted tokens that equal the target's choices.
 
-    The target chooses a token after every node, independently of the draft. A node is accepted if its token is the
-    choice at its parent, and all its ancestors are accepted. The path to the deepest accepted node (the first one, if
-    several sources drafted it) has the tokens that plain decoding would choose::
+    The target chooses a token after every node, independently of the draft. A node is accepted if
+    its token is the choice at its parent, and all its ancestors are accepted. The path to the
+    deepest accepted node (the first one, if several sources drafted it) has the tokens that plain
+    decoding would choose::
 
         target: after the -> cat, after cat -> ran, after ran -> away
         accepted: the, cat, ran        n_accepted = 2, path = [0, 1, 4], next token "away"
@@ -23,7 +24,8 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Accep
         depth: K, the depth of the deepest possible node.
         limit: the most drafted tokens that may be accepted.
 
-    Source: Leviathan et al. 2023 for deterministic drafts, with the target's draw fixed by its position.
+    Source: Leviathan et al. 2023 for deterministic drafts, with the target's draw fixed by its
+    position.
     """
     mismatch = (target_tokens[tree.parents] != tree.tokens) & (tree.depths > 0)
     kept = ~mx.any(mismatch & tree.ancestors, axis=1)

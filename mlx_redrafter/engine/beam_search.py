@@ -13,22 +13,29 @@ from .types import Beams
 BLOCK = 128
 
 State = Any
-"""The state of a draft: None before its first token, then a tree of arrays with a row for each hypothesis.
+"""The state of a draft: None before its first token, then a tree of arrays with a row for each
+hypothesis.
 
 Leaves that are not arrays, such as the depth, are shared by all rows.
 """
 
 Advance = Callable[[mx.array, State], tuple[mx.array, State]]
-"""(tokens (W,), state or None) -> (logits (W, V) float32 of the next tokens, the state after `tokens`)."""
+"""(tokens (W,), state or None) -> (logits (W, V) float32 of the next tokens, the state after
+`tokens`).
+"""
 
 Adjust = Callable[[mx.array, int, mx.array], mx.array]
-"""(logits (W, V), level 0..K-1, the hypotheses (W, 1 + level) int32 that they follow, the root first) -> logits."""
+"""(logits (W, V), level 0..K-1, the hypotheses (W, 1 + level) int32 that they follow, the root
+first) -> logits.
+"""
 
 
 def top_w(values: mx.array, width: int) -> mx.array:
-    """(width,) int32 indices of the largest entries of `values` (M,), largest first, without sorting M entries.
+    """(width,) int32 indices of the largest entries of `values` (M,), largest first, without
+    sorting M entries.
 
-    The top W entries lie in the W blocks with the largest maxima: any other block has W blocks above all of it.
+    The top W entries lie in the W blocks with the largest maxima: any other block has W blocks
+    above all of it.
     So only the block maxima and the entries of W blocks are sorted.
     """
     if width == 1:
@@ -55,8 +62,12 @@ def take_rows(state: State, rows: mx.array) -> State:
     return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, mx.array) else leaf, state)
 
 
-def draft_chain(advance: Advance, token: mx.array, depth: int, *, adjust: Adjust | None = None) -> mx.array:
-    """(depth,) int32: the likeliest token at each depth, as from a beam search of width 1, without scores."""
+def draft_chain(
+    advance: Advance, token: mx.array, depth: int, *, adjust: Adjust | None = None
+) -> mx.array:
+    """(depth,) int32: the likeliest token at each depth, as from a beam search of width 1, without
+    scores.
+    """
     tokens, state = [token.reshape(1).astype(mx.int32)], None
     for level in range(depth):
         logits, state = advance(tokens[-1], state)
@@ -98,8 +109,8 @@ def search(
         size = logits.shape[-1]
         tokens, parents = best % size, best // size
         paths = mx.concatenate([paths[parents], tokens[:, None]], axis=1)
-        # Pruning must not see NaN, or a child that is likelier than its parent. Rounding can cause the latter for a
-        # nearly certain child, and a drafter may overflow.
+        # Pruning must not see NaN, or a child that is likelier than its parent. Rounding can cause
+        # the latter for a nearly certain child, and a drafter may overflow.
         total = mx.minimum(joint[best], total[parents])
         total = mx.where(mx.isnan(total), -mx.inf, total)
         state = take_rows(state, parents)

@@ -1,8 +1,9 @@
 """Replaces the BLAS that MLX uses on a Linux CPU.
 
-MLX's wheels for Linux link the reference BLAS. With it, a forward of one row takes more than twice as long as
-necessary, and a forward of N rows nearly N times as long as one row. OpenBLAS is loaded for MLX only: the pointers
-through which MLX calls BLAS and LAPACK are set to its functions. Other libraries are not affected.
+MLX's wheels for Linux link the reference BLAS. With it, a forward of one row takes more than twice
+as long as necessary, and a forward of N rows nearly N times as long as one row. OpenBLAS is loaded
+for MLX only: the pointers through which MLX calls BLAS and LAPACK are set to its functions. Other
+libraries are not affected.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ _problem: tuple[str, str] | None = None  # (why OpenBLAS is not used, the comman
 def load_openblas() -> None:
     """Makes MLX use the OpenBLAS of the package `scipy-openblas32`, on one thread.
 
-    Does nothing without MLX's CPU wheel (with a GPU, or not on Linux), or if LD_PRELOAD loads a BLAS. OpenBLAS's own
-    environment variables take precedence. Problems are stored for `warn_of_slow_blas`.
+    Does nothing without MLX's CPU wheel (with a GPU, or not on Linux), or if LD_PRELOAD loads a
+    BLAS. OpenBLAS's own environment variables take precedence. Problems are stored for
+    `warn_of_slow_blas`.
     """
     global _loaded, _problem
     if sys.platform != "linux":
@@ -87,11 +89,15 @@ def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
 
 
 def find_pointers(file: Path) -> Iterator[tuple[str, int]]:
-    """Yields (the name of an external function that a library calls, the offset of the library's pointer to it)."""
+    """Yields (the name of an external function that a library calls, the offset of the library's
+    pointer to it).
+    """
     sections = read_sections(file)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for kind, at, size, symbols in sections:
-            for offset, symbol in iter_unpack("<Q4xI8x", data[at : at + size] if kind == RELOCATIONS else b""):
+            for offset, symbol in iter_unpack(
+                "<Q4xI8x", data[at : at + size] if kind == RELOCATIONS else b""
+            ):
                 _, table, _, texts = sections[symbols]
                 name, section = unpack_from("<I2xH", data, table + symbol * SYMBOL_SIZE)
                 if symbol and not section:  # defined elsewhere

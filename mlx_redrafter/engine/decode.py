@@ -1,6 +1,7 @@
 """The decode loop: rounds of speculative decoding after a prompt, each with one host read.
 
-Work that does not depend on the read is enqueued before it: the next draft, or in plain decoding the next forward.
+Work that does not depend on the read is enqueued before it: the next draft, or in plain decoding
+the next forward.
 """
 
 from __future__ import annotations
@@ -57,25 +58,36 @@ Report = Callable[[int, int], None]
 
 
 class Planner:
-    """Chooses what each round drafts. This base class uses one plan for all rounds, and verifies whole proposals.
+    """Chooses what each round drafts. This base class uses one plan for all rounds, and verifies
+    whole proposals.
 
     Args:
         plan: the drafter's plan; None without a drafter.
-        can_merge: whether one forward can verify both drafts, the drafter's and the context's: the model takes trees,
-            and there are no logits processors. If not, the better of the two is verified.
-        max_rows: the most rows of a forward, at least 2; None for no limit. Drafts are not merged then.
+        can_merge: whether one forward can verify both drafts, the drafter's and the context's: the
+            model takes trees, and there are no logits processors. If not, the better of the two is
+            verified.
+        max_rows: the most rows of a forward, at least 2; None for no limit. Drafts are not merged
+            then.
     """
 
-    def __init__(self, plan: Plan | None, *, can_merge: bool = False, max_rows: int | None = None) -> None:
+    def __init__(
+        self, plan: Plan | None, *, can_merge: bool = False, max_rows: int | None = None
+    ) -> None:
         self._plan, self.can_merge, self.max_rows = plan, can_merge, max_rows
 
     @property
     def may_draft(self) -> bool:
-        """Whether the next plan may use the drafter; if not, the plain step before it need not capture states."""
+        """Whether the next plan may use the drafter.
+
+        If not, the plain step before it need not capture states.
+        """
         return True
 
-    def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
-        """Plans the drafter's part of the next round, while the round before is enqueued but not read.
+    def next_plan(
+        self, length: int, replayed: int = 0, forecast: Forecast | None = None
+    ) -> Plan | None:
+        """Plans the drafter's part of the next round, while the round before is enqueued but not
+        read.
 
         Args:
             length: of the text before the enqueued round.
@@ -83,19 +95,21 @@ class Planner:
             forecast: the context's; None without a match.
 
         Returns:
-            `CONTEXT_ONLY` if the next round waits for the context's proposal; None for a plain step, which may be
-            enqueued before the read.
+            `CONTEXT_ONLY` if the next round waits for the context's proposal; None for a plain
+            step, which may be enqueued before the read.
         """
         return self._plan or (CONTEXT_ONLY if forecast else None)
 
     def extend_plan(
         self, plan: Plan | None, cumulative_acceptance: Sequence[float], length: int, replayed: int
     ) -> Plan | None:
-        """The plan extended by the part of the context's proposal to verify; depth 0 discards the drafter's draft.
+        """The plan extended by the part of the context's proposal to verify; depth 0 discards the
+        drafter's draft.
 
         Args:
             plan: the plan of the drafter's draft; None or `CONTEXT_ONLY` if it made no draft.
-            cumulative_acceptance: of the context's proposal, made after the round before was read; see `Forecast`.
+            cumulative_acceptance: of the context's proposal, made after the round before was read;
+                see `Forecast`.
             length: of the text.
             replayed: how many tokens the next round replays.
         """
@@ -131,10 +145,11 @@ class Planner:
             tokens: how many tokens it added.
             length: of the text before it.
             replayed: how many tokens it replayed.
-            milliseconds: from enqueueing the round to its read. For a plain step, from one read to the next; None
-                unless it, the step before and the step after were all enqueued ahead. None with several ranks.
-            verified: whether a draft was verified. False despite a plan means that there was no draft, or that it was
-                discarded, and a plain step was taken.
+            milliseconds: from enqueueing the round to its read. For a plain step, from one read to
+                the next; None unless it, the step before and the step after were all enqueued
+                ahead. None with several ranks.
+            verified: whether a draft was verified. False despite a plan means that there was no
+                draft, or that it was discarded, and a plain step was taken.
             from_context: whether the accepted tokens were drafted from the context.
         """
 
@@ -166,7 +181,8 @@ class Pending(NamedTuple):
 
 
 class Decoder:
-    """Decodes one text: enqueues rounds, reads each once, and passes its result to the sources and the planner.
+    """Decodes one text: enqueues rounds, reads each once, and passes its result to the sources and
+    the planner.
 
     Args:
         target: captures the hidden states that the sources read.
@@ -174,8 +190,8 @@ class Decoder:
         planner: chooses what each round drafts.
         history: the tokens that the target's cache holds, for processors and sources.
         on_drafter_failure: see `Options`.
-        may_run_ahead: called in each round; if it returns False, no plain step is enqueued before the read, and the
-            cache then ends before the round's last token. None means always True.
+        may_run_ahead: called in each round; if it returns False, no plain step is enqueued before
+            the read, and the cache then ends before the round's last token. None means always True.
         stops: text lengths at which a piece of the prompt must end.
 
     Attributes:
@@ -205,14 +221,16 @@ class Decoder:
         self._root = self._vocab_size = 0
         self._plan: Plan | None = None  # of the next round
         self._draft: Draft | None = None  # for the next round, if drafted before the read
-        self._ahead: Pending | None = None  # the next round, if it was enqueued before the last one was read
+        self._ahead: Pending | None = (
+            None  # the next round, if it was enqueued before the last one was read
+        )
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
 
     def decode(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
         """Yields an empty round after each piece of the prompt, then decoding rounds without end.
 
-        No unevaluated array is kept across a yield, so each `next` may come from another thread. `finish` trims the
-        cache to the tokens that the caller has taken.
+        No unevaluated array is kept across a yield, so each `next` may come from another thread.
+        `finish` trims the cache to the tokens that the caller has taken.
 
         Args:
             prompt: (T,) int32, T >= 1.
@@ -238,7 +256,9 @@ class Decoder:
             self._planner.finish()
 
     def prefill(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
-        """Processes the prompt in pieces, yields an empty round after each, and enqueues a step on its last token."""
+        """Processes the prompt in pieces, yields an empty round after each, and enqueues a step on
+        its last token.
+        """
         total, done = prompt.shape[0], 0
         if self._chooser.processors and self._history:
             self._seen = mx.array(list(self._history), mx.int32)
@@ -246,7 +266,11 @@ class Decoder:
         report(done, total)
         while total - done > 1:
             position = self.target.length
-            size = min(prefill_step_size, total - done - 1, *(n - position for n in self._stops if n > position))
+            size = min(
+                prefill_step_size,
+                total - done - 1,
+                *(n - position for n in self._stops if n > position),
+            )
             piece = prompt[done : done + size]
             with on_stream():
                 hidden = self.target.forward(piece, want_hidden=reads_all).hidden
@@ -267,7 +291,12 @@ class Decoder:
             if self._context is not None:
                 self._context.read(text)
             outcome = self._ahead.outcome
-            mx.eval(outcome.packed, outcome.logprobs, self.target.list_pending_arrays(), self._drafter_state())
+            mx.eval(
+                outcome.packed,
+                outcome.logprobs,
+                self.target.list_pending_arrays(),
+                self._drafter_state(),
+            )
             report(total, total)
 
     def finish(self, length: int, last_token: int) -> None:
@@ -277,7 +306,9 @@ class Decoder:
             self._call_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
             token = mx.array([last_token])
-            self._call_drafter("keep", Kept(token, self.target.forward(token).hidden, None, 1, held))
+            self._call_drafter(
+                "keep", Kept(token, self.target.forward(token).hidden, None, 1, held)
+            )
         self.target.finish(length, last_token)
         mx.eval(self._drafter_state())
 
@@ -288,31 +319,44 @@ class Decoder:
         is_captured = drafter is not None and (drafter.reads_all or self._planner.may_draft)
         outcome = step(target, token, self._chooser, self._seen, want_hidden=is_captured)
         self._vocab_size = outcome.logprobs[0].shape[-1]
-        self._seen = extend(self._seen, token.astype(mx.int32)) if self._chooser.processors else None
+        self._seen = (
+            extend(self._seen, token.astype(mx.int32)) if self._chooser.processors else None
+        )
         if is_captured:
             self._call_drafter("keep", outcome.kept)
         self._enqueue(outcome, self._seen)
         return Pending(outcome, length, replayed)
 
     def _enqueue_next(self, pending: Pending) -> None:
-        """Enqueues work that does not depend on the read: the next draft, or in plain decoding the next round."""
+        """Enqueues work that does not depend on the read: the next draft, or in plain decoding the
+        next round.
+        """
         self._plan = self._draft = self._ahead = None
         if self.target.has_room(2) and (self._drafter or self._context):
             n_ahead = pending.plan.context if pending.draft and pending.plan else 0
             forecast = self._context.forecast(1 + n_ahead) if self._context is not None else None
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
-            if self._plan and self._plan.depth and self._drafter and not self._drafter.proposes_after_read:
+            if (
+                self._plan
+                and self._plan.depth
+                and self._drafter
+                and not self._drafter.proposes_after_read
+            ):
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
-        # The first token is already computed: return it without delay. A grammar's mask depends on the token.
-        may_run_ahead = not pending.is_prompt and self._chooser.grammar is None and self._may_run_ahead()
+        # The first token is already computed: return it without delay. A grammar's mask depends on
+        # the token.
+        may_run_ahead = (
+            not pending.is_prompt and self._chooser.grammar is None and self._may_run_ahead()
+        )
         if self._plan is None and pending.draft is None and may_run_ahead:
             self._ahead = self._enqueue_step(pending.outcome.packed)
 
     def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
         """Enqueues the drafter's tree below `root`; the token after `root` is at `position`.
 
-        A drafter that proposes after the read is a language model that has read the text, so logits processors apply to
-        it as to the target. A head's logits have a different offset and scale: penalties would make its guesses worse.
+        A drafter that proposes after the read is a language model that has read the text, so logits
+        processors apply to it as to the target. A head's logits have a different offset and scale:
+        penalties would make its guesses worse.
         """
         sampler, drafter = self._chooser.sampler, self._drafter
         assert drafter is not None
@@ -325,20 +369,29 @@ class Decoder:
             return logits if draws is None else sampler.adjust(logits, draws, level)
 
         try:
-            in_level_order, adjusts = bool(self._chooser.processors), processors or draws is not None
+            in_level_order, adjusts = (
+                bool(self._chooser.processors),
+                processors or draws is not None,
+            )
             with attend_by_row():
-                tree = drafter.propose(root, plan, adjust if adjusts else None, in_level_order=in_level_order)
+                tree = drafter.propose(
+                    root, plan, adjust if adjusts else None, in_level_order=in_level_order
+                )
             self._draft = Draft(tree, draws)
             mx.async_eval(self._draft, drafter.state)
         except Exception as error:
             self._drop_drafter(error)
 
     def _enqueue_round(self) -> Pending:
-        """Enqueues the next round after the read of the one before: verifies a draft, or takes a plain step."""
+        """Enqueues the next round after the read of the one before: verifies a draft, or takes a
+        plain step.
+        """
         target, plan = self.target, self._plan
         match = self._context.forecast(0) if self._context is not None else None
         if match is not None:
-            plan = self._planner.extend_plan(plan, match.cumulative_acceptance, target.length, target.replayed)
+            plan = self._planner.extend_plan(
+                plan, match.cumulative_acceptance, target.length, target.replayed
+            )
         draft = None
         if plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
             draft = self._make_draft(plan)
@@ -364,7 +417,9 @@ class Decoder:
             draft = Draft(merge([draft.tree, tree]), draft.draws) if draft else Draft(tree, None)
         return draft
 
-    def _commit(self, pending: Pending, path: list[int], tokens: list[int], milliseconds: float) -> Round:
+    def _commit(
+        self, pending: Pending, path: list[int], tokens: list[int], milliseconds: float
+    ) -> Round:
         """Passes a round's result to the cache, the sources and the planner."""
         verified, plan = pending.draft is not None, pending.plan
         if verified:
@@ -384,9 +439,13 @@ class Decoder:
         done = Round(tokens, logprobs, replayed=pending.replayed, is_prompt=pending.is_prompt)
         if pending.draft is not None and plan is not None:
             from_context = path[-1] >= plan.size
-            done = done._replace(plan=plan, tree=pending.draft.tree, path=path, from_context=from_context)
+            done = done._replace(
+                plan=plan, tree=pending.draft.tree, path=path, from_context=from_context
+            )
         if not pending.is_prompt:
-            is_alone = self._chooser.grammar is not None or (self._n_ahead > 1 and self._ahead is not None)
+            is_alone = self._chooser.grammar is not None or (
+                self._n_ahead > 1 and self._ahead is not None
+            )
             is_timed = self._is_timed and (verified or is_alone)  # other plain steps overlap
             self._planner.observe(
                 plan,
@@ -401,7 +460,13 @@ class Decoder:
         return done
 
     def _enqueue(self, outcome: Outcome, more: Any) -> None:
-        mx.async_eval(outcome.packed, outcome.logprobs, more, self.target.list_pending_arrays(), self._drafter_state())
+        mx.async_eval(
+            outcome.packed,
+            outcome.logprobs,
+            more,
+            self.target.list_pending_arrays(),
+            self._drafter_state(),
+        )
 
     def _drafter_state(self) -> Any:
         try:
@@ -410,7 +475,9 @@ class Decoder:
             self._drop_drafter(error)
             return None
 
-    def _call_drafter(self, method: Literal["read", "keep", "confirm", "rewind"], value: Any) -> None:
+    def _call_drafter(
+        self, method: Literal["read", "keep", "confirm", "rewind"], value: Any
+    ) -> None:
         if self._drafter is None:
             return
         try:
@@ -419,7 +486,10 @@ class Decoder:
             self._drop_drafter(error)
 
     def _drop_drafter(self, error: Exception) -> None:
-        """Continues without the failed drafter; raises the error if there is no `on_drafter_failure`."""
+        """Continues without the failed drafter.
+
+        Raises the error if there is no `on_drafter_failure`.
+        """
         if self._on_drafter_failure is None:
             raise error
         self._drafter = self._plan = self._draft = None

@@ -1,8 +1,9 @@
 """Finds which numbers of rows a model computes alike on this machine, bit for bit.
 
-A kernel for several rows may sum in another order than the kernel for one. Apart from attention, whose rows then attend
-one at a time, a row's bits depend on the other rows of a forward only through the kernels that their number selects.
-So numbers of rows fall into classes. These are found by comparing bits: no list of chips is needed.
+A kernel for several rows may sum in another order than the kernel for one. Apart from attention,
+whose rows then attend one at a time, a row's bits depend on the other rows of a forward only
+through the kernels that their number selects. So numbers of rows fall into classes. These are found
+by comparing bits: no list of chips is needed.
 """
 
 from __future__ import annotations
@@ -49,34 +50,49 @@ def find_row_classes(
 ) -> tuple[RowCounts, ...]:
     """The classes of row counts from 1 to `MOST_ROWS`, the class of 1 first.
 
-    In a class every row of a chain has the same bits as in a plain step that is padded to the least count of the class:
-    of all log-probabilities, at each of `LENGTHS`, before and after the KV cache is quantized.
+    In a class every row of a chain has the same bits as in a plain step that is padded to the least
+    count of the class: of all log-probabilities, at each of `LENGTHS`, before and after the KV
+    cache is quantized.
 
     Args:
         quantization: of the KV cache.
         max_kv_size: see `make_cache`.
 
     Returns:
-        ((1,),) if the cache cannot drop rows or rows cannot attend alone; only the class of 1 if nothing can be padded.
+        ((1,),) if the cache cannot drop rows or rows cannot attend alone; only the class of 1 if
+        nothing can be padded.
     """
     target = Target(model, make_cache(model, max_kv_size), row_counts=(1,))
     most = min(filter(None, (target.limit, find_context_length(model))), default=math.inf)
     lengths = [length for length in LENGTHS if length + MOST_ROWS <= most]
-    if kv_cache.find_unknown_types(target.cache, kv_cache.TRIMMABLE) or not lengths or not attends_to_cache(model):
+    if (
+        kv_cache.find_unknown_types(target.cache, kv_cache.TRIMMABLE)
+        or not lengths
+        or not attends_to_cache(model)
+    ):
         return ((1,),)
-    can_pad = not kv_cache.find_unknown_types(target.cache, kv_cache.UNBOUNDED) and target.limit is None
-    _log.info("comparing numbers of rows on this machine, once for these models: up to %d forwards", 16 * MOST_ROWS)
+    can_pad = (
+        not kv_cache.find_unknown_types(target.cache, kv_cache.UNBOUNDED) and target.limit is None
+    )
+    _log.info(
+        "comparing numbers of rows on this machine, once for these models: up to %d forwards",
+        16 * MOST_ROWS,
+    )
     states = [KVQuantization()]  # in the same order on all ranks
     if quantization is not None and quantization.bits is not None:
         states.append(quantization._replace(start=0))
     texts = [_Text(model, state, max_kv_size, length) for state in states for length in lengths]
     left, classes = list(range(1, MOST_ROWS + 1)), list[RowCounts]()
-    with tqdm(desc="comparing rows", total=len(left), leave=False, delay=1.0, disable=None, position=0) as bar:
+    with tqdm(
+        desc="comparing rows", total=len(left), leave=False, delay=1.0, disable=None, position=0
+    ) as bar:
         while left and (can_pad or left[0] == 1):
             least, alike = left[0], left
             for text in texts:
                 expected = text.read_one_by_one(least)
-                alike = ranks.share([count for count in alike if text.read_chain(count) == expected[:count]])
+                alike = ranks.share(
+                    [count for count in alike if text.read_chain(count) == expected[:count]]
+                )
             if least in alike:
                 classes.append(tuple(alike))
             left = [count for count in left[1:] if count not in alike]
@@ -89,15 +105,21 @@ def parse_row_classes(value: Any) -> tuple[RowCounts, ...]:
     classes: tuple[RowCounts, ...] = tuple(map(tuple, value))
     counts = [count for each in classes for count in each]
     is_ordered = all(each and list(each) == sorted(set(each)) for each in classes)
-    if not is_ordered or counts[:1] != [1] or len(counts) != len({*counts} & {*range(1, MOST_ROWS + 1)}):
+    if (
+        not is_ordered
+        or counts[:1] != [1]
+        or len(counts) != len({*counts} & {*range(1, MOST_ROWS + 1)})
+    ):
         raise ValueError(f"expected classes of row counts, got {value!r:.100}")
     return classes
 
 
 def attends_to_cache(model: nn.Module) -> bool:
-    """Whether a model attends to the keys and values as its cache returns them, so that each row can do so alone.
+    """Whether a model attends to the keys and values as its cache returns them, so that each row
+    can do so alone.
 
-    Others (latent attention, for one) compute keys from all cached rows, with kernels that their number selects.
+    Others (latent attention, for one) compute keys from all cached rows, with kernels that their
+    number selects.
     """
     cache, fetched, is_own = make_prompt_cache(model), list[Any](), list[bool]()
 
@@ -119,7 +141,9 @@ def attends_to_cache(model: nn.Module) -> bool:
 class _Text:
     """A prompt of pseudo-random tokens, after which others are read again and again."""
 
-    def __init__(self, model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, length: int) -> None:
+    def __init__(
+        self, model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, length: int
+    ) -> None:
         self._model, self._quantization = model, quantization
         self._cache = make_cache(model, max_kv_size)
         self._chains: dict[int, list[bytes]] = {}
@@ -137,7 +161,11 @@ class _Text:
             with mx.stream(generation_stream):
                 tree = chain(self._tokens[0], self._tokens[1:count])
                 target = self._rewind(count)
-                read = target.verify(tree, is_tree=False) if count > 1 else target.forward(self._tokens[:1])
+                read = (
+                    target.verify(tree, is_tree=False)
+                    if count > 1
+                    else target.forward(self._tokens[:1])
+                )
                 self._chains[count] = _digest(read)
         return self._chains[count]
 
@@ -158,7 +186,10 @@ class _Text:
 
 def _digest(read: Forward) -> list[bytes]:
     """A digest of each row's bits."""
-    return [hashlib.blake2b(row.tobytes()).digest() for row in np.array(log_softmax(read.logits).view(mx.uint8))]
+    return [
+        hashlib.blake2b(row.tobytes()).digest()
+        for row in np.array(log_softmax(read.logits).view(mx.uint8))
+    ]
 
 
 def format_row_counts(counts: RowCounts) -> str:

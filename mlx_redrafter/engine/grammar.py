@@ -1,4 +1,6 @@
-"""Grammars: finds the tokens allowed after each node of a tree, on the host while the model computes the logits."""
+"""Grammars: finds the tokens allowed after each node of a tree, on the host while the model
+computes the logits.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ class Grammar(Protocol):
         """A copy, to try tokens."""
 
     def take(self, token: int) -> bool:
-        """Takes the next token; returns False if it is not allowed. After an end-of-text token, any is allowed."""
+        """Takes the next token; returns False if it is not allowed.
+
+        After an end-of-text token, any is allowed.
+        """
 
     def find_mask(self) -> NDArray[np.bool_] | None:
         """(V,) whether each token may come next; None if all may."""
@@ -42,10 +47,11 @@ def mask_root(grammar: Grammar, logits: mx.array) -> mx.array:
 
 
 def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array, Tree]:
-    """(logits (N, V) set to minus infinity for tokens not allowed after each node, the tree for `accept`).
+    """(logits (N, V) set to minus infinity for tokens not allowed after each node, the tree for
+    `accept`).
 
-    In that tree, -1 replaces each token that is not allowed, or after which the grammar fails. If the text reaches
-    such a token, the next round raises the same error as plain decoding.
+    In that tree, -1 replaces each token that is not allowed, or after which the grammar fails. If
+    the text reaches such a token, the next round raises the same error as plain decoding.
 
     Args:
         grammar: its state after the root.
@@ -65,6 +71,8 @@ def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array,
         kept = [token if after else -1 for token, after in zip(tokens, reached, strict=True)]
         tree = tree._replace(tokens=mx.array(kept, mx.int32))
     if any(mask is not None for mask in masks):
-        allowed = np.stack([np.ones(logits.shape[1], bool) if mask is None else mask for mask in masks])
+        allowed = np.stack(
+            [np.ones(logits.shape[1], bool) if mask is None else mask for mask in masks]
+        )
         logits = mx.where(mx.array(allowed), logits, -mx.inf)
     return logits, tree

@@ -16,10 +16,14 @@ from mlx_lm.models.cache import (
 )
 
 Cache = list[Any]
-"""As returned by mlx-lm's `make_prompt_cache`: for each layer a cache, or a `CacheList` of several."""
+"""As returned by mlx-lm's `make_prompt_cache`: for each layer a cache, or a `CacheList` of several.
+"""
 
 TRIMMABLE = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, RotatingKVCache)
-"""Caches whose last rows can be dropped; in a rotating cache only those of the last forward, if it had several rows."""
+"""Caches whose last rows can be dropped.
+
+In a rotating cache only those of the last forward, if it had several rows.
+"""
 
 UNBOUNDED = (KVCache, QuantizedKVCache)
 """Caches that keep every row, and can drop any number of last rows."""
@@ -73,12 +77,17 @@ def keeps_first_rows(cache: Cache) -> bool:
 
 
 def snapshot(cache: Cache) -> list[dict[str, Any]]:
-    """The state of every leaf. Arrays are not copied, as forwards of several rows do not overwrite old rows."""
+    """The state of every leaf.
+
+    Arrays are not copied, as forwards of several rows do not overwrite old rows.
+    """
     return [_copy(vars(c)) for c in leaves(cache)]
 
 
 def snapshot_rows(cache: Cache) -> list[dict[str, Any]]:
-    """`snapshot` with copies of rotating caches, as a forward of one row overwrites their oldest row."""
+    """`snapshot` with copies of rotating caches, as a forward of one row overwrites their oldest
+    row.
+    """
     states = snapshot(cache)
     for c, state in zip(leaves(cache), states, strict=True):
         if isinstance(c, RotatingKVCache) and c.keys is not None and c.values is not None:
@@ -100,7 +109,8 @@ def _copy(tree: Any) -> Any:
 
 
 def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
-    """Of the `count` rows that the last forward wrote, keeps those of `path`, in that order, and drops the others::
+    """Of the `count` rows that the last forward wrote, keeps those of `path`, in that order, and
+    drops the others::
 
         prefix . . .   the  cat  dog  sat  ran        path = [0, 1, 4]
         prefix . . .   the  cat  ran
@@ -116,8 +126,14 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
     for c in leaves(cache):
         if c.keys is None:
             continue  # a layer without a cache
-        exact = isinstance(c, (RotatingKVCache, ConcatenateKVCache))  # their arrays have no spare rows
-        first = c.keys.shape[-2] - count if exact else c.offset - getattr(c, "start_position", 0) - count
+        exact = isinstance(
+            c, (RotatingKVCache, ConcatenateKVCache)
+        )  # their arrays have no spare rows
+        first = (
+            c.keys.shape[-2] - count
+            if exact
+            else c.offset - getattr(c, "start_position", 0) - count
+        )
         end = first + len(path)
         if in_place < len(path):
             rows = mx.array([first + node for node in path[in_place:]])

@@ -1,4 +1,7 @@
-"""Checks whether a model's rounds are exact, and whether it can verify trees. Nothing is computed."""
+"""Checks whether a model's rounds are exact, and whether it can verify trees.
+
+Nothing is computed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from .supported_models import CHAINS, LENGTH_BOUND, NO_RINGS, REFUSED, REPLAYED,
 from .tree_attention import Nodes, build_with_nodes
 
 ROPE_MARGIN = 256
-"""Margin in tokens: some dynamic ropes take the number of heads plus the offset for the length of the text."""
+"""Margin in tokens: some dynamic ropes take the number of heads plus the offset for the length of
+the text.
+"""
 
 
 N_FIRST = 4
@@ -26,8 +31,9 @@ def make_cache(model: nn.Module, max_kv_size: int | None = None) -> kv_cache.Cac
     """A new prompt cache, as mlx-lm makes it.
 
     Args:
-        max_kv_size: the size of the rings that replace layers which keep every row, also those of models that make
-            their own caches, where mlx-lm ignores it; other layers stay as they are.
+        max_kv_size: the size of the rings that replace layers which keep every row, also those of
+            models that make their own caches, where mlx-lm ignores it; other layers stay as they
+            are.
     """
     cache: kv_cache.Cache = make_prompt_cache(model, max_kv_size)
     if max_kv_size is None or find_module_name(model) in NO_RINGS:
@@ -36,7 +42,10 @@ def make_cache(model: nn.Module, max_kv_size: int | None = None) -> kv_cache.Cac
 
 
 def explain_rings(model: nn.Module, cache: kv_cache.Cache, max_kv_size: int) -> str | None:
-    """What `max_kv_size` does to a prompt cache, if that differs from mlx-lm or is nothing; otherwise None."""
+    """What `max_kv_size` does to a prompt cache, if that differs from mlx-lm or is nothing.
+
+    Otherwise None.
+    """
     name, types = find_module_name(model), ", ".join(kv_cache.find_unknown_types(cache, ()))
     if not kv_cache.has_size(cache, max_kv_size):
         return f"max_kv_size is ignored: the prompt cache of {name} ({types}) has no ring of {max_kv_size} rows"
@@ -46,11 +55,16 @@ def explain_rings(model: nn.Module, cache: kv_cache.Cache, max_kv_size: int) -> 
 
 
 def find_exact_length(model: nn.Module) -> int | None:
-    """The text length up to which several rows in one forward equal the same rows one by one; None for no limit.
+    """The text length up to which several rows in one forward equal the same rows one by one; None
+    for no limit.
 
     Beyond the limit, dynamic ropes rotate all tokens of a forward by the length at its end.
     """
-    ropes = (module for _, module in model.named_modules() if type(module).__name__ == "DynamicNTKScalingRoPE")
+    ropes = (
+        module
+        for _, module in model.named_modules()
+        if type(module).__name__ == "DynamicNTKScalingRoPE"
+    )
     return min((rope.max_position_embeddings - ROPE_MARGIN for rope in ropes), default=None)
 
 
@@ -67,7 +81,9 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
         raise UnsupportedModelError(f"cannot draft for {name}: {reason}")
     unknown = kv_cache.find_unknown_types(make_prompt_cache(model), kv_cache.KNOWN)
     if unknown and name not in REPLAYED:
-        raise UnsupportedModelError(f"cannot draft for {name}: its cache ({', '.join(unknown)}) is not known")
+        raise UnsupportedModelError(
+            f"cannot draft for {name}: its cache ({', '.join(unknown)}) is not known"
+        )
     if cache is not None and kv_cache.has_ring(cache):
         like = [
             RotatingKVCache(c.max_size, c.keep) if isinstance(c, RotatingKVCache) else own
@@ -77,8 +93,11 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
         build_with_nodes(like, chain, lambda views: model(mx.zeros((1, 2), mx.int32), cache=views))
 
 
-def check_draftable(model: nn.Module, *, tree: bool, states: Sequence[StateName] = (AFTER_NORM,)) -> str | None:
-    """Refuses a model for which a drafter cannot draft; returns why it verifies chains only, or None.
+def check_draftable(
+    model: nn.Module, *, tree: bool, states: Sequence[StateName] = (AFTER_NORM,)
+) -> str | None:
+    """Refuses a model for which a drafter cannot draft; returns why it verifies chains only, or
+    None.
 
     Args:
         tree: whether trees are wanted; if not, None is returned.
@@ -90,7 +109,10 @@ def check_draftable(model: nn.Module, *, tree: bool, states: Sequence[StateName]
 
 
 def explain_chains(model: nn.Module) -> str | None:
-    """Why a model verifies chains only; None if it verifies trees. It must have passed `check_verifiable`."""
+    """Why a model verifies chains only;
+
+    None if it verifies trees. It must have passed `check_verifiable`.
+    """
     name = find_module_name(model)
     if reason := CHAINS.get(name):
         return reason
@@ -101,13 +123,20 @@ def explain_chains(model: nn.Module) -> str | None:
         return f"its cache ({', '.join(states)}) takes tokens one after the other"
     if name not in TREES:
         return "trees are not tested for it"
-    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, is_tree=True)
+    nodes = Nodes(
+        0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, is_tree=True
+    )
     try:
-        built = build_with_nodes(cache, nodes, lambda views: model(mx.zeros((1, 3), mx.int32), cache=views))
+        built = build_with_nodes(
+            cache, nodes, lambda views: model(mx.zeros((1, 3), mx.int32), cache=views)
+        )
     except Exception as error:
         return f"it does not take one position for each node: {join_lines(error)}"
     if not built.masks and "mask" not in built.calls:
         return "its mask does not come from its cache"
-    if any(view.offsets_read for view in kv_cache.leaves(built.views)) and not {"rope", "arange"} & set(built.calls):
+    if any(view.offsets_read for view in kv_cache.leaves(built.views)) and not {
+        "rope",
+        "arange",
+    } & set(built.calls):
         return "its positions do not come from its cache"
     return None

@@ -20,8 +20,8 @@ T = TypeVar("T")
 AFTER_NORM, BEFORE_NORM = "after_norm", "before_norm"
 
 StateName = str | int
-"""A hidden state of the target: `AFTER_NORM` or `BEFORE_NORM`, the output or input of its final norm, or a layer's
-number from 0 for that layer's output."""
+"""A hidden state of the target: `AFTER_NORM` or `BEFORE_NORM`, the output or input of its final
+norm, or a layer's number from 0 for that layer's output."""
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -33,13 +33,17 @@ EMBEDDINGS = _names(
 )
 """Names of the token embedding in mlx-lm's models."""
 
-NORMS = _names("norm final_layernorm final_layer_norm embedding_norm final_norm output_norm norm_f norm_out ln_f")
+NORMS = _names(
+    "norm final_layernorm final_layer_norm embedding_norm final_norm output_norm norm_f norm_out ln_f"
+)
 """Names of the norm before the head."""
 
 HEADS = _names("lm_head embed_out output")
 """Names of the output matrix, if it is not the embedding."""
 
-LENGTHS = _names("max_position_embeddings max_sequence_length max_seq_len model_max_length n_positions n_ctx")
+LENGTHS = _names(
+    "max_position_embeddings max_sequence_length max_seq_len model_max_length n_positions n_ctx"
+)
 """Config keys for the context length."""
 
 OTHER_MODALITIES = ("vision", "audio", "multi_modal", "mm_")
@@ -62,8 +66,8 @@ class ModelParts(NamedTuple):
 
     Attributes:
         embedding: the token embedding.
-        final_norm: the place whose output the drafter reads: the final norm, or the model without its head if the norm
-            is not a module.
+        final_norm: the place whose output the drafter reads: the final norm, or the model without
+            its head if the norm is not a module.
     """
 
     embedding: nn.Module
@@ -75,7 +79,9 @@ def find_parts(model: nn.Module) -> ModelParts:
     """The parts of `model`, found without computing anything."""
     for path in _walk_modules(model):
         holder = path[-1].parent[path[-1].name]
-        embedding = next((holder[key] for key in EMBEDDINGS if _is_embedding(holder.get(key))), None)
+        embedding = next(
+            (holder[key] for key in EMBEDDINGS if _is_embedding(holder.get(key))), None
+        )
         if embedding is None:
             continue
         # The embedding may be a level below the norm's parent, and the norm may not be a module.
@@ -96,7 +102,9 @@ def find_output_layer(model: nn.Module) -> nn.Module:
     """The layer of a model's (V, D) output matrix: its head, or its embedding."""
     embedding: Any = find_parts(model).embedding
     for name, module in model.named_modules():
-        is_matrix = name.rpartition(".")[2] in HEADS and isinstance(module, (nn.Linear, nn.QuantizedLinear, *SHARDED))
+        is_matrix = name.rpartition(".")[2] in HEADS and isinstance(
+            module, (nn.Linear, nn.QuantizedLinear, *SHARDED)
+        )
         n_shards = module.group.size() if isinstance(module, SHARDED) else 1
         if is_matrix and n_shards * module.weight.shape[0] == embedding.weight.shape[0]:
             return module
@@ -125,7 +133,9 @@ def find_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
 
 
 def _walk_modules(model: nn.Module) -> Iterator[list[Slot]]:
-    """The path from `model` to every module below it, breadth first, except in layers and other modalities."""
+    """The path from `model` to every module below it, breadth first, except in layers and other
+    modalities.
+    """
     level: list[list[Slot]] = [[]]
     while level:
         below = []
@@ -133,7 +143,11 @@ def _walk_modules(model: nn.Module) -> Iterator[list[Slot]]:
             parent = path[-1].parent[path[-1].name] if path else model
             items: Any = parent.items()
             names = [name for name, child in items if isinstance(child, nn.Module)]
-            below += [[*path, Slot(parent, name)] for name in names if not name.startswith(OTHER_MODALITIES)]
+            below += [
+                [*path, Slot(parent, name)]
+                for name in names
+                if not name.startswith(OTHER_MODALITIES)
+            ]
         yield from below
         level = below
 
@@ -148,18 +162,25 @@ def _is_embedding(module: Any) -> bool:
 
 
 def find_context_length(model: nn.Module) -> int | None:
-    """The context length in a model's config, in tokens, with RoPE scaling; None if the config has none.
+    """The context length in a model's config, in tokens, with RoPE scaling; None if the config has
+    none.
 
     Models that keep only states have no limit, even if mlx-lm's default config has one.
     """
-    args = getattr(model, "args", None) if kv_cache.counts_tokens(make_prompt_cache(model)) else None
+    args = (
+        getattr(model, "args", None) if kv_cache.counts_tokens(make_prompt_cache(model)) else None
+    )
     for config in (args, getattr(args, "text_config", None)):
-        values: dict[str, Any] = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+        values: dict[str, Any] = (
+            config if isinstance(config, dict) else getattr(config, "__dict__", {})
+        )
         length = next((values[name] for name in LENGTHS if isinstance(values.get(name), int)), None)
         if length is not None:
             rope = values.get("rope_scaling") or {}
             if rope.get("rope_type", rope.get("type")) in ("linear", "dynamic", "yarn"):
-                scaled = rope.get("original_max_position_embeddings", length) * rope.get("factor", 1)
+                scaled = rope.get("original_max_position_embeddings", length) * rope.get(
+                    "factor", 1
+                )
                 length = max(length, int(scaled))
             return length
     return None
@@ -195,18 +216,26 @@ class CapturePoint(NamedTuple):
 
 
 @with_model_lock
-def find_capture_points(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, CapturePoint]:
+def find_capture_points(
+    model: nn.Module, names: Sequence[StateName]
+) -> dict[StateName, CapturePoint]:
     """The places where a model's hidden states are read."""
     points: dict[StateName, CapturePoint] = {}
     if not names:
         return points
     parts = find_parts(model)
-    layers = list(getattr(model, "layers", [])) if any(isinstance(name, int) for name in names) else []
+    layers = (
+        list(getattr(model, "layers", [])) if any(isinstance(name, int) for name in names) else []
+    )
     is_pipeline = getattr(getattr(model, "model", None), "pipeline_size", 1) > 1
     for name in names:
         reason = None
         if isinstance(name, int):
-            slot = _find_slot(model, layers[name]) if 0 <= name < len(layers) and not is_pipeline else None
+            slot = (
+                _find_slot(model, layers[name])
+                if 0 <= name < len(layers) and not is_pipeline
+                else None
+            )
             if is_pipeline:
                 reason = f"the drafter reads the output of layer {name}, which only one rank of the pipeline has"
             elif slot is None:
@@ -262,10 +291,13 @@ class Recorder(nn.Module):
         return getattr(self["module"], name) if "module" in self else super().__getattr__(name)
 
 
-def capture(points: Sequence[CapturePoint], call: Callable[[], T]) -> tuple[T, list[list[mx.array]]]:
+def capture(
+    points: Sequence[CapturePoint], call: Callable[[], T]
+) -> tuple[T, list[list[mx.array]]]:
     """(the result of `call`, the arrays that each point recorded during `call`).
 
-    Modules are replaced as entries of dictionaries and lists, as setting attributes would reorder parameters.
+    Modules are replaced as entries of dictionaries and lists, as setting attributes would reorder
+    parameters.
     """
     with MODEL_LOCK:
         slots = {(id(point.slot.parent), point.slot.name): point.slot for point in points}
@@ -277,21 +309,35 @@ def capture(points: Sequence[CapturePoint], call: Callable[[], T]) -> tuple[T, l
         finally:
             for key, slot in slots.items():
                 slot.parent[slot.name] = recorders[key].module
-    found = [(recorders[id(point.slot.parent), point.slot.name], point.is_input) for point in points]
-    return result, [recorder.inputs if is_input else recorder.outputs for recorder, is_input in found]
+    found = [
+        (recorders[id(point.slot.parent), point.slot.name], point.is_input) for point in points
+    ]
+    return result, [
+        recorder.inputs if is_input else recorder.outputs for recorder, is_input in found
+    ]
 
 
 def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
-    """Refuses a model that lacks one of these hidden states, or whose state has no row for each token."""
+    """Refuses a model that lacks one of these hidden states, or whose state has no row for each
+    token.
+    """
     if not names:
         return
-    points, token, cache = find_capture_points(model, names), mx.zeros((1, 1), mx.int32), make_prompt_cache(model)
-    _, captured = capture(list(points.values()), lambda: model(token, cache=cache))  # built, never computed
+    points, token, cache = (
+        find_capture_points(model, names),
+        mx.zeros((1, 1), mx.int32),
+        make_prompt_cache(model),
+    )
+    _, captured = capture(
+        list(points.values()), lambda: model(token, cache=cache)
+    )  # built, never computed
     width = find_parts(model).embedding(token).shape[-1]
     for name, found in zip(points, captured, strict=True):
         shape = found[-1].shape if found and isinstance(found[-1], mx.array) else None
         if shape != (1, 1, width):
-            which = f"the output of layer {name}" if isinstance(name, int) else "its last hidden state"
+            which = (
+                f"the output of layer {name}" if isinstance(name, int) else "its last hidden state"
+            )
             got = shape[-1] if shape and shape[:-1] == (1, 1) else shape
             raise UnsupportedModelError(
                 f"cannot draft for {find_module_name(model)}: expected {which} as wide as its embedding, {width}, "

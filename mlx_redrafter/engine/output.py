@@ -14,7 +14,9 @@ DraftSource = Literal["drafter", "context"]
 FinishReason = Literal["stop", "length"]
 
 OnRound = Callable[[Tree, list[int], list[int]], None]
-"""Called with (the round's tree, the accepted nodes from the root down, the tokens chosen after each of them)."""
+"""Called with (the round's tree, the accepted nodes from the root down, the tokens chosen after
+each of them).
+"""
 
 
 class Output:
@@ -32,15 +34,25 @@ class Output:
     def __init__(self, max_tokens: int = -1, end_tokens: Container[int] = ()) -> None:
         self._max_tokens, self._end_tokens = max_tokens, end_tokens
         self.tokens: list[int] = []
-        self._before, self._last = Stats(), Round([], [])  # statistics before the last round, and that round
+        self._before, self._last = (
+            Stats(),
+            Round([], []),
+        )  # statistics before the last round, and that round
         self.finish_reason: FinishReason | None = None
 
     def add(self, done: Round) -> Round:
-        """Adds a round's tokens, up to the end of the text; returns the round with these tokens only."""
+        """Adds a round's tokens, up to the end of the text.
+
+        Returns the round with these tokens only.
+        """
         room = len(done.tokens) if self._max_tokens < 0 else self._max_tokens - len(self.tokens)
         tokens = done.tokens[:room]
-        size = next((i for i, token in enumerate(tokens, 1) if token in self._end_tokens), len(tokens))
-        cut = done._replace(tokens=tokens[:size], logprobs=done.logprobs[:size], path=done.path[:size])
+        size = next(
+            (i for i, token in enumerate(tokens, 1) if token in self._end_tokens), len(tokens)
+        )
+        cut = done._replace(
+            tokens=tokens[:size], logprobs=done.logprobs[:size], path=done.path[:size]
+        )
         self._before, self._last = self.stats, cut
         self.tokens += cut.tokens
         if cut.tokens[-1] in self._end_tokens:
@@ -59,11 +71,14 @@ class Output:
         last = self._last
         if len(self.tokens) == len(last.tokens):  # it made the first token, or there is none
             return self._before
-        return self._before.add_round(last.plan, count - 1, last.replayed, from_context=last.from_context)
+        return self._before.add_round(
+            last.plan, count - 1, last.replayed, from_context=last.from_context
+        )
 
 
 class Generation(Iterator[Round]):
-    """The rounds of one text: an empty one for each piece of the prompt, then those that make tokens, until it ends.
+    """The rounds of one text: an empty one for each piece of the prompt, then those that make
+    tokens, until it ends.
 
     Args:
         decoder, rounds: of the text.
@@ -74,7 +89,9 @@ class Generation(Iterator[Round]):
         output: the generated tokens, statistics, and why the text ended.
     """
 
-    def __init__(self, decoder: Decoder, rounds: Rounds, output: Output, on_round: OnRound | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, rounds: Rounds, output: Output, on_round: OnRound | None = None
+    ) -> None:
         self._decoder, self._rounds, self.output, self._on_round = decoder, rounds, output, on_round
 
     @property
@@ -98,7 +115,9 @@ class Generation(Iterator[Round]):
         return done
 
     def finish(self, length: int, last_token: int) -> None:
-        """Makes cache and drafter hold exactly `length` tokens of the text, the last of which is `last_token`."""
+        """Makes cache and drafter hold exactly `length` tokens of the text, the last of which is
+        `last_token`.
+        """
         with on_stream():
             self._decoder.finish(length, last_token)
 

@@ -7,7 +7,10 @@ from typing import NamedTuple
 from ..errors import RedrafterError
 
 MAX_REPLAY = 8
-"""The most tokens that a verify forward replays on a cache that cannot be trimmed; a plain step may replay more."""
+"""The most tokens that a verify forward replays on a cache that cannot be trimmed.
+
+A plain step may replay more.
+"""
 
 DRAFT_DEPTH = 3
 """K if neither the caller nor the drafter's config gives one."""
@@ -24,7 +27,8 @@ class Plan(NamedTuple):
 
     Attributes:
         width, depth: the drafter's W hypotheses of K tokens; K is 0 without the drafter.
-        size: N, how many nodes of the drafter's tree are verified, including the root; the likeliest are kept.
+        size: N, how many nodes of the drafter's tree are verified, including the root; the
+            likeliest are kept.
         context: the length of a chain found in the context.
     """
 
@@ -68,7 +72,9 @@ def chain_plan(depth: int) -> Plan:
     return Plan(1, depth, 1 + depth)
 
 
-def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_size: int | None = None) -> Plan:
+def make_plan(
+    beam_width: int, draft_depth: int, tree_size: int | None, vocab_size: int | None = None
+) -> Plan:
     """The plan for these options.
 
     Args:

@@ -45,9 +45,13 @@ def check_tokens(tokens: mx.array, vocab_size: int) -> None:
 
 
 def check_cache(
-    model: nn.Module, cache: kv_cache.Cache | None, quantization: KVQuantization, max_kv_size: int | None = None
+    model: nn.Module,
+    cache: kv_cache.Cache | None,
+    quantization: KVQuantization,
+    max_kv_size: int | None = None,
 ) -> None:
-    """Refuses a cache that would fail or give wrong tokens later: another model's, or one that cannot be quantized.
+    """Refuses a cache that would fail or give wrong tokens later: another model's, or one that
+    cannot be quantized.
 
     Args:
         cache: the caller's prompt cache; None for a new one.
@@ -58,7 +62,9 @@ def check_cache(
         return
     own = make_cache(model, max_kv_size)
     if quantization.bits is not None and kv_cache.has_ring(own if cache is None else cache):
-        raise RedrafterError("kv_bits needs caches that keep every row: mlx-lm cannot quantize a RotatingKVCache")
+        raise RedrafterError(
+            "kv_bits needs caches that keep every row: mlx-lm cannot quantize a RotatingKVCache"
+        )
     if cache is not None:
         _check_layers(cache, own, quantization)
     if quantization.bits is not None:
@@ -66,20 +72,34 @@ def check_cache(
         for c in own:
             arrays = (getattr(c, "keys", None), getattr(c, "values", None))
             sizes = [x.shape[-1] for x in arrays if isinstance(x, mx.array)]
-            if hasattr(c, "to_quantized") and (odd := [size for size in sizes if size % quantization.group_size]):
-                raise RedrafterError(f"kv_group_size must divide the head size {odd[0]}, got {quantization.group_size}")
+            if hasattr(c, "to_quantized") and (
+                odd := [size for size in sizes if size % quantization.group_size]
+            ):
+                raise RedrafterError(
+                    f"kv_group_size must divide the head size {odd[0]}, got {quantization.group_size}"
+                )
 
 
 def _check_layers(cache: kv_cache.Cache, own: kv_cache.Cache, quantization: KVQuantization) -> None:
     if len(cache) != len(own):
-        raise RedrafterError(f"the prompt cache must have {len(own)} layers like the model, got {len(cache)}")
+        raise RedrafterError(
+            f"the prompt cache must have {len(own)} layers like the model, got {len(cache)}"
+        )
     if odd := [c for c in cache if not hasattr(c, "update_and_fetch") and not hasattr(c, "state")]:
-        raise RedrafterError(f"the prompt cache must hold an mlx-lm cache for each layer, got {type(odd[0]).__name__}")
+        raise RedrafterError(
+            f"the prompt cache must hold an mlx-lm cache for each layer, got {type(odd[0]).__name__}"
+        )
     types = tuple({type(c) for c in kv_cache.leaves(own)})
     if unknown := kv_cache.find_unknown_types(cache, (*kv_cache.KNOWN, *types)):
-        raise RedrafterError(f"the prompt cache must consist of mlx-lm's caches, got {', '.join(unknown)}")
+        raise RedrafterError(
+            f"the prompt cache must consist of mlx-lm's caches, got {', '.join(unknown)}"
+        )
     asked = (quantization.bits, quantization.group_size)
     for c in kv_cache.leaves(cache):
-        if isinstance(c, QuantizedKVCache) and asked[0] is not None and asked != (c.bits, c.group_size):
+        if (
+            isinstance(c, QuantizedKVCache)
+            and asked[0] is not None
+            and asked != (c.bits, c.group_size)
+        ):
             what = f"the prompt cache is quantized with kv_bits {c.bits} and kv_group_size {c.group_size}"
             raise RedrafterError("{}, got {} and {}".format(what, *asked))

@@ -1,8 +1,10 @@
-"""One round of speculative decoding: verify a draft, accept a path. Everything is enqueued; only `Outcome.read` waits.
+"""One round of speculative decoding: verify a draft, accept a path. Everything is enqueued; only
+`Outcome.read` waits.
 
     root --propose--> tree --verify--> logits --choose--> tokens --accept--> path --> next root
 
-Shapes follow from the plan alone, so the graph is the same each round. A plain step is a round without a draft.
+Shapes follow from the plan alone, so the graph is the same each round. A plain step is a round
+without a draft.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ class Outcome(NamedTuple):
     """A round that is enqueued but not read.
 
     Attributes:
-        packed: (1 + 2 * (K + 1),) int32: n_accepted, the path, and the target's choice after each node on it. For a
-            plain step (1,), the choice. It is the only array of a round that the host reads.
+        packed: (1 + 2 * (K + 1),) int32: n_accepted, the path, and the target's choice after each
+            node on it. For a plain step (1,), the choice. It is the only array of a round that the
+            host reads.
         logprobs: K + 1 arrays (V,), the log-probabilities of those choices.
         root: () int32, the last of those choices, the root of the next round.
         kept: the argument of the sources' `keep`.
@@ -53,7 +56,8 @@ class Outcome(NamedTuple):
     kept: Kept
 
     def read(self) -> tuple[list[int], list[int]]:
-        """(the accepted path, the token chosen after each node on it). This is the round's one host read, and waits.
+        """(the accepted path, the token chosen after each node on it). This is the round's one host
+        read, and waits.
 
         The path of a plain step is [0].
         """
@@ -69,7 +73,8 @@ class TokenChooser(NamedTuple):
 
     Attributes:
         sampler: see `Sampler`.
-        processors: mlx-lm logits processors, called with the history that plain decoding would pass.
+        processors: mlx-lm logits processors, called with the history that plain decoding would
+            pass.
         grammar: constrains the text, applied after the processors; None for none.
     """
 
@@ -79,7 +84,12 @@ class TokenChooser(NamedTuple):
 
 
 def verify(
-    target: Target, draft: Draft, chooser: TokenChooser, history: mx.array | None, plan: Plan, limit: int
+    target: Target,
+    draft: Draft,
+    chooser: TokenChooser,
+    history: mx.array | None,
+    plan: Plan,
+    limit: int,
 ) -> Outcome:
     """Enqueues one target forward over the tree, and accepts a path.
 
@@ -91,7 +101,9 @@ def verify(
     tree, depth, position = draft.tree, plan.max_depth, target.length
     allowed = tree
     if chooser.grammar is not None:
-        mx.async_eval(tree.tokens, tree.parents)  # reading these waits only for the draft, not for the forward
+        mx.async_eval(
+            tree.tokens, tree.parents
+        )  # reading these waits only for the draft, not for the forward
     logits, hidden = target.verify(tree, is_tree=plan.is_tree)
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)
@@ -99,19 +111,32 @@ def verify(
         logits, allowed = mask_tree(chooser.grammar, logits, tree)
     draws = draft.draws
     if (missing := depth + 1 - (0 if draws is None else plan.depth + 1)) > 0:
-        more = chooser.sampler.draw(mx.array(position + 2 + depth - missing), missing, logits.shape[-1])
+        more = chooser.sampler.draw(
+            mx.array(position + 2 + depth - missing), missing, logits.shape[-1]
+        )
         draws = more if draws is None or more is None else Draws(*map(_append, draws, more))
     logprobs = log_softmax(logits)
     chosen = chooser.sampler.choose(logprobs, draws, tree.depths).astype(mx.int32)
-    n_accepted, path = accept(allowed, chosen, depth, limit) if plan.is_tree else accept_chain(allowed, chosen, limit)
+    n_accepted, path = (
+        accept(allowed, chosen, depth, limit)
+        if plan.is_tree
+        else accept_chain(allowed, chosen, limit)
+    )
     on_path = chosen[path]
     packed = mx.concatenate([n_accepted.reshape(1), path, on_path])
     rows = list(mx.split(logprobs[path].reshape(-1), depth + 1))
-    return Outcome(packed, rows, on_path[-1], Kept(tree.tokens, hidden, path, n_accepted + 1, position))
+    return Outcome(
+        packed, rows, on_path[-1], Kept(tree.tokens, hidden, path, n_accepted + 1, position)
+    )
 
 
 def step(
-    target: Target, token: mx.array, chooser: TokenChooser, history: mx.array | None, *, want_hidden: bool = True
+    target: Target,
+    token: mx.array,
+    chooser: TokenChooser,
+    history: mx.array | None,
+    *,
+    want_hidden: bool = True,
 ) -> Outcome:
     """Enqueues a plain step: the target's forward on `token` (1,), and its choice.
 
@@ -146,7 +171,10 @@ def _append(first: mx.array, second: mx.array) -> mx.array:
 
 
 def process_rows(
-    processors: tuple[Processor, ...], history: mx.array | None, paths: list[mx.array], logits: mx.array
+    processors: tuple[Processor, ...],
+    history: mx.array | None,
+    paths: list[mx.array],
+    logits: mx.array,
 ) -> mx.array:
     """Logits (N, V) after the processors, each row with its own history.
 
@@ -154,7 +182,10 @@ def process_rows(
         history: (T,) tokens that all rows share; None for none.
         paths: for each row, the tokens after `history`.
     """
-    rows = [_process(processors, extend(history, path), logits[i : i + 1]) for i, path in enumerate(paths)]
+    rows = [
+        _process(processors, extend(history, path), logits[i : i + 1])
+        for i, path in enumerate(paths)
+    ]
     return mx.concatenate(rows)
 
 
@@ -164,15 +195,23 @@ def _process(processors: tuple[Processor, ...], history: mx.array, row: mx.array
         row = processor(history, row)
         if not isinstance(row, mx.array) or row.shape != shape:
             got = f"shape {row.shape}" if isinstance(row, mx.array) else type(row).__name__
-            raise RedrafterError(f"a logits processor must return logits of shape {shape}, as it was given, got {got}")
+            raise RedrafterError(
+                f"a logits processor must return logits of shape {shape}, as it was given, got {got}"
+            )
     return row
 
 
 def _process_nodes(
-    processors: tuple[Processor, ...], history: mx.array | None, tree: Tree, logits: mx.array, plan: Plan
+    processors: tuple[Processor, ...],
+    history: mx.array | None,
+    tree: Tree,
+    logits: mx.array,
+    plan: Plan,
 ) -> mx.array:
     """Logits (N, V) after the processors; a node's history ends with the tokens on its path."""
-    ancestors_first = mx.argsort(mx.where(tree.ancestors, tree.depths[None], plan.max_depth + 1), axis=1)
+    ancestors_first = mx.argsort(
+        mx.where(tree.ancestors, tree.depths[None], plan.max_depth + 1), axis=1
+    )
     paths = []
     for node in range(plan.rows):
         depth = 0 if node == 0 else (node - 1) // plan.width + 1

@@ -1,9 +1,11 @@
-"""How a forward of a few rows computes attention: each row alone, as plain decoding does, or on CUDA without cuDNN.
+"""How a forward of a few rows computes attention: each row alone, as plain decoding does, or on
+CUDA without cuDNN.
 
-The bits of attention over several rows depend on the kernel, which depends on the numbers of rows and keys. One row at
-a time, each with its own keys, the kernels are plain decoding's. On CUDA that is also faster in 16 bits: for each shape
-of several rows MLX builds a cuDNN graph, which takes about 60 ms, and every round has another number of keys. Rows that
-cannot attend alone (of trees, and in drafters) attend in float32 there, for which MLX does not use cuDNN.
+The bits of attention over several rows depend on the kernel, which depends on the numbers of rows
+and keys. One row at a time, each with its own keys, the kernels are plain decoding's. On CUDA that
+is also faster in 16 bits: for each shape of several rows MLX builds a cuDNN graph, which takes
+about 60 ms, and every round has another number of keys. Rows that cannot attend alone (of trees,
+and in drafters) attend in float32 there, for which MLX does not use cuDNN.
 """
 
 from __future__ import annotations
@@ -23,13 +25,18 @@ from .tree_attention import MODEL_LOCK
 MOST_ROWS = 64
 """Attention over more rows is a prompt's, where cuDNN is worth its graph."""
 
-REPLACED = ((mx.fast, "scaled_dot_product_attention"), (base, "quantized_scaled_dot_product_attention"))
+REPLACED = (
+    (mx.fast, "scaled_dot_product_attention"),
+    (base, "quantized_scaled_dot_product_attention"),
+)
 """The replaced functions: (owner, name)."""
 
 
 @contextmanager
 def replace_attention(attend: Callable[..., mx.array]) -> Iterator[None]:
-    """Forwards that this thread builds here call `attend` with the original function first, then its arguments."""
+    """Forwards that this thread builds here call `attend` with the original function first, then
+    its arguments.
+    """
     thread = threading.get_ident()
 
     def dispatch(original: Callable[..., mx.array], *args: Any, **kwargs: Any) -> mx.array:
@@ -51,7 +58,8 @@ def attend_by_row(count: int = 0, n_padding: int = 0) -> AbstractContextManager[
     """In this context forwards of a chain compute the attention of its rows one at a time.
 
     Args:
-        count: rows of the chain, padding included; 0 for a tree or a drafter, which only avoids cuDNN.
+        count: rows of the chain, padding included; 0 for a tree or a drafter, which only avoids
+            cuDNN.
         n_padding: how many of the last rows copy the result of the row before them.
     """
     if count < 2 and not mx.cuda.is_available():
@@ -70,7 +78,10 @@ def _attend(
     mask: Any = None,
     **kwargs: Any,
 ) -> mx.array:
-    """`attention` by row if `queries` (B, H, count, D) are a chain's, which a mask shows; quantized keys are tuples."""
+    """`attention` by row if `queries` (B, H, count, D) are a chain's, which a mask shows.
+
+    Quantized keys are tuples.
+    """
     n_rows, is_quantized = queries.shape[-2], not isinstance(keys, mx.array)
     if n_rows == count > 1 and mask is not None:
         rows, first = [], (keys[0] if is_quantized else keys).shape[-2] - n_rows + 1
@@ -79,7 +90,12 @@ def _attend(
             own = tree_map(lambda array, end=first + i: array[..., :end, :], (keys, values))
             rows.append(attention(queries[..., i : i + 1, :], *own, mask=own_mask, **kwargs))
         return mx.concatenate(rows + rows[-1:] * n_padding, axis=-2)
-    if not mx.cuda.is_available() or is_quantized or queries.dtype == mx.float32 or not 1 < n_rows <= MOST_ROWS:
+    if (
+        not mx.cuda.is_available()
+        or is_quantized
+        or queries.dtype == mx.float32
+        or not 1 < n_rows <= MOST_ROWS
+    ):
         return attention(queries, keys, values, mask=mask, **kwargs)
     wide = (array.astype(mx.float32) for array in (queries, keys, values))
     return attention(*wide, mask=mask, **kwargs).astype(queries.dtype)

@@ -1,8 +1,9 @@
 """Samplers, which choose the target's next token.
 
-Noise belongs to a position, not to a step: the noise for the token at absolute position p is a function of (seed, p)
-only. All nodes at one depth of a tree therefore share the noise that plain decoding would use there, and the same seed
-gives the same text with and without a drafter, at any temperature.
+Noise belongs to a position, not to a step: the noise for the token at absolute position p is a
+function of (seed, p)
+only. All nodes at one depth of a tree therefore share the noise that plain decoding would use
+there, and the same seed gives the same text with and without a drafter, at any temperature.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 from ..errors import RedrafterError
 
 MIN_TOP_P = 1e-30
-"""The smallest top-p; it keeps only the likeliest token. Far below, mlx-lm's filter would keep none."""
+"""The smallest top-p; it keeps only the likeliest token.
+
+Far below, mlx-lm's filter would keep none.
+"""
 
 
 class Draws(NamedTuple):
@@ -38,7 +42,10 @@ class Sampler:
         """Checks the options against a vocabulary size."""
 
     def draw(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
-        """The noise of positions `position` .. `position + count - 1`; None without shared noise."""
+        """The noise of positions `position` ..
+
+        `position + count - 1`; None without shared noise.
+        """
         return None
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
@@ -46,7 +53,9 @@ class Sampler:
         return mx.argmax(logprobs, axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """The drafter's logits (W, V), changed so that they rank as this sampler would choose with noise `row`."""
+        """The drafter's logits (W, V), changed so that they rank as this sampler would choose with
+        noise `row`.
+        """
         return logits
 
 
@@ -60,11 +69,15 @@ class PerNode(Sampler):
         self._sampler = sampler
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        return mx.concatenate([self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])])
+        return mx.concatenate(
+            [self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])]
+        )
 
 
 class PositionSampler(Sampler):
-    """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed, position)."""
+    """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed,
+    position).
+    """
 
     def __init__(
         self,
@@ -88,9 +101,12 @@ class PositionSampler(Sampler):
         if min_p:
             self._filters.append(lambda x, coin: apply_min_p(x, min_p, min_tokens_to_keep))
         if xtc_probability > 0:
-            # The coin decides, so mlx-lm's XTC is called with probability 1. (It still draws from mx.random.)
+            # The coin decides, so mlx-lm's XTC is called with probability 1. (It still draws from
+            # mx.random.)
             self._filters.append(
-                lambda x, coin: mx.where(coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, special))
+                lambda x, coin: mx.where(
+                    coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, special)
+                )
             )
         if top_k > 0:
             self._filters.append(lambda x, coin: apply_top_k(x, top_k))
@@ -99,15 +115,24 @@ class PositionSampler(Sampler):
         for name, value in self._limits.items():
             if value > vocab_size:
                 below, got = (" below", value - 1) if name == "top_k" else (" at most", value)
-                raise RedrafterError(f"{name} must be{below} the vocabulary's {vocab_size}, got {got}")
+                raise RedrafterError(
+                    f"{name} must be{below} the vocabulary's {vocab_size}, got {got}"
+                )
         if odd := [token for token in self._special if not 0 <= token < vocab_size]:
-            raise RedrafterError(f"xtc_special_tokens must be token ids from 0 to {vocab_size - 1}, got {odd[0]}")
+            raise RedrafterError(
+                f"xtc_special_tokens must be token ids from 0 to {vocab_size - 1}, got {odd[0]}"
+            )
 
     def draw(self, position: mx.array, count: int, vocab_size: int) -> Draws:
-        """The noise of positions. A position's key is (one word of the seed, the other word + the position)."""
+        """The noise of positions.
+
+        A position's key is (one word of the seed, the other word + the position).
+        """
         low, high = self._words
         positions = position.astype(mx.uint32) + mx.arange(count, dtype=mx.uint32)
-        keys = mx.stack([mx.full((count,), low, mx.uint32), positions + mx.array(high, mx.uint32)], axis=1)
+        keys = mx.stack(
+            [mx.full((count,), low, mx.uint32), positions + mx.array(high, mx.uint32)], axis=1
+        )
         noise = mx.vmap(lambda key: mx.random.uniform(1e-20, 1.0, (vocab_size + 1,), key=key))(keys)
         return Draws(-mx.log(-mx.log(noise[:, 1:])), noise[:, :1])
 
@@ -153,7 +178,8 @@ def make_sampler(
 
     Args:
         seed: any integer; equal seeds give equal tokens.
-        sampler: the caller's own sampler, an mlx-lm one or a `Sampler`, instead of all other options.
+        sampler: the caller's own sampler, an mlx-lm one or a `Sampler`, instead of all other
+            options.
     """
     if sampler is not None:
         return PerNode(sampler) if callable(sampler) else sampler

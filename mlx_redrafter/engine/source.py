@@ -1,14 +1,15 @@
 """A source drafts for one text, with a drafter or from the context.
 
-It belongs to one text, like a KV cache; weights are shared. Calls come in this order: `keep` for each piece of the
-prompt, `read`, `keep` for the prompt's last token, and then in each round::
+It belongs to one text, like a KV cache; weights are shared. Calls come in this order: `keep` for
+each piece of the prompt, `read`, `keep` for the prompt's last token, and then in each round::
 
     propose     the tree below the next round's root, while the round before is being computed; with
                 `proposes_after_read`, after `confirm`
     confirm     the tokens of the round before, after its read
     keep        the positions of the round's forward that stay, as arrays: enqueued, not read
 
-Positions that it has not seen, such as a prompt prefix from another text's cache, lower acceptance but never change the
+Positions that it has not seen, such as a prompt prefix from another text's cache, lower acceptance
+but never change the
 output: no token depends on a guess. Only the tree's shape must be right, see `propose`.
 """
 
@@ -27,11 +28,14 @@ from .types import Kept, Tree
 
 
 class Forecast(NamedTuple):
-    """The expected proposal of a source that proposes after the read, following the tokens that are being computed.
+    """The expected proposal of a source that proposes after the read, following the tokens that are
+    being computed.
 
     Attributes:
-        chance: the probability that those tokens are the ones it expects; otherwise it has no proposal.
-        cumulative_acceptance: for 1, 2, ... tokens of the proposal, the probability that all of them are right.
+        chance: the probability that those tokens are the ones it expects; otherwise it has no
+            proposal.
+        cumulative_acceptance: for 1, 2, ... tokens of the proposal, the probability that all of
+            them are right.
     """
 
     chance: float
@@ -44,9 +48,11 @@ class Source:
     Attributes:
         proposes_after_read: whether it proposes only after the host read of the round before.
         capture: the target's hidden states that it reads.
-        reads_all: whether it reads the states of all positions, including the prompt's, or only the last one's.
+        reads_all: whether it reads the states of all positions, including the prompt's, or only the
+            last one's.
         drafter: a `drafters.protocol.Drafter`, its weights; None for none.
-        max_kv_size: the approximate limit of rows in its own cache, if it supports one; None for no limit.
+        max_kv_size: the approximate limit of rows in its own cache, if it supports one; None for no
+            limit.
         prefill_step_size: the most tokens that it reads at once.
     """
 
@@ -58,35 +64,46 @@ class Source:
     prefill_step_size: int = 2048
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Called with the whole text before the first decoded token: the prompt, and everything before it."""
+        """Called with the whole text before the first decoded token: the prompt, and everything
+        before it.
+        """
 
     def keep(self, kept: Kept) -> None:
         """Called when a round's forward is enqueued.
 
-        With `reads_all` it is also called for the prompt's forwards, and for plain steps while drafting is paused. As
-        no draft may follow, implementations should read rows only when needed, or many at once.
+        With `reads_all` it is also called for the prompt's forwards, and for plain steps while
+        drafting is paused. As no draft may follow, implementations should read rows only when
+        needed, or many at once.
         """
 
     def confirm(self, tokens: Sequence[int]) -> None:
         """Called after a host read, with a round's tokens or the first token after the prompt."""
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """The expected proposal after `ahead` more tokens; None for none, or if it is made before the read."""
+        """The expected proposal after `ahead` more tokens;
+
+        None for none, or if it is made before the read.
+        """
         return None
 
-    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool) -> Tree:
+    def propose(
+        self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
+    ) -> Tree:
         """The drafted tree, root included.
 
         Args:
             root: () int32, the last chosen token, which is in no forward yet.
             plan: the number of nodes and their shape.
-            adjust: applies the target's logits processors, filters and noise. Hypotheses are ranked by its result, so
-                they guess the sampled token instead of the likeliest one. None if the target has none of these.
-            in_level_order: keep all nodes, in level order, so that each node's depth is known in advance.
+            adjust: applies the target's logits processors, filters and noise. Hypotheses are ranked
+                by its result, so they guess the sampled token instead of the likeliest one. None if
+                the target has none of these.
+            in_level_order: keep all nodes, in level order, so that each node's depth is known in
+                advance.
 
         Returns:
-            A tree from `engine.tree`, with ids of the target's vocabulary: node 0 is the root, and parents, depths and
-            ancestors agree. It has the plan's N nodes, or with `in_level_order` 1 + W * K.
+            A tree from `engine.tree`, with ids of the target's vocabulary: node 0 is the root, and
+            parents, depths and ancestors agree. It has the plan's N nodes, or with `in_level_order`
+            1 + W * K.
         """
         raise NotImplementedError
 
@@ -98,10 +115,16 @@ class Source:
         """
 
     def fork(self) -> Self:
-        """A copy for a copy of the text. The two must not share anything that is changed in place."""
+        """A copy for a copy of the text.
+
+        The two must not share anything that is changed in place.
+        """
         return copy.copy(self)
 
     @property
     def state(self) -> Any:
-        """Its arrays, as a tree. They are evaluated in each round, as another thread may run the next one."""
+        """Its arrays, as a tree.
+
+        They are evaluated in each round, as another thread may run the next one.
+        """
         return None

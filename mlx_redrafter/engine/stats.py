@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 
 from .plan import Plan
 
-USAGE_FIELDS = ("rounds", "drafted", "accepted", "context_drafted", "context_accepted", "tokens_per_round")
+USAGE_FIELDS = (
+    "rounds",
+    "drafted",
+    "accepted",
+    "context_drafted",
+    "context_accepted",
+    "tokens_per_round",
+)
 """The statistics in the `usage` of an answer, from the server and from `stdio`."""
 
 
@@ -22,8 +29,10 @@ class Stats(NamedTuple):
         reached: `reached[d]` is the number of rounds that accepted more than d drafted tokens.
         plain_steps: rounds that drafted nothing.
         replayed: replayed tokens, on a cache that cannot be trimmed.
-        context_drafted, context_accepted: the part of `drafted` and `accepted` that came from the context.
-        drafter_rounds: rounds with a draft of the drafter, except those whose accepted tokens came from the context.
+        context_drafted, context_accepted: the part of `drafted` and `accepted` that came from the
+            context.
+        drafter_rounds: rounds with a draft of the drafter, except those whose accepted tokens came
+            from the context.
     """
 
     rounds: int = 0
@@ -36,7 +45,9 @@ class Stats(NamedTuple):
     context_accepted: int = 0
     drafter_rounds: int = 0
 
-    def add_round(self, plan: Plan | None, accepted: int, replayed: int = 0, *, from_context: bool = False) -> Stats:
+    def add_round(
+        self, plan: Plan | None, accepted: int, replayed: int = 0, *, from_context: bool = False
+    ) -> Stats:
         """The counts after one more round.
 
         Args:

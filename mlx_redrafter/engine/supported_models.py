@@ -1,6 +1,7 @@
 """The modules of mlx-lm whose models verify trees or chains, or are refused.
 
-A module in none of the lists verifies chains, if it uses mlx-lm's own cache types. tests/engine covers each module.
+A module in none of the lists verifies chains, if it uses mlx-lm's own cache types. tests/engine
+covers each module.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ REPLAYED = _names(
     plamo2 prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv7
     """
 )
-"""Modules with states that cannot be trimmed. They verify chains, and replay accepted tokens after a rejection."""
+"""Modules with states that cannot be trimmed.
+
+They verify chains, and replay accepted tokens after a rejection.
+"""
 
 REFUSED = {
     "olmo": "it cannot read several tokens at once: it adds the name of the mask to the scores",
@@ -51,7 +55,9 @@ REFUSED = {
 """Modules whose rounds would differ from plain decoding, and why."""
 
 NO_RINGS = ("afm7",)
-"""Modules with a `KVCache` that cannot be replaced by a ring: their last layers read another layer's rows in order."""
+"""Modules with a `KVCache` that cannot be replaced by a ring: their last layers read another
+layer's rows in order.
+"""
 
 METAL_ONLY = ("bitnet", "muse_spark")
 """Modules that run only on Metal, so they are untested; they verify chains."""

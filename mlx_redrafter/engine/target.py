@@ -1,4 +1,7 @@
-"""Runs any mlx-lm model as a target: forward, verify a tree, keep a path, rewind. The model is never changed."""
+"""Runs any mlx-lm model as a target: forward, verify a tree, keep a path, rewind.
+
+The model is never changed.
+"""
 
 from __future__ import annotations
 
@@ -49,22 +52,25 @@ class Forward(NamedTuple):
 class Target:
     """A model with its KV cache, which keeps the accepted path of the last verify forward.
 
-    If every layer's cache can be trimmed, rejected rows are dropped. Otherwise the cache is rolled back to a snapshot
-    from before the round, and the accepted tokens are replayed at the start of the next forward's input. A fully
-    accepted round needs neither. All of this, and the quantization of the cache, happens when the next forward begins.
+    If every layer's cache can be trimmed, rejected rows are dropped. Otherwise the cache is rolled
+    back to a snapshot from before the round, and the accepted tokens are replayed at the start of
+    the next forward's input. A fully accepted round needs neither. All of this, and the
+    quantization of the cache, happens when the next forward begins.
 
     Args:
         model: as `mlx_lm.load` returns it.
         cache: its prompt cache; None makes a new one.
         quantization: of the KV cache.
         capture: the hidden states that forwards return, see `StateName`.
-        row_counts: the numbers of rows that a step or a verify forward may have, ascending; rows are padded to the next
-            of them, and attend one at a time. None for any number. Padding needs caches that keep every row.
+        row_counts: the numbers of rows that a step or a verify forward may have, ascending; rows
+            are padded to the next of them, and attend one at a time. None for any number. Padding
+            needs caches that keep every row.
 
     Attributes:
         cache: the prompt cache.
         length: how many tokens of the text the cache holds, including those to replay.
-        limit: the length up to which several rows in one forward equal the same rows one by one; None for no limit.
+        limit: the length up to which several rows in one forward equal the same rows one by one;
+            None for no limit.
     """
 
     def __init__(
@@ -82,8 +88,12 @@ class Target:
         self.length = kv_cache.length(self.cache)
         self._row_counts = row_counts
         self.limit = find_exact_length(model)
-        if row_counts is not None:  # a ring that is full has its rows in another order after several at once
-            self.limit = min(filter(None, (self.limit, kv_cache.find_ring_size(self.cache))), default=None)
+        if (
+            row_counts is not None
+        ):  # a ring that is full has its rows in another order after several at once
+            self.limit = min(
+                filter(None, (self.limit, kv_cache.find_ring_size(self.cache))), default=None
+            )
         self._trimmable = not kv_cache.find_unknown_types(self.cache, kv_cache.TRIMMABLE)
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = kv_cache.keeps_first_rows(self.cache)
@@ -128,7 +138,8 @@ class Target:
         return self._run(tokens, self.cache, count, want_hidden, is_chain=True)
 
     def verify(self, tree: Tree, *, is_tree: bool) -> Forward:
-        """Runs the model on all nodes of `tree`, each seeing the text and its ancestors. Call `keep_path` next.
+        """Runs the model on all nodes of `tree`, each seeing the text and its ancestors. Call
+        `keep_path` next.
 
         Args:
             tree: N >= 2 nodes.
@@ -140,7 +151,10 @@ class Target:
         count = self._rows = tree.tokens.shape[0]
         self._path, self._path_tokens, self._has_run = [], [], True
         if self._replay:  # on caches that cannot be trimmed every tree is a chain
-            tree = chain(mx.array(self._replay[0]), mx.concatenate([mx.array(self._replay[1:], mx.int32), tree.tokens]))
+            tree = chain(
+                mx.array(self._replay[0]),
+                mx.concatenate([mx.array(self._replay[1:], mx.int32), tree.tokens]),
+            )
         if not is_tree and (self._row_counts is not None or not self._has_ring):
             self._rows += self._count_padding(count)
             return self._run(tree.tokens, self.cache, count, is_chain=True)
@@ -149,18 +163,27 @@ class Target:
         return build_with_nodes(self.cache, nodes, call).result
 
     def _run(
-        self, tokens: mx.array, cache: list[Any], count: int, want_hidden: bool = True, *, is_chain: bool = False
+        self,
+        tokens: mx.array,
+        cache: list[Any],
+        count: int,
+        want_hidden: bool = True,
+        *,
+        is_chain: bool = False,
     ) -> Forward:
         """Runs the model on `tokens`, and returns the last `count` rows.
 
         Args:
-            is_chain: whether rows are padded and attend one at a time, if `row_counts` or CUDA wants that.
+            is_chain: whether rows are padded and attend one at a time, if `row_counts` or CUDA
+                wants that.
         """
         if ranks.CHECK_VARIABLE in os.environ:
             self._compare_ranks(tokens)
         end = tokens.shape[0]
         rows = slice(end - count, end)
-        if n_padding := self._count_padding(count) if is_chain else 0:  # equal rows select the same experts
+        if (
+            n_padding := self._count_padding(count) if is_chain else 0
+        ):  # equal rows select the same experts
             tokens = mx.concatenate([tokens, mx.repeat(tokens[-1:], n_padding)])
         by_row = is_chain and (self._row_counts is not None or mx.cuda.is_available())
 
@@ -172,28 +195,44 @@ class Target:
         if not (want_hidden and self._capture_points):
             return Forward(call()[0, rows], {})
         logits, found = capture(list(self._capture_points.values()), call)
-        states = {name: calls[-1][0, rows] for name, calls in zip(self._capture_points, found, strict=True)}
+        states = {
+            name: calls[-1][0, rows]
+            for name, calls in zip(self._capture_points, found, strict=True)
+        }
         return Forward(logits[0, rows], states)
 
     def _count_padding(self, count: int) -> int:
         """How many rows are added to a chain of `count` rows."""
-        return 0 if self._row_counts is None else next(each for each in self._row_counts if each >= count) - count
+        return (
+            0
+            if self._row_counts is None
+            else next(each for each in self._row_counts if each >= count) - count
+        )
 
     def _compare_ranks(self, tokens: mx.array) -> None:
         """Raises a RedrafterError if ranks read different tokens, or texts of different lengths."""
-        places = [f"{ids} at length {length}" for length, ids in ranks.gather([self.length, tokens.tolist()])]
+        places = [
+            f"{ids} at length {length}"
+            for length, ids in ranks.gather([self.length, tokens.tolist()])
+        ]
         for rank, place in enumerate(places):
             if place != places[0]:
                 both = f"rank 0 reads {places[0]}, rank {rank} reads {place}"
                 raise RedrafterError(f"the ranks decode different texts: {both}")
 
     def keep_path(self, path: list[int], tokens: list[int]) -> None:
-        """Accepts these nodes of the last `verify`, from the root down, with their tokens; rejects the others."""
+        """Accepts these nodes of the last `verify`, from the root down, with their tokens.
+
+        Rejects the others.
+        """
         self.length += len(path) - len(self._path)
         self._path, self._path_tokens = path, tokens
 
     def rewind(self, count: int) -> None:
-        """Rejects the last `count` tokens of the last kept path. Call it before the next forward."""
+        """Rejects the last `count` tokens of the last kept path.
+
+        Call it before the next forward.
+        """
         stop = len(self._path) - count
         self.keep_path(self._path[:stop], self._path_tokens[:stop])
 
@@ -213,7 +252,10 @@ class Target:
         self.evaluate()
 
     def _settle(self) -> None:
-        """Moves the accepted rows into place or rolls the cache back; then quantizes it if it is long enough."""
+        """Moves the accepted rows into place or rolls the cache back.
+
+        Then quantizes it if it is long enough.
+        """
         if self._rows and self._trimmable:
             kv_cache.keep_rows(self.cache, self._rows, self._path)
         elif self._rows and len(self._path) < self._rows:
@@ -229,10 +271,13 @@ class Target:
             maybe_quantize_kv_cache(self.cache, start, group_size, bits)
 
     def _flush_replay(self) -> None:
-        """Replays accepted tokens now. If rotating caches keep their first rows, replays one token at a time, as
-        mlx-lm's mask for several tokens differs from what each token would see alone."""
+        """Replays accepted tokens now. If rotating caches keep their first rows, replays one token
+        at a time, as mlx-lm's mask for several tokens differs from what each token would see
+        alone."""
         tokens, self._replay, self._snapshot = self._replay, [], None
-        for piece in [[token] for token in tokens] if self._keeps_first else [tokens] if tokens else []:
+        for piece in (
+            [[token] for token in tokens] if self._keeps_first else [tokens] if tokens else []
+        ):
             self._model(mx.array(piece)[None], cache=self.cache)
 
     def count_until_quantized(self) -> int | None:

@@ -1,4 +1,7 @@
-"""Builds the tree that the target verifies from beams. Pure functions; every shape follows from (W, K, N)."""
+"""Builds the tree that the target verifies from beams.
+
+Pure functions; every shape follows from (W, K, N).
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,21 @@ from .types import Beams, Tree
 def tree_constants(width: int, depth: int) -> tuple[mx.array, mx.array, mx.array]:
     """The constants of all trees of one shape.
 
-    They are computed once, so they add no operations to a round's graph, and any thread can use them.
+    They are computed once, so they add no operations to a round's graph, and any thread can use
+    them.
 
     Returns:
-        (nodes, depths, first): (N,) int32, node numbers; (N,) int32, see `Tree`; (K, 1) int32, for each level the first
-        node of the level above.
+        (nodes, depths, first): (N,) int32, node numbers; (N,) int32, see `Tree`; (K, 1) int32, for
+        each level the first node of the level above.
     """
     count = width * depth
     depths = [0] + [1 + node // width for node in range(count)]
     first = [[max(0, 1 + (level - 1) * width)] for level in range(depth)]
-    return mx.array(list(range(1 + count)), mx.int32), mx.array(depths, mx.int32), mx.array(first, mx.int32)
+    return (
+        mx.array(list(range(1 + count)), mx.int32),
+        mx.array(depths, mx.int32),
+        mx.array(first, mx.int32),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -31,7 +39,11 @@ def chain_constants(count: int) -> tuple[mx.array, mx.array, mx.array]:
     """(parents, depths, ancestors) of a chain of `count` nodes, see `tree_constants`."""
     nodes = list(range(count))
     parents = mx.array([max(0, node - 1) for node in nodes], mx.int32)
-    return parents, mx.array(nodes, mx.int32), mx.array([[other <= node for other in nodes] for node in nodes])
+    return (
+        parents,
+        mx.array(nodes, mx.int32),
+        mx.array([[other <= node for other in nodes] for node in nodes]),
+    )
 
 
 def chain(token: mx.array, tokens: mx.array) -> Tree:
@@ -47,20 +59,25 @@ def chain(token: mx.array, tokens: mx.array) -> Tree:
 
 @lru_cache(maxsize=256)
 def merge_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The constants of a chain of `count` nodes that is appended to `size` others, see `tree_constants`.
+    """The constants of a chain of `count` nodes that is appended to `size` others, see
+    `tree_constants`.
 
     Returns:
-        (parents (count,), depths (count,), ancestors (count, size + count), the others' new columns (size, count)).
+        (parents (count,), depths (count,), ancestors (count, size + count), the others' new columns
+        (size, count)).
     """
     nodes = list(range(count))
     parents = mx.array([0] + [size + node for node in nodes[:-1]], mx.int32)
     depths = mx.array([1 + node for node in nodes], mx.int32)
-    ancestors = mx.array([[j == 0 or 0 <= j - size <= node for j in range(size + count)] for node in nodes])
+    ancestors = mx.array(
+        [[j == 0 or 0 <= j - size <= node for j in range(size + count)] for node in nodes]
+    )
     return parents, depths, ancestors, mx.array([[False] * count] * size)
 
 
 def merge(trees: Sequence[Tree]) -> Tree:
-    """Joins several trees below one root, tree after tree. Shared prefixes are verified more than once::
+    """Joins several trees below one root, tree after tree. Shared prefixes are verified more than
+    once::
 
         the  cat  dog  sat  ran | cat  ran  off          parents of the chain  0  5  6
 
@@ -77,7 +94,9 @@ def merge(trees: Sequence[Tree]) -> Tree:
             parents, depths = mx.where(own == 0, 0, own + (size - 1)), tree.depths[1:]
             columns = mx.zeros((size, count), mx.bool_)
             others = mx.zeros((count, size - 1), mx.bool_)
-            ancestors = mx.concatenate([tree.ancestors[1:, :1], others, tree.ancestors[1:, 1:]], axis=1)
+            ancestors = mx.concatenate(
+                [tree.ancestors[1:, :1], others, tree.ancestors[1:, 1:]], axis=1
+            )
         merged = Tree(
             mx.concatenate([merged.tokens, tree.tokens[1:]]),
             mx.concatenate([merged.parents, parents]),
@@ -88,7 +107,8 @@ def merge(trees: Sequence[Tree]) -> Tree:
 
 
 def grow(token: mx.array, beams: Beams) -> Tree:
-    """The whole tree, level by level: N = 1 + W * K nodes, node 1 + (d - 1) * W + r of rank r at depth d.
+    """The whole tree, level by level: N = 1 + W * K nodes, node 1 + (d - 1) * W + r of rank r at
+    depth d.
 
     Hypotheses of one level are distinct (parent, token) pairs, so no prefix is verified twice::
 
@@ -110,17 +130,19 @@ def grow(token: mx.array, beams: Beams) -> Tree:
     parents = mx.concatenate([nodes[:1], (first + beams.parents).reshape(-1)])
     above, ancestors = parents, nodes[:, None] == nodes
     for turn in range(depth.bit_length()):
-        # `ancestors` has those less than 2 ** turn levels above a node, `above` the one 2 ** turn levels above.
+        # `ancestors` has those less than 2 ** turn levels above a node, `above` the one 2 ** turn
+        # levels above.
         above = above[above] if turn else above
         ancestors = ancestors | ancestors[above]
     return Tree(tokens, parents, depths, ancestors)
 
 
 def prune(tree: Tree, beams: Beams, count: int) -> Tree:
-    """The tree of the `count` nodes of highest joint probability: the best hypothesis first, the rest by probability.
+    """The tree of the `count` nodes of highest joint probability: the best hypothesis first, the
+    rest by probability.
 
-    A parent never scores below its child and, at equal scores, comes before it, so the kept nodes form a tree. As the
-    best path comes first, accepting it moves nothing in the cache.
+    A parent never scores below its child and, at equal scores, comes before it, so the kept nodes
+    form a tree. As the best path comes first, accepting it moves nothing in the cache.
 
     Args:
         tree: from `grow(token, beams)`, N = 1 + W * K nodes.
@@ -135,7 +157,9 @@ def prune(tree: Tree, beams: Beams, count: int) -> Tree:
     rank = ahead.sum(axis=1)
     leading = tree.ancestors[size - width]
     order = mx.where(leading, tree.depths - size, rank)
-    kept = mx.argsort(order if count == size else mx.where(rank < count, order, size + rank))[:count]
+    kept = mx.argsort(order if count == size else mx.where(rank < count, order, size + rank))[
+        :count
+    ]
     place = mx.zeros((size,), mx.int32)
     place[kept] = nodes[:count]
     return Tree(

@@ -1,9 +1,11 @@
-"""Tree attention on an unmodified model: each node of a tree gets its own position and sees only its ancestors.
+"""Tree attention on an unmodified model: each node of a tree gets its own position and sees only
+its ancestors.
 
-mlx-lm's models get a mask and an offset from their cache. They pass the offset to `mx.fast.rope` or `mx.arange`, or add
-it to a result of `mx.arange`. A mask that they make themselves is passed to `mx.fast.scaled_dot_product_attention`.
-While a forward is being built, the model sees a `View` of its cache, and those three functions compute per node. Both
-changes are undone after the Python call, which leaves an ordinary lazy graph.
+mlx-lm's models get a mask and an offset from their cache. They pass the offset to `mx.fast.rope` or
+`mx.arange`, or add it to a result of `mx.arange`. A mask that they make themselves is passed to
+`mx.fast.scaled_dot_product_attention`. While a forward is being built, the model sees a `View` of
+its cache, and those three functions compute per node. Both changes are undone after the Python
+call, which leaves an ordinary lazy graph.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ T = TypeVar("T")
 Function = Callable[..., mx.array]
 
 MODEL_LOCK = threading.RLock()
-"""Held while a forward is built, and by what looks at a model's modules: a forward replaces some of them meanwhile."""
+"""Held while a forward is built, and by what looks at a model's modules: a forward replaces some of
+them meanwhile.
+"""
 
 REPLACED: tuple[tuple[Any, str], ...] = (
     (mx.fast, "rope"),
@@ -61,7 +65,8 @@ class Nodes(NamedTuple):
     is_tree: bool
 
     def mask(self, columns: mx.array, window: int | None = None, kept: int = 0) -> mx.array:
-        """(N, C + N) bool: every node sees the prefix rows, its ancestors and itself, within the window::
+        """(N, C + N) bool: every node sees the prefix rows, its ancestors and itself, within the
+        window::
 
                    prefix . . .   the  cat  dog  sat  ran
             the      1  1  1  1    1    .    .    .    .
@@ -83,10 +88,11 @@ class Nodes(NamedTuple):
 
 
 class Offsets:
-    """A cache offset that carries the positions of all nodes. Models use it like a number, and may add to it.
+    """A cache offset that carries the positions of all nodes. Models use it like a number, and may
+    add to it.
 
-    Converted to an array, it has each node's position minus the node's index, so that adding `arange(N)` gives the
-    nodes' positions.
+    Converted to an array, it has each node's position minus the node's index, so that adding
+    `arange(N)` gives the nodes' positions.
 
     Args:
         nodes: of the forward.
@@ -102,7 +108,9 @@ class Offsets:
         return self._nodes.depths + (self._nodes.prefix + self._added)
 
     def __add__(self, other: int) -> Offsets:
-        return Offsets(self._nodes, self._added + other) if isinstance(other, int) else NotImplemented
+        return (
+            Offsets(self._nodes, self._added + other) if isinstance(other, int) else NotImplemented
+        )
 
     __radd__ = __add__
 
@@ -113,15 +121,17 @@ class Offsets:
         """(C + N,) int32: the positions from `first` to the prefix's end, then the nodes' own."""
         nodes = self._nodes
         if self._added != nodes.depths.shape[0]:
-            raise UnsupportedModelError(f"its positions end {self._added} after its cache, not at the last node")
+            raise UnsupportedModelError(
+                f"its positions end {self._added} after its cache, not at the last node"
+            )
         return mx.concatenate([mx.arange(first, nodes.prefix), nodes.depths + nodes.prefix])
 
 
 class View:
     """A cache as the model sees it while one forward of several nodes is built.
 
-    It provides what mlx-lm's models read from a cache: the mask, the offset, and keys and values, which are stored in
-    the real cache in node order.
+    It provides what mlx-lm's models read from a cache: the mask, the offset, and keys and values,
+    which are stored in the real cache in node order.
 
     Args:
         cache: the real cache.
@@ -131,7 +141,9 @@ class View:
     """
 
     def __init__(self, cache: Any, nodes: Nodes, offsets: Offsets, masks: list[mx.array]) -> None:
-        vars(self).update(_cache=cache, _nodes=nodes, _offsets=offsets, _masks=masks, offsets_read=0)
+        vars(self).update(
+            _cache=cache, _nodes=nodes, _offsets=offsets, _masks=masks, offsets_read=0
+        )
 
     @property
     def offset(self) -> Any:
@@ -139,7 +151,9 @@ class View:
         self.offsets_read += 1
         return self._offsets if self._nodes.is_tree else self._cache.offset
 
-    def make_mask(self, N: int = 0, return_array: bool = False, window_size: int | None = None) -> mx.array:
+    def make_mask(
+        self, N: int = 0, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
         """The nodes' mask, as an array."""
         if isinstance(self._cache, RotatingKVCache):
             mask = self._nodes.mask(*_ring_columns(self._cache, window_size))
@@ -193,7 +207,9 @@ class Built(NamedTuple, Generic[T]):
     calls: list[str]
 
 
-def build_with_nodes(cache: kv_cache.Cache, nodes: Nodes, call: Callable[[list[Any]], T]) -> Built[T]:
+def build_with_nodes(
+    cache: kv_cache.Cache, nodes: Nodes, call: Callable[[list[Any]], T]
+) -> Built[T]:
     """Builds a forward in which the model sees `nodes`.
 
     Calls of the replaced functions from other threads are not affected.
@@ -228,10 +244,12 @@ def _replace(functions: Sequence[Function]) -> None:
 
 
 def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, int, int]:
-    """(positions of the rows that a ring will hold before the nodes', the window, how many first positions it keeps).
+    """(positions of the rows that a ring will hold before the nodes', the window, how many first
+    positions it keeps).
 
-    A ring of M rows that gets several rows at once keeps M - 1 of its own. One at a time, each would replace the oldest
-    row, except the first ones, which a ring always keeps. The window hides the rows that would have been replaced.
+    A ring of M rows that gets several rows at once keeps M - 1 of its own. One at a time, each
+    would replace the oldest row, except the first ones, which a ring always keeps. The window hides
+    the rows that would have been replaced.
     """
     if ring.keep and window is not None and window < ring.max_size:
         raise UnsupportedModelError(
@@ -240,18 +258,26 @@ def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, 
         )
     count = min(kv_cache.count_rows_in_order(ring), ring.max_size - 1)
     kept = min(ring.keep, count)
-    columns = mx.concatenate([mx.arange(kept), mx.arange(ring.offset - (count - kept), ring.offset)])
+    columns = mx.concatenate(
+        [mx.arange(kept), mx.arange(ring.offset - (count - kept), ring.offset)]
+    )
     return columns, min(window or ring.max_size, ring.max_size) - ring.keep, ring.keep
 
 
 def _functions_per_node(
-    nodes: Nodes, own_masks: Sequence[mx.array], calls: list[str], rope: Function, arange: Function, attention: Function
+    nodes: Nodes,
+    own_masks: Sequence[mx.array],
+    calls: list[str],
+    rope: Function,
+    arange: Function,
+    attention: Function,
 ) -> list[Function]:
     """The functions that replace those of `REPLACED` in this thread.
 
-    `mx.fast.rope` takes a vector of positions only along the batch axis, so nodes are moved there and back: the same
-    arithmetic, to the bit. An offset that is a plain number is the root's position. A mask that the model makes for a
-    chain is reduced to each node's ancestors.
+    `mx.fast.rope` takes a vector of positions only along the batch axis, so nodes are moved there
+    and back: the same
+    arithmetic, to the bit. An offset that is a plain number is the root's position. A mask that the
+    model makes for a chain is reduced to each node's ancestors.
     """
     thread, count = threading.get_ident(), nodes.depths.shape[0]
     cut: dict[int, tuple[mx.array, mx.array]] = {}

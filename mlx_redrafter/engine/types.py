@@ -23,8 +23,10 @@ class Beams(NamedTuple):
     """The result of a beam search, level by level, best hypothesis first within each level.
 
     Attributes:
-        tokens: (K, W) int32; `tokens[d, r]` is drafted token d + 1 of the hypothesis of rank r at that level.
-        parents: (K, W) int32; the rank, at the level above, of the hypothesis that it extends (0 at level 0).
+        tokens: (K, W) int32; `tokens[d, r]` is drafted token d + 1 of the hypothesis of rank r at
+            that level.
+        parents: (K, W) int32; the rank, at the level above, of the hypothesis that it extends (0 at
+            level 0).
         scores: (K, W) float32; the sum of the log-probabilities of its tokens so far.
     """
 
@@ -40,7 +42,8 @@ class Tree(NamedTuple):
         tokens: (N,) int32.
         parents: (N,) int32; the root is its own parent.
         depths: (N,) int32; 0 for the root.
-        ancestors: (N, N) bool; `ancestors[i, j]` if j is on the path from the root to i, i included.
+        ancestors: (N, N) bool; `ancestors[i, j]` if j is on the path from the root to i, i
+            included.
     """
 
     tokens: mx.array
@@ -54,7 +57,8 @@ class Accepted(NamedTuple):
 
     Attributes:
         n_accepted: () int32; accepted drafted tokens, 0..K.
-        path: (K + 1,) int32; the accepted nodes from the root down, the last one repeated to the end.
+        path: (K + 1,) int32; the accepted nodes from the root down, the last one repeated to the
+            end.
     """
 
     n_accepted: mx.array
@@ -62,13 +66,17 @@ class Accepted(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The positions of a forward that stay in the text. As the forward may not be read yet, neither may their number.
+    """The positions of a forward that stay in the text. As the forward may not be read yet, neither
+    may their number.
 
     Attributes:
-        tokens: (N,) int32, the tokens of the forward: nodes of a tree, a plain step's token, or a piece of the prompt.
+        tokens: (N,) int32, the tokens of the forward: nodes of a tree, a plain step's token, or a
+            piece of the prompt.
         hidden: the captured hidden states, each (N, D).
-        path: (R,) int32, the rows of those positions in `tokens` and `hidden`, in order; None for all of them.
-        n_kept: () int32 or a number: the first n_kept of the R rows stay, the others repeat the last one.
+        path: (R,) int32, the rows of those positions in `tokens` and `hidden`, in order; None for
+            all of them.
+        n_kept: () int32 or a number: the first n_kept of the R rows stay, the others repeat the
+            last one.
         position: of the first of them in the text. It need not follow the positions kept before.
     """
 

@@ -22,14 +22,18 @@ _limit = ExitStack()
 def wired_limit(model: nn.Module) -> Iterator[None]:
     """Keeps the weights wired on a GPU within the context, as mlx-lm's `stream_generate` does.
 
-    The limit belongs to the process: the first user raises it, and the last restores it. With mlx-lm's context manager,
-    each of two threads would restore the limit that it found. The warning about large models goes to stderr.
+    The limit belongs to the process: the first user raises it, and the last restores it. With
+    mlx-lm's context manager,
+    each of two threads would restore the limit that it found. The warning about large models goes
+    to stderr.
     """
     global _users
     with _lock:
         if _users == 0:
             with redirect_stdout(sys.stderr):
-                _limit.enter_context(mlx_lm_wired_limit(model, [cast(mx.Stream, generation_stream)]))
+                _limit.enter_context(
+                    mlx_lm_wired_limit(model, [cast(mx.Stream, generation_stream)])
+                )
         _users += 1
     try:
         yield

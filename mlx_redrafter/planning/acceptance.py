@@ -1,6 +1,7 @@
 """Acceptance rates of a drafter: the table in its config, corrected by the texts it has drafted.
 
-An acceptance table has one row per depth: the rates at which the guesses of rank 1, 2, ... are right if everything
+An acceptance table has one row per depth: the rates at which the guesses of rank 1, 2, ... are
+right if everything
 before them was.
 """
 
@@ -27,14 +28,20 @@ UNKNOWN_ACCEPTANCE: AcceptanceTable = ((0.6, 0.1, 0.05, 0.03),)
 MAX_RATE = 0.98  # upper limit of an expected rate
 STEPS = 20  # corrections are rounded to 1 / STEPS, so that small changes leave the table unchanged
 
-DECAY, PRIOR_HITS = 0.96, 2.5  # of a text's acceptance scale: decay per round, and weight of the prior in hits
+DECAY, PRIOR_HITS = (
+    0.96,
+    2.5,
+)  # of a text's acceptance scale: decay per round, and weight of the prior in hits
 SLOW_DECAY, PRIOR_COUNT = 0.998, 8.0  # the same at each depth for the counts shared by all texts
 CONTEXT_WON_WEIGHT = 0.5  # weight of a miss when the context was accepted further
 
 
 def find_acceptance(drafter: Drafter) -> AcceptanceTable:
     """The table in a drafter's config, or the assumed one; 0 beyond the drafter's maximum depth."""
-    rows, most = list(map(tuple, drafter.args.acceptance or UNKNOWN_ACCEPTANCE)), drafter.args.max_depth
+    rows, most = (
+        list(map(tuple, drafter.args.acceptance or UNKNOWN_ACCEPTANCE)),
+        drafter.args.max_depth,
+    )
     if most is not None:
         rows = [*(rows[min(depth, len(rows) - 1)] for depth in range(most)), (0.0,)]
     return tuple(rows)
@@ -47,7 +54,9 @@ def scale_row(row: Sequence[float], acceptance_scale: float) -> tuple[float, ...
     return (first, *(others * rate for rate in row[1:]))
 
 
-def cumulative_acceptance(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> Cumulative:
+def cumulative_acceptance(
+    table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0
+) -> Cumulative:
     """(1 + K,) the probability of accepting at least 0, 1, ..., K drafted tokens.
 
     Depths beyond the table use its last row.
@@ -58,13 +67,19 @@ def cumulative_acceptance(table: AcceptanceTable, plan: Plan, acceptance_scale: 
 def cumulative_acceptances(
     table: AcceptanceTable, largest: Plan, acceptance_scale: float = 1.0
 ) -> list[list[Cumulative]]:
-    """`cumulative_acceptance` of all plans as wide as `largest`: indexed by depth, then by tree size - 1."""
+    """`cumulative_acceptance` of all plans as wide as `largest`: indexed by depth, then by tree
+    size - 1.
+    """
     found, nodes, above = [[NO_DRAFT]], list[tuple[float, int]](), [1.0]
     rows = [scale_row(row, acceptance_scale) for row in table[: largest.depth]]
     for depth in range(1, largest.depth + 1):
         row = rows[min(depth, len(rows)) - 1]
-        above = sorted((chance * rate for chance in above for rate in row), reverse=True)[: largest.width]
-        nodes = sorted([*nodes, *((chance, -depth) for chance in above)], reverse=True)[: largest.size - 1]
+        above = sorted((chance * rate for chance in above for rate in row), reverse=True)[
+            : largest.width
+        ]
+        nodes = sorted([*nodes, *((chance, -depth) for chance in above)], reverse=True)[
+            : largest.size - 1
+        ]
         cumulative = [1.0] + [0.0] * depth
         found.append([tuple(cumulative)])
         for chance, level in nodes:
@@ -82,8 +97,8 @@ class Counts:
     """A drafter's hits in all texts, as decayed counts.
 
     Attributes:
-        by_depth: (K,) hits and the hits that the table predicts; replaced, never modified in place, as several texts
-            may share them.
+        by_depth: (K,) hits and the hits that the table predicts; replaced, never modified in place,
+            as several texts may share them.
         n_new: rounds added since the counts were last saved.
     """
 
@@ -91,15 +106,26 @@ class Counts:
         self.by_depth, self.n_new = tuple(by_depth), 0
 
     def correct(self, table: AcceptanceTable) -> AcceptanceTable:
-        """The table times hits over expected hits, in steps of 1 / `STEPS`; deeper rows as the last with counts."""
-        scales = [(hits + PRIOR_COUNT) / (expected + PRIOR_COUNT) for hits, expected in self.by_depth] or [1.0]
+        """The table times hits over expected hits, in steps of 1 / `STEPS`.
+
+        Deeper rows as the last with counts.
+        """
+        scales = [
+            (hits + PRIOR_COUNT) / (expected + PRIOR_COUNT) for hits, expected in self.by_depth
+        ] or [1.0]
         return tuple(
-            scale_row(table[min(depth, len(table) - 1)], round(STEPS * scales[min(depth, len(scales) - 1)]) / STEPS)
+            scale_row(
+                table[min(depth, len(table) - 1)],
+                round(STEPS * scales[min(depth, len(scales) - 1)]) / STEPS,
+            )
             for depth in range(max(len(table), len(scales)))
         )
 
     def add(self, rates: Sequence[float], n_accepted: int) -> None:
-        """Adds a round that accepted `n_accepted` tokens; `rates` are the table's for its plan, by depth."""
+        """Adds a round that accepted `n_accepted` tokens;
+
+        `rates` are the table's for its plan, by depth.
+        """
         counts = [*self.by_depth, *[(0.0, 0.0)] * (len(rates) - len(self.by_depth))]
         for depth, rate in enumerate(rates[: n_accepted + 1]):
             hits, expected = counts[depth]
@@ -137,7 +163,8 @@ class Acceptance:
         """Updates the estimate after a round that accepted `n_accepted` drafted tokens.
 
         Args:
-            context_won: whether the context was accepted further; how far the drafter was right is then unknown.
+            context_won: whether the context was accepted further; how far the drafter was right is
+                then unknown.
         """
         rates = self._rates[plan]
         self._hits, self._expected = DECAY * self._hits, DECAY * self._expected

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from ..engine.plan import Plan, chain_plan
 
 MEASURED_NODES = 16  # the largest measured forward
-ASSUMED_ROW, ASSUMED_OVERHEAD = 0.15, 0.1  # plain steps per extra row and per round, if not measured
+ASSUMED_ROW, ASSUMED_OVERHEAD = (
+    0.15,
+    0.1,
+)  # plain steps per extra row and per round, if not measured
 
 
 class CostTable(NamedTuple):
@@ -24,9 +27,12 @@ class CostTable(NamedTuple):
         plain: (C,) a plain step, with the next one enqueued before this one is read.
         widths: (B,) beam widths, ascending from 1.
         level: (B,) each draft level after the first.
-        overhead_ms: the rest of a round, (with a chain, with a tree); negative if its parts overlap.
-        replay_row_ms: each row beyond `counts`, for a model that replays tokens after a rejection; 0 for others.
-        first: (B,) the first draft level, including reading the previous round; empty if it costs the same as `level`.
+        overhead_ms: the rest of a round, (with a chain, with a tree); negative if its parts
+            overlap.
+        replay_row_ms: each row beyond `counts`, for a model that replays tokens after a rejection;
+            0 for others.
+        first: (B,) the first draft level, including reading the previous round; empty if it costs
+            the same as `level`.
     """
 
     contexts: tuple[int, ...]
@@ -44,12 +50,17 @@ class CostTable(NamedTuple):
         return self._replace(widths=self.widths[:1], level=self.level[:1], first=self.first[:1])
 
     def restrict_rows(self, row_counts: Sequence[int]) -> CostTable:
-        """The same table if all forwards are padded to the next of these numbers of rows; one must be measured."""
+        """The same table if all forwards are padded to the next of these numbers of rows.
+
+        One must be measured.
+        """
         at = [place for place, count in enumerate(self.counts) if count in row_counts]
         return self._replace(
             counts=tuple(self.counts[i] for i in at),
             verify=tuple(tuple(row[i] for i in at) for row in self.verify),
-            plain=tuple(ms + row[at[0]] - row[0] for ms, row in zip(self.plain, self.verify, strict=True)),
+            plain=tuple(
+                ms + row[at[0]] - row[0] for ms, row in zip(self.plain, self.verify, strict=True)
+            ),
         )
 
     def plain_ms(self, length: int) -> float:
@@ -63,22 +74,35 @@ class CostTable(NamedTuple):
     def draft_ms(self, plan: Plan) -> float:
         """Milliseconds of a draft; the plan's width must be measured."""
         at = self.widths.index(plan.width)
-        return (self.first or self.level)[at] + (plan.depth - 1) * self.level[at] if plan.depth else 0.0
+        return (
+            (self.first or self.level)[at] + (plan.depth - 1) * self.level[at]
+            if plan.depth
+            else 0.0
+        )
 
     def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
-        """Milliseconds of a round that also replays tokens, at least a plain step; the plan must be measured."""
+        """Milliseconds of a round that also replays tokens, at least a plain step.
+
+        The plan must be measured.
+        """
         parts = self.parts_ms(plan, length)
         return max(parts, self.plain_ms(length)) + self._replay_ms(plan.rows, length, replayed)
 
     def parts_ms(self, plan: Plan, length: int) -> float:
-        """Milliseconds of a round's parts, less what overlaps; at least `least_ms` if the times are consistent."""
+        """Milliseconds of a round's parts, less what overlaps.
+
+        At least `least_ms` if the times are consistent.
+        """
         overhead = self.overhead_ms[plan.is_tree]
         if not plan.depth:  # without a draft nothing overlaps
             overhead = max(0.0, self.overhead_ms[0])
         return self._verify_ms(plan.rows, length) + self.draft_ms(plan) + overhead
 
     def least_ms(self, nodes: int, length: int) -> float:
-        """Milliseconds of a round's forward; no larger share of it overlaps than of a plain step's."""
+        """Milliseconds of a round's forward.
+
+        No larger share of it overlaps than of a plain step's.
+        """
         plain, single = self.plain_ms(length), self._verify_ms(1, length)
         return max(plain, min(1.0, plain / single) * self._verify_ms(nodes, length))
 
@@ -86,11 +110,15 @@ class CostTable(NamedTuple):
         """Milliseconds that replayed rows add to a forward; fractions of a row are interpolated."""
         if not self.replay_row_ms or not rows:
             return 0.0
-        lower, upper = (self._verify_ms(nodes + count, length) for count in (math.floor(rows), math.ceil(rows)))
+        lower, upper = (
+            self._verify_ms(nodes + count, length) for count in (math.floor(rows), math.ceil(rows))
+        )
         return max(0.0, lower + rows % 1 * (upper - lower) - self._verify_ms(nodes, length))
 
     def _verify_ms(self, nodes: int, length: int) -> float:
-        """Milliseconds of a forward: of the next larger measured node count, or extrapolated beyond the largest."""
+        """Milliseconds of a forward: of the next larger measured node count, or extrapolated beyond
+        the largest.
+        """
         column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
         first, last = self.verify[0][0], self.verify[0][-1]
         per_row = max(self.replay_row_ms, (last - first) / max(1, self.counts[-1] - 1))
@@ -104,7 +132,9 @@ def interpolate(contexts: Sequence[int], values: Sequence[float], length: int) -
         return values[0]
     right = min(bisect_left(contexts, length), len(contexts) - 1)
     slope = (values[right] - values[right - 1]) / (contexts[right] - contexts[right - 1])
-    return values[right] + (max(slope, 0.0) if length > contexts[right] else slope) * (length - contexts[right])
+    return values[right] + (max(slope, 0.0) if length > contexts[right] else slope) * (
+        length - contexts[right]
+    )
 
 
 def assume_costs(*, replays: bool) -> CostTable:
@@ -117,7 +147,9 @@ def assume_costs(*, replays: bool) -> CostTable:
     verify_steps = tuple(1 + ASSUMED_ROW * (count - 1) for count in counts)
     replay_row = ASSUMED_ROW if replays else 0.0
     overhead = (ASSUMED_OVERHEAD, ASSUMED_OVERHEAD)
-    return CostTable((1,), counts, (verify_steps,), (1.0,), (1,), (ASSUMED_ROW,), overhead, replay_row)
+    return CostTable(
+        (1,), counts, (verify_steps,), (1.0,), (1,), (ASSUMED_ROW,), overhead, replay_row
+    )
 
 
 def parse_costs(fields: dict[str, Any]) -> CostTable:
@@ -130,17 +162,23 @@ def parse_costs(fields: dict[str, Any]) -> CostTable:
 
 
 def is_disturbed(costs: CostTable) -> bool:
-    """Whether the times contradict each other, as on a busy machine: more work took less than 0.9 times as long.
+    """Whether the times contradict each other, as on a busy machine: more work took less than 0.9
+    times as long.
 
-    A one-node forward that is read at once is at least as much work as a plain step. Longer contexts and wider levels
-    are more work. A round takes `least_ms`. Node counts are not compared: a larger one may select a faster kernel.
+    A one-node forward that is read at once is at least as much work as a plain step. Longer
+    contexts and wider levels are more work. A round takes `least_ms`. Node counts are not compared:
+    a larger one may select a faster kernel.
     """
     single = zip(costs.plain, (row[0] for row in costs.verify), strict=True)
     rounds = [
         (costs.least_ms(count, context), costs.parts_ms(chain_plan(count - 1), context))
         for context, count in product(costs.contexts, costs.counts[1:])
     ]
-    contexts = [pair for column in (costs.plain, *zip(*costs.verify, strict=True)) for pair in pairwise(column)]
+    contexts = [
+        pair
+        for column in (costs.plain, *zip(*costs.verify, strict=True))
+        for pair in pairwise(column)
+    ]
     drafts = [costs.draft_ms(Plan(width, 4, 1 + 4 * width)) for width in costs.widths]
     return any(more < 0.9 * less for less, more in (*single, *rounds, *contexts, *pairwise(drafts)))
 

@@ -36,7 +36,9 @@ def describe_machine() -> dict[str, Any]:
         found["blas"] = Path(LIBRARY).name if threads else os.environ.get("LD_PRELOAD", "MLX's own")
         if threads:
             found["blas_threads"] = threads
-    return found | {name: value for name, value in os.environ.items() if name.startswith(KERNEL_VARIABLES)}
+    return found | {
+        name: value for name, value in os.environ.items() if name.startswith(KERNEL_VARIABLES)
+    }
 
 
 def find_memory_bytes() -> int:
@@ -47,7 +49,10 @@ def find_memory_bytes() -> int:
 
 
 def find_usable_bytes() -> int:
-    """Bytes that MLX can use without slowing down: Metal's recommended working set, or else `find_memory_bytes`."""
+    """Bytes that MLX can use without slowing down:
+
+    Metal's recommended working set, or else `find_memory_bytes`.
+    """
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
     return int(info.get("max_recommended_working_set_size") or find_memory_bytes())
 

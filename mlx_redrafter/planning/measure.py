@@ -39,7 +39,9 @@ CONTEXTS = (64, 1024)  # measured context lengths
 WIDTHS = (1, 2, 4)  # measured beam widths
 SECONDS, MAX_TURNS = 4.0, 20  # measuring stops after SECONDS or MAX_TURNS, but finishes one pass
 STEPS_PER_CALL = 4  # plain steps, rounds or draft levels in one timed call
-SLOW_STEP = 0.1  # if a plain step takes this many seconds, parts are run once, at the first context length
+SLOW_STEP = (
+    0.1  # if a plain step takes this many seconds, parts are run once, at the first context length
+)
 SLOW_STEPS = 36  # the most plain steps this takes, even if a forward of N nodes costs N of them
 
 
@@ -61,7 +63,9 @@ def time_calls(
     """
     times: dict[K, list[float]] = {key: [] for key in calls}
     end, turn = time.perf_counter() + seconds, 0
-    while turn < min_turns or ((max_turns is None or turn < max_turns) and find_seconds_left(end) > 0):
+    while turn < min_turns or (
+        (max_turns is None or turn < max_turns) and find_seconds_left(end) > 0
+    ):
         for key, call in calls.items():
             before(key)
             started = time.perf_counter()
@@ -80,7 +84,10 @@ def time_step(model: nn.Module, seconds: float = 0.0) -> float:
     """Seconds of a plain step, after one that compiles kernels; repeated for at most `seconds`."""
     target, chooser = Target(model), TokenChooser(make_sampler(seed=0))
     calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
-    return find_lower_quartile(time_calls(calls, seconds, min_turns=2, max_turns=MAX_TURNS)[1][1:]) / 1e3
+    return (
+        find_lower_quartile(time_calls(calls, seconds, min_turns=2, max_turns=MAX_TURNS)[1][1:])
+        / 1e3
+    )
 
 
 def read_zeros(model: nn.Module, drafter: Drafter, context: int) -> tuple[Target, Source, int]:
@@ -89,7 +96,10 @@ def read_zeros(model: nn.Module, drafter: Drafter, context: int) -> tuple[Target
     target = Target(model, capture=source.capture)
     logits, hidden = target.forward(mx.zeros((1,), mx.int32))
     if source.reads_all:
-        states = {name: mx.zeros((context - 1, array.shape[-1]), array.dtype) for name, array in hidden.items()}
+        states = {
+            name: mx.zeros((context - 1, array.shape[-1]), array.dtype)
+            for name, array in hidden.items()
+        }
         source.keep(Kept(mx.zeros((context - 1,), mx.int32), states, None, context - 1, 0))
     source.read([0] * (context + 1))
     if source.proposes_after_read:  # it reads the text in its first draft
@@ -98,14 +108,22 @@ def read_zeros(model: nn.Module, drafter: Drafter, context: int) -> tuple[Target
     for c in kv_cache.leaves(target.cache):
         if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
             rows: list[Any] = [c.keys, c.values]
-            c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
+            c.update_and_fetch(
+                *(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows)
+            )
     target.evaluate()
     target.length = context
     return target, source, logits.shape[-1]
 
 
 def time_parts(
-    model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float, *, is_slow: bool
+    model: nn.Module,
+    drafter: Drafter,
+    context: int,
+    widths: Sequence[int],
+    seconds: float,
+    *,
+    is_slow: bool,
 ) -> dict[tuple[str, int], float]:
     """Milliseconds of the parts of decoding at a context length.
 
@@ -122,7 +140,9 @@ def time_parts(
     steps_per_call, chooser = 1 if is_slow else STEPS_PER_CALL, TokenChooser(make_sampler(seed=0))
     target, after_text, vocab_size = read_zeros(model, drafter, context)
     text, snapshot = [0] * context, kv_cache.snapshot(target.cache)
-    tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size  # tokens select different experts; the first is 0
+    tokens = (
+        mx.arange(MEASURED_NODES) * 7919
+    ) % vocab_size  # tokens select different experts; the first is 0
     most = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
     rounds: Rounds
     source = after_text
@@ -137,10 +157,19 @@ def time_parts(
         if name in ("plain", "round"):
             plan = None if name == "plain" else make_plan(number, 2)
             sources = [source] if plan else []
-            decoder = Decoder(target, chooser, Planner(plan), sources, history=text, may_run_ahead=lambda: not is_slow)
+            decoder = Decoder(
+                target,
+                chooser,
+                Planner(plan),
+                sources,
+                history=text,
+                may_run_ahead=lambda: not is_slow,
+            )
             rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
             next(rounds)
-            if not is_slow:  # the first of two overlapping rounds takes up to twice as long as later ones
+            if (
+                not is_slow
+            ):  # the first of two overlapping rounds takes up to twice as long as later ones
                 next(rounds)
         elif name != "verify":
             source.keep(step(target, tokens[:1], chooser, None).kept)
@@ -166,7 +195,12 @@ def time_parts(
             step(target, tokens[:1], chooser, None).read()
         else:
             verify(
-                target, Draft(chain(tokens[0], tokens[1:nodes]), None), chooser, None, chain_plan(nodes - 1), nodes
+                target,
+                Draft(chain(tokens[0], tokens[1:nodes]), None),
+                chooser,
+                None,
+                chain_plan(nodes - 1),
+                nodes,
             ).read()
             target.keep_path([], [])
 
@@ -174,7 +208,9 @@ def time_parts(
     calls |= {("round", width): take_rounds for width in widths[:2]}
     calls |= {("first", width): partial(draft, width, 1) for width in widths}
     calls |= {("level", width): partial(draft, width, most) for width in widths if most > 1}
-    calls |= {("verify", nodes): partial(run_forward, nodes) for nodes in range(1, MEASURED_NODES + 1)}
+    calls |= {
+        ("verify", nodes): partial(run_forward, nodes) for nodes in range(1, MEASURED_NODES + 1)
+    }
     end, first = time.perf_counter() + seconds, dict[tuple[str, int], list[float]]()
     parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
     for key in parts:  # the first run compiles kernels
@@ -183,21 +219,30 @@ def time_parts(
         else:
             first |= time_calls({key: calls[key]}, 0.0, before=prepare)
     times = time_calls(
-        calls, find_seconds_left(end), min_turns=0 if is_slow else 1, max_turns=MAX_TURNS, before=prepare
+        calls,
+        find_seconds_left(end),
+        min_turns=0 if is_slow else 1,
+        max_turns=MAX_TURNS,
+        before=prepare,
     )
     own = [find_lower_quartile(ms or first[key]) for key, ms in times.items()]
-    found = dict(zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True))  # of the slowest rank
+    found = dict(
+        zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True)
+    )  # of the slowest rank
     for name, number in found:
         if name in ("plain", "round"):
             found[name, number] /= steps_per_call
     for width in widths:
         once = found["first", width]
-        found["level", width] = max((found["level", width] - once) / (most - 1), 0.01 * once) if most > 1 else once
+        found["level", width] = (
+            max((found["level", width] - once) / (most - 1), 0.01 * once) if most > 1 else once
+        )
     return found
 
 
 def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
-    """Measures a model and its drafter in about `SECONDS`; slow ones in about `SLOW_STEPS`, with fewer nodes.
+    """Measures a model and its drafter in about `SECONDS`; slow ones in about `SLOW_STEPS`, with
+    fewer nodes.
 
     Args:
         trees: whether the model takes trees.
@@ -205,15 +250,30 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
     with wired_limit(model), mx.stream(generation_stream):
         step_seconds = max(ranks.gather(time_step(model)))
     is_slow = step_seconds >= SLOW_STEP
-    length = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds" if is_slow else "a few seconds"
+    length = (
+        f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds"
+        if is_slow
+        else "a few seconds"
+    )
     _log.info("measuring this machine for these models: %s", length)
-    limit = getattr(getattr(model, "args", None), "n_positions", None)  # of a table of learned positions
+    limit = getattr(
+        getattr(model, "args", None), "n_positions", None
+    )  # of a table of learned positions
     room = limit - MEASURED_NODES if isinstance(limit, int) else CONTEXTS[-1]
-    contexts = tuple(each for each in CONTEXTS[: 1 if is_slow else None] if each <= room) or (max(1, room),)
+    contexts = tuple(each for each in CONTEXTS[: 1 if is_slow else None] if each <= room) or (
+        max(1, room),
+    )
     widths = WIDTHS if trees else WIDTHS[:1]
     with wired_limit(model), mx.stream(generation_stream):
         times = [
-            time_parts(model, drafter, context, () if at else widths, SECONDS / len(contexts), is_slow=is_slow)
+            time_parts(
+                model,
+                drafter,
+                context,
+                () if at else widths,
+                SECONDS / len(contexts),
+                is_slow=is_slow,
+            )
             for at, context in enumerate(contexts)
         ]
     first, last = times[0], times[-1]

@@ -1,7 +1,8 @@
-"""Chooses the plan of each round: the one with the most expected tokens per millisecond, or plain decoding.
+"""Chooses the plan of each round: the one with the most expected tokens per millisecond, or plain
+decoding.
 
-Expected tokens come from acceptance rates (`acceptance.py`), time from the cost table (`costs.py`) and this text's
-slowdown. A budget limits the time lost in bad rounds.
+Expected tokens come from acceptance rates (`acceptance.py`), time from the cost table (`costs.py`)
+and this text's slowdown. A budget limits the time lost in bad rounds.
 """
 
 from __future__ import annotations
@@ -31,13 +32,28 @@ from .costs import CostTable, assume_costs, find_lower_quartile
 if TYPE_CHECKING:
     from ..engine.source import Forecast
 
-SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # acceptance scales for which candidate plans are found
+SCALES = (
+    0.3,
+    0.5,
+    0.7,
+    0.85,
+    1.0,
+    1.15,
+    1.3,
+)  # acceptance scales for which candidate plans are found
 HYSTERESIS = 0.02  # a plan must be this much faster to replace the current one or plain decoding
-MAX_LOSS, MIN_TOKENS = 0.01, 512  # a source may lose this share of the plain decoding time of at least MIN_TOKENS
+MAX_LOSS, MIN_TOKENS = (
+    0.01,
+    512,
+)  # a source may lose this share of the plain decoding time of at least MIN_TOKENS
 WARM_UP = 4  # plain steps at the start of the first text, as a baseline for rounds
-PROBE_EVERY = 16  # plain steps before a probe round while no plan is faster; doubled by each rejected one, to 256
+# Plain steps before a probe round while no plan is faster; doubled by each rejected one, to 256.
+PROBE_EVERY = 16
 CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # lengths to which a proposal may be cut
-MAX_SLOWDOWN, WINDOW = 4.0, 16  # of `Slowdown`: upper limit; number of recent rounds and of recent plain steps used
+MAX_SLOWDOWN, WINDOW = (
+    4.0,
+    16,
+)  # of `Slowdown`: upper limit; number of recent rounds and of recent plain steps used
 MIN_ASSUMED_SLOWDOWN = 0.3  # lower limit of the slowdown if costs are assumed
 
 
@@ -71,7 +87,9 @@ def combine_acceptance(own: Cumulative, copied: Sequence[float]) -> Cumulative:
     return (1.0, *both, *own[1 + len(both) :], *copied[len(both) :])
 
 
-def predict(costs: CostTable, plan: Plan, length: int, cumulative: Cumulative, slowdown: float = 1.0) -> Prediction:
+def predict(
+    costs: CostTable, plan: Plan, length: int, cumulative: Cumulative, slowdown: float = 1.0
+) -> Prediction:
     """Predicts the tokens and the cost of a plan's rounds at context length `length`."""
     ms = costs.round_ms(plan, length, predict_replay(cumulative) if costs.replay_row_ms else 0.0)
     return Prediction(plan, sum(cumulative), max(1.0, slowdown * ms / costs.plain_ms(length)))
@@ -81,25 +99,37 @@ def predict(costs: CostTable, plan: Plan, length: int, cumulative: Cumulative, s
 def predict_replay(cumulative: Cumulative) -> float:
     """The mean number of replayed tokens per round, for a cache that cannot be trimmed.
 
-    After a rejection the next round replays this round's tokens and those that this round itself replayed. More than
-    `MAX_REPLAY` tokens are replayed by a plain step, which apart from the replay costs one step for one token.
+    After a rejection the next round replays this round's tokens and those that this round itself
+    replayed. More than `MAX_REPLAY` tokens are replayed by a plain step, which apart from the
+    replay costs one step for one token.
     """
     ends = [before - after for before, after in pairwise(cumulative)]
-    visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))  # visits to each number of tokens to replay, per visit to 0
+    visits = [1.0] + [0.0] * (
+        MAX_REPLAY + len(ends)
+    )  # visits to each number of tokens to replay, per visit to 0
     for replayed in range(MAX_REPLAY + 1):
         for made, chance in enumerate(ends, 1):
             visits[replayed + made] += visits[replayed] * chance
-    return sum(replayed * visit for replayed, visit in enumerate(visits)) / sum(visits[: MAX_REPLAY + 1])
+    return sum(replayed * visit for replayed, visit in enumerate(visits)) / sum(
+        visits[: MAX_REPLAY + 1]
+    )
 
 
 def list_measured_plans(costs: CostTable) -> list[Plan]:
     """Every plan whose parts were measured."""
-    trees = (Plan(*shape) for shape in product(costs.widths[1:], range(1, costs.counts[-1]), costs.counts))
+    trees = (
+        Plan(*shape)
+        for shape in product(costs.widths[1:], range(1, costs.counts[-1]), costs.counts)
+    )
     chains = [chain_plan(size - 1) for size in costs.counts if size > 1]
-    return chains + [plan for plan in trees if max(plan[:2]) < plan.size <= 1 + plan.width * plan.depth]
+    return chains + [
+        plan for plan in trees if max(plan[:2]) < plan.size <= 1 + plan.width * plan.depth
+    ]
 
 
-def find_cumulative(costs: CostTable, table: AcceptanceTable, acceptance_scale: float = 1.0) -> dict[Plan, Cumulative]:
+def find_cumulative(
+    costs: CostTable, table: AcceptanceTable, acceptance_scale: float = 1.0
+) -> dict[Plan, Cumulative]:
     """The expected cumulative acceptance of every measured plan."""
     found: dict[Plan, Cumulative] = {}
     for width, group in groupby(sorted(list_measured_plans(costs)), itemgetter(0)):
@@ -112,13 +142,18 @@ def find_cumulative(costs: CostTable, table: AcceptanceTable, acceptance_scale: 
 
 @lru_cache(maxsize=16)
 def list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
-    """The plans that are fastest, plain decoding included, at some acceptance scale and context length.
+    """The plans that are fastest, plain decoding included, at some acceptance scale and context
+    length.
 
     There are few, so graphs and kernels are reused.
     """
     best = set[Plan]()
     for scale in SCALES:
-        found = [(plan, each) for plan, each in find_cumulative(costs, table, scale).items() if each[-1] > 0]
+        found = [
+            (plan, each)
+            for plan, each in find_cumulative(costs, table, scale).items()
+            if each[-1] > 0
+        ]
         for length in (*costs.contexts, 2 * costs.contexts[-1]):
             predictions = (predict(costs, plan, length, cumulative) for plan, cumulative in found)
             fastest = max(predictions, key=attrgetter("speedup"), default=None)
@@ -127,24 +162,35 @@ def list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan
     return tuple(sorted(best))
 
 
-def choose_row_counts(costs: CostTable, table: AcceptanceTable, classes: Sequence[RowCounts]) -> RowCounts:
-    """The class of row counts whose chains decode fastest; the first, which needs no padding, unless one is faster.
+def choose_row_counts(
+    costs: CostTable, table: AcceptanceTable, classes: Sequence[RowCounts]
+) -> RowCounts:
+    """The class of row counts whose chains decode fastest; the first, which needs no padding,
+    unless one is faster.
 
     Args:
-        classes: those without a measured count are left out, and those with room for a single drafted token, as the
-            costs do not show what the context drafts.
+        classes: those without a measured count are left out, and those with room for a single
+            drafted token, as the costs do not show what the context drafts.
     """
 
     def find_speed(row_counts: RowCounts) -> float:
         restricted, length = costs.chains_only().restrict_rows(row_counts), costs.contexts[0]
         found = find_cumulative(restricted, table).items()
-        speedups = (predict(restricted, plan, length, cumulative).speedup for plan, cumulative in found)
+        speedups = (
+            predict(restricted, plan, length, cumulative).speedup for plan, cumulative in found
+        )
         return max(speedups, default=1.0) / restricted.plain_ms(length)
 
     first = classes[0]
-    others = [each for each in classes[1:] if each[-1] > 2 and not set(each).isdisjoint(costs.counts)]
+    others = [
+        each for each in classes[1:] if each[-1] > 2 and not set(each).isdisjoint(costs.counts)
+    ]
     fastest = max(others, key=find_speed, default=first)
-    return fastest if find_speed(fastest) > (1 + HYSTERESIS) * max(find_speed(first), 1 / costs.plain[0]) else first
+    return (
+        fastest
+        if find_speed(fastest) > (1 + HYSTERESIS) * max(find_speed(first), 1 / costs.plain[0])
+        else first
+    )
 
 
 class Slowdown:
@@ -171,12 +217,14 @@ class Slowdown:
 
 @dataclass
 class History:
-    """What earlier texts of a target with its drafter, or with the context alone, showed; held in memory.
+    """What earlier texts of a target with its drafter, or with the context alone, showed; held in
+    memory.
 
     Attributes:
         counts: the drafter's hits.
         slowdown: of the last text; None before the first.
-        debts: lost time, in plain steps, that later texts must recover, by whether the drafter took part.
+        debts: lost time, in plain steps, that later texts must recover, by whether the drafter took
+            part.
 
     Concurrent texts may share it: values are replaced, so one text may overwrite another's.
     """
@@ -213,10 +261,16 @@ class AutoPlanner(Planner):
     ) -> None:
         super().__init__(None, can_merge=can_merge, max_rows=max_rows)
         self._history, self._on_finish = (history := history or History()), on_finish
-        self.plans = list_candidate_plans(costs, history.counts.correct(table)) if plans is None else tuple(plans)
+        self.plans = (
+            list_candidate_plans(costs, history.counts.correct(table))
+            if plans is None
+            else tuple(plans)
+        )
         self._costs, self._acceptance = costs, Acceptance(table, self.plans, history.counts)
         self._slowdown = Slowdown(least_slowdown, history.slowdown)
-        self._steps: dict[tuple[Plan, int], float] = {}  # cost of a round in plain steps, by plan and context length
+        self._steps: dict[
+            tuple[Plan, int], float
+        ] = {}  # cost of a round in plain steps, by plan and context length
         self._pending: Plan | None = None
         self._pause, self._next_pause = WARM_UP if history.slowdown is None else 0, PROBE_EVERY
         self._n_tokens = 0
@@ -233,11 +287,18 @@ class AutoPlanner(Planner):
         """Whether the drafter may draft: there are plans and no pause."""
         return bool(self.plans) and (self._pause <= 0 or self._pending is not None)
 
-    def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
-        """The next plan. Takes about 0.1 ms, and almost nothing during a pause without a forecast."""
+    def next_plan(
+        self, length: int, replayed: int = 0, forecast: Forecast | None = None
+    ) -> Plan | None:
+        """The next plan.
+
+        Takes about 0.1 ms, and almost nothing during a pause without a forecast.
+        """
         pending, self._pending = self._pending, None
         plan = self._choose_drafter_plan(pending, length, replayed)
-        if forecast is not None and self._is_context_faster(plan, pending, forecast, length, replayed):
+        if forecast is not None and self._is_context_faster(
+            plan, pending, forecast, length, replayed
+        ):
             plan = CONTEXT_ONLY
         self._pending = plan
         return plan
@@ -245,7 +306,9 @@ class AutoPlanner(Planner):
     def extend_plan(
         self, plan: Plan | None, cumulative_acceptance: Sequence[float], length: int, replayed: int
     ) -> Plan | None:
-        best = self._add_context(plan if plan and self.can_merge else CONTEXT_ONLY, cumulative_acceptance, length)
+        best = self._add_context(
+            plan if plan and self.can_merge else CONTEXT_ONLY, cumulative_acceptance, length
+        )
         current = self._predict(plan, length).speedup if plan and plan.depth else 1.0
         if best.speedup > current and self._can_afford(best.plan, None, length, replayed):
             plan = self._pending = best.plan
@@ -279,7 +342,9 @@ class AutoPlanner(Planner):
         if plan is not None and verified:
             predicted = costs.round_ms(plan, length, replayed)
             if plan.depth:
-                self._acceptance.observe(plan._replace(context=0), tokens - 1, context_won=from_context)
+                self._acceptance.observe(
+                    plan._replace(context=0), tokens - 1, context_won=from_context
+                )
                 if tokens > 1 and not from_context:  # an accepted draft ends the pause
                     self._pause, self._next_pause = 0, PROBE_EVERY
         else:
@@ -299,7 +364,9 @@ class AutoPlanner(Planner):
         if current is None and (self._pause > 0 or not self.plans):
             self._pause -= 1
             return None
-        speedups: dict[Plan | None, float] = {plan: self._predict(plan, length).speedup for plan in self.plans}
+        speedups: dict[Plan | None, float] = {
+            plan: self._predict(plan, length).speedup for plan in self.plans
+        }
         speedups[None] = 1.0
         speedups[current] *= 1 + HYSTERESIS
         ranked = sorted(self.plans, key=speedups.__getitem__, reverse=True)
@@ -308,7 +375,9 @@ class AutoPlanner(Planner):
         is_probe = not current and not wanted
         slowdown = 1.0 if is_probe else self.slowdown
         choices = ranked if is_probe else wanted
-        affordable = (each for each in choices if self._can_afford(each, pending, length, replayed, slowdown))
+        affordable = (
+            each for each in choices if self._can_afford(each, pending, length, replayed, slowdown)
+        )
         plan = next(affordable, None)
         if plan is None or is_probe:
             self._pause = self._next_pause
@@ -317,49 +386,83 @@ class AutoPlanner(Planner):
         return plan
 
     def _is_context_faster(
-        self, plan: Plan | None, pending: Plan | None, forecast: Forecast, length: int, replayed: int
+        self,
+        plan: Plan | None,
+        pending: Plan | None,
+        forecast: Forecast,
+        length: int,
+        replayed: int,
     ) -> bool:
-        """Whether waiting for a context proposal is faster than the drafter's plan, which a proposal may extend."""
+        """Whether waiting for a context proposal is faster than the drafter's plan, which a
+        proposal may extend.
+        """
         chance, cumulative = forecast
         hit = self._add_context(CONTEXT_ONLY, cumulative, length)
         waiting = _mix(chance, hit, predict(self._costs, CONTEXT_ONLY, length, NO_DRAFT))
         otherwise = 1.0
         if plan is not None:
             miss = self._predict(plan, length)
-            otherwise = _mix(chance, self._add_context(plan, cumulative, length) if self.can_merge else miss, miss)
+            otherwise = _mix(
+                chance,
+                self._add_context(plan, cumulative, length) if self.can_merge else miss,
+                miss,
+            )
         is_faster = waiting > (1 + HYSTERESIS) * otherwise
         return is_faster and self._can_afford(hit.plan, pending, length, replayed)
 
     def _add_context(self, plan: Plan, cumulative: Sequence[float], length: int) -> Prediction:
         """The fastest prediction for a plan extended by part or all of a proposal."""
-        longest = len(cumulative) if self.max_rows is None else min(len(cumulative), self.max_rows - 1)
+        longest = (
+            len(cumulative) if self.max_rows is None else min(len(cumulative), self.max_rows - 1)
+        )
         counts = {count for count in CONTEXT_LENGTHS if count < longest} | {longest}
-        extended = (self._predict(plan._replace(context=count), length, cumulative) for count in counts)
+        extended = (
+            self._predict(plan._replace(context=count), length, cumulative) for count in counts
+        )
         return max(extended, key=attrgetter("speedup"))
 
     def _predict(self, plan: Plan, length: int, copied: Sequence[float] = ()) -> Prediction:
-        cumulative = self._acceptance.cumulative(plan._replace(context=0)) if plan.depth else NO_DRAFT
+        cumulative = (
+            self._acceptance.cumulative(plan._replace(context=0)) if plan.depth else NO_DRAFT
+        )
         if not plan.context:
             return predict(self._costs, plan, length, cumulative, self.slowdown)
-        cumulative, key = combine_acceptance(cumulative, copied[: plan.context]), (plan, length // 128)
+        cumulative, key = (
+            combine_acceptance(cumulative, copied[: plan.context]),
+            (plan, length // 128),
+        )
         if key not in self._steps:
             self._steps[key] = predict(self._costs, plan, length, NO_DRAFT).steps
         tokens, replayed = sum(cumulative), 0.0
-        if row_ms := self._costs.replay_row_ms:  # of the next round only, as matches do not follow each other
-            replayed = (tokens - len(cumulative) * cumulative[-1]) * row_ms / self._costs.plain_ms(length)
+        if (
+            row_ms := self._costs.replay_row_ms
+        ):  # of the next round only, as matches do not follow each other
+            replayed = (
+                (tokens - len(cumulative) * cumulative[-1]) * row_ms / self._costs.plain_ms(length)
+            )
         return Prediction(plan, tokens, max(1.0, self.slowdown * (self._steps[key] + replayed)))
 
     def _can_afford(
-        self, plan: Plan, pending: Plan | None, length: int, replayed: int, slowdown: float | None = None
+        self,
+        plan: Plan,
+        pending: Plan | None,
+        length: int,
+        replayed: int,
+        slowdown: float | None = None,
     ) -> bool:
-        """Whether the budget covers the plan and the pending round, if both are rejected and the text then ends.
+        """Whether the budget covers the plan and the pending round, if both are rejected and the
+        text then ends.
 
         The drafter and the context have separate budgets.
         """
         costs, plain = self._costs, self._costs.plain_ms(length)
         slowdown = self.slowdown if slowdown is None else slowdown
         source = plan.depth > 0
-        budget = MAX_LOSS * max(self._n_tokens, MIN_TOKENS) + self._saved[source] - self._history.debts[source]
+        budget = (
+            MAX_LOSS * max(self._n_tokens, MIN_TOKENS)
+            + self._saved[source]
+            - self._history.debts[source]
+        )
         loss = slowdown * costs.round_ms(pending, length, replayed) - plain if pending else 0.0
         left = replayed + 1 if pending else 0
         loss += slowdown * costs.round_ms(plan, length, left) - plain
@@ -373,7 +476,9 @@ def _mix(chance: float, hit: Prediction, miss: Prediction) -> float:
     return tokens / (chance * hit.steps + (1 - chance) * miss.steps)
 
 
-def make_context_planner(history: History | None, *, replays: bool, max_rows: int | None = None) -> AutoPlanner:
+def make_context_planner(
+    history: History | None, *, replays: bool, max_rows: int | None = None
+) -> AutoPlanner:
     """A planner for drafting from the context alone, without a measured cost table.
 
     The assumed costs are corrected by the round times of the model's earlier texts in this process.

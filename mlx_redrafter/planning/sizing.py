@@ -25,12 +25,21 @@ VOCABULARIES = (65536, 32768, 16384, 8192)
 """Draft vocabulary sizes to try, besides the target's full vocabulary."""
 
 MAX_FULL_VOCABULARY = 32768
-"""The largest vocabulary that a drafter may cover in full; of a larger one it covers at most a third."""
+"""The largest vocabulary that a drafter may cover in full.
+
+Of a larger one it covers at most a third.
+"""
 
 MAX_SMALL_VOCABULARY = 16384
-"""Draft vocabularies up to this size lose acceptance; larger ones omit only tokens that are rare in any text."""
+"""Draft vocabularies up to this size lose acceptance.
 
-REPEATS, SECONDS = 7, 1.0  # maximum runs of a draft step, and the time limit for these and for plain steps
+Larger ones omit only tokens that are rare in any text.
+"""
+
+REPEATS, SECONDS = (
+    7,
+    1.0,
+)  # maximum runs of a draft step, and the time limit for these and for plain steps
 
 
 class SizeChoice(NamedTuple):
@@ -46,10 +55,17 @@ class SizeChoice(NamedTuple):
 
 
 def list_candidates(
-    hidden_size: int, vocab_size: int, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
+    hidden_size: int,
+    vocab_size: int,
+    kind: type[TrainableArgs] = TRAINABLE[DEFAULT],
+    depth: int = DRAFT_DEPTH,
 ) -> list[DrafterArgs]:
     """Sizes to try, best first: by number of weights, with small draft vocabularies last."""
-    most = vocab_size - 1 if vocab_size <= MAX_FULL_VOCABULARY else max(VOCABULARIES[-1], vocab_size // 3)
+    most = (
+        vocab_size - 1
+        if vocab_size <= MAX_FULL_VOCABULARY
+        else max(VOCABULARIES[-1], vocab_size // 3)
+    )
     smaller: list[int | None] = [count for count in VOCABULARIES if count <= most]
     if not smaller and vocab_size >= 1024:
         smaller = [vocab_size // 2]
@@ -61,7 +77,9 @@ def list_candidates(
     ]
 
     def rate(args: DrafterArgs) -> tuple[bool, int]:
-        is_small = args.draft_vocab_size is not None and args.draft_vocab_size <= MAX_SMALL_VOCABULARY
+        is_small = (
+            args.draft_vocab_size is not None and args.draft_vocab_size <= MAX_SMALL_VOCABULARY
+        )
         return not is_small, count_weights(args)
 
     return sorted(sizes, key=rate, reverse=True)
@@ -73,9 +91,13 @@ def count_weights(args: DrafterArgs) -> int:
 
 
 def choose_size(
-    model: nn.Module, dtype: mx.Dtype, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
+    model: nn.Module,
+    dtype: mx.Dtype,
+    kind: type[TrainableArgs] = TRAINABLE[DEFAULT],
+    depth: int = DRAFT_DEPTH,
 ) -> SizeChoice:
-    """The best of `list_candidates` whose draft step costs less than `MAX_DRAFT_COST` of a plain step; both are timed.
+    """The best of `list_candidates` whose draft step costs less than `MAX_DRAFT_COST` of a plain
+    step; both are timed.
 
     Sizes with too many bytes are not timed: decoding is memory-bound.
 

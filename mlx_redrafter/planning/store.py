@@ -38,7 +38,9 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         trees: whether both take trees.
         refresh: measure even if a table is saved.
     """
-    described, file = find_file("costs", model, trees=trees, drafter_tensors=digest_tensors(drafter))
+    described, file = find_file(
+        "costs", model, trees=trees, drafter_tensors=digest_tensors(drafter)
+    )
     found, tries = ranks.share({} if refresh else read_saved(file)), 0
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         kept, tries = parse_costs(found["costs"]), int(found["tries"])
@@ -57,7 +59,8 @@ def load_row_classes(
     find: bool = True,
     refresh: bool = False,
 ) -> tuple[RowCounts, ...]:
-    """See `find_row_classes`: read from disk, or found now and saved; none if `find` is false and none are saved.
+    """See `find_row_classes`: read from disk, or found now and saved; none if `find` is false and
+    none are saved.
 
     Args:
         refresh: find them even if they are saved.
@@ -74,13 +77,19 @@ def load_row_classes(
 
 
 def load_row_counts(
-    model: nn.Module, drafter: Drafter, classes: Sequence[RowCounts], choose: Callable[[], RowCounts]
+    model: nn.Module,
+    drafter: Drafter,
+    classes: Sequence[RowCounts],
+    choose: Callable[[], RowCounts],
 ) -> RowCounts:
-    """The class that was chosen for a model and its drafter: read from disk, or chosen now and saved.
+    """The class that was chosen for a model and its drafter: read from disk, or chosen now and
+    saved.
 
     Costs are measured again at times, and vary; with another class the text could be another.
     """
-    described, file = find_file("rows", model, classes=classes, drafter_tensors=digest_tensors(drafter))
+    described, file = find_file(
+        "rows", model, classes=classes, drafter_tensors=digest_tensors(drafter)
+    )
     with suppress(TypeError, KeyError):  # none yet, or damaged
         saved = ranks.share(read_saved(file))["row_counts"]
         if tuple(saved) in classes:
@@ -91,7 +100,9 @@ def load_row_counts(
 
 
 def find_file(folder: str, model: nn.Module, **more: Any) -> tuple[dict[str, Any], Path]:
-    """(what was measured on this machine for this model, the file in the cache directory that is named by it)."""
+    """(what was measured on this machine for this model, the file in the cache directory that is
+    named by it).
+    """
     described = {"format": 7, "machine": describe_machine(), "model": find_module_name(model)}
     described |= {"model_tensors": digest_tensors(model), **more}
     if ranks.count_ranks() > 1:
@@ -101,7 +112,10 @@ def find_file(folder: str, model: nn.Module, **more: Any) -> tuple[dict[str, Any
 
 
 def save(file: Path, measured: dict[str, Any]) -> None:
-    """Writes what was measured as JSON to a file of the cache directory, on rank 0; warns if it cannot."""
+    """Writes what was measured as JSON to a file of the cache directory, on rank 0.
+
+    Warns if it cannot.
+    """
     if ranks.get_rank() == 0:
         try:
             write_text(find_cache_directory() / file, json.dumps(measured, indent=1) + "\n")
@@ -120,7 +134,10 @@ def read_counts(model: nn.Module, drafter: Drafter) -> Counts:
 
 
 def save_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
-    """Saves the counts for the next process if at least `MIN_NEW` rounds are new; write errors are ignored."""
+    """Saves the counts for the next process if at least `MIN_NEW` rounds are new.
+
+    Write errors are ignored.
+    """
     if counts.n_new >= MIN_NEW and ranks.get_rank() == 0:
         counts.n_new = 0
         with suppress(OSError, RuntimeError):
@@ -129,15 +146,26 @@ def save_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
 
 
 def find_counts_file(model: nn.Module, drafter: Drafter) -> Path:
-    """The file of the counts in the cache directory, named by both models and a sample of the drafter's tensors."""
-    described = [find_module_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + sample_tensors(drafter))
+    """The file of the counts in the cache directory, named by both models and a sample of the
+    drafter's tensors.
+    """
+    described = [
+        find_module_name(model),
+        digest_tensors(model),
+        digest_tensors(drafter),
+        drafter.args.to_dict(),
+    ]
+    digest = hashlib.sha256(
+        json.dumps(described, sort_keys=True).encode() + sample_tensors(drafter)
+    )
     return Path("acceptance", f"{digest.hexdigest()[:24]}.json")
 
 
 def digest_tensors(module: nn.Module) -> str:
     """A digest of a module's tensor names, shapes and dtypes."""
-    described = sorted((name, list(array.shape), str(array.dtype)) for name, array in list_weights(module).items())
+    described = sorted(
+        (name, list(array.shape), str(array.dtype)) for name, array in list_weights(module).items()
+    )
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 

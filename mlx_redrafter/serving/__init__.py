@@ -1,1 +1,3 @@
-"""HTTP server for the OpenAI and Anthropic APIs: speculative decoding for few requests, batches for many."""
+"""HTTP server for the OpenAI and Anthropic APIs: speculative decoding for few requests, batches for
+many.
+"""

@@ -8,7 +8,16 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
 from .completion import Answer, Completion, Event, Service
-from .conversation import Message, Tools, describe_tools, join_parts, list_parts, make_call, read_reasoning, read_tools
+from .conversation import (
+    Message,
+    Tools,
+    describe_tools,
+    join_parts,
+    list_parts,
+    make_call,
+    read_reasoning,
+    read_tools,
+)
 from .errors import ApiError
 from .schemas import CountTokensBody, MessagesBody
 from .text_stream import Segment
@@ -18,7 +27,11 @@ ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_f
 BILLING_PREFIX = "x-anthropic-billing-header:"
 """Prefix of a text in Claude Code's system prompt that differs in every request."""
 
-STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS: dict[str | None, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
 
 
 class Messages(Completion[CountTokensBody]):
@@ -34,10 +47,15 @@ class Messages(Completion[CountTokensBody]):
             hidden = set()  # they are deferred for a search that runs on the API's servers
         shown = [tool for name, tool in tools.items() if name not in hidden]
         self.messages = read_messages(body, tools, hidden)
-        self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
+        self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get(
+            "tool_calls"
+        )
         loaded = {name: tool for name, tool in tools.items() if name not in hidden}
         self.offer_tools(loaded, body.tool_choice, shown)
-        self.answer_format, self.effort = body.output_config.format or body.output_format, body.output_config.effort
+        self.answer_format, self.effort = (
+            body.output_config.format or body.output_format,
+            body.output_config.effort,
+        )
         thinking = body.thinking.get("type")
         self.thinks = None if thinking is None else thinking != "disabled"
         self._content: list[dict[str, Any]] = []
@@ -57,7 +75,9 @@ class Messages(Completion[CountTokensBody]):
             else:
                 yield self._make_block_event("stop")
         stopped_by = answer.texts[0].stopped_by
-        reason = "stop_sequence" if stopped_by is not None else STOP_REASONS.get(answer.finish_reason)
+        reason = (
+            "stop_sequence" if stopped_by is not None else STOP_REASONS.get(answer.finish_reason)
+        )
         ended = {"stop_reason": reason, "stop_sequence": stopped_by}
         self.reply |= {**ended, "usage": describe_usage(answer)}
         yield {"type": "message_delta", "delta": ended, "usage": self.reply["usage"]}
@@ -83,7 +103,10 @@ class Messages(Completion[CountTokensBody]):
     def describe_error(error: ApiError) -> Event:
         """Returns an error in Anthropic's format."""
         default = "invalid_request_error" if error.status < 500 else "api_error"
-        return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, default), "message": str(error)}}
+        return {
+            "type": "error",
+            "error": {"type": ERROR_TYPES.get(error.status, default), "message": str(error)},
+        }
 
 
 class CountTokens(Messages):
@@ -118,8 +141,8 @@ def read_messages(body: CountTokensBody, tools: Tools, hidden: set[str]) -> list
 
     Args:
         tools: all tools by name; those that the messages define are added.
-        hidden: names of the tools that the model does not know; afterwards without those that the messages load, and
-            with those that they remove.
+        hidden: names of the tools that the model does not know; afterwards without those that the
+            messages load, and with those that they remove.
     """
     texts = [join_parts([block], "system") for block in list_parts(body.system, "system")]
     system = "\n\n".join(text for text in texts if not text.startswith(BILLING_PREFIX))
@@ -129,8 +152,13 @@ def read_messages(body: CountTokensBody, tools: Tools, hidden: set[str]) -> list
     return messages
 
 
-def read_message(message: dict[str, Any], where: str, tools: Tools, hidden: set[str]) -> list[Message]:
-    """Returns one message in chat-completions format, see `read_messages`; each tool result becomes its own message."""
+def read_message(
+    message: dict[str, Any], where: str, tools: Tools, hidden: set[str]
+) -> list[Message]:
+    """Returns one message in chat-completions format, see `read_messages`.
+
+    Each tool result becomes its own message.
+    """
     role, place = message.get("role"), f"{where}.content"
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be 'user', 'assistant' or 'system', got {role!r:.50}")
@@ -138,23 +166,31 @@ def read_message(message: dict[str, Any], where: str, tools: Tools, hidden: set[
     for block in list_parts(message.get("content"), place):
         kind = block.get("type")
         if kind == "tool_result":
-            parts = [show_tools(part, place, tools, hidden) for part in list_parts(block.get("content"), place)]
+            parts = [
+                show_tools(part, place, tools, hidden)
+                for part in list_parts(block.get("content"), place)
+            ]
             text = join_parts(parts, place)
             text = f"<error>\n{text}\n</error>" if block.get("is_error") else text
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            results.append(
+                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+            )
         elif kind == "tool_use":
             calls.append(make_call(block.get("id"), block.get("name"), block.get("input")))
         else:
             rest.append(show_tools(block, place, tools, hidden))
     text, reasoning = join_parts(rest, place), read_reasoning(rest, place)
-    own = {"role": role, "content": text, "reasoning_content": reasoning} | ({"tool_calls": calls} if calls else {})
+    own = {"role": role, "content": text, "reasoning_content": reasoning} | (
+        {"tool_calls": calls} if calls else {}
+    )
     return [*results, own] if text or reasoning or calls or not results else results
 
 
 def show_tools(block: dict[str, Any], where: str, tools: Tools, hidden: set[str]) -> dict[str, Any]:
     """Returns the text of a block that loads, adds or removes a tool, and any other block as it is.
 
-    A definition stands where the conversation first refers to it, so the beginning of the prompt stays the same.
+    A definition stands where the conversation first refers to it, so the beginning of the prompt
+    stays the same.
     """
     kind = block.get("type")
     if kind not in ("tool_reference", "tool_addition", "tool_removal"):
@@ -168,7 +204,9 @@ def show_tools(block: dict[str, Any], where: str, tools: Tools, hidden: set[str]
         hidden.update(added)
         name = next(iter(added), None)
     if not isinstance(name, str):
-        raise ApiError(f"{where}: {kind} must have the name or the definition of a tool, got {block!r:.100}")
+        raise ApiError(
+            f"{where}: {kind} must have the name or the definition of a tool, got {block!r:.100}"
+        )
     text = f"The tool {name} is available.\n"
     if kind == "tool_removal" or name not in tools:
         hidden.add(name)

@@ -46,23 +46,28 @@ APIS: dict[str, type[Completion[Any]]] = {
 LOOPBACK_HOST = re.compile(
     r"(localhost|127\.0\.0\.1|\[::1\]|host\.(docker|containers)\.internal)(:\d*)?", re.IGNORECASE
 )
-"""Host headers that always mean this machine, seen from itself or from a container: no one can register a name under
-.internal. starlette's `TrustedHostMiddleware` answers others in plain text, which the APIs' clients cannot parse."""
+"""Host headers that always mean this machine, seen from itself or from a container: no one can
+register a name under .internal. starlette's `TrustedHostMiddleware` answers others in plain text,
+which the APIs' clients cannot parse."""
 
 LOCAL_ORIGIN = re.compile(
     r"https?://(localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0)(:\d+)?|(app|file|tauri|vscode-file|vscode-webview)://.*"
 )
-"""Origins of pages of this machine and of apps, as in Ollama. "null" is not one: any site can open such a frame."""
+"""Origins of pages of this machine and of apps, as in Ollama. "null" is not one: any site can open
+such a frame.
+"""
 
 BODY_SECONDS = 60.0
 """How long to wait for the next part of a request's body."""
 
 PROGRESS_SECONDS = 3.0
-"""Interval of keep-alives in a silent stream. Clients and proxies abort silent streams: some after 60 seconds, and some
-even if they receive comments."""
+"""Interval of keep-alives in a silent stream. Clients and proxies abort silent streams: some after
+60 seconds, and some even if they receive comments."""
 
 
-def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | None = None) -> Starlette:
+def make_app(
+    service: Service, page: Callable[[Request], Awaitable[Response]] | None = None
+) -> Starlette:
     """Returns the application; `page` handles GET / if it is given."""
 
     async def show_health(request: Request) -> Response:
@@ -73,7 +78,9 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         return JSONResponse({"status": status} | names | counts, 200 if worker.is_alive else 503)
 
     async def show_metrics(request: Request) -> Response:
-        return Response(generate_latest(service.worker.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(
+            generate_latest(service.worker.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4
+        )
 
     def describe_model(name: str) -> dict[str, Any]:
         length, when = service.worker.context_length, service.created
@@ -88,7 +95,9 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
             service.check_model(name)
             return JSONResponse(describe_model(name))
         ids = {"first_id": service.names[0], "last_id": service.names[-1], "has_more": False}
-        return JSONResponse({"object": "list", "data": [describe_model(name) for name in service.names]} | ids)
+        return JSONResponse(
+            {"object": "list", "data": [describe_model(name) for name in service.names]} | ids
+        )
 
     routes = [
         Route(path.removeprefix(prefix), partial(answer_request, service, api), methods=["POST"])
@@ -98,12 +107,18 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     routes += [
         Route("/health", show_health),
         Route("/metrics", show_metrics),
-        *(Route(f"{prefix}/models{name}", list_models) for prefix in ("/v1", "") for name in ("", "/", "/{name:path}")),
+        *(
+            Route(f"{prefix}/models{name}", list_models)
+            for prefix in ("/v1", "")
+            for name in ("", "/", "/{name:path}")
+        ),
         *([Route("/", page)] if page else []),
     ]
     origins = service.args.allowed_origins
     if "*" in origins:
-        logging.warning("Any web page that is open on this machine may use the server: --allowed-origins is *")
+        logging.warning(
+            "Any web page that is open on this machine may use the server: --allowed-origins is *"
+        )
     middleware = [
         Middleware(
             CORSMiddleware,
@@ -117,15 +132,21 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         # The application's own handler of Exception would run outside the middleware above.
         Middleware(ExceptionMiddleware, handlers={Exception: handle_error}),
     ]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: handle_error})
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: handle_error}
+    )
 
 
-async def answer_request(service: Service, api: type[Completion[Any]], request: Request) -> Response:
+async def answer_request(
+    service: Service, api: type[Completion[Any]], request: Request
+) -> Response:
     """Returns the reply to a request of an API."""
     body = parse_body(api.body_type, await read_body(request))
     service.check_model(body.model)
     completion = api(service, body)
-    prompt = await asyncio.get_running_loop().run_in_executor(service.prompt_thread, make_prompt, completion)
+    prompt = await asyncio.get_running_loop().run_in_executor(
+        service.prompt_thread, make_prompt, completion
+    )
     if api is CountTokens:
         return JSONResponse({"input_tokens": len(prompt.tokens)})
     answer = Answer(completion, prompt)
@@ -145,7 +166,9 @@ async def read_body(request: Request) -> bytes:
             parts.append(part)
     except TimeoutError:
         n_bytes = sum(map(len, parts))
-        raise ApiError(f"expected the whole body, got {n_bytes} bytes", 408, headers={"Connection": "close"}) from None
+        raise ApiError(
+            f"expected the whole body, got {n_bytes} bytes", 408, headers={"Connection": "close"}
+        ) from None
     return b"".join(parts)
 
 
@@ -173,11 +196,16 @@ def format_event(data: Event) -> str:
 
 
 class EventStream(StreamingResponse):
-    """A streamed reply. It sends and logs prefill progress while no event is sent, and always closes the answer."""
+    """A streamed reply.
+
+    It sends and logs prefill progress while no event is sent, and always closes the answer.
+    """
 
     def __init__(self, completion: Completion[Any], answer: Answer) -> None:
         self._completion, self._answer, self._is_silent = completion, answer, True
-        super().__init__(self._render(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            self._render(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends events until the last one, or until the client disconnects."""
@@ -202,14 +230,18 @@ class EventStream(StreamingResponse):
                 event = format_event(self._completion.make_empty_event(self._answer))
                 text = f": keepalive {self._answer.progress}\n\n{event}"
                 if not self._answer.n_tokens:
-                    logging.info("Prompt processing progress: %s", self._answer.progress)  # as mlx-lm's server
+                    logging.info(
+                        "Prompt processing progress: %s", self._answer.progress
+                    )  # as mlx-lm's server
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
     """Returns the reply to a failed request, in the format of its API."""
     if isinstance(error, HTTPException):
-        expected = f"expected one of {', '.join(APIS)}" if error.status_code == 404 else error.detail
+        expected = (
+            f"expected one of {', '.join(APIS)}" if error.status_code == 404 else error.detail
+        )
         error = ApiError(expected, error.status_code, headers=error.headers)
     elif isinstance(error, RecursionError):
         error = ApiError("the body is nested too deeply")
@@ -237,7 +269,9 @@ def guard(app: ASGIApp, service: Service, known_paths: set[str]) -> ASGIApp:
 
         reply = app
         try:
-            check_headers(Headers(scope=scope), service.args, needs_key=scope["path"] not in ("/health", "/"))
+            check_headers(
+                Headers(scope=scope), service.args, needs_key=scope["path"] not in ("/health", "/")
+            )
         except ApiError as error:
             reply = await handle_error(Request(scope), error)
         await reply(scope, receive, count_and_send)
@@ -249,9 +283,17 @@ def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool
     """Checks Origin, Host and key."""
     host, origin, allowed = headers.get("host", ""), headers.get("origin"), args.allowed_origins
     is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
-    is_allowed = "*" in allowed or origin in allowed or (not allowed and LOCAL_ORIGIN.fullmatch(origin or ""))
-    if origin is not None and not (is_own_page or is_allowed):  # without CORS headers it could still send requests
-        raise ApiError(f"expected an Origin of this machine or --allowed-origins, got {origin!r:.100}", 403)
+    is_allowed = (
+        "*" in allowed
+        or origin in allowed
+        or (not allowed and LOCAL_ORIGIN.fullmatch(origin or ""))
+    )
+    if origin is not None and not (
+        is_own_page or is_allowed
+    ):  # without CORS headers it could still send requests
+        raise ApiError(
+            f"expected an Origin of this machine or --allowed-origins, got {origin!r:.100}", 403
+        )
     if args.api_key is None:
         if not LOOPBACK_HOST.fullmatch(host):  # DNS rebinding: a page's own name may resolve here
             expected = "without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal"

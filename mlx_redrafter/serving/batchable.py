@@ -1,6 +1,7 @@
 """Checks whether mlx-lm decodes a model's rows in a batch as it decodes each alone.
 
-For some architectures it does not: their states or masks ignore the padding of shorter prompts, or assume that all rows
+For some architectures it does not: their states or masks ignore the padding of shorter prompts, or
+assume that all rows
 are at the same position.
 """
 
@@ -28,15 +29,19 @@ PREFILL_ROWS = 8
 
 PROMPTS = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3, 0, 2])
 FOLLOWING = [1, 1, 1]
-# A batch may differ by TOLERANCE standard deviations, plus NOISE times what prefilling in one piece changes.
+# A batch may differ by TOLERANCE standard deviations, plus NOISE times what prefilling in one piece
+# changes.
 TOLERANCE, NOISE = 1e-3, 3.0
 
 
 def count_prefill_rows(model: nn.Module, options: Options) -> int:
-    """Returns how many prompts mlx-lm may prefill together: `PREFILL_ROWS` or 1; 0 if it cannot batch the model.
+    """Returns how many prompts mlx-lm may prefill together: `PREFILL_ROWS` or 1; 0 if it cannot
+    batch the model.
 
-    Two short prompts in a batch are compared with each alone, in float32: in 16 bits, forwards of different shapes
-    differ by as much as some wrong batches do. In the model's own dtype a batch only has to run without NaN.
+    Two short prompts in a batch are compared with each alone, in float32: in 16 bits, forwards of
+    different shapes
+    differ by as much as some wrong batches do. In the model's own dtype a batch only has to run
+    without NaN.
     """
     cache = make_cache(model, options.max_kv_size)
     # mlx-lm's batches support neither quantized caches nor ring caches that keep their first rows.
@@ -54,14 +59,17 @@ def count_prefill_rows(model: nn.Module, options: Options) -> int:
                     return rows
         except Exception as error:  # model code may raise anything
             logging.debug(f"mlx-lm failed to batch {find_module_name(model)}", exc_info=error)
-    logging.warning(f"mlx-lm cannot batch {find_module_name(model)} correctly: requests take turns instead")
+    logging.warning(
+        f"mlx-lm cannot batch {find_module_name(model)} correctly: requests take turns instead"
+    )
     return 0
 
 
 class _InFloat32:
     """A model whose weights, scales and biases are cast to float32.
 
-    The casts are part of each forward's graph and are freed with it: there is never a second copy of the model.
+    The casts are part of each forward's graph and are freed with it: there is never a second copy
+    of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,7 +81,11 @@ class _InFloat32:
     def __call__(self, *args: Any, **keywords: Any) -> mx.array:
         model: Any = self._model
         own = model.parameters()
-        model.update(tree_map(lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x, own))
+        model.update(
+            tree_map(
+                lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x, own
+            )
+        )
         try:
             logits: mx.array = model(*args, **keywords)
         finally:
@@ -104,7 +116,9 @@ def _decode_together(model: nn.Module, prefill_rows: int) -> list[mx.array]:
         prefill_batch_size=prefill_rows,
     )
     try:
-        uids = generator.insert([list(prompt) for prompt in PROMPTS], [1 + len(FOLLOWING)] * len(PROMPTS))
+        uids = generator.insert(
+            [list(prompt) for prompt in PROMPTS], [1 + len(FOLLOWING)] * len(PROMPTS)
+        )
         made: dict[int, list[mx.array]] = {uid: [] for uid in uids}
         while any(len(rows) <= len(FOLLOWING) for rows in made.values()):
             for each in generator.next()[1]:
@@ -112,11 +126,15 @@ def _decode_together(model: nn.Module, prefill_rows: int) -> list[mx.array]:
         return [mx.stack(rows) for rows in made.values()]
     finally:
         generator.close()
-        mx.synchronize(generator.stream)  # wait for its last step: messages are ordered within one stream only
+        mx.synchronize(
+            generator.stream
+        )  # wait for its last step: messages are ordered within one stream only
 
 
 def _deviation(expected: Sequence[mx.array], found: Sequence[mx.array]) -> float:
-    """Returns the largest mean difference on any rank, in standard deviations of the log-probabilities."""
+    """Returns the largest mean difference on any rank, in standard deviations of the
+    log-probabilities.
+    """
     pairs = zip(expected, found, strict=True)
     own = max(cast(float, (mx.abs(x - y).mean() / mx.sqrt(mx.var(x))).item()) for x, y in pairs)
     return float(max(ranks.gather(own)))

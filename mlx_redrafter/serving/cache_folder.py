@@ -1,4 +1,5 @@
-"""Prompt caches on disk, to reuse after a restart: mlx-lm's format, in files that only the owner can read.
+"""Prompt caches on disk, to reuse after a restart: mlx-lm's format, in files that only the owner
+can read.
 
 A file's name identifies the model, options and versions that made it, and its tokens. Metadata
 is read at startup, arrays when a prompt matches.
@@ -33,14 +34,18 @@ FILE_NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}\.safetensors")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 MAX_FILES = 500
-"""Files that are kept and read: arrays that are not loaded yet keep theirs open, and mlx-lm allows 2,048."""
+"""Files that are kept and read: arrays that are not loaded yet keep theirs open, and mlx-lm allows
+2,048.
+"""
 
 
 class CacheFolder:
-    """A folder of prompt caches, used by one process at a time. Files of other models and versions are ignored.
+    """A folder of prompt caches, used by one process at a time. Files of other models and versions
+    are ignored.
 
     Args:
-        name: the folder. It is created if it does not exist, for the owner only; an existing one keeps its mode.
+        name: the folder. It is created if it does not exist, for the owner only; an existing one
+            keeps its mode.
         model, options: what the caches are for.
     """
 
@@ -51,16 +56,22 @@ class CacheFolder:
             path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             self._lock.acquire()
             for each in path.iterdir():
-                if each.name != find_final_name(each.name) and FILE_NAME.fullmatch(find_final_name(each.name)):
+                if each.name != find_final_name(each.name) and FILE_NAME.fullmatch(
+                    find_final_name(each.name)
+                ):
                     each.unlink()  # left by a process that was killed while writing
         except Timeout:
             raise RedrafterError(f"another process keeps its prompt caches in {path}") from None
         except OSError as error:
-            raise RedrafterError(f"expected a folder for prompt caches, got {path}: {join_lines(error)}") from error
+            raise RedrafterError(
+                f"expected a folder for prompt caches, got {path}: {join_lines(error)}"
+            ) from error
         own = [find_module_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
         own += [repr(getattr(options, each)) for each in CACHE_OPTIONS]
         own += [version(each) for each in ("mlx-redrafter", "mlx-lm", "mlx")]
-        self._key = hashlib.sha256(json.dumps(own).encode() + sample_tensors(model)).hexdigest()[:16]
+        self._key = hashlib.sha256(json.dumps(own).encode() + sample_tensors(model)).hexdigest()[
+            :16
+        ]
 
     def read(self) -> Iterator[tuple[Path, np.ndarray[Any, Any], kv_cache.Cache]]:
         """Yields (file, tokens (T,) int32, cache) for this model, least recently used first.
@@ -72,13 +83,17 @@ class CacheFolder:
                 cache, metadata = load_prompt_cache(str(file), return_metadata=True)
                 tokens = np.array(json.loads(metadata["tokens"]), np.int32)
                 if kv_cache.length(cache) not in (0, len(tokens)):
-                    raise RedrafterError(f"expected {len(tokens)} tokens, got {kv_cache.length(cache)}")
+                    raise RedrafterError(
+                        f"expected {len(tokens)} tokens, got {kv_cache.length(cache)}"
+                    )
             except Exception as error:  # damaged files raise many types
                 self.remove_damaged(file, error)
             else:
                 yield file, tokens, cache
 
-    def write(self, tokens: np.ndarray[Any, Any], cache: kv_cache.Cache, used: float, max_bytes: int) -> Path:
+    def write(
+        self, tokens: np.ndarray[Any, Any], cache: kv_cache.Cache, used: float, max_bytes: int
+    ) -> Path:
         """Writes a cache atomically, then deletes the least recently used files.
 
         Args:
@@ -91,7 +106,10 @@ class CacheFolder:
         """
         if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
             raise RedrafterError(f"mlx-lm cannot load a {odd[0]}")
-        file = self._path / f"{self._key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.safetensors"
+        file = (
+            self._path
+            / f"{self._key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.safetensors"
+        )
         with replace_file(file) as partial:
             partial.touch(FILE_MODE)
             save_prompt_cache(str(partial), cache, {"tokens": json.dumps(tokens.tolist())})
@@ -115,7 +133,13 @@ class CacheFolder:
         self._lock.release()
 
     def _list_files(self) -> list[Path]:
-        """Returns the files of all models, least recently used first; none if the folder is gone."""
+        """Returns the files of all models, least recently used first.
+
+        None if the folder is gone.
+        """
         if not self._path.is_dir():
             return []
-        return sorted((each for each in self._path.iterdir() if FILE_NAME.fullmatch(each.name)), key=os.path.getmtime)
+        return sorted(
+            (each for each in self._path.iterdir() if FILE_NAME.fullmatch(each.name)),
+            key=os.path.getmtime,
+        )

@@ -13,7 +13,17 @@ from ..options import Options
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {
+    "": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 REQUEST_OPTIONS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
 """Options without a flag here: requests set them, or they keep their defaults."""
 
@@ -35,15 +45,42 @@ def make_parser() -> Parser:
     add("--served-model-name", nargs="+", metavar="NAME",
         help="names that requests may use, * for any; replies use the first (default: the model's own)")  # fmt: skip
     add("--chat-template", help="chat template to use instead of the tokenizer's")
-    add("--use-default-chat-template", action="store_true", help="the tokenizer's default template if it has no other")
-    add("--host", default="127.0.0.1", help="address to listen on; needs a key unless loopback (default: %(default)s)")
-    add("--port", type=int, default=8080, help="port to listen on; 0 picks a free one (default: %(default)s)")
+    add(
+        "--use-default-chat-template",
+        action="store_true",
+        help="the tokenizer's default template if it has no other",
+    )
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; needs a key unless loopback (default: %(default)s)",
+    )
+    add(
+        "--port",
+        type=int,
+        default=8080,
+        help="port to listen on; 0 picks a free one (default: %(default)s)",
+    )
     add("--allowed-origins", type=lambda text: [each.strip() for each in text.split(",")], default=[],
         help="comma-separated origins of pages that may send requests, or * (default: local ones, apps)")  # fmt: skip
     keys = parser.add_mutually_exclusive_group().add_argument
-    keys("--api-key", help="key that clients must send; other users may see it in the list of processes")
-    keys("--api-key-file", metavar="FILE", dest="api_key", type=read_key, help="file that holds the key")
-    add("--decode-concurrency", type=int, default=32, help="maximum requests in a batch (default: %(default)s)")
+    keys(
+        "--api-key",
+        help="key that clients must send; other users may see it in the list of processes",
+    )
+    keys(
+        "--api-key-file",
+        metavar="FILE",
+        dest="api_key",
+        type=read_key,
+        help="file that holds the key",
+    )
+    add(
+        "--decode-concurrency",
+        type=int,
+        default=32,
+        help="maximum requests in a batch (default: %(default)s)",
+    )
     add("--prompt-cache-bytes", type=parse_size,
         help="memory for the KV caches of earlier requests, such as 512MB or 2GB; 0 keeps none, otherwise the newest "
              "is always kept (default: half of the memory that the weights leave, at least 1GiB)")  # fmt: skip
@@ -63,7 +100,9 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
-        raise argparse.ArgumentTypeError(f"expected a number of bytes, such as 512MB or 2GB, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a number of bytes, such as 512MB or 2GB, got {text!r}"
+        )
     return int(float(found[1]) * unit)
 
 
@@ -83,8 +122,12 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
         if not args.api_key:
             raise RedrafterError("the key must not be empty")
     elif args.host not in LOOPBACK:
-        raise RedrafterError(f"--host {args.host} needs a key: expected --api-key-file or --api-key, got neither")
+        raise RedrafterError(
+            f"--host {args.host} needs a key: expected --api-key-file or --api-key, got neither"
+        )
     if args.prompt_cache_dir is not None and ranks.count_ranks() > 1:
-        raise RedrafterError(f"--prompt-cache-dir needs a single process, got {ranks.count_ranks()} ranks")
+        raise RedrafterError(
+            f"--prompt-cache-dir needs a single process, got {ranks.count_ranks()} ranks"
+        )
     args.options = Options(**read_options(args))
     return args

@@ -1,7 +1,8 @@
 """The path of a request, the same for all APIs.
 
-`Completion(service, body)` reads a parsed body, `make_prompt(completion)` encodes its prompt, `Answer(completion,
-prompt)` submits it to the worker, and `completion.render_events(answer)` renders the tokens.
+`Completion(service, body)` reads a parsed body, `make_prompt(completion)` encodes its prompt,
+`Answer(completion, prompt)` submits it to the worker, and `completion.render_events(answer)`
+renders the tokens.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ class Service:
         args: the command's flags.
         model_name: the model's own name.
         drafter_name: the drafter's name; None without one.
-        prompt_thread: encodes prompts, one at a time, so that a long one does not delay other streams.
+        prompt_thread: encodes prompts, one at a time, so that a long one does not delay other
+            streams.
         items: the latest items of the Responses API by id, which clients may reference.
-        shows_drafts: whether chunks of chat and text completions contain the rounds' drafts, for the race.
+        shows_drafts: whether chunks of chat and text completions contain the rounds' drafts, for
+            the race.
     """
 
     worker: Worker
@@ -52,7 +55,9 @@ class Service:
     model_name: str
     drafter_name: str | None
     created: int = field(default_factory=lambda: int(time.time()))
-    prompt_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prompts"))
+    prompt_thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "prompts")
+    )
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
     shows_drafts: bool = False
 
@@ -63,17 +68,28 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Refuses a name under which the loaded model is not served."""
-        if not self.takes_any_name and name not in (DEFAULT_MODEL, self.model_name, self.args.model, *self.names):
+        if not self.takes_any_name and name not in (
+            DEFAULT_MODEL,
+            self.model_name,
+            self.args.model,
+            *self.names,
+        ):
             expected = " or ".join(self.names)
-            raise ApiError(f"expected model {expected}, got {name!r:.100}", 404, code="model_not_found")
+            raise ApiError(
+                f"expected model {expected}, got {name!r:.100}", 404, code="model_not_found"
+            )
 
     def check_text(self, text: str) -> None:
-        """Refuses a prompt that is far too long before all of it is encoded: a megabyte takes seconds and 80 MB."""
+        """Refuses a prompt that is far too long before all of it is encoded: a megabyte takes
+        seconds and 80 MB.
+        """
         length = self.worker.context_length
         size = len(text) if length is None else 8 * length
         while size < len(text):
             n_tokens = len(self.tokenizer.encode(text[:size], add_special_tokens=False))
-            check_length(n_tokens // 2, length, is_exact=False)  # half: the whole text is divided differently
+            check_length(
+                n_tokens // 2, length, is_exact=False
+            )  # half: the whole text is divided differently
             size *= 2
 
 
@@ -82,7 +98,8 @@ class Prompt(NamedTuple):
 
     Attributes:
         tokens: token ids.
-        state: the state of mlx-lm's text state machine after them; with None the whole answer is text.
+        state: the state of mlx-lm's text state machine after them; with None the whole answer is
+            text.
         grammar: makes the grammar that the answer must follow; None for any answer.
         prefix_lengths: see `Request`.
     """
@@ -103,7 +120,8 @@ class Completion(ABC, Generic[AnyBody]):
         shown_tools: the tools at the beginning of the prompt.
         tools, forced_tools: the tools that may be called, and those of which one must be called.
         answer_format: the format that the answer must follow; None for free text.
-        thinks, effort: whether and how much to reason; `chat_template_kwargs` override them. None if not given.
+        thinks, effort: whether and how much to reason; `chat_template_kwargs` override them. None
+            if not given.
         choices: how many answers to make; with a seed, choice i uses seed + i.
         top_logprobs: likeliest tokens to return with each token; None for no log-probabilities.
         reply: the non-streamed reply, complete once `render_events` has ended.
@@ -127,7 +145,10 @@ class Completion(ABC, Generic[AnyBody]):
         self.reply: Event = {}
 
     def offer_tools(self, tools: Tools, choice: Any, shown: list[Tool] | None = None) -> None:
-        """Applies `tool_choice` to tools; those `shown` at the beginning of the prompt are the same by default."""
+        """Applies `tool_choice` to tools.
+
+        Those `shown` at the beginning of the prompt are the same by default.
+        """
         self.shown_tools = list(tools.values()) if shown is None else shown
         self.tools, self.forced_tools = choose_tools(tools, choice)
 
@@ -136,9 +157,13 @@ class Completion(ABC, Generic[AnyBody]):
         service, own, tools = self.service, self.body.chat_template_kwargs, self.tools
         tokenizer, prefilled = service.tokenizer, self.is_prefilled
         if "chat_template" in own:  # it might loop forever
-            raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
+            raise ApiError(
+                "chat_template_kwargs must be variables of the model's own template, got chat_template"
+            )
         if tools and not (tokenizer.has_tool_calling or self.forced_tools):
-            raise ApiError("tools are not supported by this model: mlx-lm has no tool parser for its tokenizer")
+            raise ApiError(
+                "tools are not supported by this model: mlx-lm has no tool parser for its tokenizer"
+            )
         messages = arrange(self.messages, tokenizer.chat_template)
         if not tokenizer.has_chat_template:
             text = convert_chat(messages)
@@ -158,7 +183,9 @@ class Completion(ABC, Generic[AnyBody]):
             raise errors[0]
         service.check_text(text)
         prompt = list(tokenizer.encode(text, add_special_tokens=False))
-        thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
+        thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(
+            prompt
+        ) > tokenizer.rfind_think_end(prompt)
         state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
         if not service.worker.scheduler.copies_prompts:
             return Prompt(prompt, state)
@@ -171,7 +198,10 @@ class Completion(ABC, Generic[AnyBody]):
 
     @abstractmethod
     def make_empty_event(self, answer: Answer) -> Event:
-        """Returns an event without content that keeps a silent stream alive; the API's official clients accept it."""
+        """Returns an event without content that keeps a silent stream alive.
+
+        The API's official clients accept it.
+        """
 
     @staticmethod
     def describe_error(error: ApiError) -> Event:
@@ -190,31 +220,43 @@ class Completion(ABC, Generic[AnyBody]):
 
 
 def make_prompt(completion: Completion[Any]) -> Prompt:
-    """Returns the prompt of a completion with its grammar. Slow: do not call it in the event loop."""
+    """Returns the prompt of a completion with its grammar.
+
+    Slow: do not call it in the event loop.
+    """
     service, prompt = completion.service, completion.encode_prompt()
-    constraint: Constraint | None = completion.answer_format.schema_to_follow if completion.answer_format else None
+    constraint: Constraint | None = (
+        completion.answer_format.schema_to_follow if completion.answer_format else None
+    )
     unless: tuple[int, ...] = ()
     if completion.forced_tools:
         constraint = [tool.function for tool in completion.forced_tools.values()]
     elif constraint is not None and completion.tools:
         if not service.tokenizer.tool_call_start:
-            raise ApiError("expected tools or a format, got both: this model's tool calls have no start token")
+            raise ApiError(
+                "expected tools or a format, got both: this model's tool calls have no start token"
+            )
         unless = tuple(service.tokenizer.tool_call_start_tokens)
     if constraint is None:
         return prompt
     if completion.is_prefilled:
-        raise ApiError("an answer begun by the last message cannot follow a format or be a forced tool call")
+        raise ApiError(
+            "an answer begun by the last message cannot follow a format or be a forced tool call"
+        )
     grammar = service.worker.grammars.compile(constraint, prompt.state, unless)
     return Prompt(prompt.tokens, prompt.state, grammar, prompt.prefix_lengths)
 
 
 class Answer:
-    """The submitted requests of a completion, one for each choice, and their texts. It must be closed.
+    """The submitted requests of a completion, one for each choice, and their texts. It must be
+    closed.
 
     Attributes:
-        n_tokens, n_reasoning: how many tokens were received so far, and how many of them are reasoning.
+        n_tokens, n_reasoning: how many tokens were received so far, and how many of them are
+            reasoning.
         choice: index of the choice that `read_events` is reading.
-        finish_reason: "stop", "length" or "tool_calls" after the last token of a choice, None before.
+        finish_reason: "stop", "length" or "tool_calls" after the last token of a choice, None
+            before.
     """
 
     def __init__(self, completion: Completion[Any], prompt: Prompt) -> None:
@@ -228,27 +270,39 @@ class Answer:
             **body.get_sampling_options(),
         }
         marks = list(service.tokenizer.tool_call_start_tokens or ())
-        if completion.shown_tools and not completion.tools and len(marks) == 1:  # none may be called
+        if (
+            completion.shown_tools and not completion.tools and len(marks) == 1
+        ):  # none may be called
             asked["logit_bias"] = {marks[0]: -100.0} | asked.get("logit_bias", {})
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
         self.choice = self.n_tokens = self.n_reasoning = 0
         self.finish_reason: ApiFinishReason | None = None
-        functions, is_call = describe_tools(completion.tools.values()), bool(completion.forced_tools)
+        functions, is_call = (
+            describe_tools(completion.tools.values()),
+            bool(completion.forced_tools),
+        )
         for at in range(completion.choices):
             seed = {} if body.seed is None else {"seed": body.seed + at}
-            self.texts.append(TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call))
+            self.texts.append(
+                TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call)
+            )
             self.requests.append(service.worker.submit(prompt.tokens, **asked | seed))
 
     async def read_events(self) -> AsyncIterator[TokenEvent]:
-        """Yields the tokens of one choice after the other, with their text. A stop string ends a choice."""
+        """Yields the tokens of one choice after the other, with their text.
+
+        A stop string ends a choice.
+        """
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
             self.choice = choice
             async for event in request.read_events():
                 self.n_tokens += 1
                 self.n_reasoning += text.is_reasoning
                 token = None if event.finish_reason == "stop" else event.token
-                event.text, event.segments = text.add(token, is_last=event.finish_reason is not None)
+                event.text, event.segments = text.add(
+                    token, is_last=event.finish_reason is not None
+                )
                 if text.stopped_by is not None:
                     event.finish_reason = "stop"
                     request.cancel()
@@ -262,7 +316,8 @@ class Answer:
     async def read_blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
         """Yields the segments of a single choice in blocks, each from "begin" to "end".
 
-        Every tool call is a block of its own; otherwise a segment of another kind begins a new block.
+        Every tool call is a block of its own; otherwise a segment of another kind begins a new
+        block.
         """
         last: Segment | None = None
         async for event in self.read_events():
@@ -283,13 +338,18 @@ class Answer:
         return f"{request.n_prefilled}/{len(request.prompt)}"
 
     def describe_usage(self, prompt_word: str, answer_word: str) -> dict[str, Any]:
-        """Returns the token counts so far in OpenAI's format, with the API's words for prompt and answer."""
+        """Returns the token counts so far in OpenAI's format, with the API's words for prompt and
+        answer.
+        """
         first = self.requests[0]
         return {
             f"{prompt_word}_tokens": len(first.prompt),
             f"{answer_word}_tokens": self.n_tokens,
             "total_tokens": len(first.prompt) + self.n_tokens,
-            f"{prompt_word}_tokens_details": {"cached_tokens": first.cached_tokens, "cache_write_tokens": 0},
+            f"{prompt_word}_tokens_details": {
+                "cached_tokens": first.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             f"{answer_word}_tokens_details": {"reasoning_tokens": self.n_reasoning},
             **self.count_drafts(),
         }

@@ -1,10 +1,11 @@
 """Arranges clients' conversations for chat templates, by the same rules for all APIs.
 
-- Leading system and developer messages become one system message. Later ones become marked text in a user turn, as many
-  templates accept a system message only at the beginning. They keep their place as the conversation grows.
+- Leading system and developer messages become one system message. Later ones become marked text in
+  a user turn, as many templates accept a system message only at the beginning. They keep their
+  place as the conversation grows.
 - Images, audio and files become placeholders, so that an attachment does not end a conversation.
-- `custom` and `namespace` tools are shown to the model as functions. Other types are ignored; most of
-  them run on the API's own servers. Calls in earlier turns are shown as calls.
+- `custom` and `namespace` tools are shown to the model as functions. Other types are ignored; most
+  of them run on the API's own servers. Calls in earlier turns are shown as calls.
 
 Malformed input raises an `ApiError` that names its place.
 """
@@ -34,7 +35,11 @@ REASONING_PARTS = (
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names that clients and templates have for the reasoning of an assistant's message."""
 
-CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
 """Parameters of a `custom` tool, whose input is one text."""
 
 
@@ -58,7 +63,10 @@ Tools = dict[str, Tool]
 
 
 def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
-    """Returns the messages in a form that `template` and others accept, see above; each content is one text."""
+    """Returns the messages in a form that `template` and others accept, see above.
+
+    Each content is one text.
+    """
     names = (name for name in REASONING_FIELDS if re.search(rf"[.'\"]{name}\b", str(template)))
     field = next(names, REASONING_FIELDS[0])
     flat = [flatten(message, f"messages[{at}]", field) for at, message in enumerate(messages)]
@@ -74,7 +82,9 @@ def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
         if role == "system":
             message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
         if last.get("role") == message["role"] == "user" and (is_late or role == "system"):
-            arranged[-1] = last | message | {"content": f"{last['content']}\n\n{message['content']}"}
+            arranged[-1] = (
+                last | message | {"content": f"{last['content']}\n\n{message['content']}"}
+            )
             is_late = is_late and role == "system"
         elif is_late and role == "tool":
             arranged.insert(-1, message)  # results must follow their calls
@@ -85,35 +95,50 @@ def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
 
 
 def flatten(message: Message, where: str, field: str) -> Message:
-    """Returns a message with one text, parsed tool calls, reasoning as `field`, and "system" instead of "developer"."""
+    """Returns a message with one text, parsed tool calls, reasoning as `field`, and "system"
+    instead of "developer".
+    """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise ApiError(f"{where}.role must be a string, got {role!r:.100}")
     text = join_parts(content, f"{where}.content")
     flat = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
     flat |= {"role": "system" if role == "developer" else role, "content": text}
-    given = (*(message.get(name) for name in REASONING_FIELDS), read_reasoning(content, f"{where}.content"))
+    given = (
+        *(message.get(name) for name in REASONING_FIELDS),
+        read_reasoning(content, f"{where}.content"),
+    )
     reasoning = next((each for each in given if each and isinstance(each, str)), None)
     # gpt-oss's template, the one that calls it "thinking", rejects it beside a text and calls.
-    if role == "assistant" and reasoning and not (field == "thinking" and text and message.get("tool_calls")):
+    if (
+        role == "assistant"
+        and reasoning
+        and not (field == "thinking" and text and message.get("tool_calls"))
+    ):
         flat[field] = reasoning
     if (calls := message.get("tool_calls")) is not None:
         try:
             flat["tool_calls"] = [read_call(call) for call in calls]
         except (AttributeError, KeyError, TypeError) as error:
-            raise ApiError(f"{where}.tool_calls must be calls of functions, got {calls!r:.100}") from error
+            raise ApiError(
+                f"{where}.tool_calls must be calls of functions, got {calls!r:.100}"
+            ) from error
     return flat
 
 
 def list_variants(messages: Sequence[Message]) -> list[list[Message]]:
-    """Returns variants to try if a template rejects the messages. Each keeps the changes of the previous ones.
+    """Returns variants to try if a template rejects the messages. Each keeps the changes of the
+    previous ones.
 
     Consecutive turns of one role are joined; the system message moves into the first user turn.
     """
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined else {}
-        if message["role"] == last.get("role") and message.keys() == last.keys() == {"role", "content"}:
+        if message["role"] == last.get("role") and message.keys() == last.keys() == {
+            "role",
+            "content",
+        }:
             joined[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}
         else:
             joined.append(message)
@@ -128,25 +153,39 @@ def list_parts(content: Any, where: str) -> list[dict[str, Any]]:
     """Returns the parts of a content: a string, a list of parts, or None."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    if not isinstance(content, list | None) or not all(isinstance(part, dict) for part in content or ()):
+    if not isinstance(content, list | None) or not all(
+        isinstance(part, dict) for part in content or ()
+    ):
         raise ApiError(f"{where} must be a text or a list of objects, got {content!r:.100}")
     return content or []
 
 
 def join_parts(content: Any, where: str) -> str:
-    """Returns the text of a content without its reasoning. Parts without text become placeholders."""
-    texts = [read_part(part) for part in list_parts(content, where) if part.get("type") not in REASONING_PARTS]
+    """Returns the text of a content without its reasoning.
+
+    Parts without text become placeholders.
+    """
+    texts = [
+        read_part(part)
+        for part in list_parts(content, where)
+        if part.get("type") not in REASONING_PARTS
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(f"{where}: expected texts, got {texts!r:.100}")
     return "".join(texts)
 
 
 def read_reasoning(content: Any, where: str) -> str:
-    """Returns the text of a content's reasoning parts, in the forms of all APIs; empty if it is encrypted."""
+    """Returns the text of a content's reasoning parts, in the forms of all APIs.
+
+    Empty if it is encrypted.
+    """
     text = ""
     for part in list_parts(content, where):
         if (kind := part.get("type")) in REASONING_PARTS:
-            held = next((part[name] for name in (kind, "text", "content", "summary") if name in part), None)
+            held = next(
+                (part[name] for name in (kind, "text", "content", "summary") if name in part), None
+            )
             held = held.get("text") if isinstance(held, dict) else held
             text += join_parts(held, where) + read_reasoning(held, where)
     return text
@@ -159,7 +198,9 @@ def read_part(part: dict[str, Any]) -> Any:
         return part.get("text", part.get("refusal"))
     if kind in ("document", "search_result"):
         held = source if isinstance(source, dict) else part
-        text = join_parts(held.get("content"), kind) or (held.get("data") if held.get("type") == "text" else "")
+        text = join_parts(held.get("content"), kind) or (
+            held.get("data") if held.get("type") == "text" else ""
+        )
         if text:
             return f"{part.get('title') or 'Document'}:\n{text}\n"
     name = re.sub(r"^input_|_url$|\W", "", kind)
@@ -178,7 +219,10 @@ def read_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_arguments(given: Any) -> dict[str, Any]:
-    """Returns a call's arguments as an object: {} if there are none; others become its only value."""
+    """Returns a call's arguments as an object: {} if there are none.
+
+    Others become its only value.
+    """
     parsed = given
     if isinstance(given, str):
         with suppress(ValueError):
@@ -190,7 +234,11 @@ def read_arguments(given: Any) -> dict[str, Any]:
 
 def make_call(identifier: Any, name: Any, arguments: Any) -> dict[str, Any]:
     """Returns a tool call in chat-completions format."""
-    return {"type": "function", "id": identifier, "function": {"name": name, "arguments": arguments}}
+    return {
+        "type": "function",
+        "id": identifier,
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def join_name(name: str, namespace: str | None) -> str:
@@ -198,7 +246,9 @@ def join_name(name: str, namespace: str | None) -> str:
     return name if not namespace else namespace + ("" if namespace.endswith("__") else "__") + name
 
 
-def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespace: str | None = None) -> Tools:
+def read_tools(
+    given: Iterable[Mapping[str, Any]], where: str = "tools", namespace: str | None = None
+) -> Tools:
     """Returns the tools of a request of any API, by the name that the model sees."""
     tools: Tools = {}
     for at, tool in enumerate(given):
@@ -217,7 +267,10 @@ def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespa
 
 
 def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str | None) -> Tool:
-    """Reads a function or a custom tool. The model sees all fields of a function from chat completions."""
+    """Reads a function or a custom tool.
+
+    The model sees all fields of a function from chat completions.
+    """
     own, shown = tool, dict[str, Any]()
     if "input_schema" in tool:  # as in messages
         kind, own = "function", {**tool, "parameters": tool["input_schema"]}
@@ -226,10 +279,18 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
     name, parameters = own.get("name"), own.get("parameters")
     if not isinstance(name, str) or not name:
         raise ApiError(f"{where}.name must be a string, got {name!r:.100}")
-    if not isinstance(own.get("description", ""), str | None) or not isinstance(parameters, dict | None):
-        raise ApiError(f"{where} must have a string as description and an object as parameters, got {own!r:.100}")
+    if not isinstance(own.get("description", ""), str | None) or not isinstance(
+        parameters, dict | None
+    ):
+        raise ApiError(
+            f"{where} must have a string as description and an object as parameters, got {own!r:.100}"
+        )
     parameters = CUSTOM_PARAMETERS if kind == "custom" else parameters
-    read = {"name": join_name(name, namespace), "description": own.get("description"), "parameters": parameters}
+    read = {
+        "name": join_name(name, namespace),
+        "description": own.get("description"),
+        "parameters": parameters,
+    }
     function = {key: value for key, value in (shown | read).items() if value is not None}
     return Tool(function, kind, name, namespace)
 
@@ -243,8 +304,8 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
     """Applies the `tool_choice` of any API.
 
     Returns:
-        The tools that may be called, and those of which one must be called. The prompt shows all in any case, so that
-        requests with different choices share a prefix.
+        The tools that may be called, and those of which one must be called. The prompt shows all in
+        any case, so that requests with different choices share a prefix.
     """
     choice = choice if isinstance(choice, dict) else {"type": choice}
     match kind := choice.get("type", "auto"):
@@ -254,7 +315,9 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
             return {}, {}
         case "required" | "any":
             if not tools:
-                raise ApiError(f"tool_choice {kind!r} needs tools of type function, custom or namespace, got none")
+                raise ApiError(
+                    f"tool_choice {kind!r} needs tools of type function, custom or namespace, got none"
+                )
             return tools, tools
         case "function" | "custom" | "tool":
             own = choice.get(kind, choice)
@@ -263,5 +326,9 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
                 if name in (tool.name, shown):
                     return tools, {shown: tool}
             known = ", ".join(tools) or "none"
-            raise ApiError(f"tool_choice names {name!r:.100}, which is not among the tools: {known:.200}")
-    raise ApiError(f"tool_choice must be auto, none, required or a tool's name, got {choice!r:.100}")
+            raise ApiError(
+                f"tool_choice names {name!r:.100}, which is not among the tools: {known:.200}"
+            )
+    raise ApiError(
+        f"tool_choice must be auto, none, required or a tool's name, got {choice!r:.100}"
+    )

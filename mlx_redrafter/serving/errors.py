@@ -19,7 +19,11 @@ class ApiError(RedrafterError):
     status = 400
 
     def __init__(
-        self, message: str, status: int | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        message: str,
+        status: int | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.headers = status or self.status, code, headers

@@ -18,7 +18,10 @@ DRAFTS = ("drafted", "accepted", "context_drafted", "context_accepted")
 
 
 class Metrics:
-    """The metrics of one worker since its start, in a registry of their own. All names begin with `mlx_redrafter_`."""
+    """The metrics of one worker since its start, in a registry of their own.
+
+    All names begin with `mlx_redrafter_`.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -27,20 +30,32 @@ class Metrics:
             return Counter(f"{PREFIX}{name}", text, labels, registry=self.registry)
 
         def measure(name: str, text: str) -> Histogram:
-            return Histogram(f"{PREFIX}{name}_seconds", text, buckets=BUCKETS, registry=self.registry)
+            return Histogram(
+                f"{PREFIX}{name}_seconds", text, buckets=BUCKETS, registry=self.registry
+            )
 
         self.requests = count("requests", "Replies by path and status", "endpoint", "status")
-        self.tokens = count("tokens", "Tokens by kind; drafted and accepted count drafter and context", "kind")
+        self.tokens = count(
+            "tokens", "Tokens by kind; drafted and accepted count drafter and context", "kind"
+        )
         self.rounds = count("rounds", "Target forwards after prefill, each for one request")
         self.batch_steps = count("batch_steps", "Target forwards for a batch of requests")
-        self.mode_switches = count("mode_switches", "Times that a request changed to another mode", "to")
+        self.mode_switches = count(
+            "mode_switches", "Times that a request changed to another mode", "to"
+        )
         self.generations = count("generations", "Generations by how they ended", "end")
-        self.drafter_failures = count("drafter_failures", "Answers that continued without a drafter that failed")
+        self.drafter_failures = count(
+            "drafter_failures", "Answers that continued without a drafter that failed"
+        )
         self.queued = measure("queue", "Seconds from a request's arrival to its start")
         self._first = measure("first_token", "Seconds from a request's arrival to its first token")
-        self._answered = measure("answer", "Seconds from a request's arrival to the end of its answer")
+        self._answered = measure(
+            "answer", "Seconds from a request's arrival to the end of its answer"
+        )
         self.add_gauge("active_memory_bytes", "Memory of MLX arrays in use", mx.get_active_memory)
-        self.add_gauge("cache_memory_bytes", "Free memory that MLX keeps for reuse", mx.get_cache_memory)
+        self.add_gauge(
+            "cache_memory_bytes", "Free memory that MLX keeps for reuse", mx.get_cache_memory
+        )
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Adds a gauge whose value `read` returns."""

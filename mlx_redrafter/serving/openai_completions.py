@@ -24,7 +24,10 @@ AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
 
 
 class OpenAICompletions(Completion[AnyOpenAIBody]):
-    """Base class of both APIs; `kinds` are the values of `object` in a whole reply and in a chunk."""
+    """Base class of both APIs;
+
+    `kinds` are the values of `object` in a whole reply and in a chunk.
+    """
 
     kinds: ClassVar[tuple[str, str]]
     last_line = "data: [DONE]\n\n"
@@ -81,7 +84,10 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         tokenizer = self.service.tokenizer
 
         def describe(token: int, logprob: float) -> dict[str, Any]:
-            text, found = tokenizer.decode([token]), logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB
+            text, found = (
+                tokenizer.decode([token]),
+                logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB,
+            )
             known = None if "\ufffd" in text else list(text.encode())  # a part of a character
             return {"id": token, "token": text, "bytes": known, "logprob": found}
 
@@ -92,7 +98,9 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         source, made, decode = event.draft_source, event.round, self.service.tokenizer.decode
         token = {"text": event.text, "from_draft": source is not None, "draft_source": source}
         noted.setdefault("tokens", []).append(token)
-        noted |= {name: getattr(request.output.stats, name) for name in ("rounds", "drafted", "accepted")}
+        noted |= {
+            name: getattr(request.output.stats, name) for name in ("rounds", "drafted", "accepted")
+        }
         noted["seconds"] = round(request.seconds, 6)
         if made is not None and made.tree is not None:
             texts = [decode([token]) for token in cast(list[int], made.tree.tokens.tolist())]
@@ -117,7 +125,9 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
         self._began = set[int]()  # choices whose role has been sent
 
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
-        text, reasoning = ("".join(s.text for s in segments if s.kind == kind) for kind in ("text", "reasoning"))
+        text, reasoning = (
+            "".join(s.text for s in segments if s.kind == kind) for kind in ("text", "reasoning")
+        )
         message: dict[str, Any] = {} if choice in self._began else {"role": "assistant"}
         self._began.add(choice)
         if text or not self.body.stream:
@@ -134,7 +144,11 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
     def _describe_call(self, segment: Segment) -> dict[str, Any]:
         tool = self.find_tool(segment)
         name = tool.name if tool.kind == "custom" else segment.name
-        return {"id": segment.id, "type": tool.kind, tool.kind: {"name": name, **read_input(tool, segment)}}
+        return {
+            "id": segment.id,
+            "type": tool.kind,
+            tool.kind: {"name": name, **read_input(tool, segment)},
+        }
 
 
 class Completions(OpenAICompletions[CompletionBody]):
@@ -146,7 +160,9 @@ class Completions(OpenAICompletions[CompletionBody]):
     def __init__(self, service: Service, body: CompletionBody) -> None:
         super().__init__(service, body)
         if body.logprobs is not False or body.top_logprobs > 0:
-            self.top_logprobs = max(0, body.top_logprobs) if isinstance(body.logprobs, bool) else body.logprobs
+            self.top_logprobs = (
+                max(0, body.top_logprobs) if isinstance(body.logprobs, bool) else body.logprobs
+            )
 
     def encode_prompt(self) -> Prompt:
         """Encodes the prompt without the chat template."""
@@ -160,13 +176,17 @@ class Completions(OpenAICompletions[CompletionBody]):
         return {"text": "".join(segment.text for segment in segments)}
 
     def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns OpenAI's legacy format if `logprobs` is a number, as OpenAI's clients send it, otherwise mlx-lm's."""
+        """Returns OpenAI's legacy format if `logprobs` is a number, as OpenAI's clients send it,
+        otherwise mlx-lm's.
+        """
         if isinstance(self.body.logprobs, bool):
             return super().describe_logprobs(tokens)
         return {
             "tokens": [each["token"] for each in tokens],
             "token_logprobs": [each["logprob"] for each in tokens],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in tokens],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in tokens
+            ],
             "text_offset": None,
         }
 

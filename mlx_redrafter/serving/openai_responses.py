@@ -1,4 +1,7 @@
-"""OpenAI's Responses API: text, reasoning and tool calls as items. The server keeps the latest items."""
+"""OpenAI's Responses API: text, reasoning and tool calls as items.
+
+The server keeps the latest items.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"type": "message", "role": "assistant", "content": []},
         {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     ),
-    "reasoning": ({"type": "reasoning", "summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
+    "reasoning": (
+        {"type": "reasoning", "summary": [], "content": []},
+        {"type": "reasoning_text", "text": ""},
+    ),
 }
 """Kind of a segment -> (the item that it starts, the part in the item's content)."""
 
@@ -74,7 +80,9 @@ class Responses(Completion[ResponsesBody]):
         return self._make_event("failed", response=self.reply)
 
     def _begin_item(self, segment: Segment) -> Iterator[Event]:
-        item, part = ITEMS[segment.kind] if segment.kind != "tool_call" else (self._begin_call(segment), {})
+        item, part = (
+            ITEMS[segment.kind] if segment.kind != "tool_call" else (self._begin_call(segment), {})
+        )
         self._output.append(item | {"id": f"item_{uuid.uuid4().hex}", "status": "in_progress"})
         yield self._make_item_event("output_item.added", item=self._output[-1])
         if part:
@@ -98,7 +106,9 @@ class Responses(Completion[ResponsesBody]):
             for field, text in read_input(self.find_tool(segment), segment).items():
                 item[field] = text
                 yield self._make_item_event(f"{item['type']}_{field}.delta", delta=text)
-                yield self._make_item_event(f"{item['type']}_{field}.done", name=item["name"], **{field: text})
+                yield self._make_item_event(
+                    f"{item['type']}_{field}.done", name=item["name"], **{field: text}
+                )
 
     def _end_item(self, *, is_cut: bool) -> Iterator[Event]:
         item = self._output[-1]
@@ -114,7 +124,11 @@ class Responses(Completion[ResponsesBody]):
         yield self._make_item_event("output_item.done", item=item)
 
     def _make_item_event(self, kind: str, **fields: Any) -> Event:
-        place = {"output_index": len(self._output) - 1, "item_id": self._output[-1]["id"], "content_index": 0}
+        place = {
+            "output_index": len(self._output) - 1,
+            "item_id": self._output[-1]["id"],
+            "content_index": 0,
+        }
         return self._make_event(kind, **place, **fields)
 
     def _make_event(self, kind: str, **fields: Any) -> Event:
@@ -125,8 +139,8 @@ class Responses(Completion[ResponsesBody]):
 def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Message]:
     """Converts items to messages; consecutive text and calls of the assistant become one message.
 
-    Calls of any kind become function calls, and their outputs tool results. Items of tools that run on the API's own
-    servers are ignored.
+    Calls of any kind become function calls, and their outputs tool results. Items of tools that run
+    on the API's own servers are ignored.
     """
     messages: list[Message] = []
 
@@ -139,7 +153,9 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
         where, identifier = f"input[{at}]", str(item.get("id"))
         if item.get("type") == "item_reference" or item.keys() == {"id"}:
             if identifier not in service.items:
-                raise ApiError(f"{where}: item {identifier!r:.100} is not kept here; send the item itself")
+                raise ApiError(
+                    f"{where}: item {identifier!r:.100} is not kept here; send the item itself"
+                )
             item = service.items[identifier]
         kind = str(item.get("type") or "message")
         content = item.get("content")
@@ -154,12 +170,22 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         elif kind.endswith("_output") and "output" in item:
             output = item["output"]
-            text = join_parts(output if isinstance(output, str | list) else json.dumps(output), f"{where}.output")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id", item.get("id")), "content": text})
+            text = join_parts(
+                output if isinstance(output, str | list) else json.dumps(output), f"{where}.output"
+            )
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": item.get("call_id", item.get("id")),
+                    "content": text,
+                }
+            )
         elif kind.endswith("_call") and "call_id" in item:
             name, namespace = item.get("name") or kind.removesuffix("_call"), item.get("namespace")
             if not isinstance(name, str) or not isinstance(namespace, str | None):
-                raise ApiError(f"{where}: name and namespace must be strings, got {name!r:.50} and {namespace!r:.50}")
+                raise ApiError(
+                    f"{where}: name and namespace must be strings, got {name!r:.50} and {namespace!r:.50}"
+                )
             arguments = {"input": item["input"]} if "input" in item else item.get("arguments")
             assistant().setdefault("tool_calls", []).append(
                 make_call(item["call_id"], join_name(name, namespace), arguments)

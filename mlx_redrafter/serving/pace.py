@@ -1,7 +1,8 @@
-"""Decides whether two or three requests take turns, each with drafts, or are decoded plainly in a batch.
+"""Decides whether two or three requests take turns, each with drafts, or are decoded plainly in a
+batch.
 
-Both speeds are measured while requests run. Now and then a batch is interrupted to try turns. The pause until the next
-trial doubles if turns were too slow, and halves if they were faster.
+Both speeds are measured while requests run. Now and then a batch is interrupted to try turns. The
+pause until the next trial doubles if turns were too slow, and halves if they were faster.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections import deque
 from statistics import median
 
 MAX_ROWS = 3
-"""With more rows a batch is always faster: drafts would need more than three tokens on average to beat it."""
+"""With more rows a batch is always faster: drafts would need more than three tokens on average to
+beat it.
+"""
 
 TRIAL_EVERY, MAX_PAUSE = 24, 1536
 """Batch steps before a trial: at first, and at most."""
@@ -23,7 +26,9 @@ MARGIN = 1.05
 
 
 class Pace:
-    """Measured speeds of turns and batches, in tokens per second over all rows, and the choice between them."""
+    """Measured speeds of turns and batches, in tokens per second over all rows, and the choice
+    between them.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[int, deque[float]] = {}  # rows in a batch -> seconds of its latest steps
@@ -40,14 +45,22 @@ class Pace:
         """Records a batch step that made one token per row. Returns whether to try turns now."""
         self._steps.setdefault(rows, deque(maxlen=2 * WINDOW)).append(seconds)
         self._n_steps += 1
-        if rows > MAX_ROWS or self._n_steps < self._pauses.get(rows, TRIAL_EVERY) or self._batch_speed(rows) is None:
+        if (
+            rows > MAX_ROWS
+            or self._n_steps < self._pauses.get(rows, TRIAL_EVERY)
+            or self._batch_speed(rows) is None
+        ):
             return False
         self._reset()
         return True
 
     def observe_rounds(self, rows: int, tokens: int, seconds: float) -> bool:
         """Records one round of every row. Returns whether to continue with turns."""
-        self._n_rounds, self._tokens, self._seconds = self._n_rounds + 1, self._tokens + tokens, self._seconds + seconds
+        self._n_rounds, self._tokens, self._seconds = (
+            self._n_rounds + 1,
+            self._tokens + tokens,
+            self._seconds + seconds,
+        )
         if self._n_rounds < WINDOW:
             return True
         self._turns_speed = self._tokens / self._seconds
@@ -60,7 +73,9 @@ class Pace:
     def prefers_turns(self, rows: int) -> bool:
         """Whether this many rows should take turns, by the latest measurements."""
         batch, turns = self._batch_speed(rows), self._turns_speed
-        return rows <= MAX_ROWS and batch is not None and turns is not None and turns >= MARGIN * batch
+        return (
+            rows <= MAX_ROWS and batch is not None and turns is not None and turns >= MARGIN * batch
+        )
 
     def _reset(self) -> None:
         self._n_steps = self._n_rounds = self._tokens = 0

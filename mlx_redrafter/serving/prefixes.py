@@ -1,6 +1,7 @@
 """Finds the prefixes of a prompt that later prompts are likely to share, for any chat template.
 
-The template renders likely next conversations. The tokens that they share with the prompt are such a prefix.
+The template renders likely next conversations. The tokens that they share with the prompt are such
+a prefix.
 """
 
 from __future__ import annotations
@@ -23,13 +24,21 @@ WINDOW = 1024
 
 
 def find_prefix_lengths(
-    tokenizer: Any, prompt: list[int], text: str, messages: Sequence[Message], args: dict[str, Any], *, prefilled: bool
+    tokenizer: Any,
+    prompt: list[int],
+    text: str,
+    messages: Sequence[Message],
+    args: dict[str, Any],
+    *,
+    prefilled: bool,
 ) -> list[int]:
-    """Returns the lengths, in tokens, of the prefixes that later prompts are likely to share, ascending.
+    """Returns the lengths, in tokens, of the prefixes that later prompts are likely to share,
+    ascending.
 
     - System prompt and tools, for other conversations.
-    - Everything before what the template adds only to a new answer, such as `<think>`, for the user's next message. If
-      that message changes how earlier answers are rendered, also for the next tool result.
+    - Everything before what the template adds only to a new answer, such as `<think>`, for the
+      user's next message. If that message changes how earlier answers are rendered, also for the
+      next tool result.
     - The whole prompt, unless one of these is nearly as long, for another answer to it.
 
     Args:
@@ -37,7 +46,9 @@ def find_prefix_lengths(
         prefilled: whether the last message is the beginning of the answer.
     """
     found = set[int]()
-    for conversations in _continue_conversation(messages[:-1] if prefilled else messages, args.get("tools")):
+    for conversations in _continue_conversation(
+        messages[:-1] if prefilled else messages, args.get("tools")
+    ):
         counts = []
         for each in conversations:
             with suppress(RedrafterError):  # the template rejects this conversation
@@ -48,10 +59,14 @@ def find_prefix_lengths(
     return lengths if lengths and whole - lengths[-1] < MIN_SHARED else [*lengths, whole]
 
 
-def _continue_conversation(messages: Sequence[Message], tools: Any) -> Iterator[list[list[Message]]]:
-    """Yields groups of likely next conversations; the prefix of a group is what all its members share.
+def _continue_conversation(
+    messages: Sequence[Message], tools: Any
+) -> Iterator[list[list[Message]]]:
+    """Yields groups of likely next conversations; the prefix of a group is what all its members
+    share.
 
-    The groups: a new conversation; an answer and the user's next message; another call and its result.
+    The groups: a new conversation; an answer and the user's next message; another call and its
+    result.
     """
     roles = [message["role"] for message in messages]
     n_leading = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
@@ -62,7 +77,12 @@ def _continue_conversation(messages: Sequence[Message], tools: Any) -> Iterator[
     called = list[list[Message]]()
     if tools:
         call = make_call("0" * 9, tools[0]["function"]["name"], {})
-        called = [[{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "0"}]]
+        called = [
+            [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "0"},
+            ]
+        ]
     yield [[*messages, *after, user] for after in answered + called]
     if roles[-1:] != ["user"] and "assistant" in roles:
         last = len(roles) - 1 - roles[::-1].index("assistant")
@@ -70,7 +90,8 @@ def _continue_conversation(messages: Sequence[Message], tools: Any) -> Iterator[
 
 
 def count_shared(tokenizer: Any, prompt: list[int], text: str, other: str) -> int:
-    """Returns the length of the common prefix of `prompt`, the tokens of `text`, and the tokens of another text.
+    """Returns the length of the common prefix of `prompt`, the tokens of `text`, and the tokens of
+    another text.
 
     If the texts share a long beginning, only what follows it and a little before is encoded.
     """

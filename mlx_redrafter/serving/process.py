@@ -24,26 +24,37 @@ from .completion import Service
 from .worker import Worker
 
 GRACE_SECONDS = 5
-"""Seconds after the drain timeout in which errors can reach clients, before uvicorn cancels the rest."""
+"""Seconds after the drain timeout in which errors can reach clients, before uvicorn cancels the
+rest.
+"""
 
 IDLE_SECONDS = 120
-"""How long an idle connection stays open: agents pause between requests, and do not send the next one again if it is
-lost because the connection is just being closed."""
+"""How long an idle connection stays open: agents pause between requests, and do not send the next
+one again if it is lost because the connection is just being closed."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. Clients that connect before the models are loaded have to wait."""
+    """Returns a listening socket.
+
+    Clients that connect before the models are loaded have to wait.
+    """
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except (OSError, OverflowError) as error:
-        raise RedrafterError(f"cannot listen on {host}, port {port}: {join_lines(error)}") from error
+        raise RedrafterError(
+            f"cannot listen on {host}, port {port}: {join_lines(error)}"
+        ) from error
 
 
 def load_service(args: argparse.Namespace) -> Service:
     """Loads the models that the flags name, and starts a worker."""
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
-    flags: dict[str, Any] = {name: getattr(args, name) for name in getfullargspec(Worker).kwonlyargs}
+    flags: dict[str, Any] = {
+        name: getattr(args, name) for name in getfullargspec(Worker).kwonlyargs
+    }
     worker = Worker(model, tokenizer, drafter, **flags)
     worker.start()
     drafter_name = None if drafter is None else strip_folders(find_drafter_name(args) or "demo")
@@ -51,16 +62,31 @@ def load_service(args: argparse.Namespace) -> Service:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server. It finishes answers after the first signal; a second one ends the process at once."""
+    """uvicorn's server.
+
+    It finishes answers after the first signal; a second one ends the process at once.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._worker, self._drain_timeout = service.worker, service.args.drain_timeout
-        options: dict[str, Any] = {"log_config": None, "ws": "none", "lifespan": "off", "server_header": False}
+        options: dict[str, Any] = {
+            "log_config": None,
+            "ws": "none",
+            "lifespan": "off",
+            "server_header": False,
+        }
         options |= {"timeout_keep_alive": IDLE_SECONDS}
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS, **options))
+        super().__init__(
+            uvicorn.Config(
+                app, timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS, **options
+            )
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finishes answers, for at most the drain timeout, then closes the worker. Clients of the rest get an error."""
+        """Finishes answers, for at most the drain timeout, then closes the worker.
+
+        Clients of the rest get an error.
+        """
         loop = asyncio.get_running_loop()
         loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._worker.close, 0.0)
         await super().shutdown(sockets)
@@ -69,7 +95,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stops accepting requests."""
-        logging.info("Shutting down after open requests are finished; a second signal exits at once")
+        logging.info(
+            "Shutting down after open requests are finished; a second signal exits at once"
+        )
         if ranks.count_ranks() == 1:
             super().handle_exit(sig, frame)
         self.should_exit = True  # several ranks end together, without the signal
@@ -91,16 +119,21 @@ def serve(
     """
     if ranks.get_rank():
         worker = load_service(args).worker
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks of a machine; rank 0 stops the others
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C reaches all ranks of a machine; rank 0 stops the others
         worker.join()
         return 0
-    # Python's own handler raises, and exiting the interpreter while the worker's thread is inside MLX aborts.
+    # Python's own handler raises, and exiting the interpreter while the worker's thread is inside
+    # MLX aborts.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     level = getattr(logging, args.log_level)
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
     logging.captureWarnings(True)
     logging.getLogger("mlx_redrafter").setLevel(logging.NOTSET)  # leave it to --log-level
-    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))  # without its start and shutdown messages
+    logging.getLogger("uvicorn.error").setLevel(
+        max(level, logging.WARNING)
+    )  # without its start and shutdown messages
     with bind(args.host, args.port) as bound:
         service = load_service(args)
         server = Server(make(service), service)

@@ -32,7 +32,9 @@ Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(eq=False)
 class _Entry:
-    """A cache, the file in which it is saved, and when it was last used, in seconds since the epoch."""
+    """A cache, the file in which it is saved, and when it was last used, in seconds since the
+    epoch.
+    """
 
     tokens: Tokens
     cache: kv_cache.Cache
@@ -50,7 +52,8 @@ def find_default_bytes() -> int:
 class PromptCache:
     """Caches up to a total size. The least recently used are dropped first, the newest never.
 
-    mlx-lm's `LRUPromptCache` would take seconds to find a prompt that shares only its first tokens with one of 20,000.
+    mlx-lm's `LRUPromptCache` would take seconds to find a prompt that shares only its first tokens
+    with one of 20,000.
 
     Args:
         max_bytes: limit of all caches together, and of all files; 0 keeps none.
@@ -78,10 +81,12 @@ class PromptCache:
             self._drop_oldest()
 
     def fetch(self, tokens: Sequence[int]) -> tuple[kv_cache.Cache | None, int]:
-        """Returns (a copy of the cache with the longest prefix of `tokens`, or None; the length of the prefix).
+        """Returns (a copy of the cache with the longest prefix of `tokens`, or None; the length of
+        the prefix).
 
-        At least the last token is left to prefill. A cache that cannot be trimmed matches only with all its tokens.
-        Caches of shorter prefixes count as used, too: other prompts may share only those.
+        At least the last token is left to prefill. A cache that cannot be trimmed matches only with
+        all its tokens. Caches of shorter prefixes count as used, too: other prompts may share only
+        those.
         """
         best, most = self.find(wanted := np.array(tokens[:-1], np.int32))
         if best is None:
@@ -94,12 +99,16 @@ class PromptCache:
             self._folder.remove_damaged(best.file, error)
             self._entries.remove(best)
             return self.fetch(tokens)
-        self._mark_used([each for each in self._entries if each is best or _is_prefix(each.tokens, wanted)])
+        self._mark_used(
+            [each for each in self._entries if each is best or _is_prefix(each.tokens, wanted)]
+        )
         cache = copy.deepcopy(best.cache)
         if most < len(best.tokens):
             trim_prompt_cache(cache, len(best.tokens) - most)
             for c in kv_cache.leaves(cache):
-                if isinstance(c, kv_cache.UNBOUNDED) and c.keys is not None:  # the next forward would copy all rows
+                if (
+                    isinstance(c, kv_cache.UNBOUNDED) and c.keys is not None
+                ):  # the next forward would copy all rows
                     rows = itemgetter((..., slice(c.offset), slice(None)))
                     c.keys, c.values = tree_map(rows, (c.keys, c.values))
         return cache, most
@@ -116,7 +125,9 @@ class PromptCache:
                     os.utime(each.file, (each.used, each.used))
 
     def find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
-        """Returns (the cache that `fetch` would copy, the length of the prefix) for a prompt without its last token."""
+        """Returns (the cache that `fetch` would copy, the length of the prefix) for a prompt
+        without its last token.
+        """
         best, most = None, 0
         for entry in reversed(self._entries):
             if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:
@@ -126,14 +137,18 @@ class PromptCache:
                 best, most = entry, held
         return best, most
 
-    def store(self, tokens: Sequence[int], cache: kv_cache.Cache, *, has_answer: bool = False) -> None:
+    def store(
+        self, tokens: Sequence[int], cache: kv_cache.Cache, *, has_answer: bool = False
+    ) -> None:
         """Keeps a copy of a cache of exactly these tokens.
 
         Args:
-            has_answer: whether the tokens end with an answer. Later prompts may render it differently, so it is dropped
-                before the caches of its prompt.
+            has_answer: whether the tokens end with an answer. Later prompts may render it
+                differently, so it is dropped before the caches of its prompt.
         """
-        nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))  # all ranks must drop the same caches
+        nbytes = max(
+            ranks.gather(sum(c.nbytes for c in cache))
+        )  # all ranks must drop the same caches
         if not tokens or not self.max_bytes:
             return
         mx.clear_cache()  # a reused buffer may be larger than its array
@@ -161,7 +176,10 @@ class PromptCache:
         return self._folder is not None and not all(each.is_saved for each in self._entries)
 
     def save_next(self) -> None:
-        """Writes the newest unsaved cache, if there is one. A cache that cannot be written is skipped."""
+        """Writes the newest unsaved cache, if there is one.
+
+        A cache that cannot be written is skipped.
+        """
         entry = next((each for each in reversed(self._entries) if not each.is_saved), None)
         if self._folder is None or entry is None:
             return
@@ -169,7 +187,11 @@ class PromptCache:
         try:
             entry.file = self._folder.write(entry.tokens, entry.cache, entry.used, self.max_bytes)
         except (OSError, RuntimeError, ValueError, RedrafterError) as error:
-            logging.warning("Could not save a prompt cache of %d tokens: %s", len(entry.tokens), join_lines(error))
+            logging.warning(
+                "Could not save a prompt cache of %d tokens: %s",
+                len(entry.tokens),
+                join_lines(error),
+            )
 
     def clear(self) -> None:
         """Drops all caches in memory."""
@@ -187,7 +209,8 @@ class PromptCache:
 def copy_cache(cache: kv_cache.Cache) -> kv_cache.Cache:
     """Returns a copy of a cache whose arrays hold `nbytes` of memory.
 
-    A slice holds the whole array that it was cut from: mlx-lm extracts from a batch slices of all rows' states, and a
+    A slice holds the whole array that it was cut from: mlx-lm extracts from a batch slices of all
+    rows' states, and a
     recurrent state may be a slice of everything that its layer has just read.
     """
     copied = copy.deepcopy(cache)  # shares the arrays
@@ -215,5 +238,10 @@ def _is_prefix(first: Tokens, second: Tokens) -> bool:
 
 
 def _can_trim(cache: kv_cache.Cache) -> bool:
-    """Whether any number of rows can be trimmed. A chunked cache has dropped the rows before its chunk."""
-    return can_trim_prompt_cache(cache) and not any(getattr(c, "start_position", 0) for c in kv_cache.leaves(cache))
+    """Whether any number of rows can be trimmed.
+
+    A chunked cache has dropped the rows before its chunk.
+    """
+    return can_trim_prompt_cache(cache) and not any(
+        getattr(c, "start_position", 0) for c in kv_cache.leaves(cache)
+    )

@@ -42,7 +42,9 @@ def make_race_parser() -> argparse.ArgumentParser:
         "Serve a page that shows plain and drafted decoding side by side; without --model, with the packaged demo. "
         "All other flags are those of mlx_redrafter.server."
     )
-    parser.add_argument("--no-browser", action="store_true", help="print the URL without opening a browser")
+    parser.add_argument(
+        "--no-browser", action="store_true", help="print the URL without opening a browser"
+    )
     parser.set_defaults(port=PORT)
     return parser
 
@@ -50,19 +52,28 @@ def make_race_parser() -> argparse.ArgumentParser:
 def show_page(url: str) -> None:
     """Opens the page in a browser, or prints its URL."""
     # Without a display Python might start a text browser in this terminal.
-    screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    screen = (
+        sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
     if not (screen and webbrowser.open(url)):
         print(f"open {url} in a browser", file=sys.stderr, flush=True)
 
 
 def make_race_app(service: Service) -> Starlette:
-    """Returns the server's application with the page. The page needs no key; its requests do if there is one."""
+    """Returns the server's application with the page.
+
+    The page needs no key; its requests do if there is one.
+    """
     from starlette.responses import HTMLResponse
 
     from .app import make_app
 
     args, service.shows_drafts = service.args, True
-    shape = [f"{name.replace('_', ' ')} {getattr(args, name)}" for name in PLAN_OPTIONS[1:] if getattr(args, name)]
+    shape = [
+        f"{name.replace('_', ' ')} {getattr(args, name)}"
+        for name in PLAN_OPTIONS[1:]
+        if getattr(args, name)
+    ]
     about = {
         "model": service.model_name,
         "demo": args.model is None,

@@ -32,11 +32,14 @@ class TokenEvent:
 
     Attributes:
         logprob: its log-probability; 0 if the request does not ask for it.
-        top_logprobs: (token, log-probability) of as many likeliest tokens as requested, likeliest first.
+        top_logprobs: (token, log-probability) of as many likeliest tokens as requested, likeliest
+            first.
         draft_source: what drafted it; None if the target chose it itself.
-        finish_reason: why the answer ends with it: "stop" for an end-of-text token, which is not part of the text, or a
-            stop string, "length" for the last of `max_tokens`, "tool_calls" after a call; None if it continues.
-        round: the round that it begins, if that was drafted and the request includes drafts; otherwise None.
+        finish_reason: why the answer ends with it: "stop" for an end-of-text token, which is not
+            part of the text, or a stop string, "length" for the last of `max_tokens`, "tool_calls"
+            after a call; None if it continues.
+        round: the round that it begins, if that was drafted and the request includes drafts;
+            otherwise None.
         text: the text that it completes.
         segments: the same text, divided by kind.
     """
@@ -56,7 +59,8 @@ Item = list[TokenEvent] | Exception | None
 
 
 class Request:
-    """A request and its state. After submission only the worker's thread writes it, except for `cancelled`.
+    """A request and its state. After submission only the worker's thread writes it, except for
+    `cancelled`.
 
     Args:
         loop: the client's event loop; None on ranks other than 0.
@@ -65,20 +69,23 @@ class Request:
         room: most tokens of the answer, whatever `max_tokens` is; None for no limit.
         prompt: token ids.
         grammar: makes the grammar that the answer must follow; None for any answer.
-        top_logprobs: how many of the likeliest tokens each event contains; None for no log-probabilities at all.
+        top_logprobs: how many of the likeliest tokens each event contains; None for no
+            log-probabilities at all.
         draft: False decodes plainly.
         include_drafts: whether events contain drafted rounds.
-        prefix_lengths: lengths of the prefixes that later prompts are likely to share; empty for the whole prompt.
+        prefix_lengths: lengths of the prefixes that later prompts are likely to share; empty for
+            the whole prompt.
         sampling: keywords of `Options` and of mlx-lm's `make_logits_processors`.
 
     Attributes:
         options: the request's sampling, logits processors and cache settings.
         output: the generated tokens and their statistics; in a batch each token is a plain step.
-        prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is always prefilled.
+        prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is
+            always prefilled.
         copy_lengths: prompt lengths at which a copy of the cache is kept, ascending.
         n_prefilled: how many tokens of the prompt are in the cache.
-        source: the drafter's state for this text, which has not seen tokens that a batch decoded; None without a
-            drafter, and after it failed.
+        source: the drafter's state for this text, which has not seen tokens that a batch decoded;
+            None without a drafter, and after it failed.
         grammar: the state of the grammar once the request runs; None without one.
         may_run_ahead: whether its loop may enqueue a step before the previous one is read.
         error: if set, ends the request in the next step.
@@ -114,7 +121,9 @@ class Request:
             options = replace(options, max_tokens=room)
         self.options, self.output = options, Output(options.max_tokens, end_tokens)
         self.prefix = np.array(prompt[:-1], np.int32)
-        self.copy_lengths = sorted({n for n in prefix_lengths if 0 < n < len(prompt)}) or [len(self.prefix)]
+        self.copy_lengths = sorted({n for n in prefix_lengths if 0 < n < len(prompt)}) or [
+            len(self.prefix)
+        ]
         self.n_prefilled = self.cached_tokens = 0
         self.source: Source | None = None
         self.grammar: Grammar | None = None
@@ -137,12 +146,20 @@ class Request:
         return len(self.prompt) + len(self.output.tokens)
 
     def describe(self) -> dict[str, Any]:
-        """Returns keywords that make the same request on another rank: plain values, without the grammar."""
+        """Returns keywords that make the same request on another rank: plain values, without the
+        grammar.
+        """
         names = ("prompt", "top_logprobs", "draft", "include_drafts")
-        return {name: getattr(self, name) for name in names} | {"prefix_lengths": self.copy_lengths} | self.sampling
+        return (
+            {name: getattr(self, name) for name in names}
+            | {"prefix_lengths": self.copy_lengths}
+            | self.sampling
+        )
 
     async def read_events(self) -> AsyncIterator[TokenEvent]:
-        """Yields each token, up to the one with a `finish_reason` or until the request is cancelled. Call it once."""
+        """Yields each token, up to the one with a `finish_reason` or until the request is
+        cancelled. Call it once.
+        """
         while (item := await self._items.get()) is not None:
             if isinstance(item, Exception):
                 raise item
@@ -150,7 +167,10 @@ class Request:
                 yield event
 
     def cancel(self) -> None:
-        """Ends the request after the current round; may be called from any thread. Its cache is kept."""
+        """Ends the request after the current round; may be called from any thread.
+
+        Its cache is kept.
+        """
         self.cancelled = True
 
     def send(self, item: Item) -> None:
@@ -178,9 +198,13 @@ class Request:
 
 
 def find_likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:
-    """Returns the `count` likeliest tokens and their log-probabilities in a row (V,), likeliest first."""
+    """Returns the `count` likeliest tokens and their log-probabilities in a row (V,), likeliest
+    first.
+    """
     if not count:
         return []
     ids = mx.argpartition(-logprobs, kth=count - 1)[:count]
-    pairs = zip(cast(list[int], ids.tolist()), cast(list[float], logprobs[ids].tolist()), strict=True)
+    pairs = zip(
+        cast(list[int], ids.tolist()), cast(list[float], logprobs[ids].tolist()), strict=True
+    )
     return sorted(pairs, key=lambda pair: -pair[1])

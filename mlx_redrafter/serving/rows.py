@@ -1,7 +1,8 @@
-"""The two ways to decode rows: this package's loop, which drafts for one row, and mlx-lm's batches of several.
+"""The two ways to decode rows: this package's loop, which drafts for one row, and mlx-lm's batches
+of several.
 
-A row moves between them with its cache and continues with the tokens that are not in the cache yet, so nothing is
-prefilled twice. Everything here runs in one thread, on mlx-lm's generation stream.
+A row moves between them with its cache and continues with the tokens that are not in the cache yet,
+so nothing is prefilled twice. Everything here runs in one thread, on mlx-lm's generation stream.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ PIECE = 512
 """Prompt tokens in one forward while other rows wait for their next token."""
 
 DRAWS_AT_ONCE = 8
-"""Positions whose sampling noise is computed at once, which takes fewer operations than one by one."""
+"""Positions whose sampling noise is computed at once, which takes fewer operations than one by one.
+"""
 
 NO_LIMIT = 2**31 - 1
 """Token limit of a row for mlx-lm: the scheduler ends rows itself."""
 
 Start = tuple[kv_cache.Cache | None, int]
-"""Where a row continues: its cache (None for a new one), and how many tokens of its text the cache holds."""
+"""Where a row continues: its cache (None for a new one), and how many tokens of its text the cache
+holds.
+"""
 
 
 class Loops:
@@ -68,7 +72,9 @@ class Loops:
             context=row.options.context if row.draft else False,
             prompt_cache=cache,
             history=tuple(row.text[:held]),
-            prefill_step_size=min(row.options.prefill_step_size, PIECE if self._loops else NO_LIMIT),
+            prefill_step_size=min(
+                row.options.prefill_step_size, PIECE if self._loops else NO_LIMIT
+            ),
             on_drafter_failure=partial(self._drop_drafter, row),
         )
         if row.grammar is not None:  # it has not taken a batch's last token
@@ -102,7 +108,10 @@ class Loops:
         return self._loops[row].cache, self._loops[row].length
 
     def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
-        """Removes the given rows; see `Batch.remove`. After an exception a row's cache is undefined."""
+        """Removes the given rows; see `Batch.remove`.
+
+        After an exception a row's cache is undefined.
+        """
         removed: dict[Request, Start] = {}
         for row in [row for row in rows if row in self._loops]:
             with closing(self._loops.pop(row)) as text:
@@ -129,8 +138,12 @@ class RowSampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Called by mlx-lm once per step, with (1, V)."""
         if self._row == 0:
-            self._draws = self._sampler.draw(mx.array(self._position), DRAWS_AT_ONCE, logprobs.shape[-1])
-        chosen = self._sampler.choose(logprobs, self._draws, mx.array([self._row])).astype(mx.uint32)
+            self._draws = self._sampler.draw(
+                mx.array(self._position), DRAWS_AT_ONCE, logprobs.shape[-1]
+            )
+        chosen = self._sampler.choose(logprobs, self._draws, mx.array([self._row])).astype(
+            mx.uint32
+        )
         self._position, self._row = self._position + 1, (self._row + 1) % DRAWS_AT_ONCE
         return chosen
 
@@ -141,12 +154,22 @@ class Batch:
     Args:
         size: maximum number of rows.
         prefill_rows: maximum number of prompts in one forward.
-        prefill_step_size: maximum prompt tokens of a row in one forward; fewer while other rows wait, see `PIECE`.
+        prefill_step_size: maximum prompt tokens of a row in one forward; fewer while other rows
+            wait, see `PIECE`.
     """
 
-    def __init__(self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int) -> None:
-        self._model, self._prefill_rows, self._prefill_step_size = model, prefill_rows, prefill_step_size
-        self._sizes: dict[str, Any] = {"completion_batch_size": size, "prefill_batch_size": min(prefill_rows, size)}
+    def __init__(
+        self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int
+    ) -> None:
+        self._model, self._prefill_rows, self._prefill_step_size = (
+            model,
+            prefill_rows,
+            prefill_step_size,
+        )
+        self._sizes: dict[str, Any] = {
+            "completion_batch_size": size,
+            "prefill_batch_size": min(prefill_rows, size),
+        }
         self._begin()
 
     def _begin(self) -> None:
@@ -164,7 +187,9 @@ class Batch:
         text, ends = row.text, [*(n for n in row.copy_lengths if n > held), row.length]
         sampler = greedy_sampler  # one call for all rows that share it
         if row.options.temp:
-            sampler = RowSampler(row.options.make_sampler(0), row.length)  # 0 is not used: its options have a seed
+            sampler = RowSampler(
+                row.options.make_sampler(0), row.length
+            )  # 0 is not used: its options have a seed
         (uid,) = self._generator.insert_segments(
             [[text[start:end] for start, end in pairwise([held, *ends])]],
             [NO_LIMIT],
@@ -176,7 +201,9 @@ class Batch:
         self._rows[uid] = row
 
     def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
-        """Returns (rows whose cache should be copied now, one token of each row that is past its prompt)."""
+        """Returns (rows whose cache should be copied now, one token of each row that is past its
+        prompt).
+        """
         reading = sum(row.n_prefilled < len(row.prefix) for row in self.rows)
         size = self._prefill_step_size
         if 0 < reading < len(self._rows):
@@ -189,7 +216,9 @@ class Batch:
             row.n_prefilled = max(row.n_prefilled, min(row.length - total + done, len(row.prompt)))
             if row.n_prefilled in row.copy_lengths and not each.end_of_prompt:
                 to_copy.append(row)
-        return to_copy, [self._add_token(self._rows[each.uid], each.token, each.logprobs) for each in tokens]
+        return to_copy, [
+            self._add_token(self._rows[each.uid], each.token, each.logprobs) for each in tokens
+        ]
 
     def find_cache(self, row: Request) -> Start:
         """Returns the row's cache during its prefill, valid until the next step."""
@@ -198,7 +227,8 @@ class Batch:
         return cache, len(tokens)
 
     def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
-        """Removes those of the given rows that are in the batch. Returns their caches if `keep_caches`.
+        """Removes those of the given rows that are in the batch. Returns their caches if
+        `keep_caches`.
 
         The caches hold all tokens that `step` has returned.
         """
@@ -214,9 +244,12 @@ class Batch:
         """Removes all rows. Call it right after `step` has returned a token of each.
 
         Returns:
-            For each row its next token, which the batch was already computing, and where it continues.
+            For each row its next token, which the batch was already computing, and where it
+            continues.
         """
-        batch = self._generator._generation_batch  # mlx-lm has no public name for what it computes ahead
+        batch = (
+            self._generator._generation_batch
+        )  # mlx-lm has no public name for what it computes ahead
         rows = [self._rows[uid] for uid in batch.uids]
         tokens, logprobs = batch._next_tokens.tolist(), list(batch._next_logprobs)
         starts = self.remove(rows)
@@ -238,7 +271,10 @@ class Batch:
 
 
 def make_masks(row: Request) -> list[Processor]:
-    """Returns the logits processor of a row's grammar; none without one. Its errors end the row, not the batch."""
+    """Returns the logits processor of a row's grammar; none without one.
+
+    Its errors end the row, not the batch.
+    """
     grammar, n_prompt = row.grammar, len(row.prompt)
     if grammar is None:
         return []
@@ -250,7 +286,9 @@ def make_masks(row: Request) -> list[Processor]:
                     grammar.take(token)
                 return mask_root(grammar, logits)
             except Exception as error:
-                if ranks.count_ranks() > 1 and not isinstance(error, SchemaNotFollowed):  # others may not have failed
+                if ranks.count_ranks() > 1 and not isinstance(
+                    error, SchemaNotFollowed
+                ):  # others may not have failed
                     raise
                 row.error = error
         return logits

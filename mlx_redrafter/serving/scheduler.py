@@ -1,8 +1,9 @@
 """The scheduler: the running requests (rows), and how each step decodes them.
 
-One row alone is decoded by this package's loop, several by mlx-lm's batches. Two or three rows take turns in the loop,
-one round each, if that is measured to be faster. If mlx-lm cannot batch a model's caches, any number takes turns.
-Rows move between loop and batch at the end of a round, with their cache.
+One row alone is decoded by this package's loop, several by mlx-lm's batches. Two or three rows take
+turns in the loop, one round each, if that is measured to be faster. If mlx-lm cannot batch a
+model's caches, any number takes turns. Rows move between loop and batch at the end of a round, with
+their cache.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from .request import Request
 from .rows import Batch, Loops
 
 STEPS_BEFORE_LEAVING = 16
-"""Tokens that the only row of a batch makes before it leaves the batch, as the next request may come soon."""
+"""Tokens that the only row of a batch makes before it leaves the batch, as the next request may
+come soon.
+"""
 
 
 class Scheduler:
@@ -44,13 +47,14 @@ class Scheduler:
         options, size: the worker's `options` and `decode_concurrency`.
         prompt_cache: the caches of earlier rows, and of prompts that rows share.
         metrics: updated by every step.
-        on_end: called once for each row that ends, after its last tokens, with the row and the reason: "stop",
-            "length", "cancelled", or an error.
+        on_end: called once for each row that ends, after its last tokens, with the row and the
+            reason: "stop", "length", "cancelled", or an error.
 
     Attributes:
         rows: the running rows in the order in which they started, the same on all ranks.
-        copies_prompts: whether requests should give `prefix_lengths`, as the model's caches cannot be trimmed. Not for
-            ring caches that keep their first rows: their contents depend on where the pieces of a prompt end.
+        copies_prompts: whether requests should give `prefix_lengths`, as the model's caches cannot
+            be trimmed. Not for ring caches that keep their first rows: their contents depend on
+            where the pieces of a prompt end.
     """
 
     def __init__(
@@ -66,7 +70,9 @@ class Scheduler:
         self._metrics, self._on_end, self.rows = metrics, on_end, dict[Request, None]()
         self.prompt_cache = prompt_cache
         fresh = make_cache(model, options.max_kv_size)
-        self._can_fork = not kv_cache.find_unknown_types(fresh, kv_cache.UNBOUNDED)  # can be cut after any token
+        self._can_fork = not kv_cache.find_unknown_types(
+            fresh, kv_cache.UNBOUNDED
+        )  # can be cut after any token
         can_copy = not (self._can_fork or kv_cache.keeps_first_rows(fresh))
         self.copies_prompts = can_copy and prompt_cache.max_bytes > 0
         self._prefill_rows = count_prefill_rows(model, options)
@@ -90,7 +96,8 @@ class Scheduler:
             pass
 
     def choose(self, waiting: Iterable[Request], ended: Container[Request]) -> list[Request]:
-        """Returns the requests to start now, in order and as many as fit, except those that wait for a shared prefix.
+        """Returns the requests to start now, in order and as many as fit, except those that wait
+        for a shared prefix.
 
         Rows in `ended` no longer take up room.
         """
@@ -105,8 +112,8 @@ class Scheduler:
     def _find_prefix(self, row: Request, rows: Iterable[Request]) -> tuple[Request | None, int]:
         """Finds the row whose prefill covers the longest prefix that `row` shares.
 
-        When that row has read the prefix, a copy of its cache is kept, and `row` starts with it. A cache that cannot be
-        trimmed is copied only at `copy_lengths`.
+        When that row has read the prefix, a copy of its cache is kept, and `row` starts with it. A
+        cache that cannot be trimmed is copied only at `copy_lengths`.
 
         Returns:
             That row and the length of the prefix, or (None, 0) if waiting does not pay.
@@ -117,14 +124,18 @@ class Scheduler:
                 continue  # all its copies are kept already
             count = count_common_prefix(row.prefix, each.prefix)
             if not self._can_fork:
-                count = max((n for n in each.copy_lengths if each.n_prefilled < n <= count), default=0)
+                count = max(
+                    (n for n in each.copy_lengths if each.n_prefilled < n <= count), default=0
+                )
             if count > shared:
                 shared, other = count, each
         is_kept = shared < MIN_SHARED or shared - self.prompt_cache.find(row.prefix)[1] < MIN_SHARED
         return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
 
     def step(self, ended: Mapping[Request, str | Exception], started: Sequence[Request]) -> None:
-        """Ends rows, also those with an `error`, starts others, decodes a round of every row and sends the tokens."""
+        """Ends rows, also those with an `error`, starts others, decodes a round of every row and
+        sends the tokens.
+        """
         running = list(self.rows)
         self.rows.update(dict.fromkeys(started))
         self._end({row: row.error or ended[row] for row in running if row.error or row in ended})
@@ -173,10 +184,16 @@ class Scheduler:
     @property
     def _should_batch(self) -> bool:
         """Whether the current rows should be decoded in a batch."""
-        return self._prefill_rows > 0 and len(self.rows) > 1 and not self._pace.prefers_turns(len(self.rows))
+        return (
+            self._prefill_rows > 0
+            and len(self.rows) > 1
+            and not self._pace.prefers_turns(len(self.rows))
+        )
 
     def _hand_to_batch(self) -> None:
-        """Moves rows into the batch, each once its cache ends before its last token, which the batch reads first."""
+        """Moves rows into the batch, each once its cache ends before its last token, which the
+        batch reads first.
+        """
         for row in self._loops.rows:
             row.may_run_ahead = False
             while row in self._loops.rows and self._loops.find_cache(row)[1] >= row.length:
@@ -187,7 +204,10 @@ class Scheduler:
                     self._metrics.mode_switches.labels("batch").inc()
 
     def _step_loops(self) -> None:
-        """Decodes a round of every row in a loop. Several rows move into the batch if that is faster."""
+        """Decodes a round of every row in a loop.
+
+        Several rows move into the batch if that is faster.
+        """
         rows, started = self._loops.rows, time.perf_counter()
         before = sum(row.length for row in rows)
         is_decoding = all(row.output.tokens for row in rows)
@@ -195,7 +215,9 @@ class Scheduler:
             self._step_alone(row)
         made = sum(row.length for row in rows) - before
         may_batch = len(rows) > 1 and is_decoding and self._prefill_rows and not self._batch.rows
-        if may_batch and not self._pace.observe_rounds(len(rows), made, time.perf_counter() - started):
+        if may_batch and not self._pace.observe_rounds(
+            len(rows), made, time.perf_counter() - started
+        ):
             self._hand_to_batch()
 
     def _step_alone(self, row: Request) -> None:
@@ -220,7 +242,9 @@ class Scheduler:
             return
         self._alone_steps = self._alone_steps + 1 if len(stepped) == 1 else 0
         should_leave = self._alone_steps >= STEPS_BEFORE_LEAVING
-        is_timed = ranks.count_ranks() == 1 and self._options.shape is not None  # ranks measure different times
+        is_timed = (
+            ranks.count_ranks() == 1 and self._options.shape is not None
+        )  # ranks measure different times
         if len(stepped) > 1 and is_timed:
             should_leave = self._pace.observe_step(len(stepped), seconds)
         if should_leave and all(row.draft for row in stepped):
@@ -231,11 +255,16 @@ class Scheduler:
                         raise row.error
                     ended = self._send_tokens([(row, following)])
                     self._loops.add(row, start)
-                    self._metrics.mode_switches.labels("single" if len(stepped) == 1 else "turns").inc()
+                    self._metrics.mode_switches.labels(
+                        "single" if len(stepped) == 1 else "turns"
+                    ).inc()
                     self._end(ended)
 
     def _send_tokens(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
-        """Sends the tokens that one forward made for each row. Returns the rows that end with them."""
+        """Sends the tokens that one forward made for each row.
+
+        Returns the rows that end with them.
+        """
         with mx.stream(self._host_stream):
             for row, each in made:
                 row.send_tokens(each)
@@ -243,11 +272,17 @@ class Scheduler:
 
     def _end(self, ended: Mapping[Request, str | Exception]) -> None:
         """Removes rows, and keeps the caches of those that ended without an error."""
-        kept = [row for row, reason in ended.items() if isinstance(reason, str)] if self.prompt_cache.max_bytes else []
+        kept = (
+            [row for row, reason in ended.items() if isinstance(reason, str)]
+            if self.prompt_cache.max_bytes
+            else []
+        )
         try:
             for way in (self._batch, self._loops):
                 for row, (cache, held) in way.remove(kept).items():
-                    self.prompt_cache.store(row.text[:held], cache or [], has_answer=bool(row.output.tokens))
+                    self.prompt_cache.store(
+                        row.text[:held], cache or [], has_answer=bool(row.output.tokens)
+                    )
                 way.remove(ended, keep_caches=False)
         finally:
             self._report_ended(ended)

@@ -31,7 +31,8 @@ def unwrap_prompt(given: Any) -> Any:
 Integer = Annotated[int, Field(strict=False)]  # some clients send 100.0
 TopK = Annotated[Integer, BeforeValidator(lambda given: 0 if given == -1 else given)]
 StopStrings = Annotated[
-    list[str], BeforeValidator(lambda given: [given] if given and isinstance(given, str) else given or [])
+    list[str],
+    BeforeValidator(lambda given: [given] if given and isinstance(given, str) else given or []),
 ]
 Objects = Annotated[list[dict[str, Any]], Field(min_length=1)]
 ToolList = list[dict[str, JsonValue]]
@@ -70,7 +71,8 @@ class FormatAndEffort(Part):
 
 
 class Body(Part):
-    """The fields that all APIs share, named as in mlx-lm; None if not given. `Options` checks their ranges.
+    """The fields that all APIs share, named as in mlx-lm; None if not given. `Options` checks their
+    ranges.
 
     Attributes:
         refused: fields that would change the answer and are not supported; they must be empty.
@@ -137,10 +139,19 @@ class CompletionBody(OpenAIBody):
 class ResponsesBody(Body):
     """POST /v1/responses."""
 
-    refused = ("adapters", "background", "conversation", "previous_response_id", "prompt", "top_logprobs")
+    refused = (
+        "adapters",
+        "background",
+        "conversation",
+        "previous_response_id",
+        "prompt",
+        "top_logprobs",
+    )
     input: Annotated[
         Objects,
-        BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given),
+        BeforeValidator(
+            lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
+        ),
     ]
     instructions: str | None = None
     max_tokens: Integer | None = Field(None, alias="max_output_tokens")
@@ -182,7 +193,9 @@ def log_once(message: str) -> None:
 def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """Parses and checks a request's body. Null fields other than `draft_model` count as missing."""
     body = parse_object(raw, "the body")
-    if SURROGATE.search(raw):  # halves of characters, which JavaScript clients send if they cut a text
+    if SURROGATE.search(
+        raw
+    ):  # halves of characters, which JavaScript clients send if they cut a text
         text = json.dumps(body, ensure_ascii=False)
         body = parse_object(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     for name in kind.refused:
@@ -192,7 +205,11 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     for name in body.keys() - known:
         log_once(f"{kind.__name__.removesuffix('Body')}: the field {name!r:.60} is ignored")
     try:
-        given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
+        given = {
+            name: value
+            for name, value in body.items()
+            if value is not None or name == "draft_model"
+        }
         return kind.model_validate(given)
     except ValidationError as error:
         raise ApiError(describe(error)) from None

@@ -33,8 +33,8 @@ WHITESPACE = r"[ \n]{1,24}"
 CANNOT_FOLLOW = "the JSON schema cannot be followed"
 
 MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
-"""Maximum `$ref`s in a schema, and the stack for them: llguidance recurses into each, up to 128 levels deep, and a
-stack overflow would end the process."""
+"""Maximum `$ref`s in a schema, and the stack for them: llguidance recurses into each, up to 128
+levels deep, and a stack overflow would end the process."""
 
 
 class GrammarCompiler:
@@ -48,7 +48,9 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
-    def compile(self, constraint: Constraint, state: str | None = None, unless: tuple[int, ...] = ()) -> SchemaGrammar:
+    def compile(
+        self, constraint: Constraint, state: str | None = None, unless: tuple[int, ...] = ()
+    ) -> SchemaGrammar:
         """Returns a grammar; calling it returns a copy for one answer.
 
         Keywords that llguidance cannot enforce are ignored and logged.
@@ -73,11 +75,17 @@ class GrammarCompiler:
 
     @cached_property
     def _compiled(self) -> LLTokenizer:
-        """The tokenizer for llguidance, made for the first request that needs it, in up to a second."""
+        """The tokenizer for llguidance, made for the first request that needs it, in up to a
+        second.
+        """
         backend = copy(self._tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
-        return LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=list(self._tokenizer.eos_token_ids))
+        return LLTokenizer(
+            backend.to_str(),
+            n_vocab=self._vocab_size,
+            eos_token=list(self._tokenizer.eos_token_ids),
+        )
 
     def _match(self, constraint: Constraint, unless: tuple[int, ...]) -> LLMatcher:
         grammar = describe_grammar(constraint, unless)
@@ -93,7 +101,9 @@ class GrammarCompiler:
         return matcher
 
     def _drop_refused(self, constraint: Constraint) -> tuple[Constraint, list[str]]:
-        """Returns (a copy of a constraint without the keywords that llguidance rejects, what was dropped)."""
+        """Returns (a copy of a constraint without the keywords that llguidance rejects, what was
+        dropped).
+        """
         constraint, dropped = deepcopy(constraint), list[str]()
         for part in list(find_objects(constraint)):
             for name in KEYWORDS:
@@ -142,17 +152,29 @@ class SchemaGrammar:
 
     Args:
         matcher: llguidance's matcher at the start of the grammar.
-        arguments: the arguments of `GrammarCompiler.compile`, for another rank to compile the same grammar.
+        arguments: the arguments of `GrammarCompiler.compile`, for another rank to compile the same
+            grammar.
         begins_after: token ids after which the grammar begins; empty if it begins with the answer.
     """
 
     def __init__(
-        self, matcher: LLMatcher, tokenizer: LLTokenizer, arguments: tuple[Any, ...], begins_after: tuple[int, ...]
+        self,
+        matcher: LLMatcher,
+        tokenizer: LLTokenizer,
+        arguments: tuple[Any, ...],
+        begins_after: tuple[int, ...],
     ) -> None:
-        self.matcher, self._tokenizer, self.arguments, self._begins_after = matcher, tokenizer, arguments, begins_after
+        self.matcher, self._tokenizer, self.arguments, self._begins_after = (
+            matcher,
+            tokenizer,
+            arguments,
+            begins_after,
+        )
         self._unless: tuple[int, ...] = arguments[-1]
         self._tail: tuple[int, ...] = ()  # the latest tokens before the grammar begins
-        self._start: tuple[int, ...] = ()  # the first tokens of the grammar, at most one more than `unless`
+        self._start: tuple[
+            int, ...
+        ] = ()  # the first tokens of the grammar, at most one more than `unless`
         self._is_free = False  # whether any token is allowed from here on
         self.length = 0
 

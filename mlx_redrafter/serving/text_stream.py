@@ -16,11 +16,18 @@ from ..errors import join_lines
 from ..generate import StopStrings
 
 KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reasoning": "reasoning"}
-"""State of mlx-lm's text state machine -> kind of its text. In state "tool" it is a tool call, in all others markup."""
+"""State of mlx-lm's text state machine -> kind of its text.
+
+In state "tool" it is a tool call, in all others markup.
+"""
 
 JSON_START = re.compile(r'[^<"{]*[\[{]')
-JSON_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<extra>\{(?=\s*\{)|,(?=\s*[}\]]))|[{}\[\]]', re.DOTALL)
-ESCAPE = re.compile(r"\\[^\x00-\x1f]|\\?[\x00-\x1f]")  # an escape, or a control character and a lone backslash
+JSON_PIECE = re.compile(
+    r'"(?:[^"\\]|\\.)*"|(?P<extra>\{(?=\s*\{)|,(?=\s*[}\]]))|[{}\[\]]', re.DOTALL
+)
+ESCAPE = re.compile(
+    r"\\[^\x00-\x1f]|\\?[\x00-\x1f]"
+)  # an escape, or a control character and a lone backslash
 
 
 class Segment(NamedTuple):
@@ -44,8 +51,8 @@ class TextStream:
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        state: the state of mlx-lm's text state machine before the answer; None leaves reasoning and tool calls in the
-            text.
+        state: the state of mlx-lm's text state machine before the answer; None leaves reasoning and
+            tool calls in the text.
         stops: the stop strings.
         tools: the tools that the model may call, in OpenAI's format. Without tools, calls are text.
         is_call: whether the whole text is one call: an object of `name` and `arguments`.
@@ -66,7 +73,11 @@ class TextStream:
         self.has_tool_calls = False
         self._tokenizer, self._tools, self._stops = tokenizer, list(tools), StopStrings(stops)
         self._detokenizer = tokenizer.detokenizer
-        machine = TextStateMachine() if state is None else make_state_machine(tokenizer, calls=bool(tools))
+        machine = (
+            TextStateMachine()
+            if state is None
+            else make_state_machine(tokenizer, calls=bool(tools))
+        )
         self._state: Any = machine.make_state(state or "normal")
         self._is_call = is_call
         self._call: str | None = None  # the text of an incomplete tool call
@@ -99,7 +110,9 @@ class TextStream:
         segments: list[Segment] = []
         if text and self._state[0] is not None:  # None: the answer's format has ended
             self._state, pieces = TextStateMachine.split(self._state, text)
-            segments = [segment for state, piece in pieces for segment in self._add_piece(state, piece)]
+            segments = [
+                segment for state, piece in pieces for segment in self._add_piece(state, piece)
+            ]
         if is_last or stopped:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments += self._add_piece(state, rest) + self._end_call(is_complete=False)
@@ -111,7 +124,9 @@ class TextStream:
             return []
         segments = self._end_call(is_complete=True)
         if text and state in KINDS:
-            if self.has_tool_calls and KINDS[state] == "text":  # whitespace between calls is no text
+            if (
+                self.has_tool_calls and KINDS[state] == "text"
+            ):  # whitespace between calls is no text
                 text, self._space = self._space + text, ""
                 if not text.strip():
                     self._space = text
@@ -128,14 +143,23 @@ class TextStream:
             for repair in (str, repair_json):
                 try:
                     written = repair(text)
-                    parsed = json.loads(written) if self._is_call else self._tokenizer.tool_parser(written, self._tools)
-                    calls = [_read_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+                    parsed = (
+                        json.loads(written)
+                        if self._is_call
+                        else self._tokenizer.tool_parser(written, self._tools)
+                    )
+                    calls = [
+                        _read_call(call)
+                        for call in (parsed if isinstance(parsed, list) else [parsed])
+                    ]
                 except Exception as raised:  # parsers may raise anything on a model's output
                     error = error or raised
                 else:
                     self.has_tool_calls |= bool(calls)
                     return calls
-            logging.warning(f"Could not parse a tool call, which is returned as text: {join_lines(error)}")
+            logging.warning(
+                f"Could not parse a tool call, which is returned as text: {join_lines(error)}"
+            )
         if self._is_call:
             return [Segment("text", text)] if text else []
         end = self._tokenizer.tool_call_end if is_complete else ""
@@ -145,9 +169,9 @@ class TextStream:
 def repair_json(text: str) -> str:
     """Repairs common mistakes in JSON that have only one repair.
 
-    These are control characters in strings (also after a lone backslash), commas before a closing bracket, a doubled
-    opening brace, and unmatched closing brackets. A text with a quotation mark or `<` before its first bracket may not
-    be JSON and stays as it is.
+    These are control characters in strings (also after a lone backslash), commas before a closing
+    bracket, a doubled opening brace, and unmatched closing brackets. A text with a quotation mark
+    or `<` before its first bracket may not be JSON and stays as it is.
     """
     depth = 0
 
@@ -155,7 +179,9 @@ def repair_json(text: str) -> str:
         nonlocal depth
         piece = found[0]
         if piece[0] == '"':
-            return ESCAPE.sub(lambda each: each[0] if each[0][-1] >= " " else json.dumps(each[0])[1:-1], piece)
+            return ESCAPE.sub(
+                lambda each: each[0] if each[0][-1] >= " " else json.dumps(each[0])[1:-1], piece
+            )
         if found["extra"]:
             return ""
         depth += 1 if piece in "{[" else -1
@@ -168,9 +194,20 @@ def repair_json(text: str) -> str:
 
 
 def make_state_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
-    """Returns mlx-lm's text state machine for a tokenizer; without `calls`, the marks of tool calls are text."""
-    names = ("has_thinking", "think_start", "think_end", "structural_markers", "response_transitions")
-    plain = SimpleNamespace(has_tool_calling=False, **{name: getattr(tokenizer, name) for name in names})
+    """Returns mlx-lm's text state machine for a tokenizer.
+
+    Without `calls`, the marks of tool calls are text.
+    """
+    names = (
+        "has_thinking",
+        "think_start",
+        "think_end",
+        "structural_markers",
+        "response_transitions",
+    )
+    plain = SimpleNamespace(
+        has_tool_calling=False, **{name: getattr(tokenizer, name) for name in names}
+    )
     return make_text_state_machine(tokenizer if calls else plain)
 
 

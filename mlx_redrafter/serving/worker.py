@@ -1,6 +1,8 @@
-"""The worker: a queue of requests, and the one thread that uses MLX. The scheduler holds the running requests.
+"""The worker: a queue of requests, and the one thread that uses MLX. The scheduler holds the
+running requests.
 
-If several ranks share the model, each has a worker, and all take the same steps. At the start of a step rank 0 sends
+If several ranks share the model, each has a worker, and all take the same steps. At the start of a
+step rank 0 sends
 the others its decisions about everything from outside: requests, cancellations, shutdown.
 """
 
@@ -73,8 +75,10 @@ class Worker:
         options: defaults of requests, and everything that requests cannot set; see `Options`.
         context_length: maximum length of prompt and answer together; None reads the model's config.
         decode_concurrency: maximum number of running requests.
-        prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes `find_default_bytes`.
-        prompt_cache_dir: a folder that saves as many bytes of them for the next start; None for none.
+        prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes
+            `find_default_bytes`.
+        prompt_cache_dir: a folder that saves as many bytes of them for the next start; None for
+            none.
 
     Attributes:
         context_length: None for no limit, also if a cache of `max_kv_size` drops old rows.
@@ -96,7 +100,9 @@ class Worker:
         prompt_cache_bytes: int | None = None,
         prompt_cache_dir: str | Path | None = None,
     ) -> None:
-        tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+        tokenizer = (
+            tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+        )
         options = options or Options()
         self._pair, self._tokenizer = Pair(model, drafter), tokenizer
         self.vocab_size = self._pair.vocab_size
@@ -113,10 +119,14 @@ class Worker:
         folder = None if prompt_cache_dir is None else CacheFolder(prompt_cache_dir, model, options)
         most = find_default_bytes() if prompt_cache_bytes is None else prompt_cache_bytes
         cache = PromptCache(min(ranks.gather(most)), folder)
-        self.scheduler = Scheduler(self._pair, options, decode_concurrency, cache, self.metrics, self._end)
+        self.scheduler = Scheduler(
+            self._pair, options, decode_concurrency, cache, self.metrics, self._end
+        )
         self.metrics.add_gauge("queue_length", "Waiting requests", lambda: len(self._queue))
         self.metrics.add_gauge("running", "Running requests", lambda: len(self.scheduler.rows))
-        self.metrics.add_gauge("prompt_cache_bytes", "Size of the prompt cache", lambda: cache.nbytes)
+        self.metrics.add_gauge(
+            "prompt_cache_bytes", "Size of the prompt cache", lambda: cache.nbytes
+        )
         self._condition = threading.Condition()  # guards the queue and `_closing`
         self._queue: deque[Request] = deque()
         self._closing = self._aborting = False
@@ -134,7 +144,10 @@ class Worker:
         return len(self._queue)
 
     def start(self) -> None:
-        """Starts the thread and waits until it is ready. With `plan="auto"` it may first measure the machine."""
+        """Starts the thread and waits until it is ready.
+
+        With `plan="auto"` it may first measure the machine.
+        """
         self._thread.start()
         self._started.result()
 
@@ -143,7 +156,8 @@ class Worker:
         self._thread.join()
 
     def close(self, timeout: float) -> None:
-        """Refuses waiting requests and finishes running ones, for at most `timeout` seconds. Blocks.
+        """Refuses waiting requests and finishes running ones, for at most `timeout` seconds.
+        Blocks.
 
         Requests that are refused or cut off fail with status 503.
         """
@@ -157,7 +171,8 @@ class Worker:
                 logging.warning("Shutdown timed out: cutting off %d running requests", running)
             self._aborting = True
             self._thread.join()
-            # MLX frees the thread's compiled functions after `join`; exiting the interpreter meanwhile would abort.
+            # MLX frees the thread's compiled functions after `join`; exiting the interpreter
+            # meanwhile would abort.
             time.sleep(0.1)
 
     def submit(self, prompt: list[int], **asked: Any) -> Request:
@@ -177,18 +192,27 @@ class Worker:
             self._condition.notify()
         return request
 
-    def _make_request(self, loop: asyncio.AbstractEventLoop | None, prompt: list[int], **asked: Any) -> Request:
+    def _make_request(
+        self, loop: asyncio.AbstractEventLoop | None, prompt: list[int], **asked: Any
+    ) -> Request:
         length = self.context_length
         if not prompt:
             raise ApiError("the prompt is empty: expected at least one token")
         check_length(len(prompt), length)
-        for name, ids in (("token ids", prompt), ("logit_bias token ids", asked.get("logit_bias") or ())):
+        for name, ids in (
+            ("token ids", prompt),
+            ("logit_bias token ids", asked.get("logit_bias") or ()),
+        ):
             for extreme in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= extreme < self.vocab_size:
                     raise ApiError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
         room = None if length is None else length - len(prompt)
-        request = Request(loop, self._defaults, self._tokenizer.eos_token_ids, room, prompt, **asked)
-        request.options.make_sampler(0).check(self.vocab_size)  # `asked` has a seed, so 0 is not used
+        request = Request(
+            loop, self._defaults, self._tokenizer.eos_token_ids, room, prompt, **asked
+        )
+        request.options.make_sampler(0).check(
+            self.vocab_size
+        )  # `asked` has a seed, so 0 is not used
         return request
 
     def _drop_waiting(self, error: Exception | None = None) -> None:
@@ -229,29 +253,39 @@ class Worker:
             self.scheduler.close()
 
     def _save_while_idle(self) -> None:
-        """Writes prompt caches to their folder, one file at a time, while there is nothing to decode."""
+        """Writes prompt caches to their folder, one file at a time, while there is nothing to
+        decode.
+        """
         seconds = SAVE_DELAY_SECONDS
         while self.scheduler.prompt_cache.has_unsaved:
             with self._condition:
-                if self._condition.wait_for(lambda: self._queue or self.scheduler.rows or self._closing, seconds):
+                if self._condition.wait_for(
+                    lambda: self._queue or self.scheduler.rows or self._closing, seconds
+                ):
                     return
             self.scheduler.prompt_cache.save_next()
             seconds = 0.0
 
     def _decide(self) -> Decisions | None:
-        """Waits for work and returns the next decisions; None on ranks other than 0, or if there is nothing to send.
+        """Waits for work and returns the next decisions; None on ranks other than 0, or if there is
+        nothing to send.
 
-        Idle ranks exchange a message every `IDLE_SECONDS`, as waiting for one would keep a core busy.
+        Idle ranks exchange a message every `IDLE_SECONDS`, as waiting for one would keep a core
+        busy.
         """
         is_alone = ranks.count_ranks() == 1
         with self._condition:
             if not (self._queue or self.scheduler.rows):
                 mx.clear_cache()
-                self._condition.wait_for(lambda: self._queue or self._closing, None if is_alone else IDLE_SECONDS)
+                self._condition.wait_for(
+                    lambda: self._queue or self._closing, None if is_alone else IDLE_SECONDS
+                )
             if ranks.get_rank():
                 return None
             self._drop_waiting()
-            ended: dict[Request, str | Exception] = {row: "cancelled" for row in self.scheduler.rows if row.cancelled}
+            ended: dict[Request, str | Exception] = {
+                row: "cancelled" for row in self.scheduler.rows if row.cancelled
+            }
             if self._aborting:
                 ended = dict.fromkeys(self.scheduler.rows, GenerationFailed(CLOSING_MESSAGE, 503))
             started = self.scheduler.choose(self._queue, ended)
@@ -262,7 +296,10 @@ class Worker:
         return found if is_alone or any(found) else None
 
     def _share(self, own: Decisions | None) -> Decisions:
-        """Returns rank 0's decisions on every rank. All ranks have the same rows in the same order."""
+        """Returns rank 0's decisions on every rank.
+
+        All ranks have the same rows in the same order.
+        """
         if ranks.count_ranks() == 1:
             assert own is not None
             return own
@@ -270,7 +307,10 @@ class Worker:
         sent = None
         if own is not None:
             ended = [(rows.index(row), reason) for row, reason in own.ended.items()]
-            started = [(row.describe(), getattr(row.make_grammar, "arguments", None)) for row in own.started]
+            started = [
+                (row.describe(), getattr(row.make_grammar, "arguments", None))
+                for row in own.started
+            ]
             sent = ended, started, own.is_last
         received = ranks.share(sent)
         if own is not None or received is None:
@@ -279,12 +319,17 @@ class Worker:
         # The choices of one request share one `arguments` object, and pickle preserves that.
         arguments = {id(given): given for _, given in started if given}
         grammars = {at: self.grammars.compile(*given) for at, given in arguments.items()}
-        rebuilt = [self._make_request(None, **asked, grammar=grammars.get(id(given))) for asked, given in started]
+        rebuilt = [
+            self._make_request(None, **asked, grammar=grammars.get(id(given)))
+            for asked, given in started
+        ]
         return Decisions({rows[at]: reason for at, reason in ended}, rebuilt, is_last)
 
 
 def check_length(size: int, context_length: int | None, *, is_exact: bool = True) -> None:
-    """Refuses a prompt of `size` tokens, or of more if that is not exact, if it leaves no room for an answer."""
+    """Refuses a prompt of `size` tokens, or of more if that is not exact, if it leaves no room for
+    an answer.
+    """
     if context_length is not None and size >= context_length:
         raise ApiError(
             f"prompt is too long: {'' if is_exact else 'at least '}{size} tokens > {context_length} maximum; the "

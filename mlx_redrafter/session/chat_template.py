@@ -1,6 +1,7 @@
 """Token ids of a conversation, and of the messages that a turn appends to the cached ones.
 
-Only the text that the template puts after the last answer is tokenized. Earlier turns are not tokenized again, as their
+Only the text that the template puts after the last answer is tokenized. Earlier turns are not
+tokenized again, as their
 tokens could change: joined texts tokenize differently, and some templates remove old reasoning.
 """
 
@@ -17,17 +18,28 @@ Message = dict[str, Any]
 """A chat message: `role`, `content`, and other keys that the template supports."""
 
 MARK, SENTINEL = "7f3a9c41d2", "b80e5d6f13"
-"""Placeholders: for the last answer, to find the text after it, and for messages that a template may move forward."""
+"""Placeholders: for the last answer, to find the text after it, and for messages that a template
+may move forward.
+"""
 
 ANCHORS = ("a", "\n", ".", "0")
-"""Prefixes for tokenizing a continuation; the first token does not merge with at least one of them."""
+"""Prefixes for tokenizing a continuation.
+
+The first token does not merge with at least one of them.
+"""
 
 
 def parse_messages(given: str | Sequence[Message]) -> list[Message]:
     """Converts a user's text or a sequence of messages to a list of messages."""
     messages: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(messages, Sequence) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise RedrafterError(f"expected a text or messages with role and content, got {given!r:.100}")
+    if (
+        not isinstance(messages, Sequence)
+        or not messages
+        or not all(isinstance(each, dict) for each in messages)
+    ):
+        raise RedrafterError(
+            f"expected a text or messages with role and content, got {given!r:.100}"
+        )
     for each in messages:
         if not isinstance(each.get("role"), str) or "content" not in each:
             raise RedrafterError(f"expected a message with role and content, got {each!r:.100}")
@@ -44,16 +56,21 @@ def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any
         config: a dictionary of other arguments, such as `enable_thinking`, or None.
     """
     if not isinstance(config, dict | None):
-        raise RedrafterError(f"chat_template_config must be a dictionary of arguments, got {config!r:.100}")
+        raise RedrafterError(
+            f"chat_template_config must be a dictionary of arguments, got {config!r:.100}"
+        )
     if not isinstance(tools, list | tuple | None):
-        raise RedrafterError(f"tools must be a list of functions or JSON schemas, got {tools!r:.100}")
+        raise RedrafterError(
+            f"tools must be a list of functions or JSON schemas, got {tools!r:.100}"
+        )
     if tools and not tokenizer.has_chat_template:
         raise RedrafterError("tools need a chat template, and the tokenizer has none")
     return (config or {}) | ({} if tools is None else {"tools": list(tools)})
 
 
 def make_thinking_args(tokenizer: Any, thinks: bool | None, effort: str | None) -> dict[str, Any]:
-    """The arguments that turn a template's reasoning on or off, under the names that templates have for them.
+    """The arguments that turn a template's reasoning on or off, under the names that templates have
+    for them.
 
     Args:
         thinks: whether to reason; None for the template's default.
@@ -63,14 +80,17 @@ def make_thinking_args(tokenizer: Any, thinks: bool | None, effort: str | None) 
     thinks = False if effort == "none" else thinks
     if effort == "none" and not re.search("['\"]none['\"]", str(template)):
         effort = "low"
-    given = {"enable_thinking": thinks} | ({"thinking": thinks, "reasoning_effort": effort} if template else {})
+    given = {"enable_thinking": thinks} | (
+        {"thinking": thinks, "reasoning_effort": effort} if template else {}
+    )
     return {name: value for name, value in given.items() if value is not None}
 
 
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Message], template: dict[str, Any] | None = None
 ) -> list[int]:
-    """The ids of a conversation up to the next answer. Without a chat template the texts are concatenated.
+    """The ids of a conversation up to the next answer. Without a chat template the texts are
+    concatenated.
 
     Args:
         template: from `make_template_args`.
@@ -91,21 +111,26 @@ def encode_turn(
     """The ids that `new` adds after an answer to `before`.
 
     Args:
-        last: the last token of that answer. If it is an end-of-text token, the template's own is skipped, together with
-            whitespace before it (Llama 2's template has a space).
+        last: the last token of that answer. If it is an end-of-text token, the template's own is
+            skipped, together with whitespace before it (Llama 2's template has a space).
         previous: the template arguments that `before` was rendered with; None for `template`.
 
     Returns:
-        None if the template changes the text before the answer, or does not render the answer exactly once. The whole
-        conversation must then be prefilled again.
+        None if the template changes the text before the answer, or does not render the answer
+        exactly once. The whole conversation must then be prefilled again.
     """
     if not tokenizer.has_chat_template:
         return encode_continuation(tokenizer, _join_texts(new))
     answered = [*before, {"role": "assistant", "content": MARK}]
     parts = render(tokenizer, [*answered, *new], template).split(MARK)
     # Other arguments may change the beginning, and some templates move a system message there.
-    masked = [each if each["role"] in ("user", "assistant", "tool") else each | {"content": SENTINEL} for each in new]
-    front = render(tokenizer, [*answered, *masked], template if previous is None else previous).split(MARK)[0]
+    masked = [
+        each if each["role"] in ("user", "assistant", "tool") else each | {"content": SENTINEL}
+        for each in new
+    ]
+    front = render(
+        tokenizer, [*answered, *masked], template if previous is None else previous
+    ).split(MARK)[0]
     if len(parts) != 2 or parts[0] != front:
         return None
     ids = encode_continuation(tokenizer, parts[1])
@@ -118,8 +143,8 @@ def encode_turn(
 def encode_continuation(tokenizer: Any, text: str) -> list[int]:
     """The ids of a text that follows another text.
 
-    SentencePiece tokenizers add a space at the start. If the ids do not decode to the text, it is encoded after an
-    anchor.
+    SentencePiece tokenizers add a space at the start. If the ids do not decode to the text, it is
+    encoded after an anchor.
     """
     alone = _encode_plainly(tokenizer, text)
     for anchor in ANCHORS:
@@ -133,7 +158,11 @@ def encode_continuation(tokenizer: Any, text: str) -> list[int]:
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Message], template: dict[str, Any] | None = None, *, prefilled: bool = False
+    tokenizer: Any,
+    messages: Sequence[Message],
+    template: dict[str, Any] | None = None,
+    *,
+    prefilled: bool = False,
 ) -> str:
     """The messages as rendered by the chat template, up to the next answer.
 
@@ -149,7 +178,9 @@ def render(
             **(template or {}),
         )
     except Exception as error:  # a template may raise anything
-        raise RedrafterError(f"the chat template rejects these messages: {join_lines(error)}") from error
+        raise RedrafterError(
+            f"the chat template rejects these messages: {join_lines(error)}"
+        ) from error
     if not isinstance(text, str):
         raise RedrafterError(f"expected a string from the chat template, got {type(text).__name__}")
     return text
@@ -159,7 +190,9 @@ def _join_texts(messages: Sequence[Message]) -> str:
     for each in messages:
         if not isinstance(each["content"], str):
             kind = type(each["content"]).__name__
-            raise RedrafterError(f"without a chat template, expected message content as a string, got {kind}")
+            raise RedrafterError(
+                f"without a chat template, expected message content as a string, got {kind}"
+            )
     return "".join(each["content"] for each in messages)
 
 

@@ -35,7 +35,11 @@ class CacheBytes(NamedTuple):
     def count_tokens(self, size: float) -> int:
         """The maximum number of tokens whose cache takes at most `size` bytes."""
         room = size - self.fixed
-        each = self.quantized_per_token if room > self.per_token * self.quantized_from else self.per_token
+        each = (
+            self.quantized_per_token
+            if room > self.per_token * self.quantized_from
+            else self.per_token
+        )
         if room < 0 or not each:
             return 0 if room < 0 else MAX_LENGTH
         return min(MAX_LENGTH, int(room / each))
@@ -50,13 +54,17 @@ def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
         keys: Any = getattr(c, "keys", None)
         if not isinstance(c, kv_cache.TRIMMABLE):
             fixed += c.nbytes
-        elif keys is not None and isinstance(c, RotatingKVCache):  # it also holds all rows of a long forward
+        elif keys is not None and isinstance(
+            c, RotatingKVCache
+        ):  # it also holds all rows of a long forward
             fixed += c.nbytes / keys.shape[-2] * (c.max_size + options.prefill_step_size)
         elif keys is not None:
             row = c.nbytes / keys.shape[-2]
             per_token += row
             if options.kv_bits is not None and hasattr(c, "to_quantized"):
-                row *= options.kv_bits / (8 * keys.itemsize) + 2 / options.kv_group_size  # a scale and a bias per group
+                row *= (
+                    options.kv_bits / (8 * keys.itemsize) + 2 / options.kv_group_size
+                )  # a scale and a bias per group
             quantized += row
     return CacheBytes(fixed, per_token, quantized, options.quantized_kv_start)
 

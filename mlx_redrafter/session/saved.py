@@ -46,7 +46,9 @@ def write_conversation(
     if not file.parent.is_dir():
         raise RedrafterError(f"cannot save the session as {file}: there is no folder {file.parent}")
     if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
-        raise RedrafterError(f"mlx-lm cannot load a {odd[0]}: the cache of {find_module_name(model)} cannot be saved")
+        raise RedrafterError(
+            f"mlx-lm cannot load a {odd[0]}: the cache of {find_module_name(model)} cannot be saved"
+        )
     conversation = {"tokens": tokens, "messages": messages, "template": template}
     content = {"format": FORMAT, "model": digest_tensors(model), **conversation}
     try:
@@ -71,7 +73,11 @@ def read_conversation(
             raise RedrafterError(f"expected format {FORMAT}, got {content['format']!r:.60}")
         if content["model"] != digest_tensors(model):
             raise RedrafterError("it was saved with another model")
-        tokens, messages, template = content["tokens"], parse_messages(content["messages"]), content["template"]
+        tokens, messages, template = (
+            content["tokens"],
+            parse_messages(content["messages"]),
+            content["template"],
+        )
         check_tokens(check_prompt(tokens), find_vocab_size(model))
         check_cache(model, cache, KVQuantization())
         if (length := kv_cache.length(cache)) not in (0, len(tokens)):

@@ -1,4 +1,7 @@
-"""A conversation with one model. Its prompt cache is kept between turns, so no token is processed twice."""
+"""A conversation with one model.
+
+Its prompt cache is kept between turns, so no token is processed twice.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,13 @@ from ..errors import RedrafterError
 from ..generate import GenerationResponse, StopStrings, stream_text
 from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options
 from ..pair import Pair, find_pair
-from .chat_template import Message, encode_conversation, encode_turn, make_template_args, parse_messages
+from .chat_template import (
+    Message,
+    encode_conversation,
+    encode_turn,
+    make_template_args,
+    parse_messages,
+)
 from .memory import find_free_bytes, measure_cache
 from .saved import read_conversation, write_conversation
 
@@ -54,7 +63,10 @@ class Answer:
 
 
 class _Turn(NamedTuple):
-    """The input of a turn: `old` ids of `messages`, which the cache holds unless it was discarded, and `new` ids."""
+    """The input of a turn:
+
+    `old` ids of `messages`, which the cache holds unless it was discarded, and `new` ids.
+    """
 
     messages: list[Message]
     old: list[int]
@@ -68,13 +80,16 @@ class Session:
 
     Args:
         model, tokenizer, drafter: as returned by `load` and `load_drafter`.
-        memory_budget: approximate maximum size of the cache in bytes; None for the machine's free memory.
-        when_full: "refuse" a turn that does not fit, or "trim": drop the oldest messages, but not the system message,
-            until an answer of `max_tokens` or of half the budget fits, and prefill the rest again.
+        memory_budget: approximate maximum size of the cache in bytes; None for the machine's free
+            memory.
+        when_full: "refuse" a turn that does not fit, or "trim": drop the oldest messages, but not
+            the system message, until an answer of `max_tokens` or of half the budget fits, and
+            prefill the rest again.
         stop: strings that end an answer.
         tools: functions or their JSON schemas, for the chat template.
         chat_template_config: additional chat template arguments, such as `enable_thinking`.
-        options: defaults for all turns, see `Options`; `prompt_cache` and `history` are not allowed.
+        options: defaults for all turns, see `Options`; `prompt_cache` and `history` are not
+            allowed.
 
     Raises:
         TypeError: an option is unknown.
@@ -97,11 +112,20 @@ class Session:
         if when_full not in ("refuse", "trim"):
             raise RedrafterError(f"when_full must be 'refuse' or 'trim', got {when_full!r}")
         if memory_budget is not None and not (isinstance(memory_budget, int) and memory_budget > 0):
-            raise RedrafterError(f"memory_budget must be a positive number of bytes, got {memory_budget!r}")
+            raise RedrafterError(
+                f"memory_budget must be a positive number of bytes, got {memory_budget!r}"
+            )
         _refuse(("prompt_cache", "history"), options)
         self.model, self.drafter = model, drafter
-        self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        self._options, self._stop, self._tools, self._template_config = options, stop, tools, chat_template_config
+        self.tokenizer = (
+            tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+        )
+        self._options, self._stop, self._tools, self._template_config = (
+            options,
+            stop,
+            tools,
+            chat_template_config,
+        )
         self._rendered_with = make_template_args(self.tokenizer, tools, chat_template_config)
         checked = Options(**options).require_tokens()
         checked.resolve_plan(drafter)
@@ -136,13 +160,15 @@ class Session:
             messages: a user's text, or a sequence of messages; without a chat template, plain text.
             on_text: called with each piece of text as it is generated.
             on_token: called with every response.
-            options: override those of the session for this turn, including `stop`, `tools` and `chat_template_config`.
-                If they change the tokens of earlier turns, the conversation is prefilled again.
+            options: override those of the session for this turn, including `stop`, `tools` and
+                `chat_template_config`. If they change the tokens of earlier turns, the conversation
+                is prefilled again.
 
         Raises:
             TypeError: an option is unknown.
-            RedrafterError: another thread is using the session, the turn does not fit, a cache option is given, which
-                only `Session` takes, or `stream_generate` rejects the request.
+            RedrafterError: another thread is using the session, the turn does not fit, a cache
+                option is given, which only `Session` takes, or `stream_generate` rejects the
+                request.
         """
         text, tokens, last = "", list[int](), None
         with closing(self.stream(messages, **options)) as responses:
@@ -156,8 +182,11 @@ class Session:
         reason = last.finish_reason if last is not None else None
         return Answer(text, tokens, "cancelled" if reason is None else reason, last)  # type: ignore[arg-type]
 
-    def stream(self, messages: str | Sequence[Message], **options: Any) -> Generator[GenerationResponse, None, None]:
-        """Like `send`, but yields responses. The session is in use until the iterator ends or is closed.
+    def stream(
+        self, messages: str | Sequence[Message], **options: Any
+    ) -> Generator[GenerationResponse, None, None]:
+        """Like `send`, but yields responses. The session is in use until the iterator ends or is
+        closed.
 
         A cancelled answer ends without a `finish_reason`.
         """
@@ -207,18 +236,27 @@ class Session:
             path: a file name that ends in .safetensors.
 
         Raises:
-            RedrafterError: the file cannot be written, there is no conversation yet, the last turn raised an exception
-                and its cache was discarded, or there are several ranks.
+            RedrafterError: the file cannot be written, there is no conversation yet, the last turn
+                raised an exception and its cache was discarded, or there are several ranks.
         """
         _refuse_ranks("saving a session")
         with self._locked():
             if self._cache is None or not self._tokens:
-                raise RedrafterError("there is no conversation yet, or its cache was discarded: nothing to save")
-            write_conversation(path, self.model, self._cache, self._tokens, self._messages, self._rendered_with)
+                raise RedrafterError(
+                    "there is no conversation yet, or its cache was discarded: nothing to save"
+                )
+            write_conversation(
+                path, self.model, self._cache, self._tokens, self._messages, self._rendered_with
+            )
 
     @classmethod
     def load(
-        cls, path: str | Path, model: nn.Module, tokenizer: Any, drafter: Drafter | None = None, **settings: Any
+        cls,
+        path: str | Path,
+        model: nn.Module,
+        tokenizer: Any,
+        drafter: Drafter | None = None,
+        **settings: Any,
     ) -> Session:
         """Loads a saved session; the model must be the one it was saved with.
 
@@ -226,7 +264,8 @@ class Session:
             settings: keyword arguments of `Session`.
 
         Raises:
-            RedrafterError: the file cannot be read, it was saved with another model, or there are several ranks.
+            RedrafterError: the file cannot be read, it was saved with another model, or there are
+            several ranks.
         """
         _refuse_ranks("loading a session")
         session = cls(model, tokenizer, drafter, **settings)
@@ -244,15 +283,20 @@ class Session:
     def _locked(self) -> Iterator[None]:
         """Holds the session's lock; raises if another thread has it."""
         if not self._lock.acquire(blocking=False):
-            raise RedrafterError(f"the session is in use by thread {self._thread}: one thread at a time")
+            raise RedrafterError(
+                f"the session is in use by thread {self._thread}: one thread at a time"
+            )
         try:
             self._thread, self._cancelled = threading.current_thread().name, False
             yield
         finally:
             self._lock.release()
 
-    def _prepare_turn(self, sent: list[Message], template: dict[str, Any], asked: int) -> tuple[_Turn, int]:
-        """(the turn's input, after dropping old messages if necessary; the maximum tokens of the answer).
+    def _prepare_turn(
+        self, sent: list[Message], template: dict[str, Any], asked: int
+    ) -> tuple[_Turn, int]:
+        """(the turn's input, after dropping old messages if necessary; the maximum tokens of the
+        answer).
 
         `asked` is the requested maximum; -1 for no limit.
         """
@@ -264,20 +308,30 @@ class Session:
             return longest - len(turn.old) - len(turn.new)
 
         def start_over(messages: list[Message]) -> _Turn:
-            return _Turn(messages, [], encode_conversation(self.tokenizer, [*messages, *sent], template))
+            return _Turn(
+                messages, [], encode_conversation(self.tokenizer, [*messages, *sent], template)
+            )
 
         ids = None
         if self._tokens:
             before, last = self._messages[:-1], self._tokens[-1]
             ids = encode_turn(self.tokenizer, before, sent, last, template, self._rendered_with)
-        turn = start_over(self._messages) if ids is None else _Turn(self._messages, self._tokens, ids)
+        turn = (
+            start_over(self._messages) if ids is None else _Turn(self._messages, self._tokens, ids)
+        )
         if not turn.new:
             raise RedrafterError("the message is empty: expected at least one token")
-        while self._trims and room(turn) < wanted and (fewer := _drop_oldest(turn.messages)) != turn.messages:
+        while (
+            self._trims
+            and room(turn) < wanted
+            and (fewer := _drop_oldest(turn.messages)) != turn.messages
+        ):
             turn = start_over(fewer)
         if room(turn) < 1:
             what = (
-                "the machine has left" if self._memory_budget is None else f"its budget of {self._memory_budget} holds"
+                "the machine has left"
+                if self._memory_budget is None
+                else f"its budget of {self._memory_budget} holds"
             )
             raise RedrafterError(
                 f"the conversation would be {longest - room(turn)} tokens: {1 - room(turn)} more than {what}"
@@ -293,15 +347,24 @@ class Session:
         return int(min(ranks.gather(longest)))
 
     def _generate(
-        self, turn: _Turn, sent: list[Message], template: dict[str, Any], options: Options, stops: StopStrings
+        self,
+        turn: _Turn,
+        sent: list[Message],
+        template: dict[str, Any],
+        options: Options,
+        stops: StopStrings,
     ) -> Generator[GenerationResponse, None, None]:
         """Yields the responses of a turn, and adds those that were yielded to the conversation.
 
-        After an exception the cache is undefined: it is discarded, and the next turn prefills all tokens again.
+        After an exception the cache is undefined: it is discarded, and the next turn prefills all
+        tokens again.
         """
         history = turn.old if self._cache is not None else []
         kept = (self._cache if history else None) or make_cache(self.model, options.max_kv_size)
-        cache, states = list(kept), kv_cache.snapshot_rows(kept)  # a copy, as quantization replaces entries of the list
+        cache, states = (
+            list(kept),
+            kv_cache.snapshot_rows(kept),
+        )  # a copy, as quantization replaces entries of the list
         callback, valid = options.prompt_progress_callback, False
         source = self._source if history else self._pair.open_source()
         if history and source is not None:
@@ -326,7 +389,9 @@ class Session:
         )
         prompt = [*turn.old[len(history) :], *turn.new]
         try:
-            with closing(stream_text(self._pair, self.tokenizer, prompt, options, source, stops)) as responses:
+            with closing(
+                stream_text(self._pair, self.tokenizer, prompt, options, source, stops)
+            ) as responses:
                 for response in responses:
                     kept, states = [], []  # frees old arrays
                     tokens.append(response.token)
@@ -346,7 +411,8 @@ class Session:
                 self._messages = [*turn.messages, *sent, {"role": "assistant", "content": text}]
                 self._tokens = [*turn.old, *turn.new, *tokens]
                 self._rendered_with = template
-            # A turn in another thread cannot evaluate pending arrays. Some forwards also store new arrays in the model.
+            # A turn in another thread cannot evaluate pending arrays. Some forwards also store new
+            # arrays in the model.
             mx.eval([vars(c) for c in kv_cache.leaves(cache)] if valid else [])
             evaluate(self.model)
             if valid:
@@ -359,7 +425,10 @@ class Session:
 
 
 def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, Any]:
-    """The session's options overridden by the turn's; equivalent options of the session are dropped."""
+    """The session's options overridden by the turn's.
+
+    Equivalent options of the session are dropped.
+    """
     replaced: tuple[str, ...] = ()
     if "plan" in turn:
         replaced = (*PLAN_OPTIONS, "context")

@@ -1,4 +1,7 @@
-"""The target decodes prompts in batches. The hidden states that a drafter learns from are kept in the same pass."""
+"""The target decodes prompts in batches.
+
+The hidden states that a drafter learns from are kept in the same pass.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,16 @@ from .hidden_states import (
 )
 
 MAX_BATCH_SIZE = 32
-"""The number of prompts that are decoded together. As soon as a quarter have ended, others take their places."""
+"""The number of prompts that are decoded together.
+
+As soon as a quarter have ended, others take their places.
+"""
 
 TOLERANCE = 0.1
-"""The relative difference of hidden states in a batch that rounding to 16 bits may make; wrong masks make more."""
+"""The relative difference of hidden states in a batch that rounding to 16 bits may make.
+
+Wrong masks make more.
+"""
 
 ShouldStop = Callable[[int], bool]
 """Called after every step with the number of tokens that it decoded; returns whether to stop."""
@@ -68,17 +77,20 @@ def decode_rows(
     should_stop: ShouldStop,
     most_rows: int,
 ) -> Iterator[Row]:
-    """Yields each row when its answer ends: with an end token, after `most` tokens, or where it is when stopped.
+    """Yields each row when its answer ends: with an end token, after `most` tokens, or where it is
+    when stopped.
 
     Args:
         take: returns at most the given number of further rows; none if there are none left.
-        sampler: (B, M) logits of the likeliest tokens -> (B,) the chosen ones, as from mlx-lm's `make_sampler`. To
-            sample among all tokens would cost nearly as much as a forward, on a CPU.
+        sampler: (B, M) logits of the likeliest tokens -> (B,) the chosen ones, as from mlx-lm's
+            `make_sampler`. To sample among all tokens would cost nearly as much as a forward, on a
+            CPU.
         most_rows: how many rows are decoded together, see `find_batch_size`.
     """
     ends = mx.array([-1, *end_tokens])  # never empty
     rows, cache, tokens = list[Row](), list[Any](), mx.zeros((0,), mx.int32)
-    # What the step before computes: the arrays, and (index in the arrays, row, position) of the states to keep.
+    # What the step before computes: the arrays, and (index in the arrays, row, position) of the
+    # states to keep.
     computing, places = tuple[mx.array, ...](), list[tuple[int, Row, int]]()
     while True:
         if len(rows) <= most_rows * 3 // 4 and (new := take(most_rows - len(rows))):
@@ -103,7 +115,9 @@ def decode_rows(
             row.ids.append(token)
             size = len(row.ids) - row.offset
             if is_stopped or (size > 0 and (size == row.most or token in end_tokens)):
-                row.states = None if row.states is None else check_finite(row.states[: len(row.ids) - 1])
+                row.states = (
+                    None if row.states is None else check_finite(row.states[: len(row.ids) - 1])
+                )
                 yield row
             else:
                 keep.append(at)
@@ -142,7 +156,9 @@ def prefill(
         own = [each[0].merge(each) if is_batch else each[0] for each in zip(*made, strict=True)]
         texts = [row.ids[:-1] for row in part]
         first = [row.offset if row.first_learned is None else row.first_learned for row in part]
-        read = read_rows(model, texts, first, own) if any(texts) else [np.zeros(0, kind)] * len(part)
+        read = (
+            read_rows(model, texts, first, own) if any(texts) else [np.zeros(0, kind)] * len(part)
+        )
         for row, states in zip(part, read, strict=True):
             if row.first_learned is not None:
                 row.states = np.concatenate([states, np.zeros(row.most + 1, kind)])
@@ -156,20 +172,37 @@ def prefill(
 
 
 def find_batch_size(model: nn.Module) -> int:
-    """`MAX_BATCH_SIZE`, or 1 if mlx-lm does not decode this model's rows in a batch as it decodes each alone."""
-    waiting = [Row(ids, 3, first_learned=1) for ids in ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3])]
+    """`MAX_BATCH_SIZE`, or 1 if mlx-lm does not decode this model's rows in a batch as it decodes
+    each alone.
+    """
+    waiting = [
+        Row(ids, 3, first_learned=1)
+        for ids in ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3])
+    ]
 
     def take(count: int) -> list[Row]:
         return [waiting.pop() for _ in waiting[:count]]
 
     try:
         made: list[Any] = list(
-            decode_rows(model, take, partial(mx.argmax, axis=-1), (), lambda _: False, MAX_BATCH_SIZE)
+            decode_rows(
+                model, take, partial(mx.argmax, axis=-1), (), lambda _: False, MAX_BATCH_SIZE
+            )
         )
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # as models and caches of mlx-lm do in a batch
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # as models and caches of mlx-lm do in a batch
         return 1
     read: list[Any] = add_hidden_states(model, [Text(np.array(row.ids), 0) for row in made])
     together, alone = (
-        np.concatenate([each.states["hidden"] for each in rows]).astype(np.float32) for rows in (made, read)
+        np.concatenate([each.states["hidden"] for each in rows]).astype(np.float32)
+        for rows in (made, read)
     )
-    return MAX_BATCH_SIZE if np.linalg.norm(together - alone) < TOLERANCE * np.linalg.norm(alone) else 1
+    return (
+        MAX_BATCH_SIZE
+        if np.linalg.norm(together - alone) < TOLERANCE * np.linalg.norm(alone)
+        else 1
+    )

@@ -1,4 +1,7 @@
-"""Training texts, and batches of them. `--data` gives texts; otherwise they are the target's answers to prompts."""
+"""Training texts, and batches of them.
+
+`--data` gives texts; otherwise they are the target's answers to prompts.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ class Text(NamedTuple):
     Attributes:
         ids: (L,) integers.
         offset: the number of prompt tokens at its start, which are not learned.
-        states: (L - 1,) what the target computed at all tokens except the last, see `make_row_dtype`; None before it
-            has read the text.
+        states: (L - 1,) what the target computed at all tokens except the last, see
+            `make_row_dtype`; None before it has read the text.
         kind: the kind of its prompt, see `KINDS`; "given" for prompts and texts of the user's.
         is_held_out: whether it is for validation only.
     """
@@ -36,7 +39,10 @@ class Text(NamedTuple):
 
     @property
     def first_learned(self) -> int:
-        """The first position whose next token is learned; at least 1, as the first guess follows the second token."""
+        """The first position whose next token is learned.
+
+        At least 1, as the first guess follows the second token.
+        """
         return max(self.offset - 1, 1)
 
 
@@ -75,7 +81,9 @@ def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[
         epoch, at = divmod(iteration, count)
         rng = np.random.default_rng((seed, epoch))
         # Each epoch skips other texts to get whole batches.
-        skipped = set(rng.choice(len(texts), len(texts) - count * batch_size, replace=False).tolist())
+        skipped = set(
+            rng.choice(len(texts), len(texts) - count * batch_size, replace=False).tolist()
+        )
         order = [i for place, i in enumerate(by_length) if place not in skipped]
         start = int(rng.permutation(count)[at]) * batch_size
         return [texts[i] for i in order[start : start + batch_size]]
@@ -84,7 +92,10 @@ def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[
 
 
 def find_most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:
-    """(count,) int32, ascending: the most frequent tokens outside of prompts; of equals, the lower ids."""
+    """(count,) int32, ascending: the most frequent tokens outside of prompts.
+
+    Of equals, the lower ids.
+    """
     seen = np.zeros(vocab_size, np.int64)
     for text in texts:
         seen += np.bincount(text.ids[text.offset :], minlength=vocab_size)[:vocab_size]

@@ -31,14 +31,16 @@ def measure_guesses(
     """Measures a drafter's guesses on held-out texts, each made after a correct prefix.
 
     Returns:
-        The loss (see `DraftLoss`, with equal weights for all depths), and (K, R) the share of positions where the guess
-        of each rank is the target's likeliest token.
+        The loss (see `DraftLoss`, with equal weights for all depths), and (K, R) the share of
+        positions where the guess of each rank is the target's likeliest token.
     """
     loss, positions = 0.0, 0
     hits, tried = np.zeros((args.draft_depth, N_RANKS)), np.zeros((args.draft_depth, 1))
     by_length = sorted(texts, key=lambda text: len(text.ids))
     for start in range(0, len(by_length), args.batch_size):
-        targets = make_targets(embedding, by_length[start : start + args.batch_size], drafter.get("draft_ids"))
+        targets = make_targets(
+            embedding, by_length[start : start + args.batch_size], drafter.get("draft_ids")
+        )
         found = draft_loss(drafter, targets, args.draft_depth, [1.0] * args.draft_depth)
         ranks, size = np.array(found.ranks), int((np.array(targets.positions) >= 0).sum())
         loss, positions = loss + size * float(np.array(found.loss)), positions + size
@@ -47,14 +49,18 @@ def measure_guesses(
     return loss / max(positions, 1), (hits / np.maximum(tried, 1)).tolist()
 
 
-def count_rounds(embedding: nn.Module, drafter: TrainableDrafter, text: Text, args: TrainingArgs) -> Stats:
+def count_rounds(
+    embedding: nn.Module, drafter: TrainableDrafter, text: Text, args: TrainingArgs
+) -> Stats:
     """The statistics of generating a text's answer with chains of the drafter, without decoding.
 
-    All guesses are made at once: those after a wrong one do not count, so each may be made after a correct prefix.
+    All guesses are made at once: those after a wrong one do not count, so each may be made after a
+    correct prefix.
 
     Args:
-        args: `draft_depth` is the length of chains. With `data`, texts that the target did not generate, the right
-            guess is the target's likeliest token; otherwise it is the text's own token.
+        args: `draft_depth` is the length of chains. With `data`, texts that the target did not
+            generate, the right guess is the target's likeliest token; otherwise it is the text's
+            own token.
     """
     depth, size = args.draft_depth, len(text.ids)
     targets = make_targets(embedding, [text], drafter.get("draft_ids"), of_text=not args.data)
@@ -62,7 +68,9 @@ def count_rounds(embedding: nn.Module, drafter: TrainableDrafter, text: Text, ar
     positions, right = np.array(targets.positions), np.zeros((depth, size + depth), bool)
     right[:, positions[positions >= 0]] = ranks[:, positions >= 0] == 0
     # After the token at c the draft's root is at c + 1, and the guess of depth k at c + k + 1.
-    accepted = np.cumprod([right[k, k + 1 : k + 1 + size] for k in range(depth)], axis=0).sum(axis=0)
+    accepted = np.cumprod([right[k, k + 1 : k + 1 + size] for k in range(depth)], axis=0).sum(
+        axis=0
+    )
     rounds, at = 0, max(text.offset, 1)
     while at < size - 1:
         rounds, at = rounds + 1, at + 1 + int(accepted[at - 1])
@@ -70,7 +78,9 @@ def count_rounds(embedding: nn.Module, drafter: TrainableDrafter, text: Text, ar
 
 
 def make_prompt(text: Text) -> tuple[str, list[int]]:
-    """(kind, token ids) of a prompt for decoding: the masked part of a text, or else its first tokens."""
+    """(kind, token ids) of a prompt for decoding: the masked part of a text, or else its first
+    tokens.
+    """
     size = text.offset or min(PROMPT_TOKENS, max(1, len(text.ids) // 2))
     return text.kind, text.ids[:size].tolist()
 
@@ -81,7 +91,8 @@ class SpeedResult(NamedTuple):
     Attributes:
         kind: of the prompts.
         prompts: their number.
-        against_plain: drafted over plain speed, measured one after the other; None if other work disturbed them.
+        against_plain: drafted over plain speed, measured one after the other; None if other work
+            disturbed them.
         same_tokens: whether all tokens equal those of plain decoding.
     """
 
@@ -99,7 +110,8 @@ def compare_speed(
     eos_token_ids: Collection[int],
     should_stop: Callable[[int], bool] = lambda done: False,
 ) -> list[SpeedResult]:
-    """Decodes prompts plainly and with the drafter; returns the results of each kind, and of all at the end.
+    """Decodes prompts plainly and with the drafter; returns the results of each kind, and of all at
+    the end.
 
     Args:
         prompts: (kind, token ids) of each.
@@ -108,7 +120,8 @@ def compare_speed(
     runs = dict[str, list[tuple[PromptRuns, PromptRuns]]]()
     for done, (kind, prompt) in enumerate(prompts, start=1):
         plain, drafted = (
-            decode_prompts(pair, [prompt], each, eos_token_ids) for each in (replace(options, plan="off"), options)
+            decode_prompts(pair, [prompt], each, eos_token_ids)
+            for each in (replace(options, plan="off"), options)
         )
         for name in (kind, ALL):
             runs.setdefault(name, []).append((plain, drafted))
@@ -118,8 +131,12 @@ def compare_speed(
     for kind in sorted(runs, key=lambda kind: (kind == ALL, kind)):
         plain, drafted = map(join_runs, zip(*runs[kind], strict=True))
         tokens = drafted.stats.tokens_per_round
-        ratio = check_speedup(drafted.tokens_per_second / (plain.tokens_per_second or math.inf), tokens)
-        results.append(SpeedResult(kind, len(runs[kind]), tokens, ratio, drafted.texts == plain.texts))
+        ratio = check_speedup(
+            drafted.tokens_per_second / (plain.tokens_per_second or math.inf), tokens
+        )
+        results.append(
+            SpeedResult(kind, len(runs[kind]), tokens, ratio, drafted.texts == plain.texts)
+        )
     return results
 
 

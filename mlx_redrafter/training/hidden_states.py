@@ -1,4 +1,6 @@
-"""What a drafter learns from: the target's hidden states, and its likeliest next tokens, at each token of a text."""
+"""What a drafter learns from: the target's hidden states, and its likeliest next tokens, at each
+token of a text.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,33 @@ ROWS_AT_ONCE = 128  # probabilities in float32 at a time
 
 
 def make_row_dtype(width: int) -> np.dtype[Any]:
-    """The stored row of a token: hidden state, and the likeliest next tokens with their probabilities."""
-    return np.dtype([("hidden", "<f2", (width,)), ("ids", "<i4", (TOP_K,)), ("probs", "<f2", (TOP_K,))])
+    """The stored row of a token: hidden state, and the likeliest next tokens with their
+    probabilities.
+    """
+    return np.dtype(
+        [("hidden", "<f2", (width,)), ("ids", "<i4", (TOP_K,)), ("probs", "<f2", (TOP_K,))]
+    )
 
 
 def add_hidden_states(model: nn.Module, texts: Sequence[Text]) -> list[Text]:
-    """Adds what `model` computes at each token of texts, which it reads in forwards of similar length."""
+    """Adds what `model` computes at each token of texts, which it reads in forwards of similar
+    length.
+    """
     found = list(texts)
     for group in group_by_length([len(text.ids) - 1 for text in texts]):
         read = [texts[i] for i in group]
-        rows = read_rows(model, [text.ids[:-1].tolist() for text in read], [text.first_learned for text in read])
+        rows = read_rows(
+            model, [text.ids[:-1].tolist() for text in read], [text.first_learned for text in read]
+        )
         for i, states in zip(group, rows, strict=True):
             found[i] = texts[i]._replace(states=states)
     return found
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups texts of similar length, by index, into forwards of at most `TOKENS_AT_ONCE` tokens with padding."""
+    """Groups texts of similar length, by index, into forwards of at most `TOKENS_AT_ONCE` tokens
+    with padding.
+    """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if groups and (len(groups[-1]) + 1) * lengths[i] <= TOKENS_AT_ONCE:
@@ -50,12 +62,17 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def read_rows(
-    model: nn.Module, texts: Sequence[Sequence[int]], first: Sequence[int], cache: list[Any] | None = None
+    model: nn.Module,
+    texts: Sequence[Sequence[int]],
+    first: Sequence[int],
+    cache: list[Any] | None = None,
 ) -> list[np.ndarray[Any, Any]]:
-    """For each text the rows of all its tokens, see `make_row_dtype`, read in one forward with padding at the end.
+    """For each text the rows of all its tokens, see `make_row_dtype`, read in one forward with
+    padding at the end.
 
     Args:
-        first: the first position of each text that has likeliest tokens, as nothing is learned before it.
+        first: the first position of each text that has likeliest tokens, as nothing is learned
+            before it.
         cache: mlx-lm's batch caches, which then hold the texts; padding is taken out of them.
     """
     lengths = [len(text) for text in texts]
@@ -85,10 +102,16 @@ def read_rows(
     return found
 
 
-def run_forward(model: nn.Module, ids: mx.array, cache: list[Any] | None) -> tuple[mx.array, mx.array]:
-    """((B, L, V) logits, (B, L, D) float16 hidden states after the final norm) of a forward, not computed yet."""
+def run_forward(
+    model: nn.Module, ids: mx.array, cache: list[Any] | None
+) -> tuple[mx.array, mx.array]:
+    """((B, L, V) logits, (B, L, D) float16 hidden states after the final norm) of a forward, not
+    computed yet.
+    """
     points = [CapturePoint(find_parts(model).final_norm)]
-    logits, (states,) = capture(points, lambda: model(ids) if cache is None else model(ids, cache=cache))
+    logits, (states,) = capture(
+        points, lambda: model(ids) if cache is None else model(ids, cache=cache)
+    )
     return logits, states[-1].astype(mx.float16)
 
 
@@ -109,5 +132,7 @@ def find_probs(some: mx.array, logits: mx.array) -> mx.array:
 def check_finite(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The rows; refuses states that are not finite in 16 bits."""
     if not np.isfinite(rows["hidden"]).all():
-        raise CheckpointError("cannot train for this target: its hidden states are not finite in 16 bits")
+        raise CheckpointError(
+            "cannot train for this target: its hidden states are not finite in 16 bits"
+        )
     return rows

@@ -1,12 +1,14 @@
 """The training loss: all guesses of a drafter, from every position of a text at once.
 
-At position t the target has read x_0 .. x_t. The drafter reads h_t, then x_{t+1} and so on, as it does when drafting::
+At position t the target has read x_0 .. x_t. The drafter reads h_t, then x_{t+1} and so on, as it
+does when drafting::
 
     depth 1   h_t, x_{t+1}                     guesses what follows x_{t+1}
     depth 2   h_t, x_{t+1}, x_{t+2}            guesses what follows x_{t+2}
     depth K   h_t, x_{t+1}, ..., x_{t+K}       guesses what follows x_{t+K}
 
-Logits over a large vocabulary are by far the largest arrays, so only those of a few guesses exist at a time: loss and
+Logits over a large vocabulary are by far the largest arrays, so only those of a few guesses exist
+at a time: loss and
 gradient are computed together, chunk by chunk, and only the gradient is kept.
 """
 
@@ -34,9 +36,10 @@ class TrainingTargets(NamedTuple):
         tokens: (B, T) int32.
         hidden: (B, T, D) the target's hidden states, after the final norm.
         embeddings: (B, T, D) the target's raw embedding of each token.
-        positions: (N,) int32 indices into the B * T tokens; the tokens that follow these are learned; -1 for padding.
-        choices: (N,) int32, the row of the drafter's head for the target's next token; -1 for a token that the drafter
-            cannot guess.
+        positions: (N,) int32 indices into the B * T tokens; the tokens that follow these are
+            learned; -1 for padding.
+        choices: (N,) int32, the row of the drafter's head for the target's next token; -1 for a
+            token that the drafter cannot guess.
         probs: (N, M) probabilities of some next tokens. They need not sum to 1.
         ids: (N, M) int32, their rows of the head.
     """
@@ -55,8 +58,9 @@ class DraftLoss(NamedTuple):
 
     Attributes:
         loss: () float32, nats: the weighted mean of the cross-entropy over all guesses.
-        ranks: (K, N) int32: the rank of the target's choice among the drafter's guesses, 0 for the likeliest, at each
-            depth; -1 without a guess, and the size of the drafter's vocabulary for a choice that it cannot guess.
+        ranks: (K, N) int32: the rank of the target's choice among the drafter's guesses, 0 for the
+            likeliest, at each depth; -1 without a guess, and the size of the drafter's vocabulary
+            for a choice that it cannot guess.
     """
 
     loss: mx.array
@@ -71,24 +75,30 @@ def draft_loss(
     *,
     axes: mx.array | None = None,
 ) -> DraftLoss:
-    """The teacher-forced loss of `depth` guesses from every position that has enough tokens after it.
+    """The teacher-forced loss of `depth` guesses from every position that has enough tokens after
+    it.
 
-    By default a guess is weighted by the probability that a draft reaches it: the product, over the guesses before it,
-    of sum_v min(p_v, q_v), the acceptance rate of speculative sampling. Neither these weights nor the targets receive
-    gradients.
+    By default a guess is weighted by the probability that a draft reaches it: the product, over the
+    guesses before it,
+    of sum_v min(p_v, q_v), the acceptance rate of speculative sampling. Neither these weights nor
+    the targets receive gradients.
 
-    With `axes` the loss has a second term: the squared distance of each guess's features from the target's hidden state
-    after the same tokens, relative to the mean square of these states, with the weight of the guess times
-    `REGRESSION_WEIGHT`. With few texts, hidden states carry more information than tokens.
+    With `axes` the loss has a second term: the squared distance of each guess's features from the
+    target's hidden state
+    after the same tokens, relative to the mean square of these states, with the weight of the guess
+    times `REGRESSION_WEIGHT`. With few texts, hidden states carry more information than tokens.
 
     Args:
         targets: T > depth.
         depth: K.
         weights: K numbers, one per depth, instead of the default weights.
-        axes: (D, R) projection of a hidden state to the features it should give, see `TrainableDrafter.axes`.
+        axes: (D, R) projection of a hidden state to the features it should give, see
+            `TrainableDrafter.axes`.
 
-    Source: arXiv 2403.09919, section 3.5; Apple's ml-recurrent-drafter, recurrent_drafting/train/loss.py. The
-    acceptance rate: arXiv 2211.17192, section 3.1. Regression of the next hidden state: EAGLE, arXiv 2401.15077.
+    Source: arXiv 2403.09919, section 3.5; Apple's ml-recurrent-drafter,
+    recurrent_drafting/train/loss.py. The
+    acceptance rate: arXiv 2211.17192, section 3.1. Regression of the next hidden state: EAGLE,
+        arXiv 2401.15077.
     """
     targets = TrainingTargets(*map(mx.stop_gradient, targets))
     chunk = max(1, LOGITS_IN_MEMORY // drafter.args.n_guesses)
@@ -97,7 +107,10 @@ def draft_loss(
     def read(hidden: mx.array, state: State, depth: int) -> tuple[State, mx.array]:
         """(the state after each token, the features of the learned positions)."""
         state = drafter.read_token(tokens, lambda _: embeddings, hidden, state, depth)
-        learned, at = (tree_map(lambda array: array.flatten(0, 1)[targets.positions], each) for each in (state, hidden))
+        learned, at = (
+            tree_map(lambda array: array.flatten(0, 1)[targets.positions], each)
+            for each in (state, hidden)
+        )
         return state, drafter.features(at, learned, depth)
 
     fixed = mx.ones((depth,)) if weights is None else mx.array(list(weights))
@@ -105,7 +118,9 @@ def draft_loss(
     if axes is not None:
         wanted = hidden.flatten(0, 1)[targets.positions].astype(mx.float32) @ axes
         is_learned = targets.positions >= 0
-        size = (is_learned * mx.square(wanted).sum(axis=-1)).sum() / mx.maximum(is_learned.sum(), 1) + 1e-6
+        size = (is_learned * mx.square(wanted).sum(axis=-1)).sum() / mx.maximum(
+            is_learned.sum(), 1
+        ) + 1e-6
     reached = mx.ones(tokens.size)
     state: State = None
     total, mass, ranks = mx.zeros(()), mx.zeros(()), []
@@ -113,7 +128,8 @@ def draft_loss(
     columns = mx.where(targets.positions < 0, -1, targets.positions % tokens.shape[1])
     is_guess = columns >= mx.arange(1, depth + 1)[:, None]
     for k in range(depth):
-        # Column c of these belongs to the draft from position c - k - 1; without such a position, its weight is 0.
+        # Column c of these belongs to the draft from position c - k - 1; without such a position,
+        # its weight is 0.
         hidden = mx.roll(hidden, 1, 1)
         before = None if state is None else tree_map(lambda array: mx.roll(array, 1, 1), state)
         state, features = read(hidden, before, k)
@@ -125,14 +141,21 @@ def draft_loss(
             reached = mx.roll(reached.at[targets.positions].multiply(factors), 1)
         total, mass = total + loss, mass + each.sum()
         if wanted is not None:
-            distance = mx.square(features[:, : wanted.shape[1]].astype(mx.float32) - wanted).sum(axis=-1)
+            distance = mx.square(features[:, : wanted.shape[1]].astype(mx.float32) - wanted).sum(
+                axis=-1
+            )
             total += REGRESSION_WEIGHT * (each * distance).sum() / size
         ranks.append(mx.where(is_guess[k], rank, -1))
     return DraftLoss(total / mx.maximum(mass, 1e-6), mx.stack(ranks))
 
 
 def head_loss(
-    features: mx.array, head: mx.array, weights: mx.array, targets: TrainingTargets, chunk: int, after: mx.array
+    features: mx.array,
+    head: mx.array,
+    weights: mx.array,
+    targets: TrainingTargets,
+    chunk: int,
+    after: mx.array,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The loss of N guesses, with the logits of `chunk` guesses in memory at a time.
 
@@ -140,11 +163,12 @@ def head_loss(
         features: (N, X) inputs of the head.
         head: (V, X) its matrix.
         weights: (N,) float32, the weight of each guess.
-        after: an array to compute first; without such dependencies MLX may compute all chunks at once.
+        after: an array to compute first; without such dependencies MLX may compute all chunks at
+            once.
 
     Returns:
-        () the weighted sum of the cross-entropies, (N,) int32 the rank of each `targets.choices`, (N,) float32
-        sum_v min(p_v, q_v); only the first has a gradient.
+        () the weighted sum of the cross-entropies, (N,) int32 the rank of each `targets.choices`,
+        (N,) float32 sum_v min(p_v, q_v); only the first has a gradient.
 
     Source: the gradient of sum_v p_v (logsumexp(z) - z_v) is (sum_v p_v) softmax(z) - p.
     """
@@ -162,12 +186,18 @@ def head_loss(
             q = mx.softmax(logits, axis=-1)
             p = mx.zeros(logits.shape).at[mx.arange(len(y))[:, None], ids].add(probs)
             mass = p.sum(axis=-1, keepdims=True)
-            normal = logits.max(axis=-1, keepdims=True) - mx.log(q.max(axis=-1, keepdims=True))  # logsumexp
+            normal = logits.max(axis=-1, keepdims=True) - mx.log(
+                q.max(axis=-1, keepdims=True)
+            )  # logsumexp
             loss += (weight * (mass * normal - (p * logits).sum(axis=-1, keepdims=True))).sum()
             grad = (weight * (mass * q - p)).astype(y.dtype)
             head_grad += (grad.T @ y).astype(mx.float32)
             own = mx.take_along_axis(logits, mx.maximum(choice, 0), axis=-1)
-            rank = mx.where((choice < 0) | mx.isnan(own), head.shape[0], (logits > own).sum(axis=-1, keepdims=True))
+            rank = mx.where(
+                (choice < 0) | mx.isnan(own),
+                head.shape[0],
+                (logits > own).sum(axis=-1, keepdims=True),
+            )
             done.append((grad @ head, rank[:, 0].astype(mx.int32), mx.minimum(p, q).sum(axis=-1)))
             gate = [loss, head_grad, *done[-1]]
         grads, ranks, overlaps = (mx.concatenate(list(each)) for each in zip(*done, strict=True))
@@ -177,7 +207,9 @@ def head_loss(
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
         *_, grads, head_grad = outputs
         scale = cotangents[0]
-        return (scale * grads).astype(primals[0].dtype), (scale * head_grad).astype(primals[1].dtype)
+        return (scale * grads).astype(primals[0].dtype), (scale * head_grad).astype(
+            primals[1].dtype
+        )
 
     found: Any = compute(features, head)
     return found[0], found[1], found[2]

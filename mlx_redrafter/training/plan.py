@@ -25,10 +25,15 @@ from .settings import TrainingArgs
 from .trainer import train_drafter
 
 VISITS = 8
-"""How often each text is learned: in the rest of the time more texts are made. Measured, see docs/log.md."""
+"""How often each text is learned: in the rest of the time more texts are made.
+
+Measured, see docs/log.md.
+"""
 
 COMPARISON_SHARE, MAX_TEXT_SHARE = 0.08, 0.75
-"""The largest share of a run's time for the comparison at the end, and of the rest for making texts."""
+"""The largest share of a run's time for the comparison at the end, and of the rest for making
+texts.
+"""
 
 Say = Callable[[str], None]
 """Prints a message for the user."""
@@ -42,10 +47,17 @@ class Clock:
     """
 
     def __init__(self, seconds: float, say: Say) -> None:
-        self.seconds, self.reserve, self._say, self._started = seconds, 0.0, say, time.perf_counter()
+        self.seconds, self.reserve, self._say, self._started = (
+            seconds,
+            0.0,
+            say,
+            time.perf_counter(),
+        )
         interval = 0.5 if sys.stderr.isatty() else 30.0
         shown = "{percentage:3.0f}%|{bar:20}| {desc}"
-        self._bar = tqdm(total=seconds, bar_format=shown, mininterval=interval, miniters=0, leave=False, delay=1)
+        self._bar = tqdm(
+            total=seconds, bar_format=shown, mininterval=interval, miniters=0, leave=False, delay=1
+        )
 
     @property
     def left(self) -> float:
@@ -59,7 +71,9 @@ class Clock:
 
     def show(self, text: str) -> None:
         """Updates the bar."""
-        self._bar.set_description_str(f"{text}; {format_time(max(0.0, self.left))} left", refresh=False)
+        self._bar.set_description_str(
+            f"{text}; {format_time(max(0.0, self.left))} left", refresh=False
+        )
         self._bar.update(min(self.seconds, self.seconds - self.left) - self._bar.n)
 
     def say(self, text: str) -> None:
@@ -94,7 +108,9 @@ class Speed(NamedTuple):
             known: the texts that are there already.
             visits: how often texts were learned already, summed over them.
         """
-        wanted = (seconds - (VISITS * known - visits) * self.visit) / (self.text + VISITS * self.visit)
+        wanted = (seconds - (VISITS * known - visits) * self.visit) / (
+            self.text + VISITS * self.visit
+        )
         return max(0, int(min(wanted, MAX_TEXT_SHARE * seconds / self.text)))
 
     def find_seconds(self, count: int) -> float:
@@ -110,7 +126,10 @@ def measure_speed(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, leng
         length: tokens.
     """
     tokens, row = mx.zeros((MAX_BATCH_SIZE, 1), mx.int32), [0] * TOKENS_AT_ONCE
-    forwards = {TOKENS_AT_ONCE: lambda: read_rows(model, [row], [1]), MAX_BATCH_SIZE: lambda: mx.eval(model(tokens))}
+    forwards = {
+        TOKENS_AT_ONCE: lambda: read_rows(model, [row], [1]),
+        MAX_BATCH_SIZE: lambda: mx.eval(model(tokens)),
+    }
     count = TOKENS_AT_ONCE if args.data else MAX_BATCH_SIZE
     milliseconds = time_calls({count: forwards[count]}, 0.0, min_turns=2)[count][-1]
     drafter, ends = make_drafter(sizes), list[float]()
@@ -124,7 +143,9 @@ def measure_speed(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, leng
         return False
 
     embedding = find_parts(model).embedding
-    train_drafter(embedding, drafter, lambda _: batch, args, lambda done: done / 3, on_iteration=on_iteration)
+    train_drafter(
+        embedding, drafter, lambda _: batch, args, lambda done: done / 3, on_iteration=on_iteration
+    )
     return Speed(milliseconds / 1e3 / count * length, (ends[-1] - ends[0]) / 2 / args.batch_size)
 
 

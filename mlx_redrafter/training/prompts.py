@@ -19,15 +19,21 @@ from ..generate import encode_chat
 from ..json_objects import parse_object
 from .answers import Row, ShouldStop, decode_rows
 
-KINDS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("openings.json").read_text(encoding="utf-8"))
-"""How prompts of each kind begin. The target goes on from first words, so that what it writes is of that kind.
+KINDS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("openings.json").read_text(encoding="utf-8")
+)
+"""How prompts of each kind begin. The target goes on from first words, so that what it writes is of
+that kind.
 
-`share` is relative to the other kinds. After one of the `openings` the target writes at least `least` (default 1) and
-at most `most` tokens (128). With `questions`, one of these follows a text, and the target completes it.
+`share` is relative to the other kinds. After one of the `openings` the target writes at least
+`least` (default 1) and at most `most` tokens (128). With `questions`, one of these follows a text,
+and the target completes it.
 """
 
 TEMPERATURE, MIN_P = 0.7, 0.05
-"""How prompts are sampled: tokens of less than `MIN_P` of the likeliest one's probability are left out."""
+"""How prompts are sampled: tokens of less than `MIN_P` of the likeliest one's probability are left
+out.
+"""
 
 Prompt = str | list[dict[str, Any]]
 """A prompt as given: a string, or chat messages."""
@@ -43,14 +49,21 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RedrafterError(f"cannot read the {what} in {path}: {join_lines(error)}") from error
-    found = [(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    found = [
+        (line, f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not found:
         raise RedrafterError(f"expected {what} in {path}, one per line, got an empty file")
     return found
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Reads prompts from a file: one per line, or JSONL with `prompt` or `messages`. A final answer is dropped."""
+    """Reads prompts from a file: one per line, or JSONL with `prompt` or `messages`.
+
+    A final answer is dropped.
+    """
     path = expand_path(path)
     found: list[Prompt] = []
     for line, place in read_lines(path, "prompts"):
@@ -61,11 +74,17 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         prompt, messages = value.get("prompt"), value.get("messages")
         if isinstance(prompt, str) and prompt:
             found.append(prompt)
-        elif isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        elif (
+            isinstance(messages, list)
+            and messages
+            and all(isinstance(message, dict) for message in messages)
+        ):
             is_answered = len(messages) > 1 and messages[-1].get("role") == "assistant"
             found.append(messages[:-1] if is_answered else messages)
         else:
-            raise RedrafterError(f"{place}: expected an object with 'prompt' or 'messages', got {line[:40]!r}")
+            raise RedrafterError(
+                f"{place}: expected an object with 'prompt' or 'messages', got {line[:40]!r}"
+            )
     return found
 
 
@@ -76,14 +95,18 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]
         try:
             found.append(encode_chat(tokenizer, prompt))
         except Exception as error:  # chat templates raise errors of any type
-            raise RedrafterError(f"prompt {number}: the tokenizer rejects it: {join_lines(error)[:200]}") from error
+            raise RedrafterError(
+                f"prompt {number}: the tokenizer rejects it: {join_lines(error)[:200]}"
+            ) from error
         if not found[-1]:
             raise RedrafterError(f"prompt {number}: expected at least one token, got none")
     return found
 
 
 class Draft(NamedTuple):
-    """The beginning of a prompt that the target completes: its text, and whether a question about it follows."""
+    """The beginning of a prompt that the target completes: its text, and whether a question about
+    it follows.
+    """
 
     kind: str
     text: str
@@ -91,17 +114,26 @@ class Draft(NamedTuple):
 
 
 class PromptWriter:
-    """Lets a target write prompts, as in Magpie (arXiv 2406.08464): sampled from where the user's words begin.
+    """Lets a target write prompts, as in Magpie (arXiv 2406.08464): sampled from where the user's
+    words begin.
 
-    First words of a kind steer the target, which even small models follow; some chat templates refuse a system message.
+    First words of a kind steer the target, which even small models follow; some chat templates
+    refuse a system message.
 
     Args:
         most_rows: as for `decode_rows`.
         drafts: the number of prompts that are written together; some are dropped.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, seed: int, most_rows: int, drafts: int) -> None:
-        self.model, self.tokenizer, self.most_rows, self.drafts = model, tokenizer, most_rows, drafts
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, seed: int, most_rows: int, drafts: int
+    ) -> None:
+        self.model, self.tokenizer, self.most_rows, self.drafts = (
+            model,
+            tokenizer,
+            most_rows,
+            drafts,
+        )
         self.head, self.tail = split_template(tokenizer)
         self.ends = {*self.tail[:1], *tokenizer.eos_token_ids}
         self._rng, self._seen = np.random.default_rng(seed), set[tuple[str, ...]]()
@@ -110,7 +142,9 @@ class PromptWriter:
         """(kind, text) of some new prompts, of all kinds."""
         shares = np.array([kind["share"] for kind in KINDS.values()])
         kinds = self._rng.choice(list(KINDS), self.drafts, p=shares / shares.sum()).tolist()
-        waiting = deque(map(self.begin, sorted(kinds, key=lambda kind: -KINDS[kind].get("most", 0))))
+        waiting = deque(
+            map(self.begin, sorted(kinds, key=lambda kind: -KINDS[kind].get("most", 0)))
+        )
         found = list[tuple[str, str]]()
 
         def take(count: int) -> list[Row]:
@@ -137,7 +171,9 @@ class PromptWriter:
 
     def ask(self, kind: str, text: str) -> Row:
         """A prompt with a text and the first words of a question about it."""
-        return self.make_row(Draft(kind, f"{text}\n\n{self._rng.choice(KINDS[kind]['questions'])}", False), 32, 1)
+        return self.make_row(
+            Draft(kind, f"{text}\n\n{self._rng.choice(KINDS[kind]['questions'])}", False), 32, 1
+        )
 
     def make_row(self, draft: Draft, most: int, least: int) -> Row:
         """The row that completes a draft."""
@@ -149,7 +185,10 @@ class PromptWriter:
         return str(self.tokenizer.decode(list(ids[len(self.head) : len(ids) - len(self.tail)])))
 
     def is_new(self, text: str) -> bool:
-        """Whether no earlier prompt had the same words, or begins with the same dozen; remembers the text."""
+        """Whether no earlier prompt had the same words, or begins with the same dozen.
+
+        Remembers the text.
+        """
         words = find_words(text)
         keys = {tuple(words), tuple(words[:12])}
         is_new = not keys & self._seen
@@ -164,7 +203,9 @@ def split_template(tokenizer: Any) -> list[list[int]]:
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     head, found, tail = text.partition(mark)
     if not found:
-        raise RedrafterError("the chat template does not show a user's words as they are: give --data")
+        raise RedrafterError(
+            "the chat template does not show a user's words as they are: give --data"
+        )
     return [tokenizer.encode(part, add_special_tokens=False) for part in (head, tail.lstrip())]
 
 
@@ -174,7 +215,9 @@ def find_words(text: str) -> list[str]:
 
 
 def is_good(text: str) -> bool:
-    """Whether a text has at least three words, does not repeat itself, and has no broken or control characters."""
+    """Whether a text has at least three words, does not repeat itself, and has no broken or control
+    characters.
+    """
     words = find_words(text)
     is_repeated = len(words) > 25 and len(set(words)) < 0.35 * len(words)
     return len(words) >= 3 and not is_repeated and "\ufffd" not in text and "<|" not in text

@@ -55,12 +55,17 @@ class Record:
 
 
 def open_record(files: Files, args: TrainingArgs, *, resume: bool) -> Record:
-    """The record of a new run, or of the run to resume. A folder that only has the texts of another run is free."""
+    """The record of a new run, or of the run to resume.
+
+    A folder that only has the texts of another run is free.
+    """
     settings = vars(strip_paths(args))
     if not resume:
         if why := explain_unwritable(files.record):
             raise RedrafterError(f"--output cannot be {files.directory}: {why}")
-        found = {path.name for path in files.directory.iterdir()} if files.directory.is_dir() else set()
+        found = (
+            {path.name for path in files.directory.iterdir()} if files.directory.is_dir() else set()
+        )
         if found - {files.work.name} or files.checkpoint.exists():
             raise RedrafterError(
                 f"{files.directory} exists already: give another --output, or --resume to continue its run"
@@ -71,22 +76,32 @@ def open_record(files: Files, args: TrainingArgs, *, resume: bool) -> Record:
     try:
         record = Record(**read_object(files.record))
     except TypeError as error:
-        raise RedrafterError(f"{files.record} is not the record of a run: {join_lines(error)}") from error
+        raise RedrafterError(
+            f"{files.record} is not the record of a run: {join_lines(error)}"
+        ) from error
     for name, value in settings.items():
         if name not in CHANGEABLE_SETTINGS and (before := record.settings.get(name)) != value:
-            raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")
+            raise RedrafterError(
+                f"cannot resume with other settings: {name} was {before}, got {value}"
+            )
     return record
 
 
 def strip_paths(args: TrainingArgs) -> TrainingArgs:
     """The settings with the last parts of local paths only."""
     names = ("model", "adapter_path", "data", "prompts")
-    paths: dict[str, Any] = {name: strip_folders(path) for name in names if (path := getattr(args, name))}
+    paths: dict[str, Any] = {
+        name: strip_folders(path) for name in names if (path := getattr(args, name))
+    }
     return replace(args, output=expand_path(args.output).name, **paths)
 
 
 def write_card(
-    args: TrainingArgs, sizes: DrafterArgs, place: Path, iterations: int, results: Sequence[SpeedResult]
+    args: TrainingArgs,
+    sizes: DrafterArgs,
+    place: Path,
+    iterations: int,
+    results: Sequence[SpeedResult],
 ) -> None:
     """Writes the model card of a drafter."""
     settings = strip_paths(args)
@@ -109,7 +124,9 @@ Measured where it was trained:
 
 def describe(sizes: DrafterArgs) -> str:
     """A drafter's kind and sizes in a few words."""
-    guesses = "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
+    guesses = (
+        "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
+    )
     return f"{sizes.model_type}, {sizes.describe()}{guesses}"
 
 

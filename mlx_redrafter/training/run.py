@@ -1,4 +1,6 @@
-"""A complete training run in a given time: texts with hidden states, training, and the finished directory."""
+"""A complete training run in a given time: texts with hidden states, training, and the finished
+directory.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,16 @@ from ..planning.sizing import choose_size, count_weights
 from .answers import MAX_BATCH_SIZE
 from .data import Text, find_most_frequent, make_batches
 from .evaluation import compare_speed, count_rounds, format_results, make_prompt, measure_guesses
-from .plan import COMPARISON_SHARE, MAX_TEXT_SHARE, Clock, Say, Speed, format_time, measure_rounds, measure_speed
+from .plan import (
+    COMPARISON_SHARE,
+    MAX_TEXT_SHARE,
+    Clock,
+    Say,
+    Speed,
+    format_time,
+    measure_rounds,
+    measure_speed,
+)
 from .prompts import read_prompts
 from .record import Files, Record, describe, make_command, open_record, write_card
 from .settings import TrainingArgs
@@ -43,10 +54,13 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C."""
 
 MAX_VISITS, MIN_MEASURED = 30, 16
-"""How often a run learns each text at most, and the texts after which their own time counts, not the estimate."""
+"""How often a run learns each text at most, and the texts after which their own time counts, not
+the estimate.
+"""
 
 VALIDATIONS, COUNTED_TEXTS = 8, 24
-"""How often a drafter is validated and saved, and the held-out texts whose rounds are then counted."""
+"""How often a drafter is validated and saved, and the held-out texts whose rounds are then counted.
+"""
 
 MAX_COMPARED, COMPARED_TOKENS = 48, 64
 """The prompts of the comparison at the end, if there is time, and the tokens decoded after each."""
@@ -74,7 +88,9 @@ class Run:
     findings: Findings
 
 
-def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, say: Say = lambda text: None) -> int:
+def train(
+    args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, say: Say = lambda text: None
+) -> int:
     """Trains a drafter into the directory `args.output`.
 
     Args:
@@ -96,20 +112,30 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         return 0
     except KeyboardInterrupt:
         drafter = f"; the drafter so far is in {files.directory}" if record.validations else ""
-        resume_by = "; the same command with --resume continues, for --minutes more" if files.record.exists() else ""
+        resume_by = (
+            "; the same command with --resume continues, for --minutes more"
+            if files.record.exists()
+            else ""
+        )
         clock.say(f"stopped{drafter}{resume_by}")
         return INTERRUPTED
     finally:
         clock.close()
 
 
-def run_steps(args: TrainingArgs, files: Files, record: Record, clock: Clock, *, dry_run: bool) -> None:
+def run_steps(
+    args: TrainingArgs, files: Files, record: Record, clock: Clock, *, dry_run: bool
+) -> None:
     """Makes the texts, trains and finishes."""
     clock.say(f"loading {args.model or 'the packaged demo'}")
     model, tokenizer = load_target(args, args.model)
     check_draftable(model, tree=False)
     loading = clock.seconds - clock.left
-    args = replace(args, output=str(files.directory), dtype=args.dtype or format_dtype(find_compute_dtype(model)))
+    args = replace(
+        args,
+        output=str(files.directory),
+        dtype=args.dtype or format_dtype(find_compute_dtype(model)),
+    )
     sizes = choose_sizes(args, record, model, clock)
     record.args = sizes.to_dict()
     clock.say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
@@ -119,28 +145,39 @@ def run_steps(args: TrainingArgs, files: Files, record: Record, clock: Clock, *,
     speed = measure_speed(model, sizes, args, source.length)
     findings, step = measure_rounds(model, sizes)
     # The end loads the target again, and decodes each prompt twice.
-    clock.reserve = loading + min(COMPARISON_SHARE * clock.seconds, 2 * MAX_COMPARED * COMPARED_TOKENS * step)
+    clock.reserve = loading + min(
+        COMPARISON_SHARE * clock.seconds, 2 * MAX_COMPARED * COMPARED_TOKENS * step
+    )
     known, visits = len(store.texts), args.batch_size * load_checkpoint(files.checkpoint)
     texts = min(source.count, speed.count_wanted(clock.left_to_train, known, visits))
     if known + texts <= args.batch_size < known + source.count:
         least = args.batch_size + 1 - known
         missing = (speed.find_seconds(least) - clock.left_to_train) / (1 - COMPARISON_SHARE)
         minutes = math.ceil(args.minutes + missing / 60)
-        raise RedrafterError(f"expected --minutes {minutes} or more for {least} texts here, got {args.minutes:g}")
-    making, size = texts * speed.text, (store.nbytes + texts * source.length * store.kind.itemsize) / 1e9
+        raise RedrafterError(
+            f"expected --minutes {minutes} or more for {least} texts here, got {args.minutes:g}"
+        )
+    making, size = (
+        texts * speed.text,
+        (store.nbytes + texts * source.length * store.kind.itemsize) / 1e9,
+    )
     clock.say(
         f"in {format_time(clock.left)}: about {texts} texts{f' besides {known}' if known else ''} "
         f"({format_time(making)}, {size:.1f} GB of disk), training ({format_time(clock.left_to_train - making)}), "
         f"a comparison ({format_time(clock.reserve)})"
     )
     if record.validations:
-        clock.say(f"so far the drafter makes {record.validations[-1]['tokens_per_round']:.2f} tokens per round")
+        clock.say(
+            f"so far the drafter makes {record.validations[-1]['tokens_per_round']:.2f} tokens per round"
+        )
     if dry_run:
         return
     with lock_file(files.lock):
         record.save(files.record)
         make_texts(store, source, model, clock, speed, visits)
-        held_out, training = ([text for text in store.texts if text.is_held_out is which] for which in (True, False))
+        held_out, training = (
+            [text for text in store.texts if text.is_held_out is which] for which in (True, False)
+        )
         if len(training) < args.batch_size or not held_out:
             raise RedrafterError(
                 f"expected at least as many texts as the batch size {args.batch_size}, got {len(training)} that are "
@@ -148,10 +185,15 @@ def run_steps(args: TrainingArgs, files: Files, record: Record, clock: Clock, *,
             )
         if not args.mask_prompt:
             training = [text._replace(offset=0) for text in training]
-        drafter, embedding = make_new_drafter(args, model, sizes, training, clock), find_parts(model).embedding
+        drafter, embedding = (
+            make_new_drafter(args, model, sizes, training, clock),
+            find_parts(model).embedding,
+        )
         del model  # not needed until the end
         mx.clear_cache()
-        run = Run(args, files, record, clock, embedding, drafter, training, held_out, speed, findings)
+        run = Run(
+            args, files, record, clock, embedding, drafter, training, held_out, speed, findings
+        )
         with catch_interrupt() as interrupted:
             fit_drafter(run, interrupted)
         if interrupted.is_set():
@@ -173,7 +215,9 @@ def choose_sizes(args: TrainingArgs, record: Record, model: nn.Module, clock: Cl
     count = None if count is None or count >= vocab_size else count
     given = {"exit_dim": args.exit_dim, "num_draft_layers": args.num_draft_layers}
     own = {name: value for name, value in given.items() if value is not None}
-    return args.kind.for_training(hidden_size, vocab_size, depth=args.draft_depth, draft_vocab_size=count, **own)
+    return args.kind.for_training(
+        hidden_size, vocab_size, depth=args.draft_depth, draft_vocab_size=count, **own
+    )
 
 
 def find_dtype(args: TrainingArgs) -> mx.Dtype:
@@ -181,7 +225,9 @@ def find_dtype(args: TrainingArgs) -> mx.Dtype:
     return cast(mx.Dtype, getattr(mx, str(args.dtype)))
 
 
-def make_texts(store: TextStore, source: TextSource, model: nn.Module, clock: Clock, speed: Speed, visits: int) -> None:
+def make_texts(
+    store: TextStore, source: TextSource, model: nn.Module, clock: Clock, speed: Speed, visits: int
+) -> None:
     """Adds texts to the store until the rest of the time is needed to learn them.
 
     Args:
@@ -195,7 +241,9 @@ def make_texts(store: TextStore, source: TextSource, model: nn.Module, clock: Cl
         tokens += more_tokens
         made, spent = len(store.texts) - known, time.perf_counter() - began
         half_made = 0 if source.args.data else MAX_BATCH_SIZE / 2
-        measured = speed._replace(text=spent / (made + half_made)) if made >= MIN_MEASURED else speed
+        measured = (
+            speed._replace(text=spent / (made + half_made)) if made >= MIN_MEASURED else speed
+        )
         wanted = min(source.count, measured.count_wanted(seconds, known, visits))
         clock.show(f"texts: {len(store.texts)} of about {known + wanted}, {tokens:,} tokens")
         return made >= wanted or spent >= MAX_TEXT_SHARE * seconds
@@ -204,7 +252,9 @@ def make_texts(store: TextStore, source: TextSource, model: nn.Module, clock: Cl
         return
     for text in source.make(model, should_stop, speed.count_wanted(seconds, known, visits)):
         if not source.has_held_out and len(store.texts) % HELD_OUT_EVERY == 0:
-            text = text._replace(is_held_out=sum(each.is_held_out for each in store.texts) < MAX_HELD_OUT)
+            text = text._replace(
+                is_held_out=sum(each.is_held_out for each in store.texts) < MAX_HELD_OUT
+            )
         store.add(text)
 
 
@@ -217,14 +267,22 @@ def make_new_drafter(
     if count is not None:
         ids = find_most_frequent(texts, count, sizes.vocab_size)
         learned = np.concatenate([text.ids[text.offset :] for text in texts])
-        clock.say(f"draft vocabulary: {count} tokens, which are {np.isin(learned, ids).mean():.2%} of those to learn")
+        clock.say(
+            f"draft vocabulary: {count} tokens, which are {np.isin(learned, ids).mean():.2%} of those to learn"
+        )
     return initialize_drafter(model, sizes, ids)
 
 
 def fit_drafter(run: Run, interrupted: threading.Event) -> None:
-    """Trains until the time for it is over, with validations. Each validation saves a usable drafter."""
+    """Trains until the time for it is over, with validations.
+
+    Each validation saves a usable drafter.
+    """
     args, record = run.args, run.record
-    before, most = load_checkpoint(run.files.checkpoint), max(1, MAX_VISITS * len(run.training) // args.batch_size)
+    before, most = (
+        load_checkpoint(run.files.checkpoint),
+        max(1, MAX_VISITS * len(run.training) // args.batch_size),
+    )
     seconds = max(run.clock.left_to_train, 1e-9)
     share_before = before / (before + seconds / run.speed.visit / args.batch_size)
     began, validated, validating = time.perf_counter(), share_before, 0.0
@@ -240,7 +298,9 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> None:
 
     def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
         nonlocal validated, validating
-        run.clock.show(f"iteration {done}: loss {shown['loss']:.2f}, {shown['first']:.0%} of first guesses right")
+        run.clock.show(
+            f"iteration {done}: loss {shown['loss']:.2f}, {shown['first']:.0%} of first guesses right"
+        )
         is_last = share >= 1 or interrupted.is_set()
         if is_last or int(share * VALIDATIONS) > int(validated * VALIDATIONS):
             validated, started = share, time.perf_counter()
@@ -249,8 +309,19 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> None:
             validating = time.perf_counter() - started
         return is_last
 
-    batches, checkpoint = make_batches(run.training, args.batch_size, args.seed), run.files.checkpoint
-    train_drafter(run.embedding, run.drafter, batches, args, progress, checkpoint=checkpoint, on_iteration=on_iteration)
+    batches, checkpoint = (
+        make_batches(run.training, args.batch_size, args.seed),
+        run.files.checkpoint,
+    )
+    train_drafter(
+        run.embedding,
+        run.drafter,
+        batches,
+        args,
+        progress,
+        checkpoint=checkpoint,
+        on_iteration=on_iteration,
+    )
 
 
 def validate(run: Run, done: int) -> dict[str, Any]:
@@ -265,7 +336,10 @@ def validate(run: Run, done: int) -> dict[str, Any]:
         f"iteration {done}: validation loss {loss:.3f}, right at depth 1, 2, ...: {first}; "
         f"{tokens:.2f} tokens per round at 1 x {args.draft_depth} on held-out texts: {len(counted)}"
     )
-    base, rounded = args.model and strip_folders(args.model), [[round(share, 4) for share in row] for row in acceptance]
+    base, rounded = (
+        args.model and strip_folders(args.model),
+        [[round(share, 4) for share in row] for row in acceptance],
+    )
     run.drafter.args = replace(run.drafter.args, base_model=base, acceptance=rounded)
     save_drafter(run.files.directory, run.drafter, dtype=find_dtype(args))
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
@@ -277,7 +351,10 @@ def finish(run: Run) -> None:
     clock.show("loading the model to compare speeds")
     model, tokenizer = load_target(args, args.model)
     pair = Pair(model, load_fast_drafter(place, model), run.findings)
-    prompts, began = [make_prompt(text) for text in run.validation[:MAX_COMPARED]], time.perf_counter()
+    prompts, began = (
+        [make_prompt(text) for text in run.validation[:MAX_COMPARED]],
+        time.perf_counter(),
+    )
 
     def should_stop(done: int) -> bool:
         """Whether there is no time for one more prompt."""
@@ -291,20 +368,27 @@ def finish(run: Run) -> None:
     write_card(args, run.drafter.args, place, record.validations[-1]["iteration"], results)
     clock.say(format_results(results))
     if (ratio := results[-1].against_plain) is not None and ratio <= 1:
-        clock.say(f"note: {ratio:.2f} times the speed of plain decoding here: train longer, or a smaller drafter")
+        clock.say(
+            f"note: {ratio:.2f} times the speed of plain decoding here: train longer, or a smaller drafter"
+        )
     clock.say(f"the drafter is in {place}; to use it:\n{make_command(args)}")
 
 
 @contextmanager
 def catch_interrupt() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into an event for the training loop; the second one raises KeyboardInterrupt."""
+    """Turns the first Ctrl-C into an event for the training loop.
+
+    The second one raises KeyboardInterrupt.
+    """
     event = threading.Event()
 
     def on_signal(number: int, frame: Any) -> None:
         if event.is_set():
             raise KeyboardInterrupt
         event.set()
-        print("\nstopping after this iteration; press Ctrl-C again to stop at once", file=sys.stderr)
+        print(
+            "\nstopping after this iteration; press Ctrl-C again to stop at once", file=sys.stderr
+        )
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:

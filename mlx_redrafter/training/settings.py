@@ -12,7 +12,9 @@ from ..errors import RedrafterError
 
 
 def setting(default: Any, text: str, least: float | None = None, **flag: Any) -> Any:
-    """A dataclass field with its help text, its smallest value, and argparse keywords such as `choices`."""
+    """A dataclass field with its help text, its smallest value, and argparse keywords such as
+    `choices`.
+    """
     if least is not None:
         flag.setdefault("type", float if isinstance(default, float) else int)
     return field(default=default, metadata={"least": least, "flag": {"help": text, **flag}})
@@ -22,11 +24,17 @@ def setting(default: Any, text: str, least: float | None = None, **flag: Any) ->
 class TrainingArgs:
     """Settings of a training run. Names and meanings follow `mlx_lm.lora`."""
 
-    model: str | None = setting(None, "target: a directory or Hugging Face repo; the packaged demo if not given")
+    model: str | None = setting(
+        None, "target: a directory or Hugging Face repo; the packaged demo if not given"
+    )
     adapter_path: str | None = setting(None, "trained adapter weights of the target")
     trust_remote_code: bool = setting(False, "trust remote code for the tokenizer and the model")
-    prompts: str | None = setting(None, "file of prompts to answer first, one per line or JSONL; others are self-made")
-    data: str | None = setting(None, "directory with {train,valid}.jsonl, or a data set on the Hugging Face hub")
+    prompts: str | None = setting(
+        None, "file of prompts to answer first, one per line or JSONL; others are self-made"
+    )
+    data: str | None = setting(
+        None, "directory with {train,valid}.jsonl, or a data set on the Hugging Face hub"
+    )
     mask_prompt: bool = setting(False, "learn only the answers, not the prompts")
     output: str = setting("drafter", "directory for the drafter")
     minutes: float = setting(60.0, "time for the whole run; more make a better drafter", 0.01)
@@ -34,11 +42,19 @@ class TrainingArgs:
     temp: float = setting(0.8, "temperature of the answers", 0)
     max_seq_length: int = setting(2048, "maximum tokens of a text; longer ones are cut", 8)
     drafter_type: str = setting(DEFAULT, "kind of drafter", choices=tuple(TRAINABLE))
-    exit_dim: int | None = setting(None, f"width of a {DEFAULT} drafter; chosen by measuring if not given", 1)
-    num_draft_layers: int | None = setting(None, f"residual blocks of a {DEFAULT} drafter; needs --exit-dim", 1)
-    draft_vocab_size: int | None = setting(None, "guess only this many tokens, the most frequent ones", 2)
+    exit_dim: int | None = setting(
+        None, f"width of a {DEFAULT} drafter; chosen by measuring if not given", 1
+    )
+    num_draft_layers: int | None = setting(
+        None, f"residual blocks of a {DEFAULT} drafter; needs --exit-dim", 1
+    )
+    draft_vocab_size: int | None = setting(
+        None, "guess only this many tokens, the most frequent ones", 2
+    )
     draft_depth: int = setting(5, "K, the number of guesses to train from each position", 1)
-    dtype: str | None = setting(None, "dtype of the finished drafter; the target's if not given", choices=DTYPES)
+    dtype: str | None = setting(
+        None, "dtype of the finished drafter; the target's if not given", choices=DTYPES
+    )
     batch_size: int = setting(4, "texts per iteration", 1)
     learning_rate: float = setting(4e-3, "peak learning rate of AdamW", 1e-12)
     seed: int = setting(0, "random seed", 0)
@@ -57,7 +73,9 @@ class TrainingArgs:
         sizes = own | {"--draft-vocab-size": self.draft_vocab_size}
         for flag in (flag for flag, value in sizes.items() if value):
             if self.drafter_type != DEFAULT and flag in own:
-                raise RedrafterError(f"{flag} cannot be used with --drafter-type {self.drafter_type}")
+                raise RedrafterError(
+                    f"{flag} cannot be used with --drafter-type {self.drafter_type}"
+                )
             if self.drafter_type == DEFAULT and not self.exit_dim:
                 raise RedrafterError(f"{flag} needs --exit-dim")
 

@@ -1,4 +1,6 @@
-"""Where the texts of a run come from: given ones, answers to given prompts, and what the target writes by itself."""
+"""Where the texts of a run come from: given ones, answers to given prompts, and what the target
+writes by itself.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from .prompts import KINDS, PromptWriter, encode_prompts, read_prompts
 from .settings import TrainingArgs
 
 READ_TOGETHER, MAX_DRAFTS = 64, 64
-"""Given texts among which those of similar length are read together, and prompts that are written together at most."""
+"""Given texts among which those of similar length are read together, and prompts that are written
+together at most.
+"""
 
 MAX_TEXTS, PROMPT_TOKENS = 10_000, 60
 """The most texts of a run, and the assumed length of prompts that are not written yet."""
@@ -38,7 +42,8 @@ class TextSource:
         known: texts that a run has already, which are not made again.
 
     Attributes:
-        texts, prompts: the given texts that are not known, and the given prompts that are not answered.
+        texts, prompts: the given texts that are not known, and the given prompts that are not
+            answered.
         has_held_out: whether the given texts have a validation set.
         count: the largest number of texts that it makes.
         length: their mean length in tokens, or an estimate of it.
@@ -52,17 +57,30 @@ class TextSource:
             training, held_out = load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt)
             self.has_held_out, held_out = bool(held_out), held_out[:MAX_HELD_OUT]
             made = {tuple(text.ids.tolist()) for text in known}
-            given = [self.cut(text) for text in (*held_out, *(training[i] for i in rng.permutation(len(training))))]
-            self.texts = [text for text in given if self.is_long_enough(text) and tuple(text.ids.tolist()) not in made]
+            given = [
+                self.cut(text)
+                for text in (*held_out, *(training[i] for i in rng.permutation(len(training))))
+            ]
+            self.texts = [
+                text
+                for text in given
+                if self.is_long_enough(text) and tuple(text.ids.tolist()) not in made
+            ]
         elif args.prompts:
             made = {tuple(text.ids[: text.offset].tolist()) for text in known}
             prompts = encode_prompts(read_prompts(args.prompts), tokenizer)
-            unique = {tuple(prompt): prompt for prompt in prompts}  # else the same one may be learned and held out
-            self.prompts = [prompt for key, prompt in unique.items() if self.fits(prompt) and key not in made]
+            unique = {
+                tuple(prompt): prompt for prompt in prompts
+            }  # else the same one may be learned and held out
+            self.prompts = [
+                prompt for key, prompt in unique.items() if self.fits(prompt) and key not in made
+            ]
             rng.shuffle(self.prompts)
         self.count = len(self.texts) if args.data else MAX_TEXTS - len(known)
         lengths = [len(text.ids) for text in self.texts or known]
-        self.length = round(sum(lengths) / len(lengths)) if lengths else PROMPT_TOKENS + args.max_tokens
+        self.length = (
+            round(sum(lengths) / len(lengths)) if lengths else PROMPT_TOKENS + args.max_tokens
+        )
 
     def describe(self) -> str:
         """What it makes, as a sentence for the user."""
@@ -95,7 +113,9 @@ class TextSource:
         mx.random.seed(self.args.seed + len(self.known))
         if self.args.data:
             for start in range(0, len(self.texts), READ_TOGETHER):
-                yield from (read := add_hidden_states(model, self.texts[start : start + READ_TOGETHER]))
+                yield from (
+                    read := add_hidden_states(model, self.texts[start : start + READ_TOGETHER])
+                )
                 if should_stop(sum(len(text.ids) for text in read)):
                     return
             return
@@ -113,7 +133,9 @@ class TextSource:
             return rows
 
         sampler = make_sampler(self.args.temp)
-        for row in decode_rows(model, take, sampler, self.tokenizer.eos_token_ids, should_stop, most_rows):
+        for row in decode_rows(
+            model, take, sampler, self.tokenizer.eos_token_ids, should_stop, most_rows
+        ):
             ids, offset = np.array(row.ids, np.int32), 0 if row.tag == FREE else row.offset
             text = Text(ids, offset, row.states, kind=row.tag)
             if self.is_long_enough(text):
@@ -122,17 +144,28 @@ class TextSource:
     def make_row(self, kind: str, prompt: list[int]) -> Row:
         """A prompt to answer."""
         most = min(self.args.max_tokens, self.args.max_seq_length + 1 - len(prompt))
-        return Row(prompt, most, first_learned=max(len(prompt) - 1, 1) if self.args.mask_prompt else 1, tag=kind)
+        return Row(
+            prompt,
+            most,
+            first_learned=max(len(prompt) - 1, 1) if self.args.mask_prompt else 1,
+            tag=kind,
+        )
 
-    def find_writer(self, model: nn.Module, most_rows: int, drafts: int) -> Callable[[ShouldStop], list[Row]]:
+    def find_writer(
+        self, model: nn.Module, most_rows: int, drafts: int
+    ) -> Callable[[ShouldStop], list[Row]]:
         """A function that returns new prompts of the target's own."""
         if not self.tokenizer.has_chat_template:
             starts = [self.tokenizer.bos_token_id, *self.tokenizer.eos_token_ids]
             start = next((token for token in starts if token is not None), None)
             if start is None:
-                raise RedrafterError("the tokenizer has neither a chat template nor a first token: give --data")
+                raise RedrafterError(
+                    "the tokenizer has neither a chat template nor a first token: give --data"
+                )
             return lambda should_stop: [self.make_row(FREE, [start])]
-        writer = PromptWriter(model, self.tokenizer, self.args.seed + len(self.known), most_rows, drafts)
+        writer = PromptWriter(
+            model, self.tokenizer, self.args.seed + len(self.known), most_rows, drafts
+        )
         for text in self.known:
             if text.kind in KINDS:
                 writer.is_new(writer.decode_prompt(text.ids[: text.offset].tolist()))

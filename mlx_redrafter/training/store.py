@@ -1,4 +1,6 @@
-"""The texts of a run with what the target computed at their tokens: one file each, so that a killed run keeps them."""
+"""The texts of a run with what the target computed at their tokens: one file each, so that a killed
+run keeps them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,21 @@ from .data import Text
 from .hidden_states import make_row_dtype
 from .settings import TrainingArgs
 
-TEXT_SETTINGS = ("model", "adapter_path", "data", "mask_prompt", "max_seq_length", "max_tokens", "temp")
+TEXT_SETTINGS = (
+    "model",
+    "adapter_path",
+    "data",
+    "mask_prompt",
+    "max_seq_length",
+    "max_tokens",
+    "temp",
+)
 """The settings that texts depend on."""
 
 
 class TextStore:
-    """A folder of texts. Its name depends on `TEXT_SETTINGS`, so that runs with other settings ignore it.
+    """A folder of texts. Its name depends on `TEXT_SETTINGS`, so that runs with other settings
+    ignore it.
 
     Args:
         work: the folder above it.
@@ -42,7 +53,9 @@ class TextStore:
         if rest:
             raise RedrafterError(f"{path} is damaged: delete it")
         states = np.memmap(path, self.kind, "r", offset=4 * count, shape=(count - 1,))
-        return Text(np.fromfile(path, "<i4", count), int(offset), states, kind, bool(int(is_held_out)))
+        return Text(
+            np.fromfile(path, "<i4", count), int(offset), states, kind, bool(int(is_held_out))
+        )
 
     def add(self, text: Text) -> None:
         """Stores a text that the target has read."""

@@ -1,4 +1,7 @@
-"""What a drafter learns from a batch: the target's hidden states and likeliest next tokens; and its first weights."""
+"""What a drafter learns from a batch: the target's hidden states and likeliest next tokens.
+
+And its first weights.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,16 @@ from .data import Text
 from .loss import TrainingTargets
 
 PAD_TO, PAD_POSITIONS_TO = 32, 128
-"""Texts in a batch are padded to a multiple of the first, learned positions to a multiple of the second, so that few
-shapes occur."""
+"""Texts in a batch are padded to a multiple of the first, learned positions to a multiple of the
+second, so that few shapes occur."""
 
 
 def make_targets(
-    embedding: Any, texts: Sequence[Text], draft_ids: mx.array | None = None, *, of_text: bool = False
+    embedding: Any,
+    texts: Sequence[Text],
+    draft_ids: mx.array | None = None,
+    *,
+    of_text: bool = False,
 ) -> TrainingTargets:
     """What a drafter should guess in texts that the target has read, padded at the end.
 
@@ -36,7 +43,10 @@ def make_targets(
         return multiple * max(1, -(-size // multiple))
 
     def find_rows(ids: mx.array) -> mx.array:
-        """The row of each token in the drafter's head, int32; -1 for a token that it cannot guess."""
+        """The row of each token in the drafter's head, int32.
+
+        -1 for a token that it cannot guess.
+        """
         if draft_ids is None:
             return ids.astype(mx.int32)
         rows = mx.full((embedding.weight.shape[0],), -1, mx.int32)
@@ -73,11 +83,13 @@ def make_targets(
     )
 
 
-def initialize_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> TrainableDrafter:
+def initialize_drafter(
+    model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None
+) -> TrainableDrafter:
     """An untrained drafter, initialized from the principal components of the target's embedding.
 
-    Output matrices are most of a drafter's weights, and the rows of rare tokens are seldom updated, so this speeds up
-    early training.
+    Output matrices are most of a drafter's weights, and the rows of rare tokens are seldom updated,
+    so this speeds up early training.
 
     Args:
         ids: (V',) the tokens that the drafter can guess; None for all.

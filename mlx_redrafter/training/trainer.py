@@ -31,7 +31,9 @@ SAVE_EVERY, SAVE_SECONDS = 100, 60.0
 """Iterations after which a checkpoint is saved, and seconds, if these iterations take longer."""
 
 OnIteration = Callable[[int, float, dict[str, float]], bool]
-"""(iterations done, share of the training that is done, displayed values of the last one) -> whether to stop."""
+"""(iterations done, share of the training that is done, displayed values of the last one) ->
+whether to stop.
+"""
 
 
 def train_drafter(
@@ -48,9 +50,10 @@ def train_drafter(
 
     Args:
         embedding: the target's.
-        batches: iteration -> texts like those that the target will generate, ideally its own. It must depend only on
-            the iteration, so that resuming changes nothing.
-        progress: iterations done -> the share of the training that is done, which sets the learning rate; all at 1.
+        batches: iteration -> texts like those that the target will generate, ideally its own. It
+            must depend only on the iteration, so that resuming changes nothing.
+        progress: iterations done -> the share of the training that is done, which sets the learning
+            rate; all at 1.
         checkpoint: the file to save to, and to continue from if it exists.
         on_iteration: called after every iteration.
     """
@@ -58,7 +61,10 @@ def train_drafter(
     optimizer = optim.AdamW(args.learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
     optimizer.init(drafter.trainable_parameters())
     done = load_checkpoint(checkpoint, drafter, optimizer) if checkpoint else 0
-    loss_and_grads, state = nn.value_and_grad(drafter, make_loss(drafter, args)), [drafter.state, optimizer.state]
+    loss_and_grads, state = (
+        nn.value_and_grad(drafter, make_loss(drafter, args)),
+        [drafter.state, optimizer.state],
+    )
 
     @partial(mx.compile, inputs=state, outputs=state)
     def update(*arrays: mx.array) -> dict[str, mx.array]:
@@ -94,14 +100,21 @@ def find_rate_factor(share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (share - WARMUP) / (1 - WARMUP)))
 
 
-def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Callable[..., tuple[mx.array, dict[str, mx.array]]]:
-    """The loss of the arrays of `TrainingTargets`, and the values to display: also first guesses that are right."""
+def make_loss(
+    drafter: TrainableDrafter, args: TrainingArgs
+) -> Callable[..., tuple[mx.array, dict[str, mx.array]]]:
+    """The loss of the arrays of `TrainingTargets`, and the values to display: also first guesses
+    that are right.
+    """
 
     def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
         axes = drafter.axes  # read here, as an update replaces all arrays of the drafter
         found = draft_loss(drafter, TrainingTargets(*arrays), args.draft_depth, axes=axes)
         is_guess, is_right = found.ranks[0] >= 0, found.ranks[0] == 0
-        return found.loss, {"loss": found.loss, "first": is_right.sum() / mx.maximum(is_guess.sum(), 1)}
+        return found.loss, {
+            "loss": found.loss,
+            "first": is_right.sum() / mx.maximum(is_guess.sum(), 1),
+        }
 
     return loss
 
@@ -116,8 +129,13 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
         raise RedrafterError(f"cannot save {path}: {join_lines(error)}") from error
 
 
-def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:
-    """Returns the step of a checkpoint, 0 without one; restores model and optimizer if both are given."""
+def load_checkpoint(
+    path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None
+) -> int:
+    """Returns the step of a checkpoint, 0 without one.
+
+    Restores model and optimizer if both are given.
+    """
     if not path.exists():
         return 0
     try:

@@ -26,7 +26,9 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Workload:
     return found
 
 
-def run_json(capsys: pytest.CaptureFixture[str], module: Any, *words: str, status: int = 0) -> list[dict[str, Any]]:
+def run_json(
+    capsys: pytest.CaptureFixture[str], module: Any, *words: str, status: int = 0
+) -> list[dict[str, Any]]:
     assert module.run(parse_flags(module, *words, "--json")) == status
     return [json.loads(text) for text in capsys.readouterr().out.splitlines()]
 
@@ -39,13 +41,20 @@ def test_rows_state_flags_and_machine(pair: Workload, capsys: pytest.CaptureFixt
     assert all(1 <= row["tokens/round"] <= 3 for row in found)
     acceptance.run(parse_flags(acceptance, *words))
     table = capsys.readouterr().out.splitlines()
-    assert len(table) == 5 and "tokens/round" in table[0] and table[-1].startswith("Some Chip, 4 cores")
+    assert (
+        len(table) == 5
+        and "tokens/round" in table[0]
+        and table[-1].startswith("Some Chip, 4 cores")
+    )
     assert "max_tokens 6" in table[-1] and "seed 3" in table[-1] and "temp 0.0" in table[-1]
 
 
 @pytest.mark.parametrize("flags", [[], ["--exact"]], ids=["default", "exact"])
 def test_differences_are_errors_if_exact(
-    flags: list[str], pair: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    pair: Workload,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ("--plans", "1,2", "--max-tokens", "8", "--temp", "0.8", "--compare", *flags)
     (row,) = run_json(capsys, acceptance, *words)
@@ -57,7 +66,11 @@ def test_differences_are_errors_if_exact(
 
 @pytest.mark.parametrize("module", [acceptance, run])
 def test_plans_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = Workload("small", small_llama(), None, None, None, None, [Prompt("code/one", "code", [1])])
+    bare = Workload(
+        "small", small_llama(), None, None, None, None, [Prompt("code/one", "code", [1])]
+    )
     monkeypatch.setattr(module, "open_workload", lambda args: bare)
-    with pytest.raises(RedrafterError, match="expected the --drafter that was trained for the model"):
+    with pytest.raises(
+        RedrafterError, match="expected the --drafter that was trained for the model"
+    ):
         module.run(parse_flags(module, "--plans", "1,2"))

@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[2]
         ("", "arguments are required"),
     ],
 )
-def test_bad_flags_are_refused_by_the_parser(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_refused_by_the_parser(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         make_parser().parse_args(words.split())
     assert stopped.value.code == 2
@@ -34,7 +36,9 @@ def test_bad_flags_are_refused_by_the_parser(words: str, message: str, capsys: p
 
 def test_an_unknown_name_is_a_one_line_error() -> None:
     command = [sys.executable, "-m", "benchmarks", "acceptance", "--prompts", "poetry"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: no prompt, category or file is called 'poetry'")
     assert done.stderr.count("\n") == 1

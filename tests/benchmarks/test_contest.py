@@ -26,7 +26,9 @@ PROMPTS = [Prompt("code/one", "code", [1, 2, 3]), Prompt("chat/two", "chat", [4,
 QUICKLY = ("--plans", "1,2", "--max-tokens", "4", "--repeats", "1")
 
 
-def make_workload(*, drafter: bool = True, draft_model: nn.Module | None = None, model: Any = None) -> Workload:
+def make_workload(
+    *, drafter: bool = True, draft_model: nn.Module | None = None, model: Any = None
+) -> Workload:
     return Workload(
         name="small",
         model=small_llama() if model is None else model,
@@ -40,7 +42,9 @@ def make_workload(*, drafter: bool = True, draft_model: nn.Module | None = None,
 
 def hold(workload: Workload, settings: Settings) -> list[dict[str, Any]]:
     sides = make_contestants(workload, [(1, 2), (2, 2)], settings)
-    return [record for records in compare_contestants(workload, sides, settings) for record in records]
+    return [
+        record for records in compare_contestants(workload, sides, settings) for record in records
+    ]
 
 
 class Clock:
@@ -50,7 +54,9 @@ class Clock:
         self.now, self.turns = 0.0, list[str]()
         patch.setattr(contestants, "perf_counter", lambda: self.now)
 
-    def make_side(self, kind: str, paces: list[float], texts: list[tuple[int, ...]] | None = None) -> Contestant:
+    def make_side(
+        self, kind: str, paces: list[float], texts: list[tuple[int, ...]] | None = None
+    ) -> Contestant:
         """A contestant whose n-th run takes `paces[n]` seconds per token."""
         left, said = iter(paces), iter(texts or [(1, 2, 3)] * len(paces))
 
@@ -62,7 +68,9 @@ class Clock:
                 yield token, None
                 self.now += pace
 
-        return Contestant(kind, "off" if kind == PLAIN else [1, 2, 3] if kind == DRAFTED else None, decode)
+        return Contestant(
+            kind, "off" if kind == PLAIN else [1, 2, 3] if kind == DRAFTED else None, decode
+        )
 
 
 def test_every_contestant_stops_at_the_end_token() -> None:
@@ -74,7 +82,9 @@ def test_every_contestant_stops_at_the_end_token() -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])
-def test_each_turn_begins_with_another_contestant(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_turn_begins_with_another_contestant(
+    repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, kinds = Clock(monkeypatch), [PLAIN, MLX_LM, MLX_LM_DRAFT]
     sides = [clock.make_side(kind, [1.0] * 9) for kind in kinds]
     list(compare_contestants(make_workload(), sides, Settings(max_tokens=3, repeats=repeats)))
@@ -83,13 +93,16 @@ def test_each_turn_begins_with_another_contestant(repeats: int, monkeypatch: pyt
 
 
 def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The machine slows down tenfold after every turn; within a turn drafting is always twice as fast.
+    # The machine slows down tenfold after every turn; within a turn drafting is always twice as
+    # fast.
     clock = Clock(monkeypatch)
     sides = [clock.make_side(PLAIN, [1.0, 10.0, 100.0]), clock.make_side(DRAFTED, [0.5, 5.0, 50.0])]
     workload = replace(make_workload(), prompts=PROMPTS[:1])
     ((first, second),) = compare_contestants(workload, sides, Settings(max_tokens=3, repeats=3))
     assert first["seconds"] == [3.0, 30.0, 300.0] and second["seconds"] == [1.5, 15.0, 150.0]
-    assert second["ratio"] == 2.0 and second["ratio_quartiles"] == [2.0, 2.0] and first["ratio"] == 1.0
+    assert (
+        second["ratio"] == 2.0 and second["ratio_quartiles"] == [2.0, 2.0] and first["ratio"] == 1.0
+    )
     assert second["tokens_per_second"] == 2 / 15.0
 
 
@@ -109,8 +122,22 @@ def test_contestants_match_plain_decoding(temp: float) -> None:
     model = small_llama()
     settings = Settings(max_tokens=10, temp=temp, seed=3, repeats=1)
     found = hold(make_workload(model=model, draft_model=model), settings)
-    assert [each["contestant"] for each in found] == [PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFT_MODEL, DRAFTED, DRAFTED] * 2
-    assert [each["plan"] for each in found[:6]] == ["off", None, None, [1, 3, 4], [1, 2, 3], [2, 2, 5]]
+    assert [each["contestant"] for each in found] == [
+        PLAIN,
+        MLX_LM,
+        MLX_LM_DRAFT,
+        DRAFT_MODEL,
+        DRAFTED,
+        DRAFTED,
+    ] * 2
+    assert [each["plan"] for each in found[:6]] == [
+        "off",
+        None,
+        None,
+        [1, 3, 4],
+        [1, 2, 3],
+        [2, 2, 5],
+    ]
     theirs = None if temp else True  # mlx-lm draws different samples
     assert [each["same_tokens"] for each in found] == [None, theirs, theirs, True, True, True] * 2
     assert {find_problem(each) for each in found} == {None}
@@ -123,13 +150,22 @@ def test_a_target_drafting_for_itself_accepts_everything() -> None:
     third, ours = hold(make_workload(model=model, draft_model=model, drafter=False), settings)[2:4]
     # 19 tokens after the first: four rounds of 4 and one of 3.
     assert third["rounds"] == ours["rounds"] == 5
-    assert third["tokens_per_round"] == ours["tokens_per_round"] + 0.2 == pytest.approx(1 + (4 * 3 + 3) / 5)
+    assert (
+        third["tokens_per_round"]
+        == ours["tokens_per_round"] + 0.2
+        == pytest.approx(1 + (4 * 3 + 3) / 5)
+    )
     assert third["num_draft_tokens"] == 3 and third["same_tokens"] is ours["same_tokens"] is True
 
 
 def test_random_drafters_have_equal_size_and_bits() -> None:
     drafter = small_drafter(hidden=64, exit_dim=64)
-    nn.quantize(drafter, 32, 4, class_predicate=lambda path, each: path != "rnn_u" and hasattr(each, "to_quantized"))
+    nn.quantize(
+        drafter,
+        32,
+        4,
+        class_predicate=lambda path, each: path != "rnn_u" and hasattr(each, "to_quantized"),
+    )
     other = make_random_drafter(drafter)
     assert count_bytes(other) == count_bytes(drafter) and other.dtype == drafter.dtype
     assert isinstance(other.lm_head[-1], nn.QuantizedLinear) and isinstance(other.rnn_u, nn.Linear)
@@ -156,7 +192,9 @@ def test_run_prints_a_table_and_keeps_records(
     assert run.run(parse_flags(run, *QUICKLY, "--output", str(path))) == 0
     said = capsys.readouterr().out
     assert "contestant" in said and "mlx-lm" in said and "1 x 2" in said
-    assert said.splitlines()[-1].startswith("Some Chip, 4 cores, Some-OS-1.0, mlx 0.32.4"), "no raw JSON"
+    assert said.splitlines()[-1].startswith("Some Chip, 4 cores, Some-OS-1.0, mlx 0.32.4"), (
+        "no raw JSON"
+    )
     assert [(each["kind"], each.get("contestant")) for each in read_records(path)] == [
         ("costs", None),
         *[("speed", name) for name in (PLAIN, MLX_LM, CONTEXT, DRAFTED)] * 2,
@@ -165,7 +203,11 @@ def test_run_prints_a_table_and_keeps_records(
 
 @pytest.mark.parametrize(("liar", "status"), [(DRAFTED, 1), (MLX_LM, 1), (MLX_LM_DRAFT, 0)])
 def test_differing_tokens_show_in_the_status(
-    liar: str, status: int, two: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    liar: str,
+    status: int,
+    two: Workload,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = replace(two, draft_model=two.model, draft_model_name="itself")
     monkeypatch.setattr(run, "open_workload", lambda args: found)
@@ -180,7 +222,9 @@ def test_differing_tokens_show_in_the_status(
     assert "0 of 2" in capsys.readouterr().out
 
 
-def test_bad_options_are_refused_before_measuring(two: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_options_are_refused_before_measuring(
+    two: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(contest, "measure_costs", lambda workload: pytest.fail("it went on"))
     for words, message in (
         ("--max-tokens 1", "--max-tokens must be at least 2"),

@@ -19,7 +19,9 @@ from benchmarks.predict import (
 )
 from mlx_redrafter.engine.plan import Plan
 
-PLANS = [Plan(width, depth, width * (depth + 1)) for width in (1, 2, 3, 4) for depth in (1, 2, 3, 4)]
+PLANS = [
+    Plan(width, depth, width * (depth + 1)) for width in (1, 2, 3, 4) for depth in (1, 2, 3, 4)
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +35,19 @@ def passes(errors: dict[str, float]) -> bool:
 
 def test_published_runs_are_parsed(published: list[Published]) -> None:
     assert [each.chip for each in published] == [chip for chip in CHIPS for _ in range(2)]
-    assert [len(each.cells) for each in published] == [16, 16, 16, 16, 15, 16], "one cell was lost to compilation time"
+    assert [len(each.cells) for each in published] == [16, 16, 16, 16, 15, 16], (
+        "one cell was lost to compilation time"
+    )
     ultra = published[4]
     cell = next(cell for cell in ultra.cells if cell.plan.shape == (3, 3, 12))
     # 3,4,float16: 82 steps, 3422.5 ms; prompts took 111.23 (disturbed) and 110.99 ms.
     assert cell.tokens_per_round == 200 / 83
     assert cell.round_ms == pytest.approx((3422.5143329986167 - 110.99220899995998) / 83)
-    # Apple's article, recurrent_drafting/mlx/experiments/README.md: 1.37x on the M1 Max, 1.52x on the M2 Ultra.
+    # Apple's article, recurrent_drafting/mlx/experiments/README.md: 1.37x on the M1 Max, 1.52x on
+    # the M2 Ultra.
     best = {
-        each.chip: max(c.tokens_per_round * each.plain_ms / c.round_ms for c in each.cells) for each in published[::2]
+        each.chip: max(c.tokens_per_round * each.plain_ms / c.round_ms for c in each.cells)
+        for each in published[::2]
     }
     assert (best["m1-max"], best["m2-ultra"]) == pytest.approx((1.37, 1.52), abs=0.006)
 
@@ -61,14 +67,18 @@ def test_fitting_recovers_a_known_model() -> None:
     found = fit_model([Cell(plan, 2.0, known.round_ms(plan)) for plan in PLANS], 40.0)
     assert found.numbers == pytest.approx(known.numbers, abs=0.01)
     assert fit_model([], 40.0).numbers == pytest.approx([centre for centre, _ in PRIOR.values()])
-    assert RoundModel(40.0, (0.9, 0, 0, 0, 0, 0)).round_ms(Plan(1, 1, 2)) == 40.0, "never faster than a plain step"
+    assert RoundModel(40.0, (0.9, 0, 0, 0, 0, 0)).round_ms(Plan(1, 1, 2)) == 40.0, (
+        "never faster than a plain step"
+    )
 
 
 def test_all_changes_combined_help_most(published: list[Published]) -> None:
     rows = list(predict_changes(published))
     assert len(rows) == 6 * 7
     for start in range(0, len(rows), 7):
-        now, tree, cut, small, host, most, everything = (row["predicted x plain"] for row in rows[start : start + 7])
+        now, tree, cut, small, host, most, everything = (
+            row["predicted x plain"] for row in rows[start : start + 7]
+        )
         assert now <= tree * (1 + 1e-9) and tree <= cut * (1 + 1e-9) and now < small and now < host
         assert max(cut, small) <= most < everything
         best = max(cell.tokens_per_round / cell.round_ms for cell in published[start // 7].cells)

@@ -41,5 +41,7 @@ def test_rounds_hide_network_delay() -> None:
     ]
     found = [row for row in compare_rows(rows) if row["plan"] == "1 x 3"]
     assert [row["messages"] for row in found] == pytest.approx([4.0] * 3)
-    assert [row["x plain"] for row in found] == pytest.approx([3 * 10 / 15, 3 * 14 / 19, 3 * 30 / 35])
+    assert [row["x plain"] for row in found] == pytest.approx(
+        [3 * 10 / 15, 3 * 14 / 19, 3 * 30 / 35]
+    )
     assert [row["expected"] for row in found] == pytest.approx([row["x plain"] for row in found])

@@ -13,22 +13,36 @@ import pytest
 from bench_records import MACHINE, make_costs, make_line, make_speed
 
 from benchmarks import records
-from benchmarks.records import CONTRIBUTED, find_problem, read_records, read_results, stamp, write_records
+from benchmarks.records import (
+    CONTRIBUTED,
+    find_problem,
+    read_records,
+    read_results,
+    stamp,
+    write_records,
+)
 from mlx_redrafter.errors import RedrafterError
 
 
 def test_records_survive_a_round_trip(tmp_path: Path) -> None:
-    path, lines = tmp_path / "new" / "results.jsonl", [make_line(make_costs()), make_line(make_speed())]
+    path, lines = (
+        tmp_path / "new" / "results.jsonl",
+        [make_line(make_costs()), make_line(make_speed())],
+    )
     write_records(path, lines)
     assert read_records(path) == lines
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_records(path, [make_line(make_speed(ratio=float("nan")))])
-    assert read_records(path) == lines and [each.name for each in path.parent.iterdir()] == ["results.jsonl"]
+    assert read_records(path) == lines and [each.name for each in path.parent.iterdir()] == [
+        "results.jsonl"
+    ]
 
 
 def test_committed_results_are_valid() -> None:
     found = read_results(records.RESULTS)
-    assert {"specbench", "demo-edits", "demo-code", "smollm2-recurrent", "synthetic-8b"} <= set(found.files)
+    assert {"specbench", "demo-edits", "demo-code", "smollm2-recurrent", "synthetic-8b"} <= set(
+        found.files
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +51,10 @@ def test_committed_results_are_valid() -> None:
         (lambda each: each.pop("ratio"), "'ratio' is a required property"),
         (lambda each: each.pop("machine"), "expected a field 'machine'"),
         (lambda each: each.update(ratio="1.5"), r"\$.ratio: '1.5' is not of type 'number'"),
-        (lambda each: each.update(kind="speech"), "kind must be one of speed, costs, suite, got 'speech'"),
+        (
+            lambda each: each.update(kind="speech"),
+            "kind must be one of speed, costs, suite, got 'speech'",
+        ),
         (lambda each: each.update(schema=2), r"\$.schema"),
         (lambda each: each["machine"].pop("mlx"), "'mlx' is a required property"),
     ],
@@ -60,7 +77,9 @@ def test_damaged_records_are_refused_with_their_line(
         ({"records": [{**make_speed(), "ratio": "fast"}]}, "ada.json: "),
     ],
 )
-def test_damaged_or_unsigned_contributions_are_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+def test_damaged_or_unsigned_contributions_are_refused(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
     suite = {"schema": 1, "kind": "suite", "machine": MACHINE, "contributor": "Ada", "skipped": []}
     suite["records"] = [make_speed(), make_costs()]
     path = tmp_path / CONTRIBUTED / "ada.json"

@@ -25,7 +25,9 @@ class Suite:
         patch.setattr(run, "measure_item", lambda item, records, *, is_demo: item(records))
         patch.setattr(run, "stamp", lambda: MACHINE)
 
-    def make_item(self, name: str, error: BaseException | None = None, *, early: bool = True) -> Callable[[], Any]:
+    def make_item(
+        self, name: str, error: BaseException | None = None, *, early: bool = True
+    ) -> Callable[[], Any]:
         """An item of ten seconds; `error` is raised before or after its record."""
 
         def make() -> Any:
@@ -75,4 +77,6 @@ def test_failed_and_skipped_items_are_named(suite: Suite, tmp_path: Path) -> Non
     before = path.read_bytes()
     with pytest.raises(RedrafterError, match=r"mine.json exists already: give another --output"):
         run_suite(items, path, 1.0)
-    assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == ["mine.json"]
+    assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == [
+        "mine.json"
+    ]

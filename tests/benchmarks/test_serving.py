@@ -29,7 +29,9 @@ def test_both_servers_have_the_same_blas(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     with (
-        pytest.raises(RedrafterError, match=r"^mlx_lm.server does not start: it exited with status 2$"),
+        pytest.raises(
+            RedrafterError, match=r"^mlx_lm.server does not start: it exited with status 2$"
+        ),
         start_server(THEIRS, ["--no-such-flag"]),
     ):
         pass

@@ -12,10 +12,14 @@ from benchmarks.soak import decode_expected, find_growth
 
 
 @pytest.mark.slow
-def test_only_wrong_answers_are_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_wrong_answers_are_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(soak, "PROMPTS", 2)
     monkeypatch.setattr(soak, "MEASURE_SECONDS", 0.5)
-    wrong = [["no", *row[1:]] for row in decode_expected(None, soak.demo_prompts()[: soak.PROMPTS], 6)]
+    wrong = [
+        ["no", *row[1:]] for row in decode_expected(None, soak.demo_prompts()[: soak.PROMPTS], 6)
+    ]
     monkeypatch.setattr(soak, "decode_expected", lambda *given: wrong)
     flags = parse_flags(soak, "--minutes", "2", "--requests", "12", "--clients", "2", "--max-tokens", "6", "--json",
                         "--prompt-cache-bytes", "16MB")  # fmt: skip

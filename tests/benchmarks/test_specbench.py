@@ -1,4 +1,6 @@
-"""The Spec-Bench benchmark: reading questions, building turns, and skipping what is already measured."""
+"""The Spec-Bench benchmark: reading questions, building turns, and skipping what is already
+measured.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def tokenizer() -> Any:
 def models(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models and made-up costs for every command."""
     vocab = tokenizer.vocab_size
-    workload = Workload("small", small_llama(vocab=vocab), small_drafter(vocab=vocab), "random", None, None, [])
+    workload = Workload(
+        "small", small_llama(vocab=vocab), small_drafter(vocab=vocab), "random", None, None, []
+    )
     monkeypatch.setattr(specbench, "load_models", lambda args: (workload, tokenizer))
     monkeypatch.setattr(specbench, "measure_costs", lambda workload: make_costs())
     monkeypatch.setattr(specbench, "stamp", lambda: MACHINE)
@@ -56,14 +60,21 @@ def test_questions_have_a_category(file: Path) -> None:
         ("coding/95", "chat", 1),
         ("translation/161", "translation", 1),
     ]
-    assert [each.name for each in choose_questions(questions, 1)] == ["writing/81", "translation/161"]
+    assert [each.name for each in choose_questions(questions, 1)] == [
+        "writing/81",
+        "translation/161",
+    ]
     assert choose_questions(questions, None) == questions == choose_questions(questions, 5)
 
 
 def test_a_second_turn_follows_the_plain_first_answer(file: Path, tokenizer: Any) -> None:
     model = small_llama(vocab=tokenizer.vocab_size)
     first, second, *others = make_prompts(read_questions(file), model, tokenizer, 6)
-    assert [each.name for each in (first, second, *others)][:3] == ["writing/81/1", "writing/81/2", "coding/95/1"]
+    assert [each.name for each in (first, second, *others)][:3] == [
+        "writing/81/1",
+        "writing/81/2",
+        "coding/95/1",
+    ]
     assert second.category == "chat" and second.ids[: len(first.ids)] == first.ids
     text = tokenizer.decode(second.ids)
     assert text.startswith("<user>Write.<assistant>") and text.endswith("<user>Again.")
@@ -75,19 +86,35 @@ def test_measured_questions_are_skipped(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, plot = tmp_path / "records.jsonl", tmp_path / "plot.png"
-    words = ("--questions", str(file), "--plans", "auto", "1,2", "--max-tokens", "4", "--output", str(output))
+    words = (
+        "--questions",
+        str(file),
+        "--plans",
+        "auto",
+        "1,2",
+        "--max-tokens",
+        "4",
+        "--output",
+        str(output),
+    )
     assert specbench.run(parse_flags(specbench, *words, "--temp", "0", "--plot", str(plot))) == 0
     whole = read_records(output)
     names = {record["prompt"] for record in whole if record["kind"] == "speed"}
     assert names == {"writing/81/1", "writing/81/2", "coding/95/1", "translation/161/1"}
     out = capsys.readouterr().out
-    assert "temperature 0, times plain decoding" in out and "tokens per round" in out and "chat (3)" in out
+    assert (
+        "temperature 0, times plain decoding" in out
+        and "tokens per round" in out
+        and "chat (3)" in out
+    )
     assert plot.read_bytes().startswith(b"\x89PNG")
     kept = [record for record in whole if record.get("prompt") != "coding/95/1"]
     output.write_text("".join(json.dumps(record) + "\n" for record in kept))
     assert specbench.run(parse_flags(specbench, *words, "--temp", "0")) == 0
     again = read_records(output)
-    assert again[: len(kept)] == kept and {record["prompt"] for record in again[len(kept) :]} == {"coding/95/1"}
+    assert again[: len(kept)] == kept and {record["prompt"] for record in again[len(kept) :]} == {
+        "coding/95/1"
+    }
     monkeypatch.setattr(specbench, "warm_up", lambda *given: pytest.fail("nothing is missing"))
     assert specbench.run(parse_flags(specbench, *words, "--temp", "0")) == 0
     assert read_records(output) == again

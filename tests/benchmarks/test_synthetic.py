@@ -16,7 +16,15 @@ from toys import decode_steps
 from benchmarks import contest, synthetic
 from benchmarks.models import Workload
 from benchmarks.records import read_records
-from benchmarks.synthetic import EXPERTS, HEADS, SHAPES, Oracle, build_workload, make_config, make_target
+from benchmarks.synthetic import (
+    EXPERTS,
+    HEADS,
+    SHAPES,
+    Oracle,
+    build_workload,
+    make_config,
+    make_target,
+)
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
@@ -49,7 +57,10 @@ BILLIONS = {
 
 
 def decode(found: Workload, plan: Any, count: int) -> tuple[list[int], Stats]:
-    """Decodes the workload's first prompt, plainly if `plan` is None. Returns (tokens, statistics)."""
+    """Decodes the workload's first prompt, plainly if `plan` is None.
+
+    Returns (tokens, statistics).
+    """
     drafter = None if plan is None else found.drafter
     options = Options(plan="off" if plan is None else plan, max_tokens=count, sampler=found.sampler)
     steps = list(decode_steps(found.prompts[0].ids, found.model, drafter, options))
@@ -58,7 +69,9 @@ def decode(found: Workload, plan: Any, count: int) -> tuple[list[int], Stats]:
 
 def count_rounds(oracle: Oracle, plan: tuple[int, ...], count: int) -> Stats:
     model, drafter = small_llama(vocab=V, layers=1), small_drafter(vocab=V)
-    *_, last = decode_steps([1, 2, 3], model, drafter, Options(plan=plan, max_tokens=count, sampler=oracle))
+    *_, last = decode_steps(
+        [1, 2, 3], model, drafter, Options(plan=plan, max_tokens=count, sampler=oracle)
+    )
     return last.stats
 
 
@@ -71,18 +84,30 @@ def count_rounds(oracle: Oracle, plan: tuple[int, ...], count: int) -> Stats:
         ([[0.6, 0.2, 0.1]], (3, 3, 6)),
     ],
 )
-def test_tokens_per_round_match_the_expectation(acceptance: AcceptanceTable, plan: tuple[int, ...]) -> None:
+def test_tokens_per_round_match_the_expectation(
+    acceptance: AcceptanceTable, plan: tuple[int, ...]
+) -> None:
     width, depth, *size = plan
-    expected = sum(cumulative_acceptance(acceptance, Plan(width, depth, size[0] if size else 1 + width * depth)))
+    expected = sum(
+        cumulative_acceptance(
+            acceptance, Plan(width, depth, size[0] if size else 1 + width * depth)
+        )
+    )
     stats = count_rounds(Oracle(acceptance), plan, 400)
-    # A round accepts 0 to K drafted tokens, so its standard deviation is at most K / 2. Allow three standard errors.
+    # A round accepts 0 to K drafted tokens, so its standard deviation is at most K / 2. Allow three
+    # standard errors.
     allowed = 3 * depth / 2 / math.sqrt(stats.rounds)
-    assert abs(stats.tokens_per_round - expected) < min(allowed, 0.25), (stats.tokens_per_round, expected)
+    assert abs(stats.tokens_per_round - expected) < min(allowed, 0.25), (
+        stats.tokens_per_round,
+        expected,
+    )
 
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("bits", [32, 4])
-def test_built_pairs_decode_the_same_with_drafts(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_pairs_decode_the_same_with_drafts(
+    name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(SHAPES, name, SMALL[name])
     found = build_workload(name, bits, layers=2, acceptance=[[0.6, 0.1]])
     plain, _ = decode(found, None, 14)
@@ -94,9 +119,13 @@ def test_built_pairs_decode_the_same_with_drafts(name: str, bits: int, monkeypat
 
 
 @pytest.mark.parametrize("drafter_type", HEADS)
-def test_heads_of_published_sizes_decode_the_same(drafter_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_of_published_sizes_decode_the_same(
+    drafter_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(SHAPES, "dense", SMALL["dense"])
-    found = build_workload("dense", 32, layers=2, acceptance=[[0.6, 0.1]], drafter_type=drafter_type)
+    found = build_workload(
+        "dense", 32, layers=2, acceptance=[[0.6, 0.1]], drafter_type=drafter_type
+    )
     plain, _ = decode(found, None, 14)
     tokens, stats = decode(found, (2, 2), 14)
     assert tokens == plain and stats.accepted > 0
@@ -121,11 +150,24 @@ def test_a_shape_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch)
         synthetic.run(parse_flags(synthetic, "--layers", "17"))
 
 
-def test_synthetic_measures_without_any_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_synthetic_measures_without_any_download(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(SHAPES, "llama-3.2-1b", SMALL["dense"])
     monkeypatch.setattr(contest, "measure_costs", lambda workload: make_costs())
     path = tmp_path / "tiny.jsonl"
-    words = ("--plans", "1,3", "--bits", "8", "--max-tokens", "12", "--repeats", "2", "--acceptance", "0.8")
+    words = (
+        "--plans",
+        "1,3",
+        "--bits",
+        "8",
+        "--max-tokens",
+        "12",
+        "--repeats",
+        "2",
+        "--acceptance",
+        "0.8",
+    )
     assert synthetic.run(parse_flags(synthetic, *words, "--output", str(path))) == 0
     found = [each for each in read_records(path) if each["kind"] == "speed"]
     assert [each["contestant"] for each in found] == ["plain", "mlx-lm", "drafted"]

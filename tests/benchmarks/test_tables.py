@@ -18,10 +18,26 @@ def make_place(name: str, inside: str = "") -> str:
 
 
 def test_rows_are_shown_as_text_and_markdown() -> None:
-    rows = [{"name": "a|b", "gap": 0.00123, "plan": [4, 3]}, {"name": None, "gap": 0.0, "plan": [1, 2]}]
-    assert [format_cell(value) for value in (1.0, 0.1, -0.0126, 3, "x")] == ["1.00", "0.10", "-0.013", "3", "x"]
-    assert format_text(rows).splitlines() == ["name     gap   plan", " a|b  0.0012  4 x 3", "        0.00  1 x 2"]
-    assert format_markdown(rows).splitlines()[2:] == ["| a\\|b | 0.0012 | 4 x 3 |", "|  | 0.00 | 1 x 2 |"]
+    rows = [
+        {"name": "a|b", "gap": 0.00123, "plan": [4, 3]},
+        {"name": None, "gap": 0.0, "plan": [1, 2]},
+    ]
+    assert [format_cell(value) for value in (1.0, 0.1, -0.0126, 3, "x")] == [
+        "1.00",
+        "0.10",
+        "-0.013",
+        "3",
+        "x",
+    ]
+    assert format_text(rows).splitlines() == [
+        "name     gap   plan",
+        " a|b  0.0012  4 x 3",
+        "        0.00  1 x 2",
+    ]
+    assert format_markdown(rows).splitlines()[2:] == [
+        "| a\\|b | 0.0012 | 4 x 3 |",
+        "|  | 0.00 | 1 x 2 |",
+    ]
 
 
 def test_rows_where_drafting_loses_are_kept() -> None:
@@ -43,21 +59,33 @@ def test_the_limit_counts_only_verify_forwards() -> None:
     # A verify forward of four nodes (plan 1 x 3) takes 14 ms, a plain step 10 ms.
     assert find_limit(make_costs(), make_speed(ratio=1.0)) == pytest.approx(127 / 64 / 1.4)
     assert find_limit(make_costs(), make_speed(plan=(4, 3, 13))) is None, "not measured"
-    assert find_limit(make_costs(), make_speed(plan="auto")) is None and find_limit(None, make_speed()) is None
+    assert (
+        find_limit(make_costs(), make_speed(plan="auto")) is None
+        and find_limit(None, make_speed()) is None
+    )
     slow = make_costs()["costs"] | {"verify": [[11.0, 12.0, 13.0, 99.0, 15.0, 16.0, 17.0]]}
-    assert find_limit(make_costs(costs=slow), make_speed(ratio=1.0)) == pytest.approx(127 / 64 / 1.5)
-    # From 64 to 264 tokens a plain step grows from 10 to 20 ms, a forward of N nodes from 10 + N to 30 + N ms.
+    assert find_limit(make_costs(costs=slow), make_speed(ratio=1.0)) == pytest.approx(
+        127 / 64 / 1.5
+    )
+    # From 64 to 264 tokens a plain step grows from 10 to 20 ms, a forward of N nodes from 10 + N to
+    # 30 + N ms.
     verify = [[start + n for n in range(1, 8)] for start in (10.0, 30.0)]
     table = make_costs()["costs"] | {"contexts": [64, 264], "plain": [10.0, 20.0], "verify": verify}
     for prompt, tokens, plain, forward in ((32, 64, 10, 14), (64, 200, 15, 24), (164, 200, 20, 34)):
         record = make_speed(prompt_tokens=prompt, tokens=tokens, rounds=50, ratio=0.1)
-        assert find_limit(make_costs(costs=table), record) == pytest.approx((tokens - 1) / 50 * plain / forward)
+        assert find_limit(make_costs(costs=table), record) == pytest.approx(
+            (tokens - 1) / 50 * plain / forward
+        )
 
 
 def test_contributions_name_their_contributor() -> None:
     machine = {**MACHINE, "gpu_cores": 10, "power": "AC Power"}
     differing = make_speed(prompt="code/two", ratio=0.8, same_tokens=False, first_difference=3)
-    suite = {"contributor": "Ada | Co", "machine": machine, "records": [make_costs(), make_speed(ratio=0.8), differing]}
+    suite = {
+        "contributor": "Ada | Co",
+        "machine": machine,
+        "records": [make_costs(), make_speed(ratio=0.8), differing],
+    }
     table = TABLES["contributed"](Results({}, [suite]))
     assert "| Ada \\| Co | Some Chip, 10 GPU cores, 16 GB, AC Power |" in table and "0.80" in table
     assert table.splitlines()[2].endswith("| 1 of 2 | 128 x 3 |")

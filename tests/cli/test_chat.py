@@ -1,4 +1,7 @@
-"""Chat in a terminal and in a pipe prints the session's answers. Ctrl-C stops the answer, not the chat."""
+"""Chat in a terminal and in a pipe prints the session's answers.
+
+Ctrl-C stops the answer, not the chat.
+"""
 
 from __future__ import annotations
 
@@ -40,24 +43,37 @@ class Terminal:
 
     def __init__(self, *flags: str) -> None:
         self.master, slave = os.openpty()
-        environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("NO_COLOR", "FORCE_COLOR")
+        }
         command = [sys.executable, "-m", "mlx_redrafter.chat", *flags]
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-        self.process = subprocess.Popen(command, **streams, env=environment | {"TERM": "xterm-256color"})
+        self.process = subprocess.Popen(
+            command, **streams, env=environment | {"TERM": "xterm-256color"}
+        )
         os.close(slave)
         self._seen, self._decoder = "", getincrementaldecoder("utf-8")(errors="replace")
 
     def read_until(self, pattern: str) -> str:
         """Reads up to the end of the first match, with newlines as the program wrote them."""
         while (found := re.search(pattern, self._seen)) is None:
-            assert select.select([self.master], [], [], 60)[0], f"waited for {pattern!r} after {self._seen[-500:]!r}"
-            piece = self._decoder.decode(os.read(self.master, 4096))  # which may end within a character
+            assert select.select([self.master], [], [], 60)[0], (
+                f"waited for {pattern!r} after {self._seen[-500:]!r}"
+            )
+            piece = self._decoder.decode(
+                os.read(self.master, 4096)
+            )  # which may end within a character
             self._seen = re.sub(BAR, "", self._seen + piece.replace("\r\n", "\n"))
         text, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return text
 
     def ask(self, text: str) -> str:
-        """Types a line at the prompt. Returns the answer: the text between that line and the token counts."""
+        """Types a line at the prompt.
+
+        Returns the answer: the text between that line and the token counts.
+        """
         self.read_until(PROMPT)
         os.write(self.master, f"{text}\n".encode())
         self.read_until(re.escape(text) + "\n\n")
@@ -70,7 +86,11 @@ def demo_session(**options: Any) -> Session:
 
 
 def tint(each: GenerationResponse) -> str:
-    return f"{COLOURS[each.draft_source]}{each.text}{DEFAULT_COLOUR}" if each.draft_source and each.text else each.text
+    return (
+        f"{COLOURS[each.draft_source]}{each.text}{DEFAULT_COLOUR}"
+        if each.draft_source and each.text
+        else each.text
+    )
 
 
 def test_a_terminal_tints_accepted_tokens() -> None:
@@ -101,14 +121,22 @@ def make_screen(args: argparse.Namespace | None = None, *, interactive: bool = F
 def test_ctrl_c_stops_an_answer_then_the_chat(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session, screen, before = make_session(max_tokens=-1), make_screen(), signal.getsignal(signal.SIGINT)
+    session, screen, before = (
+        make_session(max_tokens=-1),
+        make_screen(),
+        signal.getsignal(signal.SIGINT),
+    )
     monkeypatch.setattr(screen, "show_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
     chat.answer(session, screen, "hello")
     assert "the conversation continues" in capsys.readouterr().out and len(session.messages) == 2
-    monkeypatch.setattr(session, "cancel", lambda: True)  # the answer continues until the second Ctrl-C
+    monkeypatch.setattr(
+        session, "cancel", lambda: True
+    )  # the answer continues until the second Ctrl-C
     with pytest.raises(KeyboardInterrupt):
         chat.answer(session, screen, "hello")
-    assert signal.getsignal(signal.SIGINT) is before and len(session.messages) == 4, "Ctrl-C has its previous handler"
+    assert signal.getsignal(signal.SIGINT) is before and len(session.messages) == 4, (
+        "Ctrl-C has its previous handler"
+    )
     monkeypatch.setattr(Screen, "prompt", Mock(side_effect=KeyboardInterrupt))
     status, out, err = run("chat", *FIXED)
     assert status == 130 and out.endswith("bye\n") and "Traceback" not in err
@@ -150,7 +178,10 @@ def test_an_error_ends_the_turn_or_the_pipe(
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "decode", fail)
         chat.answer(session, screen, "hello")
-        assert "error [malloc] Unable to allocate 8 bytes." in capsys.readouterr().out and session.messages == []
+        assert (
+            "error [malloc] Unable to allocate 8 bytes." in capsys.readouterr().out
+            and session.messages == []
+        )
         status, _, err = run("chat", *FIXED, stdin=b"def main(\n")
         assert status == 1 and err.splitlines()[-1] == "error: [malloc] Unable to allocate 8 bytes."
     for text in ("hello", "why"):

@@ -37,7 +37,10 @@ class Measured:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
-    """Fakes all measurements, on a GPU without known weaknesses and with an empty cache directory. Trials are short."""
+    """Fakes all measurements, on a GPU without known weaknesses and with an empty cache directory.
+
+    Trials are short.
+    """
     found = Measured()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setattr(store, "measure_costs", found.measure)
@@ -48,18 +51,28 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
 
 def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **facts: Any) -> None:
     """Fakes the machine description."""
-    machine = {"device": "Device(gpu, 0)", "chip": "Apple M3", "cores": 8, "memory_gb": 48.0} | facts
+    machine = {
+        "device": "Device(gpu, 0)",
+        "chip": "Apple M3",
+        "cores": 8,
+        "memory_gb": 48.0,
+    } | facts
     monkeypatch.setattr("mlx_redrafter.cli.doctor.describe_machine", lambda: machine)
     monkeypatch.setattr("platform.system", lambda: system)
 
 
 def make_tried_drafter(model: nn.Module, *, is_right: bool) -> Any:
-    """Medusa heads that copy the target's output matrix, and so predict every repeated token; or none."""
+    """Medusa heads that copy the target's output matrix, and so predict every repeated token.
+
+    Or none.
+    """
     drafter: Any = make_head("medusa", 64, 3)
     for block in drafter.blocks:
         block[0].linear.weight, block[0].linear.bias = mx.zeros((64, 64)), mx.zeros((64,))
     for output in drafter.output:
-        output.weight = model.model.embed_tokens.weight if is_right else -model.model.embed_tokens.weight
+        output.weight = (
+            model.model.embed_tokens.weight if is_right else -model.model.embed_tokens.weight
+        )
     return drafter
 
 
@@ -71,22 +84,34 @@ def make_trial_tokenizer() -> Any:
 
 
 @pytest.mark.parametrize(("curve", "pays"), [("flat", True), ("every row", False)])
-def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(measured: Measured, curve: str, pays: bool) -> None:
+def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(
+    measured: Measured, curve: str, pays: bool
+) -> None:
     measured.costs = make_costs(curve)
     model, tokenizer = make_model(vocab=3), make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
     assert report["drafter"]["states"] == "the hidden state after the final norm"
     chain, shares = report["fastest"], report["trial"]["acceptance_per_depth"]
-    assert chain["tokens_per_round"] == pytest.approx(1 + sum(shares[: chain["depth"]])) and shares[0] > 0.1
+    assert (
+        chain["tokens_per_round"] == pytest.approx(1 + sum(shares[: chain["depth"]]))
+        and shares[0] > 0.1
+    )
     assert chain["speedup"] == pytest.approx(chain["tokens_per_round"] / chain["plain_steps"])
     assert (chain["speedup"] > 1.02) is pays
     first, *others = format_report(report).splitlines()
-    assert first.startswith(f"This drafter {'pays' if pays else 'does not pay'} here: 1 x {chain['depth']} makes ")
-    assert report["notes"] == [] and f"Tried greedily with a chain of {report['trial']['depth']}. " in "\n".join(others)
+    assert first.startswith(
+        f"This drafter {'pays' if pays else 'does not pay'} here: 1 x {chain['depth']} makes "
+    )
+    assert report[
+        "notes"
+    ] == [] and f"Tried greedily with a chain of {report['trial']['depth']}. " in "\n".join(others)
 
 
 def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured) -> None:
-    """A forward that is read at once takes 1.2 plain steps; rounds overlap a little more than plain steps do."""
+    """A forward that is read at once takes 1.2 plain steps.
+
+    Rounds overlap a little more than plain steps do.
+    """
     rows = tuple(tuple(1.2 * ms for ms in row) for row in measured.costs.verify)
     measured.costs = measured.costs._replace(verify=rows, overhead_ms=(-0.3, -0.3))
     report = diagnose(make_model(), make_tokenizer())
@@ -114,13 +139,18 @@ def test_times_that_contradict_each_other_give_no_numbers(
     assert len(measured.trees) == 2 and "measuring again" in capsys.readouterr().err
     assert report["chains"] == [] and report["fastest"] is None and report["trial"]
     first, *others = format_report(report).splitlines()
-    assert first.startswith("Busy, not measured") and not any("plain steps" in line or " x " in line for line in others)
+    assert first.startswith("Busy, not measured") and not any(
+        "plain steps" in line or " x " in line for line in others
+    )
 
 
 def test_a_drafter_that_is_never_right_is_found(measured: Measured) -> None:
     model, tokenizer = make_model(vocab=3), make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=False))
-    assert "first guess is hardly ever right" in report["notes"][0] and report["fastest"]["speedup"] < 1
+    assert (
+        "first guess is hardly ever right" in report["notes"][0]
+        and report["fastest"]["speedup"] < 1
+    )
     assert "\nWarning: the drafter's first guess" in format_report(report)
 
 
@@ -130,11 +160,15 @@ def test_without_a_drafter_it_says_what_one_must_make(measured: Measured) -> Non
     (chain,) = (each for each in report["chains"] if (each["context"], each["depth"]) == (64, 4))
     steps = f"{chain['plain_steps']:.2f}"
     text = format_report(report)
-    assert text.startswith(f"A drafter pays here from {steps} tokens per round") and "This drafter is random" in text
+    assert (
+        text.startswith(f"A drafter pays here from {steps} tokens per round")
+        and "This drafter is random" in text
+    )
 
 
 @pytest.mark.parametrize(
-    ("facts", "expected"), [({"blas": "libblas.so.3"}, ["quantized weights without the BLAS"]), ({}, [])]
+    ("facts", "expected"),
+    [({"blas": "libblas.so.3"}, ["quantized weights without the BLAS"]), ({}, [])],
 )
 def test_weaknesses_of_a_machine_are_warnings(
     measured: Measured, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], expected: list[str]
@@ -150,7 +184,9 @@ def test_weaknesses_of_a_machine_are_warnings(
 def test_models_without_trees_are_measured_with_chains(measured: Measured) -> None:
     model = make_family("falcon_h1")
     report = diagnose(model, make_tokenizer(), make_drafter(model))
-    assert measured.trees == [False] and f"Plans: chains only, {report['no_trees']}" in format_report(report)
+    assert measured.trees == [
+        False
+    ] and f"Plans: chains only, {report['no_trees']}" in format_report(report)
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
@@ -161,32 +197,51 @@ def test_draft_models_are_tried(name: str, measured: Measured) -> None:
     assert ("the draft model takes chains only" in format_report(report)) is (name == "mamba")
 
 
-def test_text_agrees_with_json_and_refreshes(measured: Measured, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_agrees_with_json_and_refreshes(
+    measured: Measured, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     status, out, _ = run("doctor")
     assert status == 0 and out.isascii()
     report = json.loads(run("doctor", "--json")[1])
     assert len(measured.trees) == 1
-    rows = {cells[0]: line for line in out.splitlines() if " x " not in line and (cells := line.split())}
+    rows = {
+        cells[0]: line for line in out.splitlines() if " x " not in line and (cells := line.split())
+    }
     assert [int(name) for name in rows if name.isdigit()] == list(range(1, 17))
-    assert "1.92 (1.92)" in rows["6"] and "2.30 (1.92)" in rows["6"] and "1.20 (1.00)" in rows["plain"]
+    assert (
+        "1.92 (1.92)" in rows["6"] and "2.30 (1.92)" in rows["6"] and "1.20 (1.00)" in rows["plain"]
+    )
     lines = [line.split() for line in out.splitlines() if line.lstrip().startswith("1 x")]
-    costs = {(chain["depth"], chain["context"]): f"{chain['plain_steps']:.2f}" for chain in report["chains"]}
+    costs = {
+        (chain["depth"], chain["context"]): f"{chain['plain_steps']:.2f}"
+        for chain in report["chains"]
+    }
     assert {int(depth): rest for _, _, depth, *rest in lines} == {
         depth: [costs[depth, 64], costs[depth, 1024]] for depth in range(1, 16)
     }
     assert report["settings"]["model"] == report["settings"]["drafter"] == "demo"
     (rows,) = (line for line in out.splitlines() if line.startswith("Row counts computed alike: "))
     monkeypatch.setattr(store, "find_row_classes", lambda *args: ((1, 16),))
-    assert rows in run("doctor")[1] and "alike: 1, 16 (" in run("doctor", "--refresh")[1] and len(measured.trees) == 2
+    assert (
+        rows in run("doctor")[1]
+        and "alike: 1, 16 (" in run("doctor", "--refresh")[1]
+        and len(measured.trees) == 2
+    )
 
 
 def test_user_models_are_examined(
     measured: Measured, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_llama(vocab=64)
-    monkeypatch.setattr("mlx_redrafter.checkpoints.load", lambda name, **options: (model, make_tokenizer()))
+    monkeypatch.setattr(
+        "mlx_redrafter.checkpoints.load", lambda name, **options: (model, make_tokenizer())
+    )
     status, out, err = run("doctor", "--model", "mine")
-    assert status == 0 and "no drafter given: measuring a random one" in err and "This drafter is random" in out
+    assert (
+        status == 0
+        and "no drafter given: measuring a random one" in err
+        and "This drafter is random" in out
+    )
     save_drafter(tmp_path / "drafter", small_drafter(vocab=64), extra={"base_model": "another"})
     status, out, err = run("doctor", "--model", "mine", "--drafter", str(tmp_path / "drafter"))
     assert status == 0 and "it was made for another" in out

@@ -1,4 +1,7 @@
-"""`generate`: flags, text and JSON output; `--compare` finds a different token, and says what equal texts prove."""
+"""`generate`: flags, text and JSON output;
+
+`--compare` finds a different token, and says what equal texts prove.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,19 @@ def test_flags_have_mlx_lms_names_and_defaults() -> None:
 
 
 def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
-    common = ("generate", "--model", pair[0], "--prompt", "abc", "-m", "24", "--temp", "0.9", "--seed", "4")
+    common = (
+        "generate",
+        "--model",
+        pair[0],
+        "--prompt",
+        "abc",
+        "-m",
+        "24",
+        "--temp",
+        "0.9",
+        "--seed",
+        "4",
+    )
     status, alone, err = run(*common)
     assert status == 0 and "no --drafter given: drafting from the context alone" in err
     status, plain, err = run(*common, "--no-context")
@@ -49,24 +64,58 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
     assert status == 0 and "tokens per round" in err and plain == drafted
     assert run(*common, "--verbose", "F") == (0, plain, "")
     common = ("generate", "--model", pair[0], "-m", "5", "--verbose", "F", "--prompt")
-    assert run(*common, "-", stdin=b"a\nb") == run(*common, "a\\nb"), "the prompt may come from stdin"
+    assert run(*common, "-", stdin=b"a\nb") == run(*common, "a\\nb"), (
+        "the prompt may come from stdin"
+    )
 
 
 def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
-    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "16", "--temp", "1", *PLAN)
+    flags = (
+        "--model",
+        pair[0],
+        "--drafter",
+        pair[1],
+        "--prompt",
+        "abc",
+        "-m",
+        "16",
+        "--temp",
+        "1",
+        *PLAN,
+    )
     # A random seed may end the text early.
     records = [run_json(run, *flags) for _ in range(6)]
     record = next(each for each in records if each["finish_reason"] == "length")
-    assert record["accepted"] + record["rounds"] + 1 == record["generation_tokens"] == len(record["tokens"]) == 16
+    assert (
+        record["accepted"] + record["rounds"] + 1
+        == record["generation_tokens"]
+        == len(record["tokens"])
+        == 16
+    )
     assert record["drafted"] == 3 * (record["rounds"] - record["plain_steps"])
-    assert {"text", "prompt_tps", "generation_tps", "peak_memory", "device", "versions"} <= set(record)
+    assert {"text", "prompt_tps", "generation_tps", "peak_memory", "device", "versions"} <= set(
+        record
+    )
     assert record["settings"]["draft_depth"] == 3 and record["settings"]["model"] == pair[0]
     again = run_json(run, *flags, "--seed", str(record["seed"]))
     assert again["tokens"] == record["tokens"], "the random seed is reported"
 
 
 def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
-    flags = ("--model", pair[0], "--draft-model", pair[0], "--prompt", "abc", "-m", "14", "--temp", "1", "--seed", "2")
+    flags = (
+        "--model",
+        pair[0],
+        "--draft-model",
+        pair[0],
+        "--prompt",
+        "abc",
+        "-m",
+        "14",
+        "--temp",
+        "1",
+        "--seed",
+        "2",
+    )
     record = run_json(run, *flags, "--num-draft-tokens", "3", "--compare")
     assert record["compare"]["identical"] and record["settings"]["drafter"] == pair[0]
     assert record["accepted"] >= 9 and record["drafted"] == 3 * record["rounds"], "three per round"
@@ -75,16 +124,36 @@ def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
     for more in (("--no-drafter",), ("--drafter", pair[1])):
         assert run("generate", *flags, *more)[0]
     status, _, err = run("generate", "--draft-model", pair[0], "--prompt", "abc")
-    assert status == 1 and "cannot be the draft model: it has a tokenizer of 257 tokens, the target's has " in err
+    assert (
+        status == 1
+        and "cannot be the draft model: it has a tokenizer of 257 tokens, the target's has " in err
+    )
 
 
-def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "10", "--compare", "--seed", "1", *PLAN)
+def test_compare_fails_on_a_wrong_token_only(
+    pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (
+        "--model",
+        pair[0],
+        "--drafter",
+        pair[1],
+        "--prompt",
+        "abc",
+        "-m",
+        "10",
+        "--compare",
+        "--seed",
+        "1",
+        *PLAN,
+    )
     status, out, err = run("generate", *flags)
     assert status == 0 and "tokens identical" in err and len(out) > 1
     verdict = run_json(run, *flags)["compare"]
     assert verdict["identical"] and verdict["difference"] is None
-    assert verdict["ratio"] == check_speedup(verdict["generation_tps"] / verdict["plain_generation_tps"], 1.0)
+    assert verdict["ratio"] == check_speedup(
+        verdict["generation_tps"] / verdict["plain_generation_tps"], 1.0
+    )
 
     def corrupt(*args: Any, **options: Any) -> Any:
         for count, response in enumerate(real(*args, **options)):
@@ -104,7 +173,10 @@ def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: 
 def test_compare_gives_no_speedup_from_disturbed_times(
     busy: bool, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain decoding makes 10 tokens a second, or 2 on a busy machine; drafting makes 12, up to 4 a round."""
+    """Plain decoding makes 10 tokens a second, or 2 on a busy machine.
+
+    Drafting makes 12, up to 4 a round.
+    """
 
     def decode(*args: Any, **options: Any) -> Any:
         for response in real(*args, **options):
@@ -114,11 +186,25 @@ def test_compare_gives_no_speedup_from_disturbed_times(
 
     real = command.stream_generate
     monkeypatch.setattr(command, "stream_generate", decode)
-    flags = ("--model", pair[0], "--draft-model", pair[0], "--prompt", "abc", "-m", "14", "--compare", "--temp", "0")
+    flags = (
+        "--model",
+        pair[0],
+        "--draft-model",
+        pair[0],
+        "--prompt",
+        "abc",
+        "-m",
+        "14",
+        "--compare",
+        "--temp",
+        "0",
+    )
     verdict = run_json(run, *flags, "--draft-depth", "3")["compare"]
     assert verdict["ratio"] == (None if busy else 1.2)
     status, _, err = run("generate", *flags, "--draft-depth", "3")
-    assert status == 0 and ("busy, not measured" in err) is busy and ("1.20 times" in err) is not busy
+    assert (
+        status == 0 and ("busy, not measured" in err) is busy and ("1.20 times" in err) is not busy
+    )
     _, _, err = run("generate", *flags, "-m", "1")
     assert "too short to measure" in err
 
@@ -132,19 +218,37 @@ def test_compare_says_how_exact_it_is(
     counts: Any, words: str, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlx_redrafter.pair.Pair.choose_row_counts", lambda *args: counts)
-    flags = ("--model", pair[0], "--draft-model", pair[0], "--prompt", "abc", "-m", "12", "--compare", *PLAN)
+    flags = (
+        "--model",
+        pair[0],
+        "--draft-model",
+        pair[0],
+        "--prompt",
+        "abc",
+        "-m",
+        "12",
+        "--compare",
+        *PLAN,
+    )
     status, _, err = run("generate", *flags)
     assert status == 0 and f"all 12 tokens identical{',' * bool(counts)} {words}" in err
     assert run_json(run, *flags)["compare"]["row_counts"] == (counts and list(counts))
-    assert ("see --exact" in err) is (counts is None) and "--exact" not in run("generate", *flags, "--no-exact")[2]
+    assert ("see --exact" in err) is (counts is None) and "--exact" not in run(
+        "generate", *flags, "--no-exact"
+    )[2]
 
 
 def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
     common = ("--model", pair[0], "--prompt", "abc", "-m", "40", "--temp", "1.5", "--seed", "2")
     whole = run_json(run, *common)
-    printable = next(c for c in whole["text"] if c.isascii() and c.isprintable() and c != " " and c != "-")
+    printable = next(
+        c for c in whole["text"] if c.isascii() and c.isprintable() and c != " " and c != "-"
+    )
     cut = run_json(run, *common, "--stop", printable)
-    assert cut["text"] == whole["text"][: whole["text"].index(printable)] and cut["finish_reason"] == "stop"
+    assert (
+        cut["text"] == whole["text"][: whole["text"].index(printable)]
+        and cut["finish_reason"] == "stop"
+    )
     ended = run_json(run, *common, "--extra-eos-token", printable)
     assert ended["text"] == cut["text"] and ended["tokens"] == cut["tokens"]
 
@@ -156,17 +260,31 @@ def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, 
     assert run(*chat, "--system-prompt", "s", *common, "u") == run(*plain, "<system>s<user>u")
     assert run(*chat, "--ignore-chat-template", *common, "u") == run(*plain, "u")
     assert run(*chat, "--prefill-response", "a", *common, "u") == run(*plain, "<user>u<assistant>a")
-    assert run(*chat, "--chat-template-config", '{"end": "e"}', *common, "u") == run(*plain, "<user>ue")
+    assert run(*chat, "--chat-template-config", '{"end": "e"}', *common, "u") == run(
+        *plain, "<user>ue"
+    )
 
 
-def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(pair: Pair, run: Run, tmp_path: Path) -> None:
+def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(
+    pair: Pair, run: Run, tmp_path: Path
+) -> None:
     model, tokenizer = load(pair[0])
     cache = make_prompt_cache(model)
     next(generate_step(tokenizer.encode("abc"), model, prompt_cache=cache, max_tokens=0), None)
     file = str(tmp_path / "cache.safetensors")
     save_prompt_cache(file, cache, {"model": pair[0], "tokenizer_config": "{}"})
     whole = run("generate", "--model", pair[0], "--prompt", "abcdef", "-m", "12", "--verbose", "F")
-    flags = ("generate", "--prompt-cache-file", file, "--prompt", "def", "-m", "12", "--verbose", "F")
+    flags = (
+        "generate",
+        "--prompt-cache-file",
+        file,
+        "--prompt",
+        "def",
+        "-m",
+        "12",
+        "--verbose",
+        "F",
+    )
     assert run(*flags) == whole
     assert run(*flags, "--drafter", pair[1], "--beam-width", "2") == whole
     status, _, err = run(*flags, "--model", pair[1])
@@ -185,7 +303,9 @@ def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(pair: Pair, run: R
         (("--top-k", "100000"), "top_k must be below"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str, ...], reason: str) -> None:
+def test_bad_input_is_refused_in_one_line(
+    pair: Pair, run: Run, flags: tuple[str, ...], reason: str
+) -> None:
     common = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "--temp", "0.5")
     status, out, err = run("generate", *common, *flags)
     assert status == 1 and out.strip() == ""
@@ -198,4 +318,6 @@ def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str
 )
 def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: str) -> None:
     status, out, err = run("generate", *flags.split())
-    assert status == 1 and out == "" and err.splitlines()[-1].startswith(f"error: {flags.split()[0]} "), err
+    assert (
+        status == 1 and out == "" and err.splitlines()[-1].startswith(f"error: {flags.split()[0]} ")
+    ), err

@@ -31,19 +31,35 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
         (["--help"], 0, "generate  generate text from a prompt"),
         (["--version"], 0, f"{VERSION}\n"),
         (["nonsense"], 2, "mlx_redrafter: error: argument COMMAND: invalid choice: 'nonsense'"),
-        ([], 2, "mlx_redrafter: error: the following arguments are required: COMMAND; see --help\n"),
+        (
+            [],
+            2,
+            "mlx_redrafter: error: the following arguments are required: COMMAND; see --help\n",
+        ),
         (["chat", "--help"], 0, "usage: mlx_redrafter.chat"),
         (
             ["convert"],
             2,
             "mlx_redrafter.convert: error: one of the arguments --hf-path/--model --from-base is required",
         ),
-        (["generate", "--chat-template-config", "[1]"], 2, "the value must be a JSON object, got list; see --help"),
-        (["chat", "--draft-model", "x", "--drafter", "y"], 2, "--drafter: not allowed with argument --draft-model"),
+        (
+            ["generate", "--chat-template-config", "[1]"],
+            2,
+            "the value must be a JSON object, got list; see --help",
+        ),
+        (
+            ["chat", "--draft-model", "x", "--drafter", "y"],
+            2,
+            "--drafter: not allowed with argument --draft-model",
+        ),
     ],
 )
 def test_the_console_script_runs_commands(
-    arguments: list[str], status: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    status: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "argv", ["mlx_redrafter", *arguments])
@@ -55,7 +71,9 @@ def test_the_console_script_runs_commands(
 
 
 def test_all_versions_agree() -> None:
-    released = re.findall(r"^## \[(.+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    released = re.findall(
+        r"^## \[(.+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )
     assert released[0] == VERSION == stamp()["mlx_redrafter"]
 
 
@@ -78,7 +96,9 @@ def test_warnings_and_logs_are_one_line_each() -> None:
         "    logging.getLogger('other').info('not shown')\n"
         "sys.modules['example'] = types.SimpleNamespace(run=run); run_module('example')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert done.stderr == "warning: chains, not trees\nmeasuring\n"
 
 
@@ -89,16 +109,24 @@ def test_ctrl_c_while_modules_are_imported_prints_no_traceback() -> None:
         "main.import_module = lambda name: print(name, flush=True) or time.sleep(300)\n"
         "main.main('generate')"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"mlx.core\n"
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == (b"", b"") and process.returncode == -signal.SIGINT
+        assert (
+            process.communicate(timeout=60) == (b"", b"") and process.returncode == -signal.SIGINT
+        )
 
 
 def test_a_closed_pipe_prints_no_traceback() -> None:
     script = f"{sys.executable} -m mlx_redrafter.generate -m -1 --draft-depth 2 | head -c 20"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert len(done.stdout) == 20 and "Traceback" not in done.stderr and "Exception" not in done.stderr
+    done = subprocess.run(
+        ["sh", "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (
+        len(done.stdout) == 20 and "Traceback" not in done.stderr and "Exception" not in done.stderr
+    )
 
 
 @pytest.fixture
@@ -120,5 +148,11 @@ def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str) -> None
 @pytest.mark.parametrize("command", ["generate -m 2 --plan off >&-", "stdio --plan off <&-"])
 def test_closed_standard_streams_print_no_traceback(command: str) -> None:
     script = f"{sys.executable} -m mlx_redrafter.{command}"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=300)
-    assert bool(done.stdout) is ("stdio" in command) and "Traceback" not in done.stderr and "error" not in done.stderr
+    done = subprocess.run(
+        ["sh", "-c", script], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert (
+        bool(done.stdout) is ("stdio" in command)
+        and "Traceback" not in done.stderr
+        and "error" not in done.stderr
+    )

@@ -53,17 +53,42 @@ def flags(pair: tuple[str, str]) -> list[str]:
     return ["--model", pair[0], "--drafter", pair[1], *FLAGS]
 
 
-def test_mlx_launch_generates_what_one_process_does(run: Run, flags: list[str], tmp_path: Path) -> None:
-    flags = [*flags, "--prompt", "abc abc abc", "--ignore-chat-template", "--json", "--temp", "0.7", "--seed", "3"]
+def test_mlx_launch_generates_what_one_process_does(
+    run: Run, flags: list[str], tmp_path: Path
+) -> None:
+    flags = [
+        *flags,
+        "--prompt",
+        "abc abc abc",
+        "--ignore-chat-template",
+        "--json",
+        "--temp",
+        "0.7",
+        "--seed",
+        "3",
+    ]
     status, out, _ = run("generate", *flags)
     port = 20_000 + os.getpid() % 10_000  # and the next port, both below the ephemeral range
     launch = [str(Path(sys.executable).with_name("mlx.launch")), "-n", "2", "--backend", "ring"]
-    command = [*launch, "--starting-port", str(port), "--", sys.executable, "-m", "mlx_redrafter.generate", *flags]
+    command = [
+        *launch,
+        "--starting-port",
+        str(port),
+        "--",
+        sys.executable,
+        "-m",
+        "mlx_redrafter.generate",
+        *flags,
+    ]
     env = os.environ | {"PYTHONPATH": str(TESTS.parent), "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert len(done.stdout.splitlines()) == 1, done
     alone, together = json.loads(out), json.loads(done.stdout)
-    assert status == 0 and together["tokens"] == alone["tokens"] and together["text"] == alone["text"]
+    assert (
+        status == 0 and together["tokens"] == alone["tokens"] and together["text"] == alone["text"]
+    )
     assert together["drafted"] == alone["drafted"] > 0
 
 
@@ -88,7 +113,9 @@ def test_a_drafter_that_fails_on_one_rank_ends_all_ranks(flags: list[str]) -> No
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_a_rank_that_ends_ends_the_others(flags: list[str], chat_target: str, sent: signal.Signals) -> None:
+def test_a_rank_that_ends_ends_the_others(
+    flags: list[str], chat_target: str, sent: signal.Signals
+) -> None:
     """Either Ctrl-C on rank 0 or a killed rank, while decoding."""
     flags[1] = chat_target
     ranks = start_ranks(2, "-m", "mlx_redrafter.chat", *flags, "--max-tokens", "-1")
@@ -117,7 +144,9 @@ def test_a_rank_that_is_lost_while_models_are_loaded_is_named(flags: list[str]) 
     assert ranks[1].stdout is not None and ranks[1].stdout.readline() == "loading\n"
     ranks[1].kill()
     first, _ = wait_for_ranks(ranks)
-    error = f"error on rank 0: RuntimeError: another rank ended while {flags[1]} was loaded: [ring] "
+    error = (
+        f"error on rank 0: RuntimeError: another rank ended while {flags[1]} was loaded: [ring] "
+    )
     assert first.status == 1 and first.err.splitlines()[-1].startswith(error), first
 
 
@@ -131,23 +160,39 @@ def test_a_rank_that_is_lost_while_models_are_loaded_is_named(flags: list[str]) 
         ([["--adapter-path", "x"]] * 2, "--adapter-path needs a single process, got 2 ranks"),
     ],
 )
-def test_unsupported_flags_are_refused_on_all_ranks(each: list[list[str]], error: str, flags: list[str]) -> None:
-    ended = wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.generate", *flags, "--prompt", "a", each=each))
+def test_unsupported_flags_are_refused_on_all_ranks(
+    each: list[list[str]], error: str, flags: list[str]
+) -> None:
+    ended = wait_for_ranks(
+        start_ranks(2, "-m", "mlx_redrafter.generate", *flags, "--prompt", "a", each=each)
+    )
     for rank, (status, out, err) in enumerate(ended):
-        assert (status, out) == (1, "") and re.search(f"^error on rank {rank}: .*{error}$", err, re.MULTILINE), ended
+        assert (status, out) == (1, "") and re.search(
+            f"^error on rank {rank}: .*{error}$", err, re.MULTILINE
+        ), ended
 
 
 def test_heads_must_be_divisible_by_the_number_of_ranks(flags: list[str], tmp_path: Path) -> None:
     config = json.loads((Path(flags[1]) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))
     flags[1] = str(tmp_path)
-    for rank, ended in enumerate(wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.generate", *flags))):
+    for rank, ended in enumerate(
+        wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.generate", *flags))
+    ):
         assert ended.status == 1 and ended.out == ""
-        assert f"error on rank {rank}: cannot load" in ended.err and "expected num_key_value_heads" in ended.err, ended
+        assert (
+            f"error on rank {rank}: cannot load" in ended.err
+            and "expected num_key_value_heads" in ended.err
+        ), ended
 
 
 def test_paths_may_differ_between_machines(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "copy").symlink_to(flags[3])
-    each = [["--drafter", flags[3], "--prompt", "abc"], ["--drafter", str(tmp_path / "copy"), "--prompt", "x"]]
-    first, second = wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.generate", *flags[:2], *flags[4:], each=each))
+    each = [
+        ["--drafter", flags[3], "--prompt", "abc"],
+        ["--drafter", str(tmp_path / "copy"), "--prompt", "x"],
+    ]
+    first, second = wait_for_ranks(
+        start_ranks(2, "-m", "mlx_redrafter.generate", *flags[:2], *flags[4:], each=each)
+    )
     assert first.status == second.status == 0 and first.out and not second.out, (first, second)

@@ -1,4 +1,6 @@
-"""The stdio process that answers JSON lines: schema, invalid input, cancellation, and exit with its parent."""
+"""The stdio process that answers JSON lines: schema, invalid input, cancellation, and exit with its
+parent.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,20 @@ from mlx_redrafter import load_demo, stream_generate
 from mlx_redrafter.cli.stdio import FIELDS
 from mlx_redrafter.options import CACHE_OPTIONS, OPTION_FLAGS
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "stdio.schema.json").read_text(encoding="utf-8"))
-COMMAND = [sys.executable, "-m", "mlx_redrafter.stdio", "--max-tokens", "12", "--draft-depth", "3", "--temp", "0.8"]
+SCHEMA = json.loads(
+    (Path(__file__).parents[2] / "docs" / "stdio.schema.json").read_text(encoding="utf-8")
+)
+COMMAND = [
+    sys.executable,
+    "-m",
+    "mlx_redrafter.stdio",
+    "--max-tokens",
+    "12",
+    "--draft-depth",
+    "3",
+    "--temp",
+    "0.8",
+]
 WAIT = 120.0
 
 
@@ -44,7 +58,9 @@ class Child:
         for line in lines:
             if isinstance(line, dict):
                 assert is_valid(line, "request"), line
-            self.process.stdin.write(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
+            self.process.stdin.write(
+                line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n"
+            )
         self.process.stdin.flush()
 
     def read(self) -> Any:
@@ -82,7 +98,8 @@ def send(name: str, text: str, **more: Any) -> dict[str, Any]:
 
 def test_a_turn_matches_the_library(child: Child) -> None:
     child.write(
-        {"type": "open", "id": "o", "session": "turn"}, send("a", "class Stack:", session="turn", options={"seed": 1})
+        {"type": "open", "id": "o", "session": "turn"},
+        send("a", "class Stack:", session="turn", options={"seed": 1}),
     )
     *_, done = events = child.read_until("done", "a")[1:]
     tokens = [event for event in events if event["type"] == "token"]
@@ -91,7 +108,11 @@ def test_a_turn_matches_the_library(child: Child) -> None:
     expected = list(stream_generate(model, tokenizer, "class Stack:", drafter=drafter, **options))
     assert [event["token"] for event in tokens] == [each.token for each in expected]
     assert [event["from_draft"] for event in tokens] == [each.from_draft for each in expected]
-    assert done["text"] == "".join(event["text"] for event in tokens) == "".join(each.text for each in expected)
+    assert (
+        done["text"]
+        == "".join(event["text"] for event in tokens)
+        == "".join(each.text for each in expected)
+    )
     assert done["finish_reason"] == "length" and done["usage"]["rounds"] == expected[-1].rounds
 
 
@@ -110,8 +131,16 @@ def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_pat
     )  # fmt: skip
     events = child.read_until("error", "12")
     done = {event["id"]: event for event in events if event["type"] == "done"}
-    assert done["5"]["text"] == done["6"]["text"] == done["8"]["text"] != done["2"]["text"] == done["10"]["text"]
-    assert done["5"]["usage"]["prompt_tokens"] < done["2"]["usage"]["prompt_tokens"], "nothing is prefilled twice"
+    assert (
+        done["5"]["text"]
+        == done["6"]["text"]
+        == done["8"]["text"]
+        != done["2"]["text"]
+        == done["10"]["text"]
+    )
+    assert done["5"]["usage"]["prompt_tokens"] < done["2"]["usage"]["prompt_tokens"], (
+        "nothing is prefilled twice"
+    )
     errors = {event["id"]: event["message"] for event in events if event["type"] == "error"}
     assert errors["11"].startswith("there is no session 'x', only ") and "'main'" in errors["11"]
     assert errors["12"] == "session 'main' already exists" and set(errors) == {"11", "12"}
@@ -119,14 +148,23 @@ def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_pat
 
 def test_a_running_or_queued_turn_can_be_cancelled(child: Child) -> None:
     endless = {"max_tokens": -1}
-    child.write(send("long", "import os", options=endless), send("next", "import re", options=endless))
+    child.write(
+        send("long", "import os", options=endless), send("next", "import re", options=endless)
+    )
     for _ in range(3):
         assert child.read()["type"] == "token"
-    child.write({"type": "ping", "id": "p"}, {"type": "cancel", "id": "next"}, {"type": "cancel", "id": "long"})
+    child.write(
+        {"type": "ping", "id": "p"},
+        {"type": "cancel", "id": "next"},
+        {"type": "cancel", "id": "long"},
+    )
     events = child.read_until("done", "next")
     assert {"type": "ok", "id": "p"} in events
     done = [event for event in events if event["type"] == "done"]
-    assert [(event["id"], event["finish_reason"]) for event in done] == [("long", "cancelled"), ("next", "cancelled")]
+    assert [(event["id"], event["finish_reason"]) for event in done] == [
+        ("long", "cancelled"),
+        ("next", "cancelled"),
+    ]
     assert done[0]["text"] and not done[1]["text"]
     child.write({"type": "cancel", "id": "long"}, send("after", "x = "))
     assert child.read()["message"] == "no request with this id is waiting or running"
@@ -143,8 +181,14 @@ GARBAGE = [
     (b'{"type": "send", "id": "g", "text": "\\ud800"}', "the message is not UTF-8"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"temperature": 5}}', "'temperature'"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"temp": -1}}', "temp must be"),
-    (b'{"type": "send", "id": "g", "text": "x", "options": {"kv_bits": 8}}', "kv_bits cannot be given here"),
-    (b'{"type": "send", "id": "right", "text": "x"}', "a request with this id is waiting or running"),
+    (
+        b'{"type": "send", "id": "g", "text": "x", "options": {"kv_bits": 8}}',
+        "kv_bits cannot be given here",
+    ),
+    (
+        b'{"type": "send", "id": "right", "text": "x"}',
+        "a request with this id is waiting or running",
+    ),
     (b'{"type": "fork", "id": "g"}', "fork needs 'as'"),
     (b'{"type": "save", "id": "g", "path": 5}', ""),
     (b'{"type": "load", "id": "g", "path": "/nowhere.safetensors"}', ""),
@@ -156,11 +200,15 @@ def test_bad_requests_are_errors_and_change_nothing(child: Child) -> None:
     for line, message in [(b"", ""), *GARBAGE]:
         turn = send("right", "class A:", options={"seed": 2, "max_tokens": 3})
         reset = {"type": "reset", "id": "reset"}
-        child.write(*((reset, turn, line + b"\n") if b"right" in line else (line + b"\n", reset, turn)))
+        child.write(
+            *((reset, turn, line + b"\n") if b"right" in line else (line + b"\n", reset, turn))
+        )
         events = child.read_until("done", "right")
         errors = [event["message"] for event in events if event["type"] == "error"]
         assert len(errors) == bool(line), (line[:100], errors)  # empty lines are skipped
-        assert all(message in error and "\n" not in error and len(error) < 1000 for error in errors), errors
+        assert all(
+            message in error and "\n" not in error and len(error) < 1000 for error in errors
+        ), errors
         texts.add(events[-1]["text"])
     assert len(texts) == 1
 
@@ -179,11 +227,15 @@ def test_the_schema_has_the_requests_and_options() -> None:
 
 
 def test_it_ends_when_its_parent_is_killed() -> None:
-    """The parent dies in the middle of an answer while another process holds the other end of stdin."""
+    """The parent dies in the middle of an answer while another process holds the other end of
+    stdin.
+    """
     code = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], stdin=0); time.sleep(600)"
     ours, theirs = os.pipe()
     try:
-        parent = subprocess.Popen([sys.executable, "-c", code, *COMMAND], stdin=ours, stdout=subprocess.PIPE)
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code, *COMMAND], stdin=ours, stdout=subprocess.PIPE
+        )
         assert parent.stdout is not None and json.loads(parent.stdout.readline())["type"] == "ready"
         os.write(theirs, json.dumps(send("a", "x", options={"max_tokens": -1})).encode() + b"\n")
         assert json.loads(parent.stdout.readline())["type"] == "token"

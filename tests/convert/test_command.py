@@ -22,15 +22,29 @@ def run(*arguments: str | Path, cwd: Path, path: Path | None = None) -> str:
     """Runs Python with only installed packages and `path`, in `cwd`; returns stdout."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     env |= {"PYTHONPATH": str(path)} if path else {}
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def check_converts(command: tuple[str, ...], cwd: Path, scratch: Path, path: Path | None = None) -> None:
+def check_converts(
+    command: tuple[str, ...], cwd: Path, scratch: Path, path: Path | None = None
+) -> None:
     """Asserts that a command converts."""
     source = apple(scratch / "in", tensors(make()))
-    run("-W", "error", *command, "--model", source, "--mlx-path", scratch / "out", cwd=cwd, path=path)
+    run(
+        "-W",
+        "error",
+        *command,
+        "--model",
+        source,
+        "--mlx-path",
+        scratch / "out",
+        cwd=cwd,
+        path=path,
+    )
     assert same(tensors(load_drafter(scratch / "out")), tensors(make()))
 
 
@@ -56,7 +70,9 @@ def test_command_runs_from_a_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
         names = archive.namelist()
-    assert {f"mlx_redrafter/convert/{file.name}" for file in (ROOT / "convert").glob("*.py")} <= set(names)
+    assert {
+        f"mlx_redrafter/convert/{file.name}" for file in (ROOT / "convert").glob("*.py")
+    } <= set(names)
     assert "mlx_redrafter/serving/race.html" in names
     assert not [name for name in names if name.startswith(("convert/", "tests/"))]
     assert run("-c", WHERE, cwd=tmp_path, path=site).startswith(str(site))

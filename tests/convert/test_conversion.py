@@ -1,4 +1,7 @@
-"""Quantized, cast, trimmed and dequantized as MLX does it; the report; lossless decoding with the result."""
+"""Quantized, cast, trimmed and dequantized as MLX does it.
+
+The report; lossless decoding with the result.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +40,31 @@ WAYS += [(mode, bits, group) for mode, (group, bits) in MODES.items() if mode !=
 
 def quantized_layers(path: Path) -> dict[str, int]:
     """Bits of each quantized layer."""
-    return {name: module.bits for name, module in load_drafter(path).named_modules() if hasattr(module, "bits")}
+    return {
+        name: module.bits
+        for name, module in load_drafter(path).named_modules()
+        if hasattr(module, "bits")
+    }
 
 
 def quantized(drafter: nn.Module, group: int, bits: int, mode: str) -> nn.Module:
     """The drafter, quantized by MLX."""
-    nn.quantize(drafter, group, bits, mode=mode, class_predicate=lambda _, module: isinstance(module, nn.Linear))
+    nn.quantize(
+        drafter,
+        group,
+        bits,
+        mode=mode,
+        class_predicate=lambda _, module: isinstance(module, nn.Linear),
+    )
     return drafter
 
 
 @pytest.mark.parametrize(("mode", "bits", "group"), WAYS)
 def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path: Path) -> None:
     sizes = WIDE | {"hidden": 128, "exit_dim": 128}
-    done = convert(apple(tmp_path / "in", tensors(make(**sizes))), tmp_path / "out", True, group, bits, mode)
+    done = convert(
+        apple(tmp_path / "in", tensors(make(**sizes))), tmp_path / "out", True, group, bits, mode
+    )
     expected = tensors(quantized(make(**sizes), group, bits, mode))
     assert same(tensors(load_drafter(done.path)), expected)
     difference, largest = done.difference
@@ -59,7 +74,11 @@ def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path:
     weights = sum(array.size for array in tensors(make(**sizes)).values())
     assert done.bits_per_weight == pytest.approx(8 * done.bytes_after / weights)
     said = json.loads((done.path / CONFIG).read_text())
-    assert said["quantization"] == said["quantization_config"] == {"group_size": group, "bits": bits, "mode": mode}
+    assert (
+        said["quantization"]
+        == said["quantization_config"]
+        == {"group_size": group, "bits": bits, "mode": mode}
+    )
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *CACHED_KINDS])
@@ -69,11 +88,15 @@ def test_a_quantized_head_guesses_nearly_the_same(kind: str, tmp_path: Path) -> 
     save_drafter(tmp_path / "in", drafter)
     done = convert(tmp_path / "in", tmp_path / "out", True, 32, 8)
     difference, largest = done.difference
-    assert 0 < difference < (0.3 if kind.startswith("mtp") else 0.1) * largest  # other experts may be selected
+    assert (
+        0 < difference < (0.3 if kind.startswith("mtp") else 0.1) * largest
+    )  # other experts may be selected
     packed = load_drafter(done.path)
     found = {key.removesuffix(".scales") for key in tensors(packed) if key.endswith(".scales")}
     skipped = {note.split()[0] for note in done.notes}
-    matrices = {key.removesuffix(".weight") for key, array in tensors(drafter).items() if array.ndim > 1}
+    matrices = {
+        key.removesuffix(".weight") for key, array in tensors(drafter).items() if array.ndim > 1
+    }
     unpacked = {name for name in matrices - found - skipped if not name.endswith("base_kernel")}
     assert unpacked <= {*mtp.ROUTERS} and len(found) > 1
     plain = convert(done.path, tmp_path / "back", dequantize=True, dtype="float32")
@@ -83,12 +106,19 @@ def test_a_quantized_head_guesses_nearly_the_same(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "layers"),
     [
-        ({"head_bits": 6, "rnn_bits": 8, "blocks_bits": 0}, {"lm_head.1": 6, "rnn_u": 8, "rnn_w": 8}),
+        (
+            {"head_bits": 6, "rnn_bits": 8, "blocks_bits": 0},
+            {"lm_head.1": 6, "rnn_u": 8, "rnn_w": 8},
+        ),
         ({"head_bits": 0}, {"input_proj": 4, "lm_head.0.linear": 4, "rnn_u": 4, "rnn_w": 4}),
     ],
 )
-def test_parts_may_have_their_own_bits(flags: dict[str, int], layers: dict[str, int], tmp_path: Path) -> None:
-    done = convert(apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "out", True, q_bits=4, **flags)
+def test_parts_may_have_their_own_bits(
+    flags: dict[str, int], layers: dict[str, int], tmp_path: Path
+) -> None:
+    done = convert(
+        apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "out", True, q_bits=4, **flags
+    )
     assert quantized_layers(done.path) == layers
     assert done.notes == ()
 
@@ -116,14 +146,20 @@ def test_layers_that_mlx_cannot_pack_are_named(
 def test_dequantized_drafter_has_its_original_dtype(mode: str, dtype: str, tmp_path: Path) -> None:
     drafter = make("input projection", **WIDE)
     drafter.set_dtype(getattr(mx, dtype))
-    packed = convert(apple(tmp_path / "in", tensors(drafter)), tmp_path / "packed", True, q_mode=mode).path
+    packed = convert(
+        apple(tmp_path / "in", tensors(drafter)), tmp_path / "packed", True, q_mode=mode
+    ).path
     done = convert(packed, tmp_path / "out", dequantize=True)
-    assert done.args == drafter.args and "quantization" not in json.loads((done.path / CONFIG).read_text())
+    assert done.args == drafter.args and "quantization" not in json.loads(
+        (done.path / CONFIG).read_text()
+    )
     expected = dequantize_model(load_drafter(packed))
     expected.set_dtype(getattr(mx, dtype))
     assert same(tensors(load_drafter(done.path)), tensors(expected))
     # A single file dequantizes to the same weights as its directory.
-    assert is_identical(convert(packed / WEIGHTS, tmp_path / "out2", dequantize=True), load_drafter(done.path))
+    assert is_identical(
+        convert(packed / WEIGHTS, tmp_path / "out2", dequantize=True), load_drafter(done.path)
+    )
 
 
 def test_quantized_drafter_is_not_quantized_again(tmp_path: Path) -> None:
@@ -143,8 +179,12 @@ def test_requested_dtype_is_written(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "number"), [("float16", 1e5), ("bfloat16", 3.4e38)])
-def test_weights_too_large_for_a_dtype_are_refused(dtype: str, number: float, tmp_path: Path) -> None:
-    source = apple(tmp_path / "in", tensors(make(**WIDE)) | {"lm_head.1.weight": mx.full((96, 64), number)})
+def test_weights_too_large_for_a_dtype_are_refused(
+    dtype: str, number: float, tmp_path: Path
+) -> None:
+    source = apple(
+        tmp_path / "in", tensors(make(**WIDE)) | {"lm_head.1.weight": mx.full((96, 64), number)}
+    )
     refused(source, tmp_path / "result", "--dtype", dtype, names="lm_head.1.weight")
 
 
@@ -169,9 +209,28 @@ def test_wrong_flags_are_refused_in_one_line(flags: str, tmp_path: Path) -> None
 
 
 def test_depths_and_dtypes_that_a_head_does_not_take_are_refused(tmp_path: Path) -> None:
-    refused(publish("medusa", tmp_path / "medusa"), tmp_path / "result", "--draft-depth", "9", names="got 9")
-    refused(publish("eagle3", tmp_path / "eagle3"), tmp_path / "result", "-q", "--rnn-bits", "4", names="rnn")
-    refused(publish("dflash", tmp_path / "dflash"), tmp_path / "result", "--dtype", "float16", names="float16")
+    refused(
+        publish("medusa", tmp_path / "medusa"),
+        tmp_path / "result",
+        "--draft-depth",
+        "9",
+        names="got 9",
+    )
+    refused(
+        publish("eagle3", tmp_path / "eagle3"),
+        tmp_path / "result",
+        "-q",
+        "--rnn-bits",
+        "4",
+        names="rnn",
+    )
+    refused(
+        publish("dflash", tmp_path / "dflash"),
+        tmp_path / "result",
+        "--dtype",
+        "float16",
+        names="float16",
+    )
 
 
 def test_settings_are_recorded(tmp_path: Path) -> None:
@@ -194,7 +253,11 @@ def compute_logits(drafter: Drafter) -> np.ndarray:
 def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_path: Path) -> None:
     source, file = publish(name, tmp_path / "in"), tmp_path / "tokens.json"
     ids = np.random.default_rng(1).permutation(97).tolist()
-    file.write_text(json.dumps(ids if form == "ids" else {str(token): 1000 - at for at, token in enumerate(ids)}))
+    file.write_text(
+        json.dumps(
+            ids if form == "ids" else {str(token): 1000 - at for at, token in enumerate(ids)}
+        )
+    )
     done = convert(source, tmp_path / "out", draft_vocab_size=20, token_counts=file)
     drafter = load_drafter(done.path)
     assert done.difference[0] < 1e-5 and done.args.draft_vocab_size == 20
@@ -207,12 +270,19 @@ def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_pa
     refused(done.path, tmp_path / "again", *flags, names="20 tokens")
 
 
-@pytest.mark.parametrize(("counts", "size"), [([1, 2, 3], 4), ([1, 2, 97], 2), ([1, 2, 1], 2), ([1.5, {}], 1)])
+@pytest.mark.parametrize(
+    ("counts", "size"), [([1, 2, 3], 4), ([1, 2, 97], 2), ([1, 2, 1], 2), ([1.5, {}], 1)]
+)
 def test_wrong_token_counts_are_refused(counts: Any, size: int, tmp_path: Path) -> None:
     file = tmp_path / "counts.json"
     file.write_text(json.dumps(counts))
     with pytest.raises(RedrafterError, match=r"counts\.json|each once"):
-        convert(publish("medusa", tmp_path / "in"), tmp_path / "out", draft_vocab_size=size, token_counts=file)
+        convert(
+            publish("medusa", tmp_path / "in"),
+            tmp_path / "out",
+            draft_vocab_size=size,
+            token_counts=file,
+        )
 
 
 def test_the_report_compares_tokens_per_round_at_the_recorded_depth(
@@ -232,6 +302,12 @@ def test_drafter_in_eight_bits_decodes_losslessly(tmp_path: Path) -> None:
     packed = convert(DRAFTER, tmp_path / "out", True, 32, 8).path
     model, tokenizer, _ = load_demo()
     ids = encode(tokenizer, demo_prompts()[0])
-    made = list(generate_step(ids, model, load_drafter(packed, model), max_tokens=8, beam_width=2, draft_depth=3))
-    assert [token for token, _, _ in made] == [token for token, _, _ in generate_step(ids, model, max_tokens=8)]
+    made = list(
+        generate_step(
+            ids, model, load_drafter(packed, model), max_tokens=8, beam_width=2, draft_depth=3
+        )
+    )
+    assert [token for token, _, _ in made] == [
+        token for token, _, _ in generate_step(ids, model, max_tokens=8)
+    ]
     assert any(drafted for _, _, drafted in made), "negative control: it drafts"

@@ -1,4 +1,6 @@
-"""What published heads leave open or write in several ways: names of tensors, and settings of configs."""
+"""What published heads leave open or write in several ways: names of tensors, and settings of
+configs.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,13 @@ from mlx_redrafter.errors import CheckpointError
 
 def vllm(arrays: Arrays) -> Arrays:
     """vLLM's names of Medusa heads."""
-    renamed = {re.sub(r"^(\d)\.(\d)\.linear\.", r"blocks.\1.layers.\2.", name): x for name, x in arrays.items()}
-    return {re.sub(r"^(\d)\.\d\.weight", r"lm_heads.\1.weight", name): x for name, x in renamed.items()}
+    renamed = {
+        re.sub(r"^(\d)\.(\d)\.linear\.", r"blocks.\1.layers.\2.", name): x
+        for name, x in arrays.items()
+    }
+    return {
+        re.sub(r"^(\d)\.\d\.weight", r"lm_heads.\1.weight", name): x for name, x in renamed.items()
+    }
 
 
 VLLM = {
@@ -67,7 +74,9 @@ def renamed(*pairs: tuple[str, str]) -> Callable[[Arrays], Arrays]:
         ("dspark_gemma4", lambda arrays: prefixed("module.", arrays)),
     ],
 )
-def test_alternative_tensor_names_are_read(name: str, change: Callable[[Arrays], Arrays], tmp_path: Path) -> None:
+def test_alternative_tensor_names_are_read(
+    name: str, change: Callable[[Arrays], Arrays], tmp_path: Path
+) -> None:
     other = load_drafter(publish(name, tmp_path / "other", arrays=change(read_golden(name)[0])))
     assert same(tensors(other), tensors(load_golden(name, tmp_path)))
 
@@ -75,23 +84,32 @@ def test_alternative_tensor_names_are_read(name: str, change: Callable[[Arrays],
 def medusa_logits(directory: Path) -> np.ndarray:
     """The heads' logits for the golden states."""
     hidden = read_golden("medusa")[1]["hidden_states"].reshape(-1, 48)
-    return np.array(draft_logits(load_drafter(directory), hidden, mx.zeros((len(hidden), 5), mx.int32)))
+    return np.array(
+        draft_logits(load_drafter(directory), hidden, mx.zeros((len(hidden), 5), mx.int32))
+    )
 
 
 def test_vllms_config_of_medusa_heads_is_read(tmp_path: Path) -> None:
-    arrays, sound = vllm(read_golden("medusa")[0]), medusa_logits(publish("medusa", tmp_path / "sound"))
+    arrays, sound = (
+        vllm(read_golden("medusa")[0]),
+        medusa_logits(publish("medusa", tmp_path / "sound")),
+    )
     directory = publish("medusa", tmp_path / "in", arrays=arrays, **VLLM)
     (directory / "medusa_lm_head.safetensors").rename(directory / "model.safetensors")
     np.testing.assert_allclose(medusa_logits(directory), sound, atol=1e-5)
     shared = {k: x for k, x in arrays.items() if not re.fullmatch(r"lm_heads\.[1-9]\.weight", k)}
-    found = medusa_logits(publish("medusa", tmp_path / "shared", arrays=shared, **VLLM, original_lm_head=True))
+    found = medusa_logits(
+        publish("medusa", tmp_path / "shared", arrays=shared, **VLLM, original_lm_head=True)
+    )
     np.testing.assert_allclose(found[0], sound[0], atol=1e-5)
     assert not np.allclose(found[1], sound[1], atol=1e-2), "its own matrix was dropped"
 
 
 def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path) -> None:
     ids, arrays = np.random.default_rng(0).permutation(97)[:20], vllm(read_golden("medusa")[0])
-    arrays = {k: x[mx.array(ids)] if "lm_heads" in k else x for k, x in arrays.items()} | {"token_map": mx.array(ids)}
+    arrays = {k: x[mx.array(ids)] if "lm_heads" in k else x for k, x in arrays.items()} | {
+        "token_map": mx.array(ids)
+    }
     found = medusa_logits(publish("medusa", tmp_path / "some", arrays=arrays, vocab_size=97))
     sound = medusa_logits(publish("medusa", tmp_path / "sound"))
     np.testing.assert_allclose(found[..., ids], sound[..., ids], atol=1e-5)
@@ -100,7 +118,9 @@ def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path) -> None:
 
 def test_medusa_heads_may_be_one_or_without_biases(tmp_path: Path) -> None:
     arrays = read_golden("medusa")[0]
-    one = load_drafter(publish("medusa", tmp_path / "one", arrays={k: x for k, x in arrays.items() if k[0] == "0"}))
+    one = load_drafter(
+        publish("medusa", tmp_path / "one", arrays={k: x for k, x in arrays.items() if k[0] == "0"})
+    )
     assert one.args.max_depth == 1
     arrays = {k: x for k, x in vllm(arrays).items() if not k.endswith(".bias")}
     drafter = load_drafter(publish("medusa", tmp_path / "bare", arrays=arrays))
@@ -114,12 +134,25 @@ def test_medusa_heads_may_be_one_or_without_biases(tmp_path: Path) -> None:
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 10]}}, (1, 5, 9)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}}, (1, 5, 9)),
         ({"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, (1, 5, 9)),
-        ({"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 6, 12]}}, (0, 5, 11)),
-        ({"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 6, 12]}, (0, 5, 11)),
+        (
+            {
+                "eagle_config": {
+                    "use_aux_hidden_state": True,
+                    "eagle_aux_hidden_state_layer_ids": [1, 6, 12],
+                }
+            },
+            (0, 5, 11),
+        ),
+        (
+            {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 6, 12]},
+            (0, 5, 11),
+        ),
         ({}, (1, 5, 8)),
     ],
 )
-def test_layer_ids_follow_each_projects_numbering(config: dict[str, Any], captured: tuple[int], tmp_path: Path) -> None:
+def test_layer_ids_follow_each_projects_numbering(
+    config: dict[str, Any], captured: tuple[int], tmp_path: Path
+) -> None:
     drafter = load_golden("eagle3", tmp_path, **config)
     assert drafter.open(make_target("eagle3", drafter)).capture == captured
 
@@ -130,10 +163,15 @@ def test_speculators_layers_of_blocks_are_numbered_from_one(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "least"), [("eagle3", None, 4), ("eagle3", [1, 5, 9], 10), ("dspark", None, 10)]
+    ("name", "layers", "least"),
+    [("eagle3", None, 4), ("eagle3", [1, 5, 9], 10), ("dspark", None, 10)],
 )
-def test_a_target_with_too_few_layers_is_refused(name: str, layers: Any, least: int, tmp_path: Path) -> None:
-    source = publish(name, tmp_path / "in", **({"eagle_aux_hidden_state_layer_ids": layers} if layers else {}))
+def test_a_target_with_too_few_layers_is_refused(
+    name: str, layers: Any, least: int, tmp_path: Path
+) -> None:
+    source = publish(
+        name, tmp_path / "in", **({"eagle_aux_hidden_state_layer_ids": layers} if layers else {})
+    )
     drafter = load_drafter(source)
     with pytest.raises(CheckpointError, match=f"{least} layers"):
         load_drafter(source, make_target(name, drafter, layers=least - 1))
@@ -142,7 +180,9 @@ def test_a_target_with_too_few_layers_is_refused(name: str, layers: Any, least: 
 
 @pytest.mark.parametrize("name", ["eagle3_speculators", "eagle3_speculators_31"])
 def test_unspecified_settings_are_false(name: str, tmp_path: Path) -> None:
-    silent = load_drafter(publish(name, tmp_path / "silent", norm_before_residual=None, norm_output=None))
+    silent = load_drafter(
+        publish(name, tmp_path / "silent", norm_before_residual=None, norm_output=None)
+    )
     assert (silent.args.norm_before_residual, silent.args.norm_output) == (False, False)  # type: ignore[attr-defined]
 
 
@@ -169,15 +209,30 @@ OTHER_ROPES: tuple[dict[str, Any], ...] = (
         ("eagle3", {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, True),
         ("eagle3", {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 1.0}}, True),
         ("eagle3", {"rope_scaling": {"type": "yarn", "factor": 1.0}}, True),
-        ("eagle3", {"num_hidden_layers": 24, "quantization": False, "quantization_config": "none"}, True),
-        ("eagle3", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, False),
+        (
+            "eagle3",
+            {"num_hidden_layers": 24, "quantization": False, "quantization_config": "none"},
+            True,
+        ),
+        (
+            "eagle3",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}},
+            False,
+        ),
         ("dflash", {"rope_parameters": YARN | {"factor": 1.0, "rope_theta": 1e6}}, True),
-        *(("dflash", {"rope_parameters": rope | {"rope_theta": 1e6}}, False) for rope in OTHER_ROPES),
+        *(
+            ("dflash", {"rope_parameters": rope | {"rope_theta": 1e6}}, False)
+            for rope in OTHER_ROPES
+        ),
     ],
 )
-def test_rope_settings_are_applied(name: str, config: dict[str, Any], is_same: bool, tmp_path: Path) -> None:
+def test_rope_settings_are_applied(
+    name: str, config: dict[str, Any], is_same: bool, tmp_path: Path
+) -> None:
     """A factor of 1 equals no scaling; the target's layer count does not matter."""
-    plain = {"eagle3": {"rope_scaling": None}, "dflash": {"rope_parameters": {"rope_theta": 1e6}}}[name]
+    plain = {"eagle3": {"rope_scaling": None}, "dflash": {"rope_parameters": {"rope_theta": 1e6}}}[
+        name
+    ]
     sound = load_drafter(publish(name, tmp_path / "plain", **plain)).sample_logits()
     found = load_drafter(publish(name, tmp_path / "in", **plain | config)).sample_logits()
     assert mx.allclose(found, sound, atol=1e-4).item() is is_same
@@ -187,7 +242,9 @@ def test_rope_settings_are_applied(name: str, config: dict[str, Any], is_same: b
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash", "dspark", "dspark_gemma4"])
 def test_the_activation_is_that_of_the_config(name: str, key: str, tmp_path: Path) -> None:
     made = {
-        act: load_drafter(publish(name, tmp_path / f"{act}", **{"hidden_activation": None, key: act})).sample_logits()
+        act: load_drafter(
+            publish(name, tmp_path / f"{act}", **{"hidden_activation": None, key: act})
+        ).sample_logits()
         for act in ("silu", "gelu_pytorch_tanh", "relu")
     }
     sound = load_drafter(publish(name, tmp_path / "sound")).sample_logits()
@@ -199,19 +256,25 @@ def test_the_activation_is_that_of_the_config(name: str, key: str, tmp_path: Pat
 def test_a_converted_head_keeps_its_activation(tmp_path: Path) -> None:
     done = convert(publish("eagle3", tmp_path / "in", hidden_act="relu2"), tmp_path / "out")
     assert load_drafter(done.path).args.hidden_act == "relu2"  # type: ignore[attr-defined]
-    assert mx.array_equal(load_drafter(done.path).sample_logits(), load_drafter(tmp_path / "in").sample_logits())
+    assert mx.array_equal(
+        load_drafter(done.path).sample_logits(), load_drafter(tmp_path / "in").sample_logits()
+    )
 
 
 def test_a_logit_scale_multiplies_the_logits_of_blocks(tmp_path: Path) -> None:
     found, sound = (
-        load_drafter(publish("dspark_plain", tmp_path / f"{scale}", logit_scale=scale)).sample_logits()
+        load_drafter(
+            publish("dspark_plain", tmp_path / f"{scale}", logit_scale=scale)
+        ).sample_logits()
         for scale in (0.25, None)
     )
     assert mx.allclose(found, 0.25 * sound, atol=1e-5) and not mx.allclose(found, sound, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dspark_speculators"])
-def test_a_mask_of_the_draft_vocabulary_must_agree_with_its_offsets(name: str, tmp_path: Path) -> None:
+def test_a_mask_of_the_draft_vocabulary_must_agree_with_its_offsets(
+    name: str, tmp_path: Path
+) -> None:
     weights = read_golden(name)[0]
     assert load_drafter(publish(name, tmp_path / "sound")).args.draft_vocab_size
     other = weights | {"t2d": mx.roll(weights["t2d"], 1)}
@@ -230,11 +293,19 @@ def test_a_target_supplies_a_missing_vocabulary_size(tmp_path: Path) -> None:
 
 def test_gemma_values_may_have_their_own_projection(tmp_path: Path) -> None:
     """A scaled copy of the key projection changes nothing; a different projection does."""
-    weights, sound = read_golden("dspark_gemma4")[0], load_golden("dspark_gemma4", tmp_path).sample_logits()
+    weights, sound = (
+        read_golden("dspark_gemma4")[0],
+        load_golden("dspark_gemma4", tmp_path).sample_logits(),
+    )
     keys = {name: array for name, array in weights.items() if name.endswith("k_proj.weight")}
     for factor, is_same in ((2.0, True), (None, False)):
-        values = {name.replace("k_proj", "v_proj"): x * factor if factor else x[::-1] for name, x in keys.items()}
-        head = publish("dspark_gemma4", tmp_path / f"{factor}", arrays=weights | values, attention_k_eq_v=False)
+        values = {
+            name.replace("k_proj", "v_proj"): x * factor if factor else x[::-1]
+            for name, x in keys.items()
+        }
+        head = publish(
+            "dspark_gemma4", tmp_path / f"{factor}", arrays=weights | values, attention_k_eq_v=False
+        )
         assert mx.allclose(load_drafter(head).sample_logits(), sound, atol=1e-3).item() is is_same
 
 
@@ -246,8 +317,13 @@ def test_an_assumed_block_size_is_noted(tmp_path: Path) -> None:
 def test_block_heads_are_never_in_float16(tmp_path: Path) -> None:
     weights = {name: array.astype(mx.float16) for name, array in read_golden("dflash")[0].items()}
     done = convert(publish("dflash", tmp_path / "in", arrays=weights), tmp_path / "out")
-    assert [note for note in done.notes if "float16" in note] and load_drafter(done.path).dtype == mx.bfloat16
-    assert load_drafter(convert(tmp_path / "in", tmp_path / "whole", dtype="float32").path).dtype == mx.float32
+    assert [note for note in done.notes if "float16" in note] and load_drafter(
+        done.path
+    ).dtype == mx.bfloat16
+    assert (
+        load_drafter(convert(tmp_path / "in", tmp_path / "whole", dtype="float32").path).dtype
+        == mx.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,11 +334,31 @@ def test_block_heads_are_never_in_float16(tmp_path: Path) -> None:
         ({"is_causal": True}, [7, 7, 0], [True] * 3),
         ({"dflash_config": {"causal": False, "target_layer_ids": [1]}}, [7, 7, 0], None),
         ({"use_sliding_window": False}, None, [True, True, False]),
-        ({"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}, [7, 7, 0], None),
+        (
+            {
+                "architectures": ["MuseGlimmerAssistantModel"],
+                "model_type": "muse_glimmer_assistant",
+            },
+            [7, 7, 0],
+            None,
+        ),
         ({"architectures": ["Qwen3DSparkModel"]}, None, None),
-        ({"layer_types": None, "use_sliding_window": False, "use_swa": True, "swa_window_size": 4}, [4] * 3, None),
+        (
+            {
+                "layer_types": None,
+                "use_sliding_window": False,
+                "use_swa": True,
+                "swa_window_size": 4,
+            },
+            [4] * 3,
+            None,
+        ),
         ({"speculators_model_type": "dflash2"}, [7, 7, 0], None),
-        ({"speculators_model_type": "dflash2", "sliding_window_non_causal": False}, [7, 7, 0], [True, True, False]),
+        (
+            {"speculators_model_type": "dflash2", "sliding_window_non_causal": False},
+            [7, 7, 0],
+            [True, True, False],
+        ),
         ({"speculators_model_type": "dflash"}, [7, 7, 0], [True, True, False]),
     ],
 )
@@ -286,11 +382,26 @@ SPECULATORS = {"speculators_model_type": "dspark"}
         ("dspark", {"sample_from_anchor": False}, False),
         ("dspark", SPECULATORS, False),
         ("dspark", SPECULATORS | {"sample_from_anchor": True}, True),
-        ("dspark", SPECULATORS | {"speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}}, True),
-        ("dspark", SPECULATORS | {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}}, False),
+        (
+            "dspark",
+            SPECULATORS | {"speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}},
+            True,
+        ),
+        (
+            "dspark",
+            SPECULATORS | {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}},
+            False,
+        ),
     ],
 )
-def test_which_row_is_the_first_guess(kind: str, config: dict[str, Any], from_anchor: bool, tmp_path: Path) -> None:
-    said = {"dflash_config": read_golden(kind)[2].get("dflash_config", {}) | config.get("dflash_config", {})}
-    source = publish(kind, tmp_path / "in", **{"block_size": 5, "sample_from_anchor": None} | config | said)
+def test_which_row_is_the_first_guess(
+    kind: str, config: dict[str, Any], from_anchor: bool, tmp_path: Path
+) -> None:
+    said = {
+        "dflash_config": read_golden(kind)[2].get("dflash_config", {})
+        | config.get("dflash_config", {})
+    }
+    source = publish(
+        kind, tmp_path / "in", **{"block_size": 5, "sample_from_anchor": None} | config | said
+    )
     assert load_drafter(source).args.from_anchor is from_anchor  # type: ignore[attr-defined]

@@ -19,7 +19,11 @@ TINY = tensors(make(hidden=4, vocab=6, exit_dim=8))
 
 # Derandomised, so that the result never depends on the draw.
 fuzzed = settings(
-    max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 Change = Callable[[bytes], bytes]

@@ -39,7 +39,9 @@ def medusa_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", sorted({*GOLDEN} - {*QUANTIZED, *IN_MODELS, "medusa_v2", "glm4_moe_lite_mtp_mlxvlm"}))
+@pytest.mark.parametrize(
+    "name", sorted({*GOLDEN} - {*QUANTIZED, *IN_MODELS, "medusa_v2", "glm4_moe_lite_mtp_mlxvlm"})
+)
 def test_a_converted_head_equals_the_published_one(name: str, tmp_path: Path) -> None:
     drafter = load_golden(name, tmp_path)
     published = load_drafter(tmp_path / "in")
@@ -52,7 +54,9 @@ def test_a_quantized_head_stays_quantized(name: str, tmp_path: Path) -> None:
     drafter, said = load_drafter(source), read_golden(name)[2]["quantization"]
     layers = {key: layer.bits for key, layer in drafter.named_modules() if hasattr(layer, "bits")}
     own = [entry["bits"] for entry in said.values() if isinstance(entry, dict)]
-    assert "fc" in layers and sorted(bits for bits in layers.values() if bits != said["bits"]) == sorted(own)
+    assert "fc" in layers and sorted(
+        bits for bits in layers.values() if bits != said["bits"]
+    ) == sorted(own)
     refused(source, tmp_path / "result")
     plain = load_drafter(convert(source, tmp_path / "plain", dequantize=True).path)
     assert not [layer for _, layer in plain.named_modules() if hasattr(layer, "bits")]
@@ -64,7 +68,9 @@ def compute_logits(drafter: Drafter, golden: Arrays) -> np.ndarray:
     hidden, expected = golden["hidden_states"], golden["logits"]
     heads, texts, places = expected.shape[:3]
     read = mx.zeros((texts * places, heads), mx.int32)
-    return np.array(draft_logits(drafter, hidden.reshape(texts * places, -1), read).reshape(expected.shape))
+    return np.array(
+        draft_logits(drafter, hidden.reshape(texts * places, -1), read).reshape(expected.shape)
+    )
 
 
 @pytest.mark.parametrize("name", STATELESS)
@@ -133,7 +139,9 @@ def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path) -> None:
         """Compares the logits of draftable tokens; all others must be infinite."""
         every = drafter.draft_ids if "draft_ids" in drafter else mx.arange(drafter.args.vocab_size)
         ids = golden.get(f"{part}candidates", mx.broadcast_to(every, (len(logits), len(every))))
-        np.testing.assert_allclose(mx.take_along_axis(logits, ids, axis=1), golden[what], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(
+            mx.take_along_axis(logits, ids, axis=1), golden[what], atol=1e-4, rtol=0
+        )
         assert mx.isfinite(logits).sum().item() == ids.size
 
     def check(part: str) -> None:
@@ -145,7 +153,9 @@ def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path) -> None:
     check("")
     if "context_keys" in golden:
         n = len(golden["context_hidden"])
-        for what, cached in zip(("keys", "values"), zip(*source.state[0], strict=True), strict=True):
+        for what, cached in zip(
+            ("keys", "values"), zip(*source.state[0], strict=True), strict=True
+        ):
             wanted = golden[f"context_{what}"]
             got = [array[0, :, n - wanted.shape[1] : n].swapaxes(0, 1) for array in cached]
             np.testing.assert_allclose(mx.stack(got), wanted, atol=1e-4, rtol=0)

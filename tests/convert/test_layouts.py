@@ -45,7 +45,10 @@ OWN_NAMES = (
 
 @pytest.mark.parametrize(
     ("form", "variant"),
-    [*product(OWN_NAMES, VARIANTS), *((form, "input projection") for form in FORMS if form not in OWN_NAMES)],
+    [
+        *product(OWN_NAMES, VARIANTS),
+        *((form, "input projection") for form in FORMS if form not in OWN_NAMES),
+    ],
 )
 def test_every_layout_is_read_bit_for_bit(form: str, variant: str, tmp_path: Path) -> None:
     drafter = make(variant)
@@ -60,7 +63,9 @@ def test_every_layout_is_read_bit_for_bit(form: str, variant: str, tmp_path: Pat
 def test_stored_dtype_is_kept(form: str, dtype: str, tmp_path: Path) -> None:
     drafter = make("input projection")
     drafter.set_dtype(getattr(mx, dtype))
-    assert is_identical(convert(FORMS[form](tmp_path / "in", tensors(drafter)), tmp_path / "out"), drafter)
+    assert is_identical(
+        convert(FORMS[form](tmp_path / "in", tensors(drafter)), tmp_path / "out"), drafter
+    )
 
 
 def test_base_model_may_have_any_dtype(tmp_path: Path) -> None:
@@ -73,15 +78,22 @@ def test_base_model_may_have_any_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "padding"), [(1, 1), (2, 2), (3, 2), (4, 1), (4, 63), (12, 0)])
 def test_ranks_are_joined_without_padding(size: int, padding: int, tmp_path: Path) -> None:
     drafter = make("input projection", vocab=60 * size - padding)
-    done = convert(ranks(tmp_path / "in", tensors(drafter), size, padding=padding), tmp_path / "out")
+    done = convert(
+        ranks(tmp_path / "in", tensors(drafter), size, padding=padding), tmp_path / "out"
+    )
     assert is_identical(done, drafter)
     assert any(f"the last {padding} rows" in note for note in done.notes) == bool(padding)
 
 
 def test_an_unused_norm_is_dropped(tmp_path: Path) -> None:
     drafter = make("input projection")
-    arrays = {name.replace("input_proj.", "input_projs."): array for name, array in tensors(drafter).items()}
-    done = convert(apple(tmp_path / "in", arrays | {"emb_norm.weight": mx.ones((24,))}), tmp_path / "out")
+    arrays = {
+        name.replace("input_proj.", "input_projs."): array
+        for name, array in tensors(drafter).items()
+    }
+    done = convert(
+        apple(tmp_path / "in", arrays | {"emb_norm.weight": mx.ones((24,))}), tmp_path / "out"
+    )
     assert is_identical(done, drafter) and done.notes == ()
 
 

@@ -1,4 +1,6 @@
-"""Multi-token-prediction layers: extracted from models in every published form, then used for drafting."""
+"""Multi-token-prediction layers: extracted from models in every published form, then used for
+drafting.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def published(kind: str, **more: Any) -> tuple[Any, dict[str, Any]]:
 def close(drafter: nn.Module, other: nn.Module, tolerance: float = 1e-6) -> bool:
     """Whether two layers have the same weights."""
     mine, theirs = tensors(drafter), tensors(other)
-    return mine.keys() == theirs.keys() and all(np.allclose(mine[k], theirs[k], atol=tolerance) for k in mine)
+    return mine.keys() == theirs.keys() and all(
+        np.allclose(mine[k], theirs[k], atol=tolerance) for k in mine
+    )
 
 
 def n_quantized(drafter: nn.Module) -> int:
@@ -56,12 +60,16 @@ def n_quantized(drafter: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3"])
-def test_a_models_own_layer_drafts_for_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_own_layer_drafts_for_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = json.loads(json.dumps(CONFIGS[name]))
     config.get("text_config", config)["vocab_size"] = FEW
     monkeypatch.setitem(CONFIGS, name, config)
     model, layer, accepted = make_family(name), layer_of(config), 0
-    directory = save_base(tmp_path / "in", config, name_as_published(layer, fused=name == "qwen3_5_moe"))
+    directory = save_base(
+        tmp_path / "in", config, name_as_published(layer, fused=name == "qwen3_5_moe")
+    )
     drafter = load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out").path, model)
     assert drafter.args == layer.args and close(layer, drafter)
     plan = (3, 3, 8) if name == "deepseek_v3" else (1, 4)
@@ -80,13 +88,19 @@ def test_a_models_own_layer_drafts_for_it(name: str, tmp_path: Path, monkeypatch
 def test_only_the_router_bias_keeps_its_dtype(tmp_path: Path) -> None:
     layer, config = published("mtp deepseek_v3")
     directory = save_base(tmp_path / "in", config, name_as_published(layer))
-    found = tensors(load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out", dtype="bfloat16").path))
+    found = tensors(
+        load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out", dtype="bfloat16").path)
+    )
     name = "layer.mlp.gate.e_score_correction_bias"
-    assert mx.array_equal(found.pop(name), tensors(layer)[name]) and {x.dtype for x in found.values()} == {mx.bfloat16}
+    assert mx.array_equal(found.pop(name), tensors(layer)[name]) and {
+        x.dtype for x in found.values()
+    } == {mx.bfloat16}
 
 
 @pytest.mark.parametrize("is_cpu", [False, True])
-def test_experts_in_half_precision_are_refused_on_a_cpu(is_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_in_half_precision_are_refused_on_a_cpu(
+    is_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu if is_cpu else mx.gpu))
     layer, model = layer_of(CONFIGS["qwen3_next"]), make_family("qwen3_next")
     layer.open(model)
@@ -95,7 +109,10 @@ def test_experts_in_half_precision_are_refused_on_a_cpu(is_cpu: bool, monkeypatc
         with pytest.raises(RedrafterError, match="CPU"):
             layer.open(model)
     nn.quantize(
-        layer, 32, 8, class_predicate=lambda name, part: "switch_mlp." in name and hasattr(part, "to_quantized")
+        layer,
+        32,
+        8,
+        class_predicate=lambda name, part: "switch_mlp." in name and hasattr(part, "to_quantized"),
     )
     layer.open(model)
 
@@ -103,7 +120,9 @@ def test_experts_in_half_precision_are_refused_on_a_cpu(is_cpu: bool, monkeypatc
 def decode_e4m3(codes: np.ndarray) -> np.ndarray:
     """Decodes FP8 codes to float64: 4 exponent and 3 mantissa bits (arXiv 2209.05433)."""
     sign, exponent, mantissa = codes >> 7, (codes >> 3) & 15, codes & 7
-    sizes = np.where(exponent > 0, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0), mantissa / 8 * 2.0**-6)
+    sizes = np.where(
+        exponent > 0, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0), mantissa / 8 * 2.0**-6
+    )
     return np.where(sign, -sizes, sizes)
 
 
@@ -111,7 +130,9 @@ def pack(array: mx.array, rows: int, columns: int) -> tuple[mx.array, mx.array, 
     """Quantizes blocks to FP8, the last ones smaller. Returns (codes, scales, decoded values)."""
     *_, height, width = array.shape
     generator = np.random.default_rng(height)
-    scales = generator.uniform(0.5, 2, (*array.shape[:-2], -(-height // rows), -(-width // columns)))
+    scales = generator.uniform(
+        0.5, 2, (*array.shape[:-2], -(-height // rows), -(-width // columns))
+    )
     scales = scales.astype(np.float32)
     spread = scales.repeat(rows, axis=-2).repeat(columns, axis=-1)[..., :height, :width]
     codes = mx.to_fp8(array / mx.array(spread))
@@ -127,9 +148,13 @@ def test_blocks_of_fp8_are_dequantized(kind: str, fused: bool, tmp_path: Path) -
         if array.ndim > 1 and "fc." not in name:  # some stay unquantized
             arrays[name], arrays[f"{name}_scale_inv"], meant[name] = pack(array, 24, 16)
     directory = save_base(tmp_path / "in", config, arrays)
-    found: Any = load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out", dtype="float32").path)
+    found: Any = load_drafter(
+        convert(from_base=directory, mlx_path=tmp_path / "out", dtype="float32").path
+    )
     for name, array in name_as_published(found, fused=fused).items():
-        np.testing.assert_allclose(array, meant.get(name, np.array(arrays[name])), rtol=2**-8, atol=1e-6)
+        np.testing.assert_allclose(
+            array, meant.get(name, np.array(arrays[name])), rtol=2**-8, atol=1e-6
+        )
     assert not close(layer, found, tolerance=0.001) and close(layer, found, tolerance=0.1)
     changed = arrays | {f"{next(iter(meant))}_scale_inv": mx.ones((1, 2))}
     refused(save_base(tmp_path / "two", config, changed), tmp_path / "result", origin="--from-base")
@@ -140,10 +165,14 @@ def test_the_first_of_several_layers_is_used(kind: str, tmp_path: Path) -> None:
     layer, config = published(kind)
     first = name_as_published(layer)
     later = {
-        name.replace("model.layers.3.", "model.layers.4.").replace("mtp.layers.0.", "mtp.layers.1."): array + 1
+        name.replace("model.layers.3.", "model.layers.4.").replace(
+            "mtp.layers.0.", "mtp.layers.1."
+        ): array + 1
         for name, array in first.items()
     }
-    done = convert(from_base=save_base(tmp_path / "in", config, later | first), mlx_path=tmp_path / "out")
+    done = convert(
+        from_base=save_base(tmp_path / "in", config, later | first), mlx_path=tmp_path / "out"
+    )
     assert len(done.notes) == 1 and "first of 2" in done.notes[0]
     assert close(layer, load_drafter(done.path))
 
@@ -167,13 +196,19 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
     source = publish("qwen3_5_mtp_mlx_inline", tmp_path / "in")
     kept = load_drafter(convert(from_base=source, mlx_path=tmp_path / "kept").path)
     assert n_quantized(kept) > 1, "mixed bits"
-    plain = load_drafter(convert(from_base=source, mlx_path=tmp_path / "plain", dequantize=True).path)
-    assert n_quantized(plain) == 0 and mx.allclose(plain.sample_logits(), kept.sample_logits(), atol=1e-3)
+    plain = load_drafter(
+        convert(from_base=source, mlx_path=tmp_path / "plain", dequantize=True).path
+    )
+    assert n_quantized(plain) == 0 and mx.allclose(
+        plain.sample_logits(), kept.sample_logits(), atol=1e-3
+    )
     refused(source, tmp_path / "result", "-q", origin="--from-base")
     sidecar = publish("qwen3_5_mtp_mlx_sidecar", tmp_path / "sidecar")
     alone = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / "alone").path)
     save(sidecar / "model.safetensors", base())
-    (sidecar / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), "model.safetensors")}))
+    (sidecar / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(base(), "model.safetensors")})
+    )
     for name in ("indexed", "not indexed"):
         beside = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / name).path)
         assert mx.array_equal(alone.sample_logits(), beside.sample_logits())
@@ -184,10 +219,17 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
 def test_mimo_heads_have_the_size_of_their_tensors(tmp_path: Path) -> None:
     """Two of four heads, which equal all four with zero columns in place of the others' output."""
     weights, at = read_golden("mimo_mtp")[0], "model.mtp_layers.0.self_attn."
-    zeroed = weights | {f"{at}o_proj.weight": mx.where(mx.arange(32) < 16, weights[f"{at}o_proj.weight"], 0)}
+    zeroed = weights | {
+        f"{at}o_proj.weight": mx.where(mx.arange(32) < 16, weights[f"{at}o_proj.weight"], 0)
+    }
     rows = {"q_proj": 16, "k_proj": 8, "v_proj": 8}
     cut = weights | {f"{at}o_proj.weight": weights[f"{at}o_proj.weight"][:, :16]}
-    cut |= {name: weights[name][:n] for part, n in rows.items() for name in weights if f"{at}{part}." in name}
+    cut |= {
+        name: weights[name][:n]
+        for part, n in rows.items()
+        for name in weights
+        if f"{at}{part}." in name
+    }
     few = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None}
     found = load_drafter(publish("mimo_mtp", tmp_path / "cut", arrays=cut, **few))
     expected = load_drafter(publish("mimo_mtp", tmp_path / "zeroed", arrays=zeroed))

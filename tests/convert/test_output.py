@@ -1,4 +1,6 @@
-"""The directory that `convert` writes: its files, what it may replace, and what a failed run leaves."""
+"""The directory that `convert` writes: its files, what it may replace, and what a failed run
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_p
         "base_model": str(tmp_path),
     }
     card = (done.path / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: mlx\n") and "base_model:" not in card and str(tmp_path) not in card
+    assert (
+        card.startswith("---\nlibrary_name: mlx\n")
+        and "base_model:" not in card
+        and str(tmp_path) not in card
+    )
     assert "Converted from `in`" in card and f"--model {tmp_path.name} --drafter THIS" in card
 
 
@@ -77,7 +83,10 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
         timeout=100,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: cannot write the drafter to {tmp_path}/") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith(f"error: cannot write the drafter to {tmp_path}/")
+        and done.stderr.count("\n") == 1
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
 
@@ -128,6 +137,16 @@ class Api:
 def test_result_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "HfApi", Api)
     source = apple(tmp_path / "in", tensors(make()))
-    assert command("--hf-path", source, "--mlx-path", tmp_path / "out", "--upload-repo", "some/one")[0] == 0
-    status, _, said = command("--hf-path", source, "--mlx-path", tmp_path / "out2", "--upload-repo", "some/closed")
-    assert status == 1 and said.endswith(": 403 Forbidden\n") and said.count("\n") == 1 and (tmp_path / "out2").exists()
+    assert (
+        command("--hf-path", source, "--mlx-path", tmp_path / "out", "--upload-repo", "some/one")[0]
+        == 0
+    )
+    status, _, said = command(
+        "--hf-path", source, "--mlx-path", tmp_path / "out2", "--upload-repo", "some/closed"
+    )
+    assert (
+        status == 1
+        and said.endswith(": 403 Forbidden\n")
+        and said.count("\n") == 1
+        and (tmp_path / "out2").exists()
+    )

@@ -14,7 +14,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import WEIGHTS, Arrays, Trap, base, is_identical, make, prefixed, refused, save, tensors, trainer, trap
+from checkpoints import (
+    WEIGHTS,
+    Arrays,
+    Trap,
+    base,
+    is_identical,
+    make,
+    prefixed,
+    refused,
+    save,
+    tensors,
+    trainer,
+    trap,
+)
 
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError
@@ -29,7 +42,9 @@ def pickled(torch: Any, path: Path, value: Any, **options: Any) -> Path:
 def to_torch(torch: Any, arrays: Arrays) -> dict[str, Any]:
     """The same arrays as torch tensors."""
     return {
-        name: torch.from_numpy(np.array(array.astype(mx.float32))).to(getattr(torch, str(array.dtype).split(".")[-1]))
+        name: torch.from_numpy(np.array(array.astype(mx.float32))).to(
+            getattr(torch, str(array.dtype).split(".")[-1])
+        )
         for name, array in arrays.items()
     }
 
@@ -42,11 +57,15 @@ def torch() -> Any:
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
-def test_pickled_state_dict_is_read_to_the_bit(new: bool, dtype: str, torch: Any, tmp_path: Path) -> None:
+def test_pickled_state_dict_is_read_to_the_bit(
+    new: bool, dtype: str, torch: Any, tmp_path: Path
+) -> None:
     drafter = make("input projection")
     drafter.set_dtype(getattr(mx, dtype))
     values = to_torch(torch, tensors(drafter))
-    path = pickled(torch, tmp_path / "in" / "drafter.pt", values, _use_new_zipfile_serialization=new)
+    path = pickled(
+        torch, tmp_path / "in" / "drafter.pt", values, _use_new_zipfile_serialization=new
+    )
     for at, source in enumerate((path, path.parent)):
         assert is_identical(convert(source, tmp_path / f"out{at}"), drafter)
 
@@ -57,7 +76,9 @@ def test_pickled_state_dict_is_read_to_the_bit(new: bool, dtype: str, torch: Any
     "nest",
     [("state_dict",), ("model_state_dict",), ("model", "state_dict"), ("drafter", "module")],
 )
-def test_nested_state_dict_is_found(nest: tuple[str, ...], prefix: str, torch: Any, tmp_path: Path) -> None:
+def test_nested_state_dict_is_found(
+    nest: tuple[str, ...], prefix: str, torch: Any, tmp_path: Path
+) -> None:
     value: Any = prefixed(prefix, to_torch(torch, tensors(make())))
     for key in nest:
         value = {key: value, "epoch": 3, "optimizer": {"state": {0: torch.ones(3)}}}
@@ -67,10 +88,15 @@ def test_nested_state_dict_is_found(nest: tuple[str, ...], prefix: str, torch: A
 
 @pytest.mark.torch
 def test_pickled_shards_are_read_together(torch: Any, tmp_path: Path) -> None:
-    values = prefixed("drafter.", to_torch(torch, tensors(make()))) | prefixed("llm.", to_torch(torch, base()))
+    values = prefixed("drafter.", to_torch(torch, tensors(make()))) | prefixed(
+        "llm.", to_torch(torch, base())
+    )
     for at, file in enumerate(f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)):
         pickled(torch, tmp_path / "in" / file, dict(list(values.items())[at::2]))
-    marks = [trap(tmp_path / "in" / name) for name in ("optimizer.pt", "training_args.bin", "rng_state.pth")]
+    marks = [
+        trap(tmp_path / "in" / name)
+        for name in ("optimizer.pt", "training_args.bin", "rng_state.pth")
+    ]
     assert is_identical(convert(tmp_path / "in", tmp_path / "out"), make())
     assert not any(mark.exists() for mark in marks)
 
@@ -81,18 +107,26 @@ def test_parameters_views_and_float64_are_read(torch: Any, tmp_path: Path) -> No
     values["rnn_u.weight"] = torch.nn.Parameter(values["rnn_u.weight"].T.contiguous().T)
     values["rnn_u.bias"] = torch.cat([torch.zeros(3), values["rnn_u.bias"]])[3:]
     values["rnn_w.weight"] = values["rnn_w.weight"].double()
-    assert is_identical(convert(pickled(torch, tmp_path / "in.pt", values), tmp_path / "out"), make())
+    assert is_identical(
+        convert(pickled(torch, tmp_path / "in.pt", values), tmp_path / "out"), make()
+    )
 
 
-@pytest.mark.parametrize("module", [None, SimpleNamespace(__version__="2.9.1+cpu")], ids=["no torch", "an old torch"])
-def test_pickles_need_a_safe_torch(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "module", [None, SimpleNamespace(__version__="2.9.1+cpu")], ids=["no torch", "an old torch"]
+)
+def test_pickles_need_a_safe_torch(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", module)
     mark = trap(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="needs torch"):
         convert(tmp_path, tmp_path / "out")
     assert not mark.exists() and not (tmp_path / "out").exists()
     save(tmp_path / WEIGHTS, tensors(make()))
-    assert is_identical(convert(tmp_path, tmp_path / "out"), make()), "negative control: safetensors need no torch"
+    assert is_identical(convert(tmp_path, tmp_path / "out"), make()), (
+        "negative control: safetensors need no torch"
+    )
 
 
 def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +166,9 @@ PICKLED: dict[str, Callable[[Any], Any]] = {
     "tensors under another key": lambda torch: {"net": {"rnn_w.weight": torch.ones(2, 2)}},
     "a dictionary that holds itself": lambda torch: ITSELF,
     "a sparse tensor": lambda torch: {"lm_head.0.weight": torch.eye(4).to_sparse()},
-    "a tensor of one number": lambda torch: {"lm_head.0.weight": torch.ones(1).expand(2**30, 2**10)},
+    "a tensor of one number": lambda torch: {
+        "lm_head.0.weight": torch.ones(1).expand(2**30, 2**10)
+    },
     "int8": lambda torch: {"lm_head.0.weight": torch.ones(4, 4).to(torch.int8)},
     "float8": lambda torch: {"lm_head.0.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)},
 }

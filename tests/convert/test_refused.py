@@ -1,4 +1,6 @@
-"""Incomplete, damaged and unsupported checkpoints: one line of error, nothing written, and never half a drafter."""
+"""Incomplete, damaged and unsupported checkpoints: one line of error, nothing written, and never
+half a drafter.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_a_head_without_one_tensor_is_refused(name: str, tensor: str, tmp_path: 
     arrays = read_golden(name)[0]
     left = {key: array for key, array in arrays.items() if tensor not in key}
     assert len(left) < len(arrays)
-    refused(publish(name, tmp_path / "in", arrays=left), tmp_path / "result", names=str(tmp_path / "in"))
+    refused(
+        publish(name, tmp_path / "in", arrays=left), tmp_path / "result", names=str(tmp_path / "in")
+    )
 
 
 MISSHAPEN = (
@@ -66,7 +70,11 @@ def test_a_wrong_shape_names_the_tensor(name: str, stored: str, ours: str, tmp_p
     arrays = read_golden(name)[0]
     (key,) = (key for key in arrays if key.endswith(stored))
     wrong = arrays[key].T if stored == "fc.weight" else arrays[key][1:]
-    refused(publish(name, tmp_path / "in", arrays=arrays | {key: wrong}), tmp_path / "result", names=ours)
+    refused(
+        publish(name, tmp_path / "in", arrays=arrays | {key: wrong}),
+        tmp_path / "result",
+        names=ours,
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +85,9 @@ def test_a_wrong_shape_names_the_tensor(name: str, stored: str, ours: str, tmp_p
         ("qwen3_5_mtp", "mtp.layers.0.gru.weight"),
     ],
 )
-def test_unknown_tensors_and_not_finite_ones_are_refused(name: str, tensor: str, tmp_path: Path) -> None:
+def test_unknown_tensors_and_not_finite_ones_are_refused(
+    name: str, tensor: str, tmp_path: Path
+) -> None:
     arrays = read_golden(name)[0]
     publish(name, tmp_path / "in", arrays=arrays | {tensor: mx.ones((3, 48))})
     refused(tmp_path / "in", tmp_path / "result", names=repr(tensor))
@@ -109,22 +119,37 @@ def test_unknown_tensors_and_not_finite_ones_are_refused(name: str, tensor: str,
         ("deepseek_v3_mtp", {"num_attention_heads": 5}),
     ],
 )
-def test_what_would_draft_wrongly_is_refused(name: str, config: dict[str, Any], tmp_path: Path) -> None:
-    refused(publish(name, tmp_path / "in", **config), tmp_path / "result", names=str(tmp_path / "in"))
+def test_what_would_draft_wrongly_is_refused(
+    name: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    refused(
+        publish(name, tmp_path / "in", **config), tmp_path / "result", names=str(tmp_path / "in")
+    )
 
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 64}
 
 UNSUPPORTED: tuple[tuple[str, dict[str, Any], str], ...] = (
-    *((name, {"hidden_act": "xielu"}, "hidden_act") for name in ("eagle1", "eagle3", "dflash", "dspark")),
+    *(
+        (name, {"hidden_act": "xielu"}, "hidden_act")
+        for name in ("eagle1", "eagle3", "dflash", "dspark")
+    ),
     ("dspark_gemma4", {"hidden_activation": "gelu_10"}, "gelu_10"),
     ("eagle3", {"rope_scaling": {"type": "linear"}}, "factor"),
     ("eagle3", {"rope_scaling": {"factor": 4.0}}, "type"),
     ("eagle3", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
-    ("dflash", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6, "factor": 4.0}}, "longrope"),
+    (
+        "dflash",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6, "factor": 4.0}},
+        "longrope",
+    ),
     ("dflash", {"rope_parameters": YARN | {"rope_theta": 1e6}}, "factor"),
     ("eagle3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ("dflash", {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    (
+        "dflash",
+        {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor",
+    ),
     ("eagle3", {"sliding_window": 64}, "sliding_window"),
     ("eagle3", {"sliding_window": 64, "layer_types": ["sliding_attention"]}, "sliding_window"),
     ("eagle3", {"logit_scale": 0.5}, "logit_scale"),
@@ -137,27 +162,47 @@ UNSUPPORTED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("eagle3", {"fc_norm": True}, "fc_norm"),
     (
         "dflash_sliding",
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e6},
+                "sliding_attention": {"rope_theta": 1e4},
+            }
+        },
         "RoPE",
     ),
 )
-"""(golden file, config, what the error names): settings that change the computation in a way that is not supported."""
+"""(golden file, config, what the error names): settings that change the computation in a way that
+is not supported.
+"""
 
 
 @pytest.mark.parametrize(("name", "config", "key"), UNSUPPORTED)
-def test_what_changes_the_computation_is_named(name: str, config: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_what_changes_the_computation_is_named(
+    name: str, config: dict[str, Any], key: str, tmp_path: Path
+) -> None:
     refused(publish(name, tmp_path / "in", **config), tmp_path / "result", names=key)
 
 
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("eagle3", {"sliding_window": 64, "use_sliding_window": False, "logit_scale": 1.0, "scale_emb": 1}),
-        ("eagle3", {"sliding_window": 64, "layer_types": ["full_attention"], "partial_rotary_factor": 1.0}),
-        ("dspark", {"partial_rotary_factor": 0.25, "attention_multiplier": 0.1}),  # of its target's layers
+        (
+            "eagle3",
+            {"sliding_window": 64, "use_sliding_window": False, "logit_scale": 1.0, "scale_emb": 1},
+        ),
+        (
+            "eagle3",
+            {"sliding_window": 64, "layer_types": ["full_attention"], "partial_rotary_factor": 1.0},
+        ),
+        (
+            "dspark",
+            {"partial_rotary_factor": 0.25, "attention_multiplier": 0.1},
+        ),  # of its target's layers
     ],
 )
-def test_settings_without_an_effect_are_read(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_without_an_effect_are_read(
+    name: str, config: dict[str, Any], tmp_path: Path
+) -> None:
     """Negative control."""
     found, sound = publish(name, tmp_path / "in", **config), publish(name, tmp_path / "sound")
     assert mx.array_equal(load_drafter(found).sample_logits(), load_drafter(sound).sample_logits())
@@ -213,7 +258,9 @@ def holding(change: Callable[[Arrays], Arrays], **config: Any) -> Write:
 
 
 def ranked(count: int, left: int, change: Callable[[Arrays], Arrays] = dict) -> Write:
-    """TensorRT-LLM's layout with the first `left` of `count` ranks, and changed tensors in the last of them."""
+    """TensorRT-LLM's layout with the first `left` of `count` ranks, and changed tensors in the last
+    of them.
+    """
 
     def write(directory: Path) -> None:
         ranks(directory, tensors(make("no blocks", rnn=False) if left < count else make()), count)
@@ -247,19 +294,28 @@ PATHS: dict[str, Write] = {
     "another network": holding(lambda _: {"encoder.weight": mx.ones((4,))}),
     "a language model": holding(lambda _: base(), model_type="llama"),
     "an output matrix alone": holding(lambda _: {"lm_head.weight": mx.ones((60, 24))}),
-    "two drafters": holding(lambda sound: prefixed("drafter.", sound) | prefixed("module.drafter.", sound)),
+    "two drafters": holding(
+        lambda sound: prefixed("drafter.", sound) | prefixed("module.drafter.", sound)
+    ),
     "two names for one tensor": holding(lambda sound: sound | prefixed("model.", sound)),
     "two heads": holding(lambda sound: sound | {"lm_head.weight": mx.ones((60, 48))}),
-    "a block without its matrix": holding(lambda sound: sound | {"lm_head.2.linear.bias": mx.ones((48,))}),
+    "a block without its matrix": holding(
+        lambda sound: sound | {"lm_head.2.linear.bias": mx.ones((48,))}
+    ),
     "bytes": holding(lambda sound: sound | {"rnn_w.weight": mx.ones((24, 24), mx.uint8)}),
     "a narrow matrix": holding(lambda sound: sound | {"rnn_u.weight": mx.ones((24, 23))}),
     "a vector for a matrix": holding(lambda sound: sound | {"lm_head.1.weight": mx.ones((48,))}),
     "shards that overlap": lambda directory: (
-        save(directory / "model-2.safetensors", tensors(make())) or apple(directory, tensors(make()))
+        save(directory / "model-2.safetensors", tensors(make()))
+        or apple(directory, tensors(make()))
     ),
     "the last rank missing": ranked(4, 3),
-    "a rank without a tensor": ranked(2, 2, lambda arrays: {k: x for k, x in arrays.items() if "rnn_u.bias" not in k}),
-    "a rank of another width": ranked(2, 2, lambda arrays: arrays | {"drafter.rnn_w.weight": mx.ones((12, 23))}),
+    "a rank without a tensor": ranked(
+        2, 2, lambda arrays: {k: x for k, x in arrays.items() if "rnn_u.bias" not in k}
+    ),
+    "a rank of another width": ranked(
+        2, 2, lambda arrays: arrays | {"drafter.rnn_w.weight": mx.ones((12, 23))}
+    ),
     "a draft vocabulary without the whole one": guessing(vocab_size=None),
     "a token beyond the vocabulary": guessing(vocab_size=60),
     "a token twice": guessing([3, 3, 3, 3]),
@@ -284,7 +340,9 @@ def test_anything_but_one_drafter_is_refused(case: str, tmp_path: Path) -> None:
         ("arctic_lstm", "emb.weight", "arctic_lstm"),  # as 0.4.0 converted it
     ],
 )
-def test_removed_kinds_name_the_last_version(kind: str, tensor: str, model_type: str | None, tmp_path: Path) -> None:
+def test_removed_kinds_name_the_last_version(
+    kind: str, tensor: str, model_type: str | None, tmp_path: Path
+) -> None:
     apple(tmp_path / "in", {tensor: mx.ones((60, 24))}, model_type=model_type, hidden_size=24)
     message = f"in holds a drafter of kind {kind}: version 0.4.0 of mlx_redrafter was the last that could load it"
     refused(tmp_path / "in", tmp_path / "result", names=message)
@@ -302,13 +360,22 @@ Change = Callable[[bytes], bytes]
 
 DAMAGED: dict[str, tuple[str, Change]] = {
     "nothing": (WEIGHTS, lambda _: b""),
-    "a git-lfs pointer": (WEIGHTS, lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"),
+    "a git-lfs pointer": (
+        WEIGHTS,
+        lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n",
+    ),
     "a web page": (WEIGHTS, lambda _: b"\n<!DOCTYPE html>\n<html><body>401</body></html>"),
     "without its last byte": (WEIGHTS, lambda content: content[:-1]),
     "a huge header": (WEIGHTS, lambda content: struct.pack("<Q", 2**64 - 1) + content[8:]),
     "an unknown dtype": (WEIGHTS, lambda content: content.replace(b'"F32"', b'"F12"')),
-    "another shape than its size": (WEIGHTS, lambda content: content.replace(b"[24,24]", b"[12,12]")),
-    **{f"config {text!r}": (CONFIG, lambda _, text=text: text) for text in (b"", b"[1]", b"\xff\xfe")},
+    "another shape than its size": (
+        WEIGHTS,
+        lambda content: content.replace(b"[24,24]", b"[12,12]"),
+    ),
+    **{
+        f"config {text!r}": (CONFIG, lambda _, text=text: text)
+        for text in (b"", b"[1]", b"\xff\xfe")
+    },
 }
 
 
@@ -325,7 +392,9 @@ PackedChange = Callable[[mx.array], mx.array]
 
 @pytest.mark.parametrize("part", ["scales", "biases"])
 @pytest.mark.parametrize("change", [lambda x: x[:4], lambda x: x[0, 0], lambda x: x[:, :1]])
-def test_damaged_quantized_layers_are_refused(part: str, change: PackedChange, tmp_path: Path) -> None:
+def test_damaged_quantized_layers_are_refused(
+    part: str, change: PackedChange, tmp_path: Path
+) -> None:
     weights = read_golden("eagle3_mlx")[0]
     name = next(name for name in sorted(weights) if name.endswith(f".{part}"))
     publish("eagle3_mlx", tmp_path / "in", arrays=weights | {name: change(weights[name])})
@@ -338,11 +407,17 @@ def test_models_without_such_a_layer_or_its_files_are_refused(tmp_path: Path) ->
         directory, arrays = tmp_path / f"{index}", base()
         save(directory / WEIGHTS, arrays)
         if index:
-            (directory / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(arrays, WEIGHTS)}))
+            (directory / INDEX).write_text(
+                json.dumps({"weight_map": dict.fromkeys(arrays, WEIGHTS)})
+            )
         (directory / CONFIG).write_text(json.dumps({"model_type": "qwen3_next"}))
         refused(directory, tmp_path / "result", names=str(directory), origin="--from-base")
     layer: Any = make_cached("mtp qwen3_5")
-    directory = save_base(tmp_path / "in", layer.args.layer_config | {"num_hidden_layers": 3}, name_as_published(layer))
+    directory = save_base(
+        tmp_path / "in",
+        layer.args.layer_config | {"num_hidden_layers": 3},
+        name_as_published(layer),
+    )
     shard = directory / "model-00003-of-00003.safetensors"
     refused(shard, tmp_path / "result", names=str(shard), origin="--from-base")
     shard.unlink()

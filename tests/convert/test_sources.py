@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 from cached import make_cached, name_as_published, save_base
-from checkpoints import CONFIG, FORMS, INDEX, WEIGHTS, apple, base, is_identical, make, refused, save, tensors, trap
+from checkpoints import (
+    CONFIG,
+    FORMS,
+    INDEX,
+    WEIGHTS,
+    apple,
+    base,
+    is_identical,
+    make,
+    refused,
+    save,
+    tensors,
+    trap,
+)
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from published import publish
 
@@ -38,7 +51,9 @@ class Hub:
 
     def repo_info(self, repo: str, *, revision: str | None) -> SimpleNamespace:
         return SimpleNamespace(
-            siblings=[SimpleNamespace(rfilename=name) for name in self.list_files(repo, revision=revision)]
+            siblings=[
+                SimpleNamespace(rfilename=name) for name in self.list_files(repo, revision=revision)
+            ]
         )
 
     def list_files(self, repo: str, *, revision: str | None) -> list[str]:
@@ -50,13 +65,20 @@ class Hub:
         return [file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()]
 
     def snapshot_download(
-        self, repo: str, *, revision: str | None, allow_patterns: Sequence[str] = (), local_files_only: bool = False
+        self,
+        repo: str,
+        *,
+        revision: str | None,
+        allow_patterns: Sequence[str] = (),
+        local_files_only: bool = False,
     ) -> str:
         assert local_files_only == (not allow_patterns)
         if not self.is_reached:
             return self._copy_downloaded(repo, revision)
         present = self.list_files(repo, revision=revision)
-        self.downloaded = [name for name in present if any(fnmatch(name, pattern) for pattern in allow_patterns)]
+        self.downloaded = [
+            name for name in present if any(fnmatch(name, pattern) for pattern in allow_patterns)
+        ]
         self.ever_downloaded |= set(self.downloaded)
         return str(self.root / repo / (revision or "main"))
 
@@ -90,7 +112,13 @@ FILES: dict[str, set[str]] = {
 @pytest.mark.parametrize("form", FILES)
 def test_only_config_and_weights_are_downloaded(form: str, hub: Hub, tmp_path: Path) -> None:
     directory = FORMS[form](hub.root / "some" / "drafter" / "main", tensors(make()))
-    for name in ("pytorch_model.bin", "optimizer.pt", "README.md", "nested/model.safetensors", "tokenizer.json"):
+    for name in (
+        "pytorch_model.bin",
+        "optimizer.pt",
+        "README.md",
+        "nested/model.safetensors",
+        "tokenizer.json",
+    ):
         trap(directory / name)
     assert is_identical(convert("some/drafter", tmp_path / "out"), make())
     assert hub.ever_downloaded - {INDEX} == {CONFIG, *FILES[form]}
@@ -117,7 +145,9 @@ def test_pickles_are_downloaded_only_without_safetensors(hub: Hub, tmp_path: Pat
 
 def test_only_shards_with_the_layer_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     layer: Any = make_cached("mtp qwen3_5")
-    place = save_base(hub.root / "some" / "model" / "main", layer.args.layer_config, name_as_published(layer))
+    place = save_base(
+        hub.root / "some" / "model" / "main", layer.args.layer_config, name_as_published(layer)
+    )
     shards = sorted(file.name for file in place.glob("*.safetensors"))
     done = convert(from_base="some/model", mlx_path=tmp_path / "out")
     assert set(hub.downloaded) == {CONFIG, INDEX, *shards[1:]}

@@ -2,9 +2,9 @@
 
     python tests/darwin/fake_darwin.py
 
-installs it into the current environment, for all processes with FAKE_DARWIN=1. It covers the platform's name,
-Linux-only functions, files and packages, the process start method and the limit of open files. It does not emulate
-Metal, kqueue, BSD tools or case-insensitive file systems.
+installs it into the current environment, for all processes with FAKE_DARWIN=1. It covers the
+platform's name, Linux-only functions, files and packages, the process start method and the limit of
+open files. It does not emulate Metal, kqueue, BSD tools or case-insensitive file systems.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def hide_files() -> None:
     for name in ("stat", "lstat"):
         real = getattr(os, name)
 
-        def look(path: object, *arguments: object, real: object = real, **keywords: object) -> object:
+        def look(
+            path: object, *arguments: object, real: object = real, **keywords: object
+        ) -> object:
             if is_hidden(path):
                 raise missing(path)
             return real(path, *arguments, **keywords)  # type: ignore[operator]

@@ -25,7 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 
 def guess_after(
-    drafter: Drafter, told: list[tuple[int, int]], *, size: int = 400, depth: int = 3, model: Any = None
+    drafter: Drafter,
+    told: list[tuple[int, int]],
+    *,
+    size: int = 400,
+    depth: int = 3,
+    model: Any = None,
 ) -> mx.array:
     """(D, V) logits of a chain of zeros, drafted after the source has seen these spans of one text."""
     model = model or make_model()
@@ -46,7 +51,9 @@ def differ(one: mx.array, other: mx.array) -> bool:
 
 
 def test_windows_count_positions_and_drop_older_rows() -> None:
-    """The widest window of `dflash 2` is 7: six positions before the root, however many rows there are."""
+    """The widest window of `dflash 2` is 7: six positions before the root, however many rows there
+    are.
+    """
     drafter, size = make_cached("dflash 2"), MAX_EXCESS + 100
     whole = guess_after(drafter, [(0, 300), (300, size)], size=size)
     assert not differ(whole, guess_after(drafter, [(size - 6, size)], size=size))
@@ -67,7 +74,9 @@ def test_windows_count_positions_and_drop_older_rows() -> None:
 def test_a_window_bounds_the_cache(kind: str) -> None:
     drafter, model = make_cached(kind), make_model()
     source: Any = drafter.open(model)
-    steps = run(model, make_prompt(2 * MAX_EXCESS), source, max_tokens=6, plan=(2, 3), prefill_step_size=100)
+    steps = run(
+        model, make_prompt(2 * MAX_EXCESS), source, max_tokens=6, plan=(2, 3), prefill_step_size=100
+    )
     assert ids(steps) == ids(run(model, make_prompt(2 * MAX_EXCESS), max_tokens=6))
     n_rows = source.state[0][0][0].shape[2]
     assert (n_rows < 2 * MAX_EXCESS) == (kind == "dflash 2")
@@ -105,7 +114,10 @@ def test_embeddings_are_scaled_as_the_target_does(name: str) -> None:
     for scale in (None, 1.0, hidden**0.5):
         drafter.args = replace(drafter.args, embedding_scale=scale)
         found.append(guess_after(drafter, [(0, 9)], size=9, model=model))
-    assert (differ(found[0], found[1]), differ(found[0], found[2])) == (name != "qwen3", name == "qwen3")
+    assert (differ(found[0], found[1]), differ(found[0], found[2])) == (
+        name != "qwen3",
+        name == "qwen3",
+    )
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)

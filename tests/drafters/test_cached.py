@@ -1,4 +1,6 @@
-"""Heads with a KV cache: drafts do not depend on how the text was read, and the cache keeps its window."""
+"""Heads with a KV cache: drafts do not depend on how the text was read, and the cache keeps its
+window.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def draft(source: Source, root: int, plan: Plan) -> list[int]:
 
 
 def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> list[int]:
-    """Tokens drafted by a new source that reads all of `text` at once; its last token is the root."""
+    """Tokens drafted by a new source that reads all of `text` at once.
+
+    Its last token is the root.
+    """
     source = drafter.open(model)
     Reading(source, model, text[:-1]).feed(source)
     return draft(source, text[-1], plan)
@@ -96,15 +101,23 @@ def test_a_source_continues_after_an_early_end_and_a_fork(kind: str) -> None:
     plan = Plan(2, 3, 7)
     for count in (1, 2, 4, 7):
         source, cache = drafter.open(model), make_prompt_cache(model)
-        text = [*prompt, *ids(run(model, prompt, source, max_tokens=count, plan=plan, prompt_cache=cache))]
+        text = [
+            *prompt,
+            *ids(run(model, prompt, source, max_tokens=count, plan=plan, prompt_cache=cache)),
+        ]
         fork, more = source.fork(), make_prompt(3, vocab=FEW, seed=count)
-        for each in (fork, source):  # the fork continues with another text and must not affect the source
+        for each in (
+            fork,
+            source,
+        ):  # the fork continues with another text and must not affect the source
             other = [3, 1, 2] if each is fork else more
             again = make_prompt_cache(model) if each is fork else cache
             if each is fork:
                 run(model, text, prompt_cache=again, max_tokens=0)
             whole = [*text, *other]
-            steps = run(model, other, each, max_tokens=6, plan=plan, prompt_cache=again, history=text)
+            steps = run(
+                model, other, each, max_tokens=6, plan=plan, prompt_cache=again, history=text
+            )
             whole += ids(steps)
             expected = run(model, [*text, *other], max_tokens=6)
             assert ids(steps) == ids(expected)

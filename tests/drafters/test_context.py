@@ -1,4 +1,6 @@
-"""Drafting from the context: which match is proposed, its estimated acceptance, and lossless decoding."""
+"""Drafting from the context: which match is proposed, its estimated acceptance, and lossless
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,10 @@ def longest_earlier_match(tokens: list[int]) -> int:
         ([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], [5, 6, 7, 8, 1, 2, 3, 4]),
         ([1, 2, 3, 4, 5, 6, 9, 1, 2], [3, 4, 5, 6]),  # at most twice the match
         ([1, 2, 3, 4, 2], [3, 4]),  # one matching token suffices
-        ([1, 2, 3, 4, 50, 60, 9, 3, 4, 70, 80, 9, 1, 2, 3, 4], [50, 60, 9, 3, 4, 70, 80, 9]),  # the longest match wins
+        (
+            [1, 2, 3, 4, 50, 60, 9, 3, 4, 70, 80, 9, 1, 2, 3, 4],
+            [50, 60, 9, 3, 4, 70, 80, 9],
+        ),  # the longest match wins
         ([1, 2, 30, 8, 1, 2, 40, 7, 1, 2], [40, 7, 1, 2]),  # ties go to the latest match
         ([5, 1, 2, 3] + [1, 2, 3] * 4, [1, 2, 3] * 5),  # loops continue past their end
         ([7] * 40, [7] * MAX_PROPOSAL),
@@ -86,7 +91,9 @@ def longest_earlier_match(tokens: list[int]) -> int:
         ([], None),
     ],
 )
-def test_proposes_what_followed_the_same_tokens(text: list[int], proposed: list[int] | None) -> None:
+def test_proposes_what_followed_the_same_tokens(
+    text: list[int], proposed: list[int] | None
+) -> None:
     for made in (index(text), index([], text)):  # as prompt, or as decoded tokens
         proposal = propose(made)
         assert (proposal and proposal[0]) == proposed
@@ -116,11 +123,16 @@ def test_rates_are_learned_from_decoded_tokens() -> None:
     copied = [0, 1] + [2, 3, 4, 5] * 20
     misled = [token for i in range(200) for token in (1, 2, 10 + i)] + [1, 2]
     assert first_rate([], copied) > 0.9 and first_rate([], misled) < 0.1
-    assert first_rate(misled, []) == pytest.approx(context.PRIOR_RATES[1]), "prompts do not change the rates"
+    assert first_rate(misled, []) == pytest.approx(context.PRIOR_RATES[1]), (
+        "prompts do not change the rates"
+    )
     made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
     forecast, proposal = made.forecast(2), propose(made)
     assert forecast is not None and proposal is not None
-    assert forecast.chance == pytest.approx(proposal[1][1]) and len(forecast.cumulative_acceptance) == 8
+    assert (
+        forecast.chance == pytest.approx(proposal[1][1])
+        and len(forecast.cumulative_acceptance) == 8
+    )
     assert index([1, 2, 3]).forecast(1) is None
 
 
@@ -155,13 +167,23 @@ def use_index(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(("plan", "right", "options"), pairs(PLANS, (0.0, 0.7, 1.0), ({}, SAMPLED)))
-def test_text_matches_plain_decoding(plan: str, right: float, options: dict[str, Any], use_index: Any) -> None:
+def test_text_matches_plain_decoding(
+    plan: str, right: float, options: dict[str, Any], use_index: Any
+) -> None:
     model, prompt = make_model(), make_prompt(9)
     plain, drafter = with_plain(model, prompt, 60, "mixed", width=PLANS[plan]["plan"][0], **options)
     text = [*prompt, *ids(run(model, prompt, max_tokens=80, **options))]
     use_index(partial(ScriptedContext, text, right))
     alone = plan == "context alone"
-    steps = run(model, prompt, None if alone else drafter, max_tokens=60, context=True, **PLANS[plan], **options)
+    steps = run(
+        model,
+        prompt,
+        None if alone else drafter,
+        max_tokens=60,
+        context=True,
+        **PLANS[plan],
+        **options,
+    )
     assert_same_steps(steps, plain)
     stats, sources = steps[-1].stats, [step.draft_source for step in steps]
     assert 1 + stats.rounds + stats.accepted == 60
@@ -173,7 +195,9 @@ def test_text_matches_plain_decoding(plan: str, right: float, options: dict[str,
 
 def test_a_processor_sees_its_own_path(use_index: Any) -> None:
     model, prompt = make_model(), make_prompt(9)
-    options: dict[str, Any] = {"logits_processors": [lambda history, logits: logits + 3.0 * (history[-1] % 2)]}
+    options: dict[str, Any] = {
+        "logits_processors": [lambda history, logits: logits + 3.0 * (history[-1] % 2)]
+    }
     plain = run(model, prompt, max_tokens=60, **options)
     use_index(partial(ScriptedContext, [*prompt, *ids(plain)], 0.8))
     steps = run(model, prompt, max_tokens=50, context=True, plan=(1, 1), **options)
@@ -187,7 +211,9 @@ def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> Non
     plain = run(model, prompt, max_tokens=60)
     use_index(partial(ScriptedContext, [*prompt, *ids(plain)], 0.9))
     cache, other = make_prompt_cache(model), make_prompt_cache(model)
-    steps = decode_steps(prompt, model, None, Options(prompt_cache=cache, context=True, plan=(1, 1)))
+    steps = decode_steps(
+        prompt, model, None, Options(prompt_cache=cache, context=True, plan=(1, 1))
+    )
     assert [next(steps).token for _ in range(taken)] == ids(plain[:taken])
     steps.close()
     run(model, [*prompt, *ids(plain[:taken])], max_tokens=0, prompt_cache=other)
@@ -206,7 +232,12 @@ def test_a_continued_cache_is_drafted_from_its_history(use_index: Any) -> None:
     run(model, history, max_tokens=0, prompt_cache=cache)
     plain = run(model, [*history, 3, 4], max_tokens=40)
     use_index(Recorder)
-    given: dict[str, Any] = {"prompt_cache": cache, "history": history, "context": True, "plan": (1, 1)}
+    given: dict[str, Any] = {
+        "prompt_cache": cache,
+        "history": history,
+        "context": True,
+        "plan": (1, 1),
+    }
     assert ids(run(model, [3, 4], max_tokens=40, **given)) == ids(plain)
     assert read == [*history, 3, 4]
 
@@ -215,7 +246,9 @@ def test_context_is_on_by_default() -> None:
     model, prompt = make_model(), make_prompt(9)
 
     def drafted(**options: Any) -> int:
-        return list(decode_steps(prompt, model, None, Options(max_tokens=120, **options)))[-1].stats.context_drafted
+        return list(decode_steps(prompt, model, None, Options(max_tokens=120, **options)))[
+            -1
+        ].stats.context_drafted
 
     assert drafted() > 0, "this greedy text repeats itself"
     assert drafted(plan=(1, 3)) > 0, "a plan sets the drafter's part only, and there is no drafter"

@@ -47,8 +47,20 @@ from mlx_redrafter.options import Options
 from mlx_redrafter.pair import find_pair
 from mlx_redrafter.planning import store
 
-CLASSES = ["llama", "gemma3_text", "llama4_text", "deepseek_v32", "mamba", "qwen3_5", "recurrent_gemma", "gpt2"]
-"""KV caches, ring buffers, chunks, lists of caches, states, states with KV caches and rings; chains over KV caches."""
+CLASSES = [
+    "llama",
+    "gemma3_text",
+    "llama4_text",
+    "deepseek_v32",
+    "mamba",
+    "qwen3_5",
+    "recurrent_gemma",
+    "gpt2",
+]
+"""KV caches, ring buffers, chunks, lists of caches, states, states with KV caches and rings.
+
+Chains over KV caches.
+"""
 
 TREES = {"llama", "gemma3_text", "llama4_text", "deepseek_v32"}
 
@@ -89,30 +101,53 @@ def ban_repeats(history: mx.array, logits: mx.array) -> mx.array:
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]) -> None:
     model, prompt = make_model(vocab=40), make_prompt(9, vocab=40)
-    options: dict[str, Any] = {"max_tokens": 30, "temp": temp, "seed": 1, "logits_processors": [ban_repeats]}
+    options: dict[str, Any] = {
+        "max_tokens": 30,
+        "temp": temp,
+        "seed": 1,
+        "logits_processors": [ban_repeats],
+    }
     steps = run(model, prompt, DraftModel(model), plan=plan, context=False, **options)
     assert_same_steps(steps, run(model, prompt, **options), tolerance=2e-3)
     stats = steps[-1].stats
-    assert stats.tokens_per_round == pytest.approx(plan[1] + 1, abs=0.5), "a model guesses its own choices"
+    assert stats.tokens_per_round == pytest.approx(plan[1] + 1, abs=0.5), (
+        "a model guesses its own choices"
+    )
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_target_drafting_for_itself_is_nearly_always_right(name: str) -> None:
-    """Chunked prompts, shorter and longer than windows and chunks of 8; caches hold exactly the text."""
+    """Chunked prompts, shorter and longer than windows and chunks of 8.
+
+    Caches hold exactly the text.
+    """
     model = make_family(name)
     for size, temp, plans in ((3, 0.8, ((1, 3), (2, 3))), (50, 0.0, ((1, 3), (3, 3, 7)))):
-        prompt, options = random_text(vocab_of(model), size), {"temp": temp, "seed": 3, "prefill_step_size": 9}
+        prompt, options = (
+            random_text(vocab_of(model), size),
+            {"temp": temp, "seed": 3, "prefill_step_size": 9},
+        )
         plain, expected = run(model, prompt, max_tokens=25, **options), make_prompt_cache(model)
         run(model, [*prompt, *ids(plain)], max_tokens=0, prompt_cache=expected)
         for plan in plans:
             cache = make_prompt_cache(model)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                steps = run(model, prompt, DraftModel(model), max_tokens=25, plan=plan, prompt_cache=cache, **options)
+                steps = run(
+                    model,
+                    prompt,
+                    DraftModel(model),
+                    max_tokens=25,
+                    plan=plan,
+                    prompt_cache=cache,
+                    **options,
+                )
             assert_same_steps(steps, plain, tolerance=2e-3)
             # The likeliest path may differ from the path of likeliest tokens.
             assert steps[-1].stats.accepted >= (18 if plan[0] == 1 else 13), (size, plan)
-            assert bool(caught) is (name not in TREES and plan[0] > 1), "only chains without tree support"
+            assert bool(caught) is (name not in TREES and plan[0] > 1), (
+                "only chains without tree support"
+            )
             assert_same_cache(cache, expected, tolerance=2e-3)
 
 
@@ -131,33 +166,46 @@ def test_it_continues_a_text_that_was_closed_early(family: str, taken: int) -> N
     text = [*prompt, *decode_plainly(family, tuple(prompt), 34)]
     cache, drafter = make_prompt_cache(model), DraftModel(model)
     source = drafter.open(model)
-    steps = decode_steps(prompt, model, source, Options(prompt_cache=cache, plan=(1, 3), max_tokens=40))
+    steps = decode_steps(
+        prompt, model, source, Options(prompt_cache=cache, plan=(1, 3), max_tokens=40)
+    )
     assert [next(steps).token for _ in range(taken)] == text[11 : 11 + taken]
     steps.close()
     left, fork = text[: 11 + taken], source.fork()
     other_prompt = [*left, 7, 9, 11]
     other = run(model, other_prompt, fork, max_tokens=20, plan=(1, 3))
-    assert ids(other) == ids(run(model, other_prompt, max_tokens=20)) and other[-1].stats.accepted >= 14
+    assert (
+        ids(other) == ids(run(model, other_prompt, max_tokens=20))
+        and other[-1].stats.accepted >= 14
+    )
     rest = run(model, text[len(left) : len(left) + 2], source, max_tokens=20, plan=(1, 3),
                prompt_cache=cache, history=left)  # fmt: skip
     assert ids(rest) == text[len(left) + 2 : len(left) + 22] and rest[-1].stats.accepted >= 14
     # A text that shares no prefix with the last one.
     fresh = run(model, prompt[::-1], source, max_tokens=20, plan=(1, 3))
-    assert ids(fresh) == decode_plainly(family, tuple(prompt[::-1]), 20) and fresh[-1].stats.accepted >= 14
+    assert (
+        ids(fresh) == decode_plainly(family, tuple(prompt[::-1]), 20)
+        and fresh[-1].stats.accepted >= 14
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sessions_keep_its_cache(family: str) -> None:
     model, turns = make_shared(family), ("abc", "de", "fghij")
     plain = Session(model, chat_tokenizer(), plan="off", max_tokens=12)
-    session = Session(model, chat_tokenizer(), DraftModel(model), plan=(1, 3), max_tokens=12, prefill_step_size=3)
+    session = Session(
+        model, chat_tokenizer(), DraftModel(model), plan=(1, 3), max_tokens=12, prefill_step_size=3
+    )
     for turn in turns:
         plain.send(turn)
         fork = session.fork()
         answers = [each.send(turn) for each in (session, fork)]
         assert session.tokens == fork.tokens == plain.tokens
         for answer in answers:
-            assert answer.last is not None and answer.last.accepted >= (answer.last.generation_tokens - 1) / 2
+            assert (
+                answer.last is not None
+                and answer.last.accepted >= (answer.last.generation_tokens - 1) / 2
+            )
 
 
 def test_it_reads_only_when_it_drafts_and_recovers_after_a_failure() -> None:
@@ -188,7 +236,9 @@ def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatc
         steps = run(model, prompt, DraftModel(draft), max_tokens=50, plan=(width, 3), context=True)
         assert_same_steps(steps, plain[:50])
         stats = steps[-1].stats
-        assert stats.context_accepted and (stats.accepted > stats.context_accepted) is (draft is model)
+        assert stats.context_accepted and (stats.accepted > stats.context_accepted) is (
+            draft is model
+        )
 
 
 @pytest.mark.parametrize("vocab", [32, 48])
@@ -204,7 +254,9 @@ def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int) -> None:
     source = DraftModel(draft).open(model)
     source.read(prompt)
     found: list[mx.array] = []
-    source.propose(mx.array(prompt[-1]), Plan(2, 2, 5), lambda x, *_: found.append(x) or x, in_level_order=True)
+    source.propose(
+        mx.array(prompt[-1]), Plan(2, 2, 5), lambda x, *_: found.append(x) or x, in_level_order=True
+    )
     own = draft(mx.minimum(mx.array(prompt), vocab - 1)[None])[0, -1:]
     assert [row.shape[-1] for row in found] == [40, 40]
     assert mx.allclose(found[0][:, : min(vocab, 40)], own[:, :40], rtol=1e-3, atol=1e-3)
@@ -223,18 +275,27 @@ def test_max_kv_size_bounds_its_cache() -> None:
 def test_mlx_lms_keywords() -> None:
     model, tokenizer, prompt = make_model(), make_tokenizer(), make_prompt(9)
     expected = [
-        (step.token, step.from_draft) for step in run(model, prompt, DraftModel(model), max_tokens=20, plan=(1, 3))
+        (step.token, step.from_draft)
+        for step in run(model, prompt, DraftModel(model), max_tokens=20, plan=(1, 3))
     ]
     options: dict[str, Any] = {"draft_model": model, "num_draft_tokens": 3, "max_tokens": 20}
     found = list(stream_generate(model, tokenizer, prompt, **options))
     assert [(each.token, each.from_draft) for each in found] == expected
-    assert [(token, drafted) for token, _, drafted in generate_step(prompt, model, **options)] == expected
+    assert [
+        (token, drafted) for token, _, drafted in generate_step(prompt, model, **options)
+    ] == expected
     assert generate(model, tokenizer, prompt, **options) == "".join(each.text for each in found)
     assert {each.draft_source for each in found} == {None, "drafter"}
     options["draft_model"] = DraftModel(model)
-    assert [each.token for each in stream_generate(model, tokenizer, prompt, **options)] == [t for t, _ in expected]
-    without = stream_generate(model, tokenizer, prompt, num_draft_tokens=3, max_tokens=20, context=False)
-    assert [each.token for each in without] == [t for t, _ in expected], "nothing is drafted, as in mlx-lm"
+    assert [each.token for each in stream_generate(model, tokenizer, prompt, **options)] == [
+        t for t, _ in expected
+    ]
+    without = stream_generate(
+        model, tokenizer, prompt, num_draft_tokens=3, max_tokens=20, context=False
+    )
+    assert [each.token for each in without] == [t for t, _ in expected], (
+        "nothing is drafted, as in mlx-lm"
+    )
     for wrong, message in (
         ({"drafter": DraftModel(model)}, "drafter or draft_model"),
         ({"draft_depth": 3}, "num_draft_tokens or draft_depth"),
@@ -250,7 +311,9 @@ def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
     save_target(tmp_path / "same", small_llama(vocab=53), make_tokenizer(vocab=53)._tokenizer)
     found = load_draft_model(tmp_path / "same", target, make_tokenizer(vocab=53))
     assert found.args.vocab_size == 53 and found.args.hidden_size == 32
-    assert ids(run(target, [1, 2], found, max_tokens=9, plan=(1, 2))) == ids(run(target, [1, 2], max_tokens=9))
+    assert ids(run(target, [1, 2], found, max_tokens=9, plan=(1, 2))) == ids(
+        run(target, [1, 2], max_tokens=9)
+    )
     with pytest.raises(CheckpointError, match="vocabulary of 53 tokens, the target of 2000"):
         load_draft_model(tmp_path / "same", small_llama(vocab=2000))
 
@@ -260,7 +323,9 @@ def test_auto_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     target, drafter, reads = make_model(), DraftModel(make_family(name)), list[int]()
     flat = make_costs()
     monkeypatch.setattr(
-        store, "measure_costs", lambda *pair, trees: reads.append(trees) or (flat if trees else flat.chains_only())
+        store,
+        "measure_costs",
+        lambda *pair, trees: reads.append(trees) or (flat if trees else flat.chains_only()),
     )
     prompt = make_prompt(12)
     plain = run(target, prompt, max_tokens=120)

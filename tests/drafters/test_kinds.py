@@ -1,4 +1,6 @@
-"""Every kind of head: plain decoding's text and cache, plans no deeper than the head, and the state it reads."""
+"""Every kind of head: plain decoding's text and cache, plans no deeper than the head, and the state
+it reads.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +58,15 @@ def find_model(name: str) -> Any:
 
 
 @functools.cache
-def decode_plainly(name: str, size: int, temp: float) -> tuple[list[int], dict[str, Any], list[Step], Any]:
+def decode_plainly(
+    name: str, size: int, temp: float
+) -> tuple[list[int], dict[str, Any], list[Step], Any]:
     """(prompt, options, plain steps, the cache after them) of a model, the same for all heads."""
     model = find_model(name)
-    prompt, expected = make_prompt(size, vocab=min(50, find_model_sizes(model)[1])), make_prompt_cache(model)
+    prompt, expected = (
+        make_prompt(size, vocab=min(50, find_model_sizes(model)[1])),
+        make_prompt_cache(model),
+    )
     count = 24 if name == "few tokens" else 16
     options = {"max_tokens": count, "temp": temp, "top_p": 0.95, "seed": 3, "prefill_step_size": 8}
     return prompt, options, run(model, prompt, prompt_cache=expected, **options), expected
@@ -79,7 +86,15 @@ def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
         for context in (False, True) if name == "few tokens" else (size == 19,):
             cache = make_prompt_cache(model)
             with warnings.catch_warnings(action="ignore"):  # some draft only chains
-                steps = run(model, prompt, drafter, plan=plan, prompt_cache=cache, context=context, **options)
+                steps = run(
+                    model,
+                    prompt,
+                    drafter,
+                    plan=plan,
+                    prompt_cache=cache,
+                    context=context,
+                    **options,
+                )
             assert_same_steps(steps, plain, tolerance=2e-3)
             assert_same_cache(cache, expected, tolerance=2e-3)
             assert steps[-1].stats.drafted
@@ -111,31 +126,42 @@ def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
 def medusa(model: nn.Module, hidden_state: str) -> Drafter:
     """Medusa heads that read this hidden state."""
     drafter = make_head("medusa", *find_model_sizes(model))
-    drafter.args = type(drafter.args).from_dict(drafter.args.to_dict() | {"hidden_state": hidden_state})
+    drafter.args = type(drafter.args).from_dict(
+        drafter.args.to_dict() | {"hidden_state": hidden_state}
+    )
     return drafter
 
 
 @pytest.mark.parametrize("plan", [(1, 3), (3, 2)], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma3n"])
-def test_a_head_is_given_the_state_it_reads(name: str, plan: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_given_the_state_it_reads(
+    name: str, plan: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, prompt = find_model(name), make_prompt(6)
     given: dict[str, list[mx.array]] = {"after_norm": [], "before_norm": []}
     for where, states in given.items():
         drafter = medusa(model, where)
         real = type(drafter).begin
 
-        def begin(self: Drafter, hidden: mx.array, embed: Embed, real=real, states=states) -> Advance:
+        def begin(
+            self: Drafter, hidden: mx.array, embed: Embed, real=real, states=states
+        ) -> Advance:
             states.append(hidden)
             return real(self, hidden, embed)
 
         with monkeypatch.context() as patch:
             patch.setattr(type(drafter), "begin", begin)
-            assert_same_steps(run(model, prompt, drafter, max_tokens=8, plan=plan), run(model, prompt, max_tokens=8))
+            assert_same_steps(
+                run(model, prompt, drafter, max_tokens=8, plan=plan),
+                run(model, prompt, max_tokens=8),
+            )
     parent, child = find_parts(model).final_norm
     norm = parent[child]
     assert len(given["before_norm"]) == len(given["after_norm"]) > 2
     for before, after in zip(given["before_norm"], given["after_norm"], strict=True):
-        assert mx.allclose(norm(before), after, atol=1e-3) and not mx.allclose(before, after, atol=1e-1)
+        assert mx.allclose(norm(before), after, atol=1e-3) and not mx.allclose(
+            before, after, atol=1e-1
+        )
 
 
 def test_states_before_a_norm_without_module_are_refused() -> None:

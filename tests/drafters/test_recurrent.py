@@ -23,7 +23,8 @@ NAMES = ("no-blocks", "rnn", "rnn-input-proj", "sum")
 def keep_top(logits: mx.array, count: int) -> mx.array:
     """Subtracts each row's maximum and sets all but the top `count` to -50,000 (ties are kept).
 
-    Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py, which ranks hypotheses this way.
+    Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py, which ranks
+    hypotheses this way.
     """
     logits = logits - logits.max(axis=-1, keepdims=True)
     threshold = mx.sort(logits, axis=-1)[:, -min(count, logits.shape[-1])][:, None]
@@ -31,7 +32,10 @@ def keep_top(logits: mx.array, count: int) -> mx.array:
 
 
 def load_golden(name: str, directory: Path) -> tuple[Drafter, dict[str, mx.array]]:
-    """Returns (the golden file's drafter, loaded from a checkpoint directory; all arrays of the file)."""
+    """Returns (the golden file's drafter, loaded from a checkpoint directory.
+
+    All arrays of the file).
+    """
     arrays, metadata = mx.load(str(GOLDEN / f"{name}.safetensors"), return_metadata=True)
     weights = {k.removeprefix("drafter."): w for k, w in arrays.items() if k.startswith("drafter.")}
     config = {"model_type": "recurrent_drafting_drafter", **json.loads(metadata["config"])}
@@ -41,7 +45,13 @@ def load_golden(name: str, directory: Path) -> tuple[Drafter, dict[str, mx.array
 
 
 def draft(
-    drafter: Drafter, embedding: mx.array, hidden: mx.array, token: mx.array, width: int, depth: int, top: int | None
+    drafter: Drafter,
+    embedding: mx.array,
+    hidden: mx.array,
+    token: mx.array,
+    width: int,
+    depth: int,
+    top: int | None,
 ) -> Beams:
     """Runs our beam search on an embedding table."""
 
@@ -64,7 +74,9 @@ def test_teacher_forced_logits_match_apples(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(logits, golden["chain_logits"][:, t], atol=2e-5, rtol=1e-5)
         kept = keep_top(logits, 50)
         log_probs = kept - mx.logsumexp(kept, axis=-1, keepdims=True)
-        np.testing.assert_allclose(log_probs, golden["chain_log_probs_top50"][:, t], atol=2e-5, rtol=1e-5)
+        np.testing.assert_allclose(
+            log_probs, golden["chain_log_probs_top50"][:, t], atol=2e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize(("width", "length"), [(1, 5), (3, 4), (5, 5)])
@@ -73,19 +85,27 @@ def test_beams_and_scores_match_apples(name: str, width: int, length: int, tmp_p
     drafter, golden = load_golden(name, tmp_path)
     for row in range(3):
         token = golden["token"][row]
-        beams = draft(drafter, golden["embedding"], golden["hidden"][row], token, width, length - 1, 50)
+        beams = draft(
+            drafter, golden["embedding"], golden["hidden"][row], token, width, length - 1, 50
+        )
         # Apple's length includes the target's own token.
         expected = golden[f"beams_{width}_{length}"][row].tolist()
         assert [[token.item(), *tokens] for tokens in hypotheses(beams)] == expected
-        np.testing.assert_allclose(beams.scores[-1], golden[f"beam_scores_{width}_{length}"][row], atol=5e-5)
+        np.testing.assert_allclose(
+            beams.scores[-1], golden[f"beam_scores_{width}_{length}"][row], atol=5e-5
+        )
 
 
 def test_golden_files_detect_a_wrong_drafter(tmp_path: Path) -> None:
     drafter, golden = load_golden("rnn", tmp_path)
     # Negative control: TensorRT-LLM's variant, which skips U in the first step.
     drafter.rnn_u.bias = mx.zeros_like(drafter.rnn_u.bias)
-    state = drafter.read_token(golden["chain_tokens"][:, 0], golden["embedding"].__getitem__, golden["hidden"], None, 0)
-    assert not np.allclose(drafter.logits(golden["hidden"], state), golden["chain_logits"][:, 0], atol=1e-3)
+    state = drafter.read_token(
+        golden["chain_tokens"][:, 0], golden["embedding"].__getitem__, golden["hidden"], None, 0
+    )
+    assert not np.allclose(
+        drafter.logits(golden["hidden"], state), golden["chain_logits"][:, 0], atol=1e-3
+    )
 
 
 VOCAB = 64
@@ -102,7 +122,9 @@ def test_other_tokens_have_logits_of_minus_infinity() -> None:
     others = np.setdiff1d(np.arange(VOCAB), GUESSED)
     assert mx.allclose(logits[..., mx.array(GUESSED)], expected[..., mx.array(GUESSED)], atol=1e-5)
     assert (np.array(logits)[..., others] == -np.inf).all()
-    assert drafter.logits(hidden[0, 0], state[0]).shape == (3, VOCAB), "the hidden state is broadcast"
+    assert drafter.logits(hidden[0, 0], state[0]).shape == (3, VOCAB), (
+        "the hidden state is broadcast"
+    )
 
 
 def test_a_draft_vocabulary_is_saved_and_loaded(tmp_path: Path) -> None:

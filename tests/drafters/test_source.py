@@ -16,7 +16,9 @@ TURNS = ("abc", "de", "fghij")
 
 
 def make_pair(family: str, **options: Any) -> tuple[Session, Session, int]:
-    """Returns (a plain session after all turns, a session whose drafter knows its text, the beam width)."""
+    """Returns (a plain session after all turns, a session whose drafter knows its text, the beam
+    width).
+    """
     model, width = make_model(family), 2 if family in ("qwen3", "gemma3_text") else 1
     plain = Session(model, chat_tokenizer(), plan="off", **options)
     for turn in TURNS:
@@ -36,7 +38,9 @@ def test_rows_follow_the_text_across_turns(family: str, count: int) -> None:
         assert answer.last is not None
         # An end token that was drafted counts as the round's own.
         accepted = answer.last.accepted + (answer.finish_reason == "stop")
-        assert accepted >= (answer.last.generation_tokens - 1) / 2, "it has a row for every token so far"
+        assert accepted >= (answer.last.generation_tokens - 1) / 2, (
+            "it has a row for every token so far"
+        )
         other = fork.send(turn)
         assert other.last is not None and other.tokens == answer.tokens
         assert other.last.accepted == answer.last.accepted
@@ -73,7 +77,15 @@ def test_positions_never_seen_lower_only_acceptance() -> None:
         source: Any = CachingDrafter(model, text, 2, holes=holes).open(model)
         own = make_prompt_cache(model)
         run(model, text[:20], max_tokens=0, prompt_cache=own)
-        steps = run(model, text[20:22], source, max_tokens=20, prompt_cache=own, history=text[:20], plan=(2, 3))
+        steps = run(
+            model,
+            text[20:22],
+            source,
+            max_tokens=20,
+            prompt_cache=own,
+            history=text[:20],
+            plan=(2, 3),
+        )
         assert ids(steps) == text[22:42]
         assert (steps[-1].stats.accepted > 3) is holes, "only acceptance suffers"
 

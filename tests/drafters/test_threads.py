@@ -1,4 +1,6 @@
-"""Every kind of drafter, used from alternating threads: its arrays must not depend on the thread that made them."""
+"""Every kind of drafter, used from alternating threads: its arrays must not depend on the thread
+that made them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def turns() -> Iterator[Iterator[ThreadPoolExecutor]]:
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_each_token_may_come_from_another_thread(kind: str, turns: Iterator[ThreadPoolExecutor]) -> None:
+def test_each_token_may_come_from_another_thread(
+    kind: str, turns: Iterator[ThreadPoolExecutor]
+) -> None:
     model, drafter = small_llama(hidden=64, vocab=VOCAB), make_drafter(kind)
     plain = [token for token, *_ in generate_step(PROMPT, model, max_tokens=16, plan="off")]
     for plan, count in (((1, 3), 16), ((2, 3), 7)):
@@ -55,10 +59,14 @@ def test_each_token_may_come_from_another_thread(kind: str, turns: Iterator[Thre
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_each_turn_and_fork_may_use_another_thread(kind: str, turns: Iterator[ThreadPoolExecutor]) -> None:
+def test_each_turn_and_fork_may_use_another_thread(
+    kind: str, turns: Iterator[ThreadPoolExecutor]
+) -> None:
     model, tokenizer = small_llama(hidden=64, vocab=VOCAB), make_tokenizer(vocab=VOCAB)
     plain = Session(model, tokenizer, max_tokens=8, plan="off")
-    session = Session(model, tokenizer, make_drafter(kind), max_tokens=8, plan=(1, 3), context=False)
+    session = Session(
+        model, tokenizer, make_drafter(kind), max_tokens=8, plan=(1, 3), context=False
+    )
     for text in ("abcab", "bcab"):
         assert next(turns).submit(session.send, text).result().tokens == plain.send(text).tokens
     fork = next(turns).submit(session.fork).result()

@@ -28,7 +28,10 @@ def expected_path(tree: Tree, choices: list[int], limit: int) -> list[int]:
 
 
 def check_verdict(verdict: Accepted, tree: Tree, choices: list[int], depth: int, limit: int) -> int:
-    """Asserts the expected path, padded with its last node to depth + 1. Returns the number of accepted nodes."""
+    """Asserts the expected path, padded with its last node to depth + 1.
+
+    Returns the number of accepted nodes.
+    """
     path = expected_path(tree, choices, limit)
     assert verdict.n_accepted.item() == len(path) - 1
     assert verdict.path.tolist() == path + [path[-1]] * (depth + 1 - len(path))
@@ -36,7 +39,9 @@ def check_verdict(verdict: Accepted, tree: Tree, choices: list[int], depth: int,
 
 
 def trees_and_choices(parents: tuple[int, ...]) -> Iterator[tuple[Tree, list[int]]]:
-    """Every such tree over two tokens (equal siblings included), with every choice after each inner node."""
+    """Every such tree over two tokens (equal siblings included), with every choice after each inner
+    node.
+    """
     inner = sorted(set(parents))
     for tokens in product((1, 2), repeat=4):
         tree = make_tree([1, *tokens], parents)

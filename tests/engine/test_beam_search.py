@@ -31,7 +31,9 @@ def check_top(values: np.ndarray, chosen: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", ["distinct", "ties", "constant", "mostly impossible"])
-@pytest.mark.parametrize("size", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 1, 4097])
+@pytest.mark.parametrize(
+    "size", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 1, 4097]
+)
 def test_top_w_matches_a_full_sort(size: int, kind: str) -> None:
     for width in (1, 2, 4, 7):
         for seed in range(3):
@@ -83,4 +85,6 @@ def test_beams_carry_nested_states() -> None:
         depth = 0 if state is None else state["depth"] + 1
         return logits, {"depth": depth, "last": (tokens, after)}
 
-    assert hypotheses(search(nested, mx.array(5), 4, 5)) == hypotheses(search(flat, mx.array(5), 4, 5))
+    assert hypotheses(search(nested, mx.array(5), 4, 5)) == hypotheses(
+        search(flat, mx.array(5), 4, 5)
+    )

@@ -40,7 +40,10 @@ metadata.distribution = find
 
 @pytest.fixture(autouse=True)
 def mlx_libraries() -> Path:
-    """The libraries of MLX's CPU wheel. Skips without that wheel or OpenBLAS (off Linux, or on a GPU)."""
+    """The libraries of MLX's CPU wheel.
+
+    Skips without that wheel or OpenBLAS (off Linux, or on a GPU).
+    """
     try:
         distribution("scipy-openblas32")
         return Path(str(distribution("mlx-cpu").locate_file("mlx_cpu.libs")))
@@ -50,9 +53,15 @@ def mlx_libraries() -> Path:
 
 def python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs `script` in a new process."""
-    environment = {name: value for name, value in os.environ.items() if "THREADS" not in name and name != "LD_PRELOAD"}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if "THREADS" not in name and name != "LD_PRELOAD"
+    }
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment | variables, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -65,8 +74,12 @@ def report(before: str = "", parameters: int = 0, **variables: str) -> str:
 def warning(before: str = "", **variables: str) -> str:
     """The single warning of a new process without OpenBLAS."""
     done = python(before + WARN_TWICE, **variables)
-    (found,) = (line.partition("Warning: ")[2] for line in done.stderr.splitlines() if "Warning: " in line)
-    assert done.stdout == "None\n" and found.startswith("MLX uses a slow BLAS instead of OpenBLAS (")
+    (found,) = (
+        line.partition("Warning: ")[2] for line in done.stderr.splitlines() if "Warning: " in line
+    )
+    assert done.stdout == "None\n" and found.startswith(
+        "MLX uses a slow BLAS instead of OpenBLAS ("
+    )
     return found
 
 
@@ -100,11 +113,15 @@ print(len(calls))
 
 def test_products_are_right() -> None:
     """A product from OpenBLAS and a matrix inverse."""
-    compute = "import mlx_redrafter, mlx.core as mx; x = mx.arange(9.0).reshape(3, 3) + 9 * mx.eye(3)"
+    compute = (
+        "import mlx_redrafter, mlx.core as mx; x = mx.arange(9.0).reshape(3, 3) + 9 * mx.eye(3)"
+    )
     products = "mx.matmul(x, x, stream=mx.cpu), mx.linalg.inv(x, stream=mx.cpu)"
     found = python(f"{compute}; print([each.tolist() for each in ({products})])").stdout
     matrix = np.arange(9.0).reshape(3, 3) + 9 * np.eye(3)
-    np.testing.assert_allclose(json.loads(found), [matrix @ matrix, np.linalg.inv(matrix)], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        json.loads(found), [matrix @ matrix, np.linalg.inv(matrix)], rtol=1e-4, atol=1e-6
+    )
 
 
 def test_other_libraries_do_not_see_it() -> None:
@@ -116,7 +133,9 @@ def test_other_libraries_do_not_see_it() -> None:
 
 def test_large_models_get_all_cores() -> None:
     assert report(parameters=1_000_000_000) == f"True {len(os.sched_getaffinity(0))}"
-    assert report(parameters=1_000_000_000, OPENBLAS_NUM_THREADS="1") == "True 1", "the user's choice"
+    assert report(parameters=1_000_000_000, OPENBLAS_NUM_THREADS="1") == "True 1", (
+        "the user's choice"
+    )
     before = NOT_INSTALLED.format(name="mlx-cpu") + "import os; del os.sched_getaffinity\n"
     assert report(before, parameters=1_000_000_000).endswith(" None"), "as on macOS"
 
@@ -129,7 +148,9 @@ def test_a_preloaded_blas_is_left_alone(mlx_libraries: Path) -> None:
 
 def test_a_missing_openblas_warns() -> None:
     found = warning(NOT_INSTALLED.format(name="scipy-openblas32"))
-    assert found.endswith("(scipy-openblas32 is not installed); to fix it: pip install scipy-openblas32")
+    assert found.endswith(
+        "(scipy-openblas32 is not installed); to fix it: pip install scipy-openblas32"
+    )
 
 
 @pytest.mark.parametrize("keep", [0, 100_000])
@@ -140,7 +161,9 @@ def test_a_damaged_openblas_warns(keep: int, tmp_path: Path) -> None:
         (tmp_path / file).write_bytes(content)
     found = warning(PYTHONPATH=str(tmp_path))
     assert "libscipy_openblas.so: expected a complete 64-bit ELF library, got " in found
-    assert found.endswith("to fix it: pip install --force-reinstall --no-deps scipy-openblas32 mlx-cpu")
+    assert found.endswith(
+        "to fix it: pip install --force-reinstall --no-deps scipy-openblas32 mlx-cpu"
+    )
 
 
 def test_other_backends_do_not_warn() -> None:

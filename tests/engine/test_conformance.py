@@ -1,4 +1,6 @@
-"""Every mlx-lm module in supported_models.py: text and cache are the same with and without a drafter."""
+"""Every mlx-lm module in supported_models.py: text and cache are the same with and without a
+drafter.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,14 @@ from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.model_checks import check_draftable, make_cache
 from mlx_redrafter.engine.model_parts import find_model_sizes
 from mlx_redrafter.engine.plan import MAX_REPLAY
-from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, NO_RINGS, REFUSED, REPLAYED, TREES
+from mlx_redrafter.engine.supported_models import (
+    CHAINS,
+    METAL_ONLY,
+    NO_RINGS,
+    REFUSED,
+    REPLAYED,
+    TREES,
+)
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.generate import Step
@@ -51,7 +60,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 def decode_recorded(
     model: nn.Module, prompt: list[int], count: int, more: int, **options: Any
 ) -> tuple[list[Step], list[int], list[mx.array], kv_cache.Cache]:
-    """Returns (`count` plain steps, text with `more` further tokens, its hidden states, the cache after `count`)."""
+    """Returns (`count` plain steps, text with `more` further tokens, its hidden states, the cache
+    after `count`).
+    """
     cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
     steps: list[Step] = []
     with record_hidden_states(model) as recorded:
@@ -84,10 +95,17 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
     model = make_family(name)
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     generator = random.Random(1)
-    # (prompt, temperature, tokens, options, [(script, W, K)]): prompts shorter and longer than windows and chunks of 8.
+    # (prompt, temperature, tokens, options, [(script, W, K)]): prompts shorter and longer than
+    # windows and chunks of 8.
     cases: list[tuple[int, float, int, dict[str, Any], list[tuple[str, int, int]]]] = [
         (3, 0.9, 14, {}, [("mixed", 2, 3)]),
-        (19, 0.0, 14, {"prefill_step_size": 7}, [("right", 2, 3), ("wrong", 1, 4), ("caching", 2, 3)]),
+        (
+            19,
+            0.0,
+            14,
+            {"prefill_step_size": 7},
+            [("right", 2, 3), ("wrong", 1, 4), ("caching", 2, 3)],
+        ),
         (7, 0.7, 8, {}, [("random", 2, 3)]),
     ]
     for size, temp, count, more, scripts in cases:
@@ -98,10 +116,15 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
             case = (name, size, script, width, temp)
             if script == "caching":
                 drafter: Any = CachingDrafter(
-                    model, text, width if name in TREES else 1, layers=() if name in WIDE_STREAMS else (0,)
+                    model,
+                    text,
+                    width if name in TREES else 1,
+                    layers=() if name in WIDE_STREAMS else (0,),
                 )
             elif script == "random":
-                drafter = Drafter(DrafterArgs(*find_model_sizes(model), exit_dim=16, num_draft_layers=1))
+                drafter = Drafter(
+                    DrafterArgs(*find_model_sizes(model), exit_dim=16, num_draft_layers=1)
+                )
             else:
                 drafter = make_follower(model, text, recorded, script, width)
             decode = partial(run, model, prompt, max_tokens=count, plan=(width, depth), **options)
@@ -115,8 +138,11 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
             assert bool(messages) is (width > 1 and name not in TREES), (case, messages)
             stats = steps[-1].stats
             assert 1 + stats.rounds + stats.accepted == count, case
-            # Whether the context drafts alone. A cache that takes trees does not depend on the kind of drafter.
-            for alone in {"mixed": (True, False), "random": () if name in TREES else (False,)}.get(script, ()):
+            # Whether the context drafts alone. A cache that takes trees does not depend on the kind
+            # of drafter.
+            for alone in {"mixed": (True, False), "random": () if name in TREES else (False,)}.get(
+                script, ()
+            ):
                 monkeypatch.setattr(pair, "ContextSource", partial(ScriptedContext, text))
                 cache = make_prompt_cache(model)
                 with warnings.catch_warnings(action="ignore"):
@@ -157,34 +183,58 @@ def test_ring_buffers_work_as_a_prompt_cache(keep: int, width: int, size: int) -
     assert steps[-1].stats.accepted > 5
 
 
-OWN_CACHES = [name for name in RUNNING if hasattr(import_module(f"mlx_lm.models.{name}").Model, "make_cache")]
+OWN_CACHES = [
+    name for name in RUNNING if hasattr(import_module(f"mlx_lm.models.{name}").Model, "make_cache")
+]
 
 
 @pytest.mark.parametrize("name", OWN_CACHES)
 def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> None:
-    """mlx-lm ignores it for these models. Other layers keep their own caches, and drafts stay exact."""
-    model, prompt, width = make_family(name), [(7 * i + 3) % 50 for i in range(15)], 2 if name in TREES else 1
+    """mlx-lm ignores it for these models.
+
+    Other layers keep their own caches, and drafts stay exact.
+    """
+    model, prompt, width = (
+        make_family(name),
+        [(7 * i + 3) % 50 for i in range(15)],
+        2 if name in TREES else 1,
+    )
     own, cache = make_prompt_cache(model), make_cache(model, 12)
     kept = [type(c) is KVCache and name not in NO_RINGS for c in own]
-    assert [isinstance(c, RotatingKVCache) and (c.max_size, c.keep) == (12, 4) for c in cache] == kept
-    assert all(type(c) is type(other) or ring for c, other, ring in zip(cache, own, kept, strict=True))
+    assert [
+        isinstance(c, RotatingKVCache) and (c.max_size, c.keep) == (12, 4) for c in cache
+    ] == kept
+    assert all(
+        type(c) is type(other) or ring for c, other, ring in zip(cache, own, kept, strict=True)
+    )
     if not any(kept):
         return
-    plain, text, recorded, expected = decode_recorded(model, prompt, 20, 6, prompt_cache=make_cache(model, 12))
+    plain, text, recorded, expected = decode_recorded(
+        model, prompt, 20, 6, prompt_cache=make_cache(model, 12)
+    )
     drafter = make_follower(model, text, recorded, "mixed", width)
     steps = run(model, prompt, drafter, max_tokens=20, prompt_cache=cache, plan=(width, 4))
     assert_same_steps(steps, plain, tolerance=CLOSE)
     assert_same_cache(cache, expected, tolerance=CLOSE)
     assert steps[-1].stats.accepted > 3
-    rows = [c.keys.shape[-2] for c, ring in zip(cache, kept, strict=True) if ring and c.keys is not None]
-    assert rows and max(rows) < 12 + len(prompt), "only the rows of the last forward may exceed the ring"
+    rows = [
+        c.keys.shape[-2] for c, ring in zip(cache, kept, strict=True) if ring and c.keys is not None
+    ]
+    assert rows and max(rows) < 12 + len(prompt), (
+        "only the rows of the last forward may exceed the ring"
+    )
 
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
     """Quantized from the 14th token on, in the middle of a round."""
     model, size, count = make_family(name), 9, 14
-    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14, "seed": 3}
+    options: dict[str, Any] = {
+        "kv_bits": 8,
+        "kv_group_size": 32,
+        "quantized_kv_start": 14,
+        "seed": 3,
+    }
     prompt = [(5 * i + 2) % 50 for i in range(size)]
     try:
         plain, text, recorded, _ = decode_recorded(model, prompt, count, 5, **options)
@@ -192,14 +242,21 @@ def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
         pytest.skip(f"mlx-lm cannot quantize this model's cache: {type(error).__name__}")
     width = 2 if name in TREES else 1
     drafter, cache = make_follower(model, text, recorded, "mixed", width), make_prompt_cache(model)
-    steps = run(model, prompt, drafter, max_tokens=count, prompt_cache=cache, plan=(width, 3), **options)
+    steps = run(
+        model, prompt, drafter, max_tokens=count, prompt_cache=cache, plan=(width, 3), **options
+    )
     assert ids(steps) == ids(plain)
-    assert not [c for c in cache if type(c) is KVCache and c.keys is not None], "every quantizable layer is quantized"
+    assert not [c for c in cache if type(c) is KVCache and c.keys is not None], (
+        "every quantizable layer is quantized"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_every_node_sees_only_its_path(name: str) -> None:
-    """After prefixes within and beyond windows and chunks of 8; trees across their edges; kept and rejected nodes."""
+    """After prefixes within and beyond windows and chunks of 8.
+
+    Trees across their edges; kept and rejected nodes.
+    """
     model = make_family(name)
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     generator = random.Random(2)
@@ -207,9 +264,14 @@ def test_every_node_sees_only_its_path(name: str) -> None:
         parents = [0] + [generator.randrange(max(0, node - 4), node) for node in range(1, 14)]
         tree = make_tree([generator.randrange(vocab) for _ in parents], parents)
         target = Target(model)
-        target.forward(mx.array([generator.randrange(vocab) for _ in range(size)]), want_hidden=False)
+        target.forward(
+            mx.array([generator.randrange(vocab) for _ in range(size)]), want_hidden=False
+        )
         target.evaluate()
-        caches, expected = [target.cache], []  # the cache of the prefix, then the cache after each node
+        caches, expected = (
+            [target.cache],
+            [],
+        )  # the cache of the prefix, then the cache after each node
         for node, token in enumerate(tree.tokens.tolist()):
             caches.append(copy.deepcopy(caches[parents[node] + 1 if node else 0]))
             expected.append(model(mx.array([[token]]), cache=caches[-1])[0, -1])

@@ -10,7 +10,17 @@ import pytest
 from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from toys import Broken, assert_same_cache, decode_steps, fail_at, ids, make_model, make_prompt, run, with_plain
+from toys import (
+    Broken,
+    assert_same_cache,
+    decode_steps,
+    fail_at,
+    ids,
+    make_model,
+    make_prompt,
+    run,
+    with_plain,
+)
 
 from mlx_redrafter.engine.decode import CLEAR_EVERY, Decoder, Planner
 from mlx_redrafter.engine.plan import Plan, chain_plan
@@ -36,7 +46,9 @@ class Changing(Planner):
         self.chosen: list[Plan | None] = []
         self.observed: list[tuple[Any, ...]] = []
 
-    def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
+    def next_plan(
+        self, length: int, replayed: int = 0, forecast: Forecast | None = None
+    ) -> Plan | None:
         self.chosen.append(self._plans[len(self.chosen) % len(self._plans)])
         return self.chosen[-1]
 
@@ -50,13 +62,17 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     """For any plans; the planner observes each round's tokens and replays."""
     if name == "llama":
         model, planner = make_model(), Changing(TREES)
-        plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=3, script_seed=1, **options)
+        plain, drafter = with_plain(
+            model, PROMPT, COUNT, "mixed", width=3, script_seed=1, **options
+        )
     else:
         model, planner = make_family(name), Changing(CHAINS)
         plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=1, **options)
     sampler = make_sampler(**options) if options else Sampler()
     rounds, tokens, source = [], [], drafter.open(model)
-    decoder = Decoder(Target(model, capture=source.capture), TokenChooser(sampler), planner, [source])
+    decoder = Decoder(
+        Target(model, capture=source.capture), TokenChooser(sampler), planner, [source]
+    )
     steps = decoder.decode(mx.array(PROMPT), 3, lambda done, total: None)
     while len(tokens) < COUNT:
         rounds.append(next(steps))
@@ -69,7 +85,11 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     length = len(PROMPT)
     for (before, each), observed in zip(pairwise(rounds[3:]), planner.observed, strict=True):
         plan, count, told_length, replayed, milliseconds, verified = observed
-        assert not each.is_prompt and (count, told_length, replayed) == (len(each.tokens), length, each.replayed)
+        assert not each.is_prompt and (count, told_length, replayed) == (
+            len(each.tokens),
+            length,
+            each.replayed,
+        )
         assert verified is (each.tree is not None) and each.plan == (plan if verified else None)
         assert milliseconds is None or milliseconds > 0
         assert len(each.tokens) == len(each.logprobs) == len(each.path)
@@ -96,7 +116,9 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     ],
     ids=["tree", "sampled", "processors", "quantized", "states", "rings", "mamba"],
 )
-def test_decoding_continues_after_a_drafter_fails(name: str, plan: tuple[int, int], options: dict[str, Any]) -> None:
+def test_decoding_continues_after_a_drafter_fails(
+    name: str, plan: tuple[int, int], options: dict[str, Any]
+) -> None:
     model, count = make_family(name), 20
     plain, drafter = with_plain(model, PROMPT, count, "mixed", width=plan[0], **options)
     expected = make_prompt_cache(model)
@@ -105,7 +127,12 @@ def test_decoding_continues_after_a_drafter_fails(name: str, plan: tuple[int, in
         errors: list[Exception] = []
         fail_at(drafter, calls)
         cache = make_prompt_cache(model)
-        more = {"prompt_cache": cache, "on_drafter_failure": errors.append, "plan": plan, "context": context}
+        more = {
+            "prompt_cache": cache,
+            "on_drafter_failure": errors.append,
+            "plan": plan,
+            "context": context,
+        }
         more |= options
         steps = run(model, PROMPT, drafter, max_tokens=count, **more)
         assert ids(steps) == ids(plain), calls
@@ -122,8 +149,12 @@ def test_decoding_continues_after_a_drafter_fails(name: str, plan: tuple[int, in
 def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
     model = make_model() if name == "llama" else make_family(name)
     target = Target(model)
-    asked = iter([True] * 3 + [False] * 3)  # not after the prompt, whose next token is already there
-    decoder = Decoder(target, TokenChooser(Sampler()), Planner(None), may_run_ahead=lambda: next(asked))
+    asked = iter(
+        [True] * 3 + [False] * 3
+    )  # not after the prompt, whose next token is already there
+    decoder = Decoder(
+        target, TokenChooser(Sampler()), Planner(None), may_run_ahead=lambda: next(asked)
+    )
     rounds = decoder.decode(mx.array(PROMPT), 2048, lambda done, total: None)
     tokens = []
     for count in range(1, 8):
@@ -133,7 +164,9 @@ def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 15])
-def test_freed_buffers_are_released_as_often_as_in_plain_decoding(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_buffers_are_released_as_often_as_in_plain_decoding(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, count = make_model(), 800
     plain, drafter = with_plain(model, PROMPT, count, "right", width=1)
     made, releases = list[int](), [0]

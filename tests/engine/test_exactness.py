@@ -21,7 +21,12 @@ from toys import ScriptedContext, ids, make_model, make_prompt, run
 
 from mlx_redrafter import pair
 from mlx_redrafter.engine.cuda import THRASHING_CHECK, disable_thrashing_check
-from mlx_redrafter.engine.exactness import MOST_ROWS, find_row_classes, format_row_counts, parse_row_classes
+from mlx_redrafter.engine.exactness import (
+    MOST_ROWS,
+    find_row_classes,
+    format_row_counts,
+    parse_row_classes,
+)
 from mlx_redrafter.engine.row_attention import attend_by_row
 from mlx_redrafter.engine.supported_models import CHAINS, TREES
 from mlx_redrafter.engine.target import KVQuantization, Target
@@ -35,7 +40,9 @@ ALL = tuple(range(1, MOST_ROWS + 1))
 
 
 class ByRow(nn.Module):
-    """A model that computes each row alone, and adds `change(rows, keys)` units in the last place to all logits."""
+    """A model that computes each row alone, and adds `change(rows, keys)` units in the last place
+    to all logits.
+    """
 
     def __init__(self, change: Callable[[int, int], int]) -> None:
         super().__init__()
@@ -53,7 +60,9 @@ class ByRow(nn.Module):
         count = tokens.shape[1]
         if count > MOST_ROWS:
             return self.inner(tokens, cache=cache)
-        logits = mx.concatenate([self.inner(tokens[:, i : i + 1], cache=cache) for i in range(count)], axis=1)
+        logits = mx.concatenate(
+            [self.inner(tokens[:, i : i + 1], cache=cache) for i in range(count)], axis=1
+        )
         bits = logits.view(mx.int32) + self._change(count, cache[0].offset)
         return bits.view(mx.float32)
 
@@ -78,8 +87,12 @@ def test_classes_are_found_by_bits(change: Callable[[int, int], int], expected: 
 
 def test_row_counts_are_not_probed_where_padding_or_attention_forbid_it() -> None:
     assert find_row_classes(make_long_family("mamba")) == ((1,),), "its cache cannot drop rows"
-    assert find_row_classes(make_long_family("deepseek_v3")) == ((1,),), "it computes keys from all cached rows"
-    assert find_row_classes(make_model("qwen2"), max_kv_size=64) == ((1,),), "the ring is full before 76 tokens"
+    assert find_row_classes(make_long_family("deepseek_v3")) == ((1,),), (
+        "it computes keys from all cached rows"
+    )
+    assert find_row_classes(make_model("qwen2"), max_kv_size=64) == ((1,),), (
+        "the ring is full before 76 tokens"
+    )
     assert len(find_row_classes(make_model("qwen2"), max_kv_size=200)) == 1, "a ring is not padded"
 
 
@@ -90,7 +103,10 @@ def test_row_counts_in_words() -> None:
 
 @pytest.mark.parametrize("name", sorted({*TREES, *CHAINS})[::5])
 def test_drafts_change_no_bit(name: str) -> None:
-    """In each class of this machine, with contexts that cross 1,024 tokens; `tests/exact.py` runs every family."""
+    """In each class of this machine, with contexts that cross 1,024 tokens;
+
+    `tests/exact.py` runs every family.
+    """
     model = make_long_family(name)
     model.set_dtype(list(DTYPES.values())[len(name) % 3])
     try:
@@ -107,9 +123,16 @@ def test_drafts_change_no_bit(name: str) -> None:
 def test_every_forward_has_an_allowed_number_of_rows(
     counts: tuple[int, ...], kv_bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is drafted: a drafter with a fixed plan, the context, both, or with logits processors."""
+    """Whatever is drafted: a drafter with a fixed plan, the context, both, or with logits
+    processors.
+    """
     monkeypatch.setattr(Pair, "choose_row_counts", lambda *args: counts)
-    model, drafter, prompt, seen = make_model("llama"), small_drafter(hidden=64, vocab=40), make_prompt(20), set[int]()
+    model, drafter, prompt, seen = (
+        make_model("llama"),
+        small_drafter(hidden=64, vocab=40),
+        make_prompt(20),
+        set[int](),
+    )
     options: dict[str, Any] = {"max_tokens": 24, "temp": 0.7, "seed": 5, "kv_bits": kv_bits}
     options |= {"kv_group_size": 32, "quantized_kv_start": 30}
     plain = run(model, prompt, **options)
@@ -123,7 +146,11 @@ def test_every_forward_has_an_allowed_number_of_rows(
         return forward(self, tokens, cache=cache)
 
     monkeypatch.setattr(type(model), "__call__", count_rows)
-    for more in ({"plan": (4, 5)}, {"plan": (1, 8), "context": True}, {"plan": "auto", "context": True}):
+    for more in (
+        {"plan": (4, 5)},
+        {"plan": (1, 8), "context": True},
+        {"plan": "auto", "context": True},
+    ):
         own = make_prompt_cache(model)
         steps = run(model, prompt, drafter, prompt_cache=own, **options | more)
         assert ids(steps) == ids(plain) and own[0].offset == len(prompt) + len(steps)
@@ -132,14 +159,22 @@ def test_every_forward_has_an_allowed_number_of_rows(
 
 
 def test_the_fastest_class_is_chosen() -> None:
-    costs = CostTable((64,), (1, 2, 3, 4), ((10.0, 11.0, 11.0, 12.0),), (10.0,), (1,), (0.1,), (0.0, 0.0))
+    costs = CostTable(
+        (64,), (1, 2, 3, 4), ((10.0, 11.0, 11.0, 12.0),), (10.0,), (1,), (0.1,), (0.0, 0.0)
+    )
     good, bad = ((0.9,),), ((0.05,),)
-    assert choose_row_counts(costs, good, [(1,), (2, 3, 4)]) == (2, 3, 4), "plain steps are padded to two rows"
+    assert choose_row_counts(costs, good, [(1,), (2, 3, 4)]) == (2, 3, 4), (
+        "plain steps are padded to two rows"
+    )
     assert choose_row_counts(costs, bad, [(1,), (2, 3, 4)]) == (1,), "a drafter that does not pay"
     assert choose_row_counts(costs, good, [(1, 2, 3), (4, 5)]) == (4, 5), "longer drafts"
-    assert choose_row_counts(costs, ((0.5,),), [(1, 2, 3), (4, 5)]) == (1, 2, 3), "and the text is mlx-lm's own"
+    assert choose_row_counts(costs, ((0.5,),), [(1, 2, 3), (4, 5)]) == (1, 2, 3), (
+        "and the text is mlx-lm's own"
+    )
     assert choose_row_counts(costs, good, [(1,), (5, 6)]) == (1,), "not measured"
-    assert choose_row_counts(costs, good, [(1,), (2,), (3, 4)]) == (3, 4), "two rows have no room for the context"
+    assert choose_row_counts(costs, good, [(1,), (2,), (3, 4)]) == (3, 4), (
+        "two rows have no room for the context"
+    )
 
 
 def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +185,9 @@ def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> 
     assert only.choose_row_counts(options) == (1,)
     choice = only.choose(options)
     assert choice.row_counts == (1,) and not choice.sources and "nothing drafts" in choice.notes[0]
-    assert ids(run(model, prompt, exact=True, context=True, max_tokens=8)) == ids(run(model, prompt, max_tokens=8))
+    assert ids(run(model, prompt, exact=True, context=True, max_tokens=8)) == ids(
+        run(model, prompt, max_tokens=8)
+    )
 
 
 @pytest.mark.parametrize(("classes", "expected"), [((), None), (((1, 2),), None), ((ALL,), ALL)])
@@ -160,8 +197,12 @@ def test_exact_is_the_default_where_it_costs_nothing(
     """All counts are known to be alike, and nothing drafts trees."""
     monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: classes)
     assert Pair(small_llama()).choose_row_counts(Options()) == expected
-    assert Pair(small_llama(), small_drafter()).choose_row_counts(Options()) is None, "its drafter drafts trees"
-    assert Pair(small_llama()).choose_row_counts(Options(max_kv_size=64)) is None, "drafts would end with a full ring"
+    assert Pair(small_llama(), small_drafter()).choose_row_counts(Options()) is None, (
+        "its drafter drafts trees"
+    )
+    assert Pair(small_llama()).choose_row_counts(Options(max_kv_size=64)) is None, (
+        "drafts would end with a full ring"
+    )
     assert Pair(small_llama()).choose_row_counts(Options(exact=False)) is None
 
 
@@ -185,7 +226,9 @@ def test_classes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [None, 4]
 
 
-@pytest.mark.parametrize("damaged", [[], [[]], [[2, 3], [4]], [[1], [-3, 2]], [[1, 17]], ["1", "23"], [[1e999]], 5])
+@pytest.mark.parametrize(
+    "damaged", [[], [[]], [[2, 3], [4]], [[1], [-3, 2]], [[1, 17]], ["1", "23"], [[1e999]], 5]
+)
 def test_damaged_classes_are_found_again(damaged: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         parse_row_classes(damaged)
@@ -194,11 +237,15 @@ def test_damaged_classes_are_found_again(damaged: Any) -> None:
 
 def test_the_chosen_class_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if costs are measured again, as the text could differ with another class."""
-    monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: ((1,), (2, 3, 4), (5, 6)))
+    monkeypatch.setattr(
+        Pair, "find_row_classes", lambda *args, **options: ((1,), (2, 3, 4), (5, 6))
+    )
     monkeypatch.setattr(Pair, "costs", lambda *args, **options: None)
     model, drafter = small_llama(), small_drafter()
     for expected in ((2, 3, 4), (5, 6)):
-        monkeypatch.setattr("mlx_redrafter.pair.choose_row_counts", lambda *args, found=expected: found)
+        monkeypatch.setattr(
+            "mlx_redrafter.pair.choose_row_counts", lambda *args, found=expected: found
+        )
         for _ in range(2):
             assert Pair(model, drafter).choose_row_counts(Options(exact=True)) == (2, 3, 4)
 
@@ -211,7 +258,9 @@ def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Pair, "costs", fail)
     model, failures = small_llama(), list[Exception]()
     options = {"exact": True, "context": True, "max_tokens": 6}
-    steps = run(model, [1, 2, 3], small_drafter(seed=8), on_drafter_failure=failures.append, **options)
+    steps = run(
+        model, [1, 2, 3], small_drafter(seed=8), on_drafter_failure=failures.append, **options
+    )
     assert ids(steps) == ids(run(model, [1, 2, 3], max_tokens=6)) and len(failures) == 1
     with pytest.raises(OSError, match="no costs"):
         run(model, [1, 2, 3], small_drafter(seed=8), **options)
@@ -222,7 +271,9 @@ def test_other_threads_attend_as_before() -> None:
     model, tokens = small_llama(), mx.array([[5, 9, 7]])
     expected = model(tokens, cache=make_prompt_cache(model))
     with attend_by_row(3, 1), ThreadPoolExecutor(1) as other:
-        found = other.submit(lambda: model(tokens, cache=make_prompt_cache(model)).tolist()).result()
+        found = other.submit(
+            lambda: model(tokens, cache=make_prompt_cache(model)).tolist()
+        ).result()
     assert found == expected.tolist()
 
 
@@ -238,13 +289,18 @@ def test_a_chain_within_a_ring_is_computed_as_single_rows() -> None:
 
 
 def test_mlx_keeps_its_graphs_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable is set before MLX is imported, by the package alone; later there is a warning, on CUDA only."""
+    """The variable is set before MLX is imported, by the package alone.
+
+    Later there is a warning, on CUDA only.
+    """
     code = f"import os, sys, mlx_redrafter; print('mlx.core' in sys.modules, os.environ.get('{THRASHING_CHECK}'))"
     environment = {name: value for name, value in os.environ.items() if name != THRASHING_CHECK}
     is_linux = sys.platform == "linux"
     for given, expected in ({}, "0" if is_linux else "None"), ({THRASHING_CHECK: "1"}, "1"):
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment | given, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment | given, capture_output=True, text=True, check=True
+        )
         assert done.stdout.split() == [
             "False",
             expected if sys.platform == "linux" else str(given.get(THRASHING_CHECK)),
@@ -254,7 +310,12 @@ def test_mlx_keeps_its_graphs_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_cuda in (False, True):
         monkeypatch.delenv(THRASHING_CHECK, raising=False)
         monkeypatch.setattr(sys.modules["mlx.core"], "cuda", ModuleType("cuda"), raising=False)
-        monkeypatch.setattr(sys.modules["mlx.core"].cuda, "is_available", lambda found=has_cuda: found, raising=False)
+        monkeypatch.setattr(
+            sys.modules["mlx.core"].cuda,
+            "is_available",
+            lambda found=has_cuda: found,
+            raising=False,
+        )
         if has_cuda:
             with pytest.warns(UserWarning, match="import mlx_redrafter before mlx"):
                 disable_thrashing_check()

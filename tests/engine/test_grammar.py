@@ -42,16 +42,23 @@ def test_drafted_text_is_plain_decoding(
 ) -> None:
     model = make_model()
     plain, drafter = with_drafter(model, script, plan[0], **options)
-    rounds = decode_rounds(model, PROMPT, drafter, ToyGrammar(), COUNT, plan=plan, context=context, **options)
+    rounds = decode_rounds(
+        model, PROMPT, drafter, ToyGrammar(), COUNT, plan=plan, context=context, **options
+    )
     assert [token for each in rounds for token in each.tokens][:COUNT] == plain
     assert any(len(each.path) > 1 and not each.from_context for each in rounds)
-    assert any(each.plan is not None and each.plan.context > 0 for each in rounds) is (context is None)
+    assert any(each.plan is not None and each.plan.context > 0 for each in rounds) is (
+        context is None
+    )
     assert context is None or not any(each.from_context for each in rounds)
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*product(("llama", "mamba2", "gemma3_text", "qwen3_next"), ({}, SAMPLED)), ("llama", QUANTIZED)],
+    [
+        *product(("llama", "mamba2", "gemma3_text", "qwen3_next"), ({}, SAMPLED)),
+        ("llama", QUANTIZED),
+    ],
     ids=str,
 )
 def test_forced_tokens_need_no_drafter(name: str, options: dict[str, Any]) -> None:
@@ -61,7 +68,9 @@ def test_forced_tokens_need_no_drafter(name: str, options: dict[str, Any]) -> No
     plain = decode_plainly(model, PROMPT, max_tokens=COUNT, vocab=vocab, **options)
     rounds = decode_rounds(model, PROMPT, None, ToyGrammar(vocab), COUNT, **options)
     assert [token for each in rounds for token in each.tokens][:COUNT] == plain
-    assert sum(len(each.path) > 3 for each in rounds) >= COUNT // 8 - 2, "forced: 3 of 8, one round each"
+    assert sum(len(each.path) > 3 for each in rounds) >= COUNT // 8 - 2, (
+        "forced: 3 of 8, one round each"
+    )
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gemma3_text", "qwen2"])
@@ -78,7 +87,9 @@ def test_drafter_and_grammar_with_other_caches(name: str) -> None:
 def test_plain_steps_follow_the_grammar() -> None:
     model = make_model()
     rounds = decode_rounds(model, PROMPT, None, ToyGrammar(), COUNT, plan="off")
-    assert [token for each in rounds for token in each.tokens] == decode_plainly(model, PROMPT, max_tokens=COUNT)
+    assert [token for each in rounds for token in each.tokens] == decode_plainly(
+        model, PROMPT, max_tokens=COUNT
+    )
     assert all(each.plan is None for each in rounds)
 
 
@@ -88,12 +99,16 @@ def test_a_grammar_without_a_next_token_raises(stuck_at: int) -> None:
     model, made = make_model(), list[int]()
     plain, drafter = with_drafter(model, "right", 3)
     with pytest.raises(Stuck):
-        for each in start_rounds(model, PROMPT, drafter, ToyGrammar(stuck_at=stuck_at), plan=(3, 3)):
+        for each in start_rounds(
+            model, PROMPT, drafter, ToyGrammar(stuck_at=stuck_at), plan=(3, 3)
+        ):
             made += each.tokens
     assert made == plain[:stuck_at]
 
 
-def test_the_host_reads_the_tree_once_the_forward_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_reads_the_tree_once_the_forward_is_enqueued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Masks are computed during the forward, after a read that waits only for the draft."""
     model, events = make_model(), list[str]()
     _, drafter = with_drafter(model, "right", 3)

@@ -13,7 +13,16 @@ from families import make_family
 from grids import pairs
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, run, snapshot, with_plain
+from toys import (
+    Scripted,
+    assert_same_cache,
+    ids,
+    make_model,
+    make_prompt,
+    run,
+    snapshot,
+    with_plain,
+)
 
 from mlx_redrafter import RedrafterError, generate_step
 from mlx_redrafter.engine import kv_cache
@@ -21,7 +30,8 @@ from mlx_redrafter.engine.model_parts import CapturePoint, capture, find_parts
 
 PROMPT = make_prompt(9)
 BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
-# (mlx-lm module, plan, max_kv_size, quantization): trimmable caches, ring buffers, states, and combinations.
+# (mlx-lm module, plan, max_kv_size, quantization): trimmable caches, ring buffers, states, and
+# combinations.
 CACHES: dict[str, tuple[str, tuple[int, ...], int | None, dict[str, int]]] = {
     "trimmable, chain": ("qwen2", (1, 4), None, {}),
     "trimmable": ("qwen2", (3, 2), None, {}),
@@ -56,11 +66,18 @@ def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
     """Returns (model, its plain tokens, a drafter that is right half the time)."""
     name, plan, size, bits = CACHES[kind]
     model = make_family(name)
-    plain, drafter = with_plain(model, PROMPT, 16, "mixed", width=plan[0], script_seed=0, max_kv_size=size, **bits)
+    plain, drafter = with_plain(
+        model, PROMPT, 16, "mixed", width=plan[0], script_seed=0, max_kv_size=size, **bits
+    )
     paths: list[list[int]] = []
-    options = bits | {"max_kv_size": size, "on_round": lambda tree, path, chosen: paths.append(path)}
+    options = bits | {
+        "max_kv_size": size,
+        "on_round": lambda tree, path, chosen: paths.append(path),
+    }
     run(model, PROMPT, drafter, max_tokens=16, plan=plan, **options)
-    assert plan != (3, 2) or any(path != list(range(len(path))) for path in paths), "some accepted rows must move"
+    assert plan != (3, 2) or any(path != list(range(len(path))) for path in paths), (
+        "some accepted rows must move"
+    )
     return model, tuple(ids(plain)), drafter
 
 
@@ -72,7 +89,9 @@ def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
         cache = make_prompt_cache(model, size)
         ends = count % 3 == 0  # ends at max_tokens; otherwise it is closed or abandoned
         limit = {"max_tokens": count} if ends else {}
-        steps = generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=plan, **bits, **limit)
+        steps = generate_step(
+            PROMPT, model, drafter, prompt_cache=cache, plan=plan, **bits, **limit
+        )
         found = [next(steps) for _ in range(count)]
         if ends:
             assert list(steps) == []
@@ -86,7 +105,10 @@ def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
         expected = decode_with_mlx_lm(model, plain[:count], make_prompt_cache(model, size), **bits)
         assert_same_cache(cache, expected, tolerance=2e-3)
         if count > 12:  # a second turn
-            turns = [run(model, [1, 2, 3], max_tokens=5, prompt_cache=each, **bits) for each in (cache, expected)]
+            turns = [
+                run(model, [1, 2, 3], max_tokens=5, prompt_cache=each, **bits)
+                for each in (cache, expected)
+            ]
             assert ids(turns[0]) == ids(turns[1])
     assert inside > 1
     assert snapshot(model) == before
@@ -97,7 +119,10 @@ def test_without_tokens_the_cache_holds_the_prompt() -> None:
     cache = make_prompt_cache(model)
     generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=(3, 4)).close()
     assert cache[0].offset == 0, "a generator that was never started changes nothing"
-    assert list(generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=(3, 4), max_tokens=0)) == []
+    assert (
+        list(generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=(3, 4), max_tokens=0))
+        == []
+    )
     assert_same_cache(cache, decode_with_mlx_lm(model, (), make_prompt_cache(model)))
 
 
@@ -105,24 +130,40 @@ def test_checks_detect_other_caches_and_wrapped_modules() -> None:
     # Negative control.
     model = make_model()
     cache = decode_with_mlx_lm(model, (1, 2, 3), make_prompt_cache(model))
-    for tokens, options in (((1, 2, 4), {}), ((1, 2), {}), ((1, 2, 3), BITS | {"quantized_kv_start": 0})):
+    for tokens, options in (
+        ((1, 2, 4), {}),
+        ((1, 2), {}),
+        ((1, 2, 3), BITS | {"quantized_kv_start": 0}),
+    ):
         with pytest.raises(AssertionError):
-            assert_same_cache(cache, decode_with_mlx_lm(model, tokens, make_prompt_cache(model), **options))
+            assert_same_cache(
+                cache, decode_with_mlx_lm(model, tokens, make_prompt_cache(model), **options)
+            )
     before = snapshot(model)
     assert (
-        capture([CapturePoint(find_parts(model).final_norm)], lambda: snapshot(model))[0] != before == snapshot(model)
+        capture([CapturePoint(find_parts(model).final_norm)], lambda: snapshot(model))[0]
+        != before
+        == snapshot(model)
     )
 
 
-@pytest.mark.parametrize(("count", "size", "plan"), pairs((1, 5), (8, 12), ((1, 6), (3, 4), (1, 10))), ids=str)
-def test_deep_drafts_after_short_prompts_in_rings(count: int, size: int, plan: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("count", "size", "plan"), pairs((1, 5), (8, 12), ((1, 6), (3, 4), (1, 10))), ids=str
+)
+def test_deep_drafts_after_short_prompts_in_rings(
+    count: int, size: int, plan: tuple[int, int]
+) -> None:
     """The first rows of a ring buffer stay visible to every node, including the tree's first nodes."""
     model, prompt = make_family("qwen2"), make_prompt(count)
     plain, drafter = with_plain(model, prompt, 30, "right", width=plan[0], max_kv_size=size)
-    assert ids(run(model, prompt, drafter, max_tokens=30, max_kv_size=size, plan=plan)) == ids(plain)
+    assert ids(run(model, prompt, drafter, max_tokens=30, max_kv_size=size, plan=plan)) == ids(
+        plain
+    )
 
 
 def test_history_must_match_the_cache() -> None:
     for cache in (None, make_prompt_cache(make_model())):
-        with pytest.raises(RedrafterError, match="the prompt cache holds 0 tokens, its history is 3"):
+        with pytest.raises(
+            RedrafterError, match="the prompt cache holds 0 tokens, its history is 3"
+        ):
             next(generate_step(PROMPT, make_model(), history=[1, 2, 3], prompt_cache=cache))

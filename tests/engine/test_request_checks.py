@@ -22,7 +22,9 @@ XTC = {"temp": 0.8, "xtc_probability": 0.5}
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 
-def decode(model: nn.Module | None = None, *, drafted: bool = True, prompt: Any = PROMPT, **options: Any) -> list[int]:
+def decode(
+    model: nn.Module | None = None, *, drafted: bool = True, prompt: Any = PROMPT, **options: Any
+) -> list[int]:
     """Decodes four tokens with a small target."""
     model = small_llama() if model is None else model
     drafter = small_drafter() if drafted else None
@@ -35,15 +37,33 @@ class Foreign(KVCache):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "the prompt is empty: expected at least one token"),
-    *(({"prompt": prompt}, "the prompt must be") for prompt in ([1.5], [[1, 2]], "the cat", [[1], [1, 2]])),
+    *(
+        ({"prompt": prompt}, "the prompt must be")
+        for prompt in ([1.5], [[1, 2]], "the cat", [[1], [1, 2]])
+    ),
     *(({"prompt": [token]}, f"token ids.*, got {token}") for token in (64, -1, 2**32 + 5)),
     ({"temp": 1.0, "top_k": 64}, "top_k must be below the vocabulary's 64, got 64"),
     ({"temp": 1.0, "min_p": 0.1, "min_tokens_to_keep": 65}, "min_tokens_to_keep must be"),
-    ({**XTC, "xtc_special_tokens": [64]}, "xtc_special_tokens must be token ids from 0 to 63, got 64"),
-    ({"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 0}, "kv_group_size must divide the head size 16"),
-    ({"prompt_cache": [RotatingKVCache(12)] * 2, "kv_bits": 8}, "mlx-lm cannot quantize a RotatingKVCache"),
-    ({"prompt_cache": [QuantizedKVCache(32)] * 2, "kv_bits": 4, "kv_group_size": 32}, "with kv_bits 8 and"),
-    ({"prompt_cache": [KVCache(), Foreign()]}, "the prompt cache must consist of mlx-lm's caches, got Foreign"),
+    (
+        {**XTC, "xtc_special_tokens": [64]},
+        "xtc_special_tokens must be token ids from 0 to 63, got 64",
+    ),
+    (
+        {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 0},
+        "kv_group_size must divide the head size 16",
+    ),
+    (
+        {"prompt_cache": [RotatingKVCache(12)] * 2, "kv_bits": 8},
+        "mlx-lm cannot quantize a RotatingKVCache",
+    ),
+    (
+        {"prompt_cache": [QuantizedKVCache(32)] * 2, "kv_bits": 4, "kv_group_size": 32},
+        "with kv_bits 8 and",
+    ),
+    (
+        {"prompt_cache": [KVCache(), Foreign()]},
+        "the prompt cache must consist of mlx-lm's caches, got Foreign",
+    ),
     ({"prompt_cache": [KVCache()]}, "the prompt cache must have 2 layers like the model, got 1"),
     ({"prompt_cache": ["a", "b"]}, "prompt[_ ]cache must"),
 ]
@@ -53,7 +73,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason: str) -> None:
     cache = make_prompt_cache(small_llama())
     progress: list[tuple[int, int]] = []
-    report: dict[str, Any] = {"prompt_progress_callback": lambda done, total: progress.append((done, total))}
+    report: dict[str, Any] = {
+        "prompt_progress_callback": lambda done, total: progress.append((done, total))
+    }
     with pytest.raises(RedrafterError, match=reason) as raised:
         decode(**({"prompt_cache": cache} | report | options))
     assert "\n" not in str(raised.value) and progress == [] and cache[0].offset == 0
@@ -63,7 +85,9 @@ def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason
 
 def test_drafters_of_another_size_are_refused() -> None:
     for sizes in ({"hidden": 48}, {"vocab": 65}):
-        with pytest.raises(RedrafterError, match=f"the drafter expects .*, the target has {max(sizes.values())}"):
+        with pytest.raises(
+            RedrafterError, match=f"the drafter expects .*, the target has {max(sizes.values())}"
+        ):
             decode(small_llama(**sizes))
 
 
@@ -88,11 +112,16 @@ class Nameless(nn.Module):
 @pytest.mark.parametrize(
     ("make", "pattern"),
     [
-        (Nameless, "cannot draft for this model: expected model.embed_tokens .*, .*Nameless has none"),
+        (
+            Nameless,
+            "cannot draft for this model: expected model.embed_tokens .*, .*Nameless has none",
+        ),
         (make_foreign, r"cannot draft for llama: its cache \(Foreign\) is not known"),
     ],
 )
-def test_unsupported_models_decode_plainly_only(make: Callable[[], nn.Module], pattern: str) -> None:
+def test_unsupported_models_decode_plainly_only(
+    make: Callable[[], nn.Module], pattern: str
+) -> None:
     model = randomised(make(), 0)
     for width in (1, 4):
         with pytest.raises(UnsupportedModelError, match=pattern):
@@ -120,7 +149,9 @@ def test_positions_outside_a_cache_allow_chains_only() -> None:
     expected = decode(model, beam_width=4)
     ropes = [layer.self_attn.rope for layer in model.layers]
     for layer, rope in zip(model.layers, ropes, strict=True):
-        layer.self_attn = WithoutRopeModule(layer.self_attn, lambda x, offset=0, rope=rope: rope(x, offset))
+        layer.self_attn = WithoutRopeModule(
+            layer.self_attn, lambda x, offset=0, rope=rope: rope(x, offset)
+        )
     assert decode(model, beam_width=4) == expected, "the rope may be a function"
     for layer in model.layers:
         layer.self_attn = WithoutRopeModule(layer.self_attn, lambda x, offset=0: x)

@@ -1,4 +1,7 @@
-"""One round: host reads, what is enqueued before them, and the input of logits processors. Nothing is timed."""
+"""One round: host reads, what is enqueued before them, and the input of logits processors.
+
+Nothing is timed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temp": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 3},
     "with XTC": {"temp": 1.0, "xtc_probability": 0.5, "seed": 3},
-    "with a processor": {"logits_processors": [lambda history, logits: logits + history[-1] * 0.01]},
+    "with a processor": {
+        "logits_processors": [lambda history, logits: logits + history[-1] * 0.01]
+    },
     "with a caller's sampler": {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)},
     "over a quantized cache": {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 8},
     "reported": {"on_round": lambda tree, path, chosen: None},
@@ -67,7 +72,9 @@ def reads(events: list[str]) -> list[str]:
 def start(plan: Any = "off", **options: Any) -> Iterator[Step]:
     """Decodes without end; small models with heads wide enough for a quantized cache."""
     options = {"max_tokens": -1, "plan": plan} | options
-    return decode_steps([1, 2, 3, 4, 5], small_llama(head_dim=32), small_drafter(), Options(**options))
+    return decode_steps(
+        [1, 2, 3, 4, 5], small_llama(head_dim=32), small_drafter(), Options(**options)
+    )
 
 
 def run_rounds(steps: Iterator[Step], count: int, events: list[Any]) -> None:
@@ -92,14 +99,20 @@ def test_a_round_reads_once(plan: Any, choice: str, events: list[str]) -> None:
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=str)
 def test_a_round_of_a_head_with_a_cache_reads_once(plan: Any, kind: str, events: list[str]) -> None:
     model = small_llama(head_dim=32)
-    steps = decode_steps([1, 2, 3, 4, 5], model, make_cached(kind, 32, 64), Options(max_tokens=-1, plan=plan))
+    steps = decode_steps(
+        [1, 2, 3, 4, 5], model, make_cached(kind, 32, 64), Options(max_tokens=-1, plan=plan)
+    )
     run_rounds(steps, 12, events)
     assert len(reads(events)) == 12, events
 
 
 def test_reads_within_a_round_are_counted(events: list[str]) -> None:
     # Negative control: a sampler that reads its choice, for each of 5 nodes in 4 rounds.
-    run_rounds(start(CHAIN, sampler=lambda logprobs: mx.array([int(mx.argmax(logprobs, axis=-1))])), 4, events)
+    run_rounds(
+        start(CHAIN, sampler=lambda logprobs: mx.array([int(mx.argmax(logprobs, axis=-1))])),
+        4,
+        events,
+    )
     assert events.count("__int__") == 20 and len(reads(events)) == 24
 
 
@@ -107,7 +120,9 @@ def test_reads_within_a_round_are_counted(events: list[str]) -> None:
 def test_the_next_forward_is_enqueued_before_reading(plan: Any, events: list[str]) -> None:
     run_rounds(start(plan), 5, events)
     first = ["async_eval"] if plan == "off" else []  # the second token, enqueued during prefill
-    enqueued = ["async_eval"] if plan == "off" else ["verify", "async_eval", "propose", "async_eval"]
+    enqueued = (
+        ["async_eval"] if plan == "off" else ["verify", "async_eval", "propose", "async_eval"]
+    )
     assert events[-1] in READS and events == first + [*enqueued, events[-1]] * 5
 
 
@@ -126,12 +141,16 @@ class Recorder:
         assert history.ndim == 1 and logits.shape[0] == 1 and logits.ndim == 2
         seen = tuple(history.tolist())
         self.histories.append(seen)
-        return logits + 6 * mx.sin(mx.arange(logits.shape[-1]) * (1 + seen[-1] + 2 * sum(seen[-4:]) + len(seen)))
+        return logits + 6 * mx.sin(
+            mx.arange(logits.shape[-1]) * (1 + seen[-1] + 2 * sum(seen[-4:]) + len(seen))
+        )
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 1), (2, 1), (7, 3), (7, 2048)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_each_node_sees_the_history_of_its_path(shape: tuple[int, int], length: int, chunk: int) -> None:
+def test_each_node_sees_the_history_of_its_path(
+    shape: tuple[int, int], length: int, chunk: int
+) -> None:
     """Two turns on one cache: each turn's histories begin with its own prompt, as in mlx-lm."""
     model, count, text = make_model(), 16, []
     cache, other = make_prompt_cache(model), make_prompt_cache(model)
@@ -139,27 +158,60 @@ def test_each_node_sees_the_history_of_its_path(shape: tuple[int, int], length: 
         theirs, ours, before = Recorder(), Recorder(), len(text)
         options = {"prefill_step_size": chunk, "max_tokens": count}
         own = {"logits_processors": [theirs], "prompt_cache": cache, "prefill_step_size": chunk}
-        steps_of_mlx_lm = mlx_lm_generate_step(mx.array(prompt), make_model(), max_tokens=count, **own)
+        steps_of_mlx_lm = mlx_lm_generate_step(
+            mx.array(prompt), make_model(), max_tokens=count, **own
+        )
         expected = [token for token, _ in steps_of_mlx_lm]
         text += [*prompt, *expected]
         drafter = scripted(model, text, "mixed", width=shape[0], seed=1)
-        steps = run(model, prompt, drafter, logits_processors=[ours], prompt_cache=other, plan=shape, **options)
+        steps = run(
+            model,
+            prompt,
+            drafter,
+            logits_processors=[ours],
+            prompt_cache=other,
+            plan=shape,
+            **options,
+        )
         assert ids(steps) == expected and steps[-1].stats.accepted > 0
         turn = text[before:]
         needed = [tuple(turn[: len(prompt) + n]) for n in range(count)]
         assert theirs.histories[:count] == needed and set(needed) <= set(ours.histories)
         for history in set(ours.histories) - set(needed):
-            same = next((n for n, pair in enumerate(zip(history, turn, strict=False)) if pair[0] != pair[1]), len(turn))
-            assert same >= len(prompt) and len(history) - same <= shape[1], "the text so far, then drafted tokens"
+            same = next(
+                (
+                    n
+                    for n, pair in enumerate(zip(history, turn, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                len(turn),
+            )
+            assert same >= len(prompt) and len(history) - same <= shape[1], (
+                "the text so far, then drafted tokens"
+            )
         nodes = 1 + shape[0] * shape[1]
-        assert len(ours.histories) == 1 + steps[-1].stats.rounds * nodes, "each node of each round once"
+        assert len(ours.histories) == 1 + steps[-1].stats.rounds * nodes, (
+            "each node of each round once"
+        )
 
 
 def test_a_processor_that_returns_another_shape_is_named() -> None:
-    for wrong, got in ((lambda _, logits: logits[0], r"shape \(64,\)"), (lambda *_: None, "NoneType")):
-        expected = rf"a logits processor must return logits of shape \(1, 64\), as it was given, got {got}"
+    for wrong, got in (
+        (lambda _, logits: logits[0], r"shape \(64,\)"),
+        (lambda *_: None, "NoneType"),
+    ):
+        expected = (
+            rf"a logits processor must return logits of shape \(1, 64\), as it was given, got {got}"
+        )
         with pytest.raises(RedrafterError, match=expected):
-            run(small_llama(), [1, 2, 3], small_drafter(), max_tokens=4, plan=(1, 3), logits_processors=[wrong])
+            run(
+                small_llama(),
+                [1, 2, 3],
+                small_drafter(),
+                max_tokens=4,
+                plan=(1, 3),
+                logits_processors=[wrong],
+            )
 
 
 def test_wrong_histories_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,5 +221,7 @@ def test_wrong_histories_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     plain, drafter = with_plain(model, prompt, 24, "right", width=2, **options)
     assert ids(run(model, prompt, drafter, max_tokens=24, plan=(2, 3), **options)) == ids(plain)
     extend = rounds.extend
-    monkeypatch.setattr(rounds, "extend", lambda history, tokens: extend(history, mx.zeros_like(tokens)))
+    monkeypatch.setattr(
+        rounds, "extend", lambda history, tokens: extend(history, mx.zeros_like(tokens))
+    )
     assert ids(run(model, prompt, drafter, max_tokens=24, plan=(2, 3), **options)) != ids(plain)

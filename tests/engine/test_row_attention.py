@@ -46,7 +46,9 @@ def attend(
     mask = make_mask(rows)
     call = mx.fast.scaled_dot_product_attention
     out = call(*arrays, scale=0.25, mask=mask)
-    mask = mask.astype(mx.float32) if isinstance(mask, mx.array) and mask.dtype != mx.bool_ else mask
+    mask = (
+        mask.astype(mx.float32) if isinstance(mask, mx.array) and mask.dtype != mx.bool_ else mask
+    )
     return out, call(*(array.astype(mx.float32) for array in arrays), scale=0.25, mask=mask)
 
 
@@ -84,5 +86,7 @@ def test_nothing_is_replaced_without_cuda(monkeypatch: pytest.MonkeyPatch) -> No
 def test_drafted_forwards_attend_by_row(recorded: list[mx.Dtype], plan: Any) -> None:
     model, attention = small_llama(), mx.fast.scaled_dot_product_attention
     model.set_dtype(mx.bfloat16)
-    assert len(list(generate_step([1, 2, 3, 4], model, small_drafter(), plan=plan, max_tokens=8))) == 8
+    assert (
+        len(list(generate_step([1, 2, 3, 4], model, small_drafter(), plan=plan, max_tokens=8))) == 8
+    )
     assert mx.float32 in recorded and mx.fast.scaled_dot_product_attention is attention

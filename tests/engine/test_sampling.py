@@ -25,14 +25,19 @@ FILTERS: dict[str, tuple[dict[str, Any], Any]] = {
     "top_p": ({"top_p": 0.8}, lambda row: apply_top_p(row, 0.8)),
     "min_p": ({"min_p": 0.3}, lambda row: apply_min_p(row, 0.3)),
     "top_k": ({"top_k": 3}, lambda row: apply_top_k(row, 3)),
-    "xtc": ({"xtc_probability": 1.0, "xtc_threshold": 0.15}, lambda row: apply_xtc(row, 1.0, 0.15, [])),
+    "xtc": (
+        {"xtc_probability": 1.0, "xtc_threshold": 0.15},
+        lambda row: apply_xtc(row, 1.0, 0.15, []),
+    ),
 }
 
 
 def choose(sampler: Sampler, positions: int) -> np.ndarray:
     """(positions,) tokens chosen at each position from the same log-probabilities."""
     draws = sampler.draw(mx.array(100), positions, VOCAB)
-    return np.array(sampler.choose(mx.repeat(LOGPROBS, positions, axis=0), draws, mx.arange(positions)))
+    return np.array(
+        sampler.choose(mx.repeat(LOGPROBS, positions, axis=0), draws, mx.arange(positions))
+    )
 
 
 def expected(temp: float, apply: Any) -> np.ndarray:
@@ -41,7 +46,9 @@ def expected(temp: float, apply: Any) -> np.ndarray:
 
 
 def deviation(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Standard deviations of the chi-square statistic above its mean (Wilson and Hilferty's cube root)."""
+    """Standard deviations of the chi-square statistic above its mean (Wilson and Hilferty's cube
+    root).
+    """
     possible = probabilities > 0
     if counts[~possible].any():
         return np.inf
@@ -57,7 +64,9 @@ def deviation(counts: np.ndarray, probabilities: np.ndarray) -> float:
 def test_tokens_have_the_filtered_distribution(name: str, temp: float) -> None:
     options, apply = FILTERS[name]
     one, other = expected(temp, apply), expected(2 * temp, apply)
-    tokens = np.concatenate([choose(make_sampler(seed=seed, temp=temp, **options), DRAWS // 4) for seed in range(4)])
+    tokens = np.concatenate(
+        [choose(make_sampler(seed=seed, temp=temp, **options), DRAWS // 4) for seed in range(4)]
+    )
     # Neighbouring positions are independent: pairs have the product distribution.
     pairs = np.bincount(tokens[:-1] * VOCAB + tokens[1:], minlength=VOCAB**2)
     assert deviation(np.bincount(tokens, minlength=VOCAB), one) < LIMIT

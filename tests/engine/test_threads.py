@@ -44,7 +44,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "chain, top_p": {"plan": (1, 4)} | TOP_P,
     "tree, pruned": {"plan": (3, 3, 7)},
     "tree, xtc": TREE | {"temp": 1.0, "seed": 9, "xtc_probability": 0.5, "xtc_threshold": 0.1},
-    "tree, processors": TREE | {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+    "tree, processors": TREE
+    | {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
     "tree, 8 bits": TREE | {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12},
 }
 
@@ -66,13 +67,16 @@ def make_job(name: str, **more: Any) -> tuple[list[int], Iterator[Any], Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [*((name, COUNT) for name in JOBS), *zip(JOBS, cycle((1, 5, 8)), strict=False)]
+    ("name", "count"),
+    [*((name, COUNT) for name in JOBS), *zip(JOBS, cycle((1, 5, 8)), strict=False)],
 )
 def test_next_and_close_may_change_threads(name: str, count: int) -> None:
     expected, steps, cache = make_job(name)
     with workers(3) as pools:
         turn = cycle(pools)
-        assert [next(turn).submit(next, steps).result()[0] for _ in range(count)] == expected[:count]
+        assert [next(turn).submit(next, steps).result()[0] for _ in range(count)] == expected[
+            :count
+        ]
         if count == COUNT:
             assert next(turn).submit(next, steps, None).result() is None
         next(turn).submit(steps.close).result()
@@ -83,7 +87,11 @@ def test_next_and_close_may_change_threads(name: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [("tree, pruned", "plain"), ("tree, xtc", "chain, top_p"), ("tree, processors", "tree, 8 bits")],
+    [
+        ("tree, pruned", "plain"),
+        ("tree, xtc", "chain, top_p"),
+        ("tree, processors", "tree, 8 bits"),
+    ],
     ids=" and ".join,
 )
 def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
@@ -116,7 +124,9 @@ def test_another_thread_may_run_a_batch_meanwhile() -> None:
         return model(mx.array([[4], [5]]), cache=cache).tolist()
 
     expected = run_batch()
-    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, is_tree=True)
+    nodes = Nodes(
+        0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, is_tree=True
+    )
     with workers(1) as (other,):
         built, (recorded,) = capture(
             [CapturePoint(find_parts(model).final_norm)],
@@ -126,7 +136,9 @@ def test_another_thread_may_run_a_batch_meanwhile() -> None:
 
 
 class Waiting(nn.Module):
-    """A model's last layer that waits in another thread's forward which captures the first layer's output."""
+    """A model's last layer that waits in another thread's forward which captures the first layer's
+    output.
+    """
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -136,7 +148,11 @@ class Waiting(nn.Module):
         self.entered, self._left = threading.Event(), threading.Event()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_captured() and threading.get_ident() != self._owner and not self.entered.is_set():
+        if (
+            self._is_captured()
+            and threading.get_ident() != self._owner
+            and not self.entered.is_set()
+        ):
             self.entered.set()
             self._left.wait(0.5)
         return self["layer"](*args, **kwargs)
@@ -158,7 +174,9 @@ def test_a_model_is_not_looked_at_while_another_thread_builds_a_forward(task: st
         "end of a turn": turn.close,
     }
     with workers(1) as (pool,):
-        other = pool.submit(lambda: list(generate_step(PROMPT, model, drafter, plan=(1, 3), max_tokens=8)))
+        other = pool.submit(
+            lambda: list(generate_step(PROMPT, model, drafter, plan=(1, 3), max_tokens=8))
+        )
         assert waiting.entered.wait(30)
         tasks[task]()
         assert len(other.result(30)) == 8

@@ -46,7 +46,9 @@ def check_pruned(pruned: Tree, beams: Beams, count: int) -> None:
         at = parents[at]
     order = [0, *(node for node in leading if node in best)]
     order += [node for node in best if node not in order]
-    check_tree(pruned, [tokens[node] for node in order], [order.index(parents[node]) for node in order])
+    check_tree(
+        pruned, [tokens[node] for node in order], [order.index(parents[node]) for node in order]
+    )
 
 
 def test_running_example() -> None:
@@ -74,8 +76,12 @@ def random_beams(seed: int, width: int, depth: int, scale: float = 1.0) -> Beams
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 30.0], ids=["undecided", "certain"])
-@pytest.mark.parametrize(("width", "depth"), [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4), (4, 3), (5, 2)])
-def test_trees_hold_all_hypotheses_or_the_likeliest(width: int, depth: int, scale: float, ties: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "depth"), [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4), (4, 3), (5, 2)]
+)
+def test_trees_hold_all_hypotheses_or_the_likeliest(
+    width: int, depth: int, scale: float, ties: bool
+) -> None:
     for seed in range(3):
         beams = random_beams(seed, width, depth, scale)
         if ties:  # a child may score as high as its parent
@@ -89,7 +95,8 @@ def test_trees_hold_all_hypotheses_or_the_likeliest(width: int, depth: int, scal
 def test_the_checks_reject_wrong_trees() -> None:
     beams = random_beams(1, 3, 3)
     tree, nodes = grow(ROOT, beams), all_nodes(beams)
-    # Negative controls: a chain's mask on a tree, node numbers as depths, a wrong parent, other beams.
+    # Negative controls: a chain's mask on a tree, node numbers as depths, a wrong parent, other
+    # beams.
     for wrong in (
         tree._replace(ancestors=mx.tril(mx.ones((10, 10), mx.bool_))),
         tree._replace(depths=mx.arange(10)),
@@ -100,6 +107,10 @@ def test_the_checks_reject_wrong_trees() -> None:
             check_tree(wrong, *nodes)
     # Negative controls: first levels only, parents of the whole tree, other count.
     first = Tree(tree.tokens[:6], tree.parents[:6], tree.depths[:6], tree.ancestors[:6, :6])
-    for wrong in (first, prune(tree, beams, 6)._replace(parents=first.parents), prune(tree, beams, 7)):
+    for wrong in (
+        first,
+        prune(tree, beams, 6)._replace(parents=first.parents),
+        prune(tree, beams, 7),
+    ):
         with pytest.raises(AssertionError):
             check_pruned(wrong, beams, 6)

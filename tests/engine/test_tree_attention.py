@@ -19,7 +19,10 @@ TOLERANCE = 2e-4
 """For float32 and logits of about 5; N rows and one row may use different kernels."""
 
 QUANTIZED_TOLERANCES = {None: TOLERANCE, 8: 0.05, 4: 0.5}
-"""By KV cache bits: a small difference can round a key to the next step. Observed: 0.022 and 0.22."""
+"""By KV cache bits: a small difference can round a key to the next step.
+
+Observed: 0.022 and 0.22.
+"""
 
 PREFIXES = [0, 1, 2, 5, 17, 31, 40, 254]
 """Caches grow in steps of 256 rows; after 254 rows this happens in the middle of a tree."""
@@ -45,7 +48,9 @@ def prefilled(kind: str, prefix: int, bits: int | None, seed: int) -> Target:
 def paths(tree: Tree) -> list[list[int]]:
     """Tokens from the root to each node, found through the parents."""
     found: list[list[int]] = []
-    for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+    for node, (token, parent) in enumerate(
+        zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+    ):
         found.append([token] if node == 0 else [*found[parent], token])
     return found
 
@@ -55,7 +60,9 @@ def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -
     model, target = make_model(kind), prefilled(kind, prefix, bits, seed)
     cache = copy.deepcopy(target.cache)
     logits = [model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
-    states = [model.model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
+    states = [
+        model.model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)
+    ]
     together = target.verify(tree, is_tree=True)
     assert together.logits.shape == (tree.tokens.shape[0], VOCAB)
     far = mx.abs(together.logits - mx.stack(logits)).max(axis=1)
@@ -63,7 +70,8 @@ def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits"), [*((kind, None) for kind in KINDS), *product(("llama", "phi3-longrope"), (8, 4))]
+    ("kind", "bits"),
+    [*((kind, None) for kind in KINDS), *product(("llama", "phi3-longrope"), (8, 4))],
 )
 def test_every_node_gets_the_logits_of_its_path(kind: str, bits: int | None) -> None:
     for seed, prefix in enumerate(PREFIXES):
@@ -73,7 +81,11 @@ def test_every_node_gets_the_logits_of_its_path(kind: str, bits: int | None) -> 
 
 @pytest.mark.parametrize(
     ("wrong", "kind"),
-    [*(("consecutive positions", kind) for kind in KINDS), ("mask of ones", "llama"), ("causal mask", "llama")],
+    [
+        *(("consecutive positions", kind) for kind in KINDS),
+        ("mask of ones", "llama"),
+        ("causal mask", "llama"),
+    ],
 )
 def test_wrong_masks_and_positions_give_other_logits(wrong: str, kind: str) -> None:
     for seed in (1, 3, 5):
@@ -86,4 +98,6 @@ def test_wrong_masks_and_positions_give_other_logits(wrong: str, kind: str) -> N
         }[wrong]
         far = distances(kind, PREFIXES[seed], None, seed, broken)
         assert far.max() > 100 * TOLERANCE
-        assert wrong == "mask of ones" or far[0] < TOLERANCE, "the root sees only the prefix, at the correct position"
+        assert wrong == "mask of ones" or far[0] < TOLERANCE, (
+            "the root sees only the prefix, at the correct position"
+        )

@@ -27,7 +27,9 @@ def test_last_of_two_threads_restores_the_limit(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda *args: {"max_recommended_working_set_size": recommended})
+    monkeypatch.setattr(
+        mx, "device_info", lambda *args: {"max_recommended_working_set_size": recommended}
+    )
     with pytest.raises(KeyError), wired_limit(small_llama()):
         other = threading.Thread(target=decode)
         other.start()

@@ -11,8 +11,13 @@ from mlx_redrafter.planning.planner import AutoPlanner
 LIKELY = Forecast(1.0, [0.95**depth for depth in range(1, 9)])
 
 
-def decode_rounds(planner: AutoPlanner, count: int, tokens: int, *, from_context: bool = False) -> list[Plan | None]:
-    """Plans of rounds without a forecast. Drafting rounds make `tokens` tokens and take as long as planned."""
+def decode_rounds(
+    planner: AutoPlanner, count: int, tokens: int, *, from_context: bool = False
+) -> list[Plan | None]:
+    """Plans of rounds without a forecast.
+
+    Drafting rounds make `tokens` tokens and take as long as planned.
+    """
     plans = []
     for _ in range(count):
         plan = planner.next_plan(START)
@@ -23,7 +28,9 @@ def decode_rounds(planner: AutoPlanner, count: int, tokens: int, *, from_context
 
 
 def test_a_bad_drafter_leaves_budget_for_the_context() -> None:
-    planner = AutoPlanner(make_costs("half of every row"), ACCEPTANCE, [Plan(1, 4, 5)], can_merge=True)
+    planner = AutoPlanner(
+        make_costs("half of every row"), ACCEPTANCE, [Plan(1, 4, 5)], can_merge=True
+    )
     plans = decode_rounds(planner, 60, tokens=1)
     assert any(plans) and not any(plans[-5:]), "the drafter was tried and abandoned"
     assert planner.next_plan(START, 0, LIKELY) == CONTEXT_ONLY

@@ -25,7 +25,9 @@ from mlx_redrafter.planning import measure, store
 from mlx_redrafter.planning.costs import CostTable, interpolate, is_disturbed
 from mlx_redrafter.planning.measure import CONTEXTS, measure_costs
 
-SMALL = CostTable((64,), (1, 2, 3, 4, 5), ((1.0, 1.1, 1.1, 1.2, 1.2),), (1.0,), (1, 2), (0.01, 0.01), (0.0, 0.0))
+SMALL = CostTable(
+    (64,), (1, 2, 3, 4, 5), ((1.0, 1.1, 1.1, 1.2, 1.2),), (1.0,), (1, 2), (0.01, 0.01), (0.0, 0.0)
+)
 Models = tuple[Any, Drafter]
 
 
@@ -50,7 +52,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     def measure_next(model: Any, drafter: Drafter, *, trees: bool) -> CostTable:
         calls.append(trees)
         count = len(calls)
-        table = SMALL._replace(plain=(float(count),), verify=(tuple(count * ms for ms in SMALL.verify[0]),))
+        table = SMALL._replace(
+            plain=(float(count),), verify=(tuple(count * ms for ms in SMALL.verify[0]),)
+        )
         return table if trees else table.chains_only()
 
     monkeypatch.setattr(store, "measure_costs", measure_next)
@@ -63,7 +67,13 @@ def forget(pair: Pair) -> Pair:
 
 
 def test_costs_between_contexts_are_interpolated() -> None:
-    assert [interpolate((64, 1024), (1.0, 2.0), place) for place in (0, 64, 544, 1024, 1984)] == [1, 1, 1.5, 2, 3]
+    assert [interpolate((64, 1024), (1.0, 2.0), place) for place in (0, 64, 544, 1024, 1984)] == [
+        1,
+        1,
+        1.5,
+        2,
+        3,
+    ]
     assert interpolate((64, 1024), (2.0, 1.0), 5000) == 1.0
     assert interpolate((64,), (2.0,), 5000) == 2.0
     costs, plan = make_costs("gentle"), chain_plan(3)
@@ -80,38 +90,59 @@ def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
     assert costs.round_ms(plan, 64, 1) - alone == pytest.approx(row[4] - row[3])
     assert costs.round_ms(plan, 64, 2) - alone == pytest.approx(row[5] - row[3])
     assert costs.round_ms(plan, 64, 1.5) - alone == pytest.approx((row[4] + row[5]) / 2 - row[3])
-    assert costs.round_ms(plan, 64, 20) - costs.round_ms(plan, 64, 12) == pytest.approx(0.8), "extrapolated"
+    assert costs.round_ms(plan, 64, 20) - costs.round_ms(plan, 64, 12) == pytest.approx(0.8), (
+        "extrapolated"
+    )
     assert costs.step_ms(64, 5) - costs.step_ms(64) == pytest.approx(row[5] - row[0])
     assert costs._replace(replay_row_ms=0.0).round_ms(plan, 64, 5) == alone
 
 
 def test_times_that_contradict_each_other_are_disturbed() -> None:
     flat = make_costs()
-    assert not any(is_disturbed(make_costs(curve)) for curve in CURVES), "such curves are typical of kernels"
+    assert not any(is_disturbed(make_costs(curve)) for curve in CURVES), (
+        "such curves are typical of kernels"
+    )
     assert is_disturbed(flat._replace(plain=(1.0, 0.5)))
     assert is_disturbed(flat._replace(plain=(1.3, 1.3)))
     assert is_disturbed(flat._replace(level=(0.05, 0.08, 0.06)))
-    assert is_disturbed(flat._replace(overhead_ms=(-0.2, 0.0))), "rounds shorter than their forwards"
+    assert is_disturbed(flat._replace(overhead_ms=(-0.2, 0.0))), (
+        "rounds shorter than their forwards"
+    )
     overlapping = tuple((1.5, *row[1:]) for row in flat.verify)
-    assert not is_disturbed(flat._replace(verify=overlapping, overhead_ms=(-0.05, 0.0))), "half of a forward overlaps"
+    assert not is_disturbed(flat._replace(verify=overlapping, overhead_ms=(-0.05, 0.0))), (
+        "half of a forward overlaps"
+    )
     late = (*flat.verify[0][:8], 2.0, *flat.verify[0][9:])
     assert is_disturbed(flat._replace(verify=(late, flat.verify[1])))
-    assert not is_disturbed(flat._replace(verify=(late, tuple(1.5 * ms for ms in late)))), "confirmed at both lengths"
+    assert not is_disturbed(flat._replace(verify=(late, tuple(1.5 * ms for ms in late)))), (
+        "confirmed at both lengths"
+    )
 
 
-@pytest.mark.parametrize(("name", "trees"), [(None, True), (None, False), ("falcon_h1", False), ("gpt2", False)])
-def test_all_parts_of_a_round_are_measured(name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "trees"), [(None, True), (None, False), ("falcon_h1", False), ("gpt2", False)]
+)
+def test_all_parts_of_a_round_are_measured(
+    name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     costs = measure_costs(*make_pair(name=name), trees=trees)
     assert costs.counts[:5] == (1, 2, 3, 4, 5) and costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
     assert (costs.replay_row_ms > 0) <= (name == "falcon_h1")
     monkeypatch.setattr(measure, "SECONDS", 0.0)
-    assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), "fewer counts on slow models"
+    assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), (
+        "fewer counts on slow models"
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
-def test_levels_are_measured_at_the_depth_of_the_block(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block's cost is nearly all in its first level; deeper drafts must not be priced as several blocks."""
+def test_levels_are_measured_at_the_depth_of_the_block(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block's cost is nearly all in its first level.
+
+    Deeper drafts must not be priced as several blocks.
+    """
     depths = set()
     begin = BlockSource.begin
 
@@ -141,7 +172,11 @@ def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
     rows.clear()
     monkeypatch.setattr(measure, "time_step", lambda model: 1.5)
     costs = measure_costs(*pair, trees=True)
-    assert 1 < sum(rows) <= measure.SLOW_STEPS - 2 and costs.contexts == (64,) and costs.counts == (1, 2, 3, 4, 5)
+    assert (
+        1 < sum(rows) <= measure.SLOW_STEPS - 2
+        and costs.contexts == (64,)
+        and costs.counts == (1, 2, 3, 4, 5)
+    )
 
 
 def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: Path) -> None:
@@ -150,7 +185,9 @@ def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: P
     assert pair.costs(trees=True) is first and measured == [True]
     assert forget(pair).costs(trees=True) == first and measured == [True], "read from the disk"
     chains = pair.costs(trees=False)
-    assert (chains.plain, chains.widths, measured) == ((2.0,), (1,), [True, False]), "chains are measured separately"
+    assert (chains.plain, chains.widths, measured) == ((2.0,), (1,), [True, False]), (
+        "chains are measured separately"
+    )
     again = pair.costs(trees=True, refresh=True)
     assert again.plain == (3.0,) and pair.costs(trees=True) is again
     assert forget(pair).costs(trees=True) == again
@@ -159,7 +196,9 @@ def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: P
 
 def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
     pair = Pair(*make_pair([[0.9, 0.05]]))
-    planners = [pair.make_planner(trees=True, chains_only=chains) for chains in (False, True, False)]
+    planners = [
+        pair.make_planner(trees=True, chains_only=chains) for chains in (False, True, False)
+    ]
     assert measured == [True]
     chains = planners[1]
     assert chains.plans and all(plan.width == 1 for plan in chains.plans)
@@ -167,7 +206,8 @@ def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", ["[1]", '{"of": {}, ', '{"costs": [1], "tries": 1}', '{"costs": {"plain": [-1]}, "tries": 1}']
+    "damaged",
+    ["[1]", '{"of": {}, ', '{"costs": [1], "tries": 1}', '{"costs": {"plain": [-1]}, "tries": 1}'],
 )
 def test_a_damaged_file_is_measured_again(damaged: str, measured: list[bool], caches: Path) -> None:
     pair = Pair(*make_pair())

@@ -9,5 +9,7 @@ from mlx_redrafter.planning.machine import describe_machine, find_memory_bytes
 
 def test_the_machine_is_described() -> None:
     found = describe_machine()
-    assert {"device", "chip", "platform", "cores", "memory_gb", "python", "mlx", "mlx-lm"} <= set(found)
+    assert {"device", "chip", "platform", "cores", "memory_gb", "python", "mlx", "mlx-lm"} <= set(
+        found
+    )
     assert find_memory_bytes() > 1 << 28 and json.dumps(found)

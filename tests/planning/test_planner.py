@@ -64,7 +64,10 @@ def predict_tokens(table: AcceptanceTable, plan: Plan, scale: float = 1.0) -> fl
 
 def predict_all(costs: CostTable, length: int, scale: float = 1.0) -> list[Prediction]:
     """The prediction for every measured plan."""
-    return [predict(costs, plan, length, each) for plan, each in find_cumulative(costs, ACCEPTANCE, scale).items()]
+    return [
+        predict(costs, plan, length, each)
+        for plan, each in find_cumulative(costs, ACCEPTANCE, scale).items()
+    ]
 
 
 def test_expected_tokens_of_the_running_example() -> None:
@@ -73,13 +76,18 @@ def test_expected_tokens_of_the_running_example() -> None:
     # Level 1: .5, .25. Level 2 keeps the best two of .5 * .4, .5 * .2, .25 * .4, .25 * .2.
     assert predict_tokens(table, Plan(2, 2, 5)) == pytest.approx(1 + 0.75 + 0.2 + 0.1)
     assert predict_tokens(table, Plan(2, 2, 4)) == pytest.approx(1 + 0.75 + 0.2)
-    assert predict_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4), "rates as at depth 2"
+    assert predict_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4), (
+        "rates as at depth 2"
+    )
     assert predict_tokens(table, Plan(1, 2, 3), 1.5) == pytest.approx(1 + 0.75 + 0.75 * 0.6)
-    assert predict_tokens(table, Plan(2, 1, 3), 9.0) == pytest.approx(1 + MAX_RATE + 0.25 * (1 - MAX_RATE) / 0.5)
+    assert predict_tokens(table, Plan(2, 1, 3), 9.0) == pytest.approx(
+        1 + MAX_RATE + 0.25 * (1 - MAX_RATE) / 0.5
+    )
 
 
 @pytest.mark.parametrize(
-    ("plan", "scale"), [(Plan(1, 1, 2), 0.9), (Plan(1, 8, 9), 1.3), (Plan(2, 3, 5), 0.3), (Plan(4, 5, 12), 0.8)]
+    ("plan", "scale"),
+    [(Plan(1, 1, 2), 0.9), (Plan(1, 8, 9), 1.3), (Plan(2, 3, 5), 0.3), (Plan(4, 5, 12), 0.8)],
 )
 def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float) -> None:
     generator, rounds = random.Random(0), 40000
@@ -88,9 +96,15 @@ def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float) -
         count = 1 + draw_accepted(plan, scale, generator)
         if replayed > MAX_REPLAY:  # replayed by a plain step
             total, replayed = total + replayed, 0
-        total, replayed, made = total + replayed, replayed + count if count <= plan.depth else 0, made + count
+        total, replayed, made = (
+            total + replayed,
+            replayed + count if count <= plan.depth else 0,
+            made + count,
+        )
     assert made / rounds == pytest.approx(predict_tokens(ACCEPTANCE, plan, scale), abs=0.03)
-    assert predict_replay(cumulative_acceptance(ACCEPTANCE, plan, scale)) == pytest.approx(total / rounds, rel=0.02)
+    assert predict_replay(cumulative_acceptance(ACCEPTANCE, plan, scale)) == pytest.approx(
+        total / rounds, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -109,13 +123,22 @@ def test_candidates_are_close_to_the_best_of_all_plans(curve: str) -> None:
         speedups = {found.plan: found.speedup for found in predict_all(costs, length, scale)}
         fastest = max(speedups.values())
         assert speedups[every[3]] == pytest.approx(
-            predict_tokens(ACCEPTANCE, every[3], scale) * costs.plain_ms(length) / costs.round_ms(every[3], length)
+            predict_tokens(ACCEPTANCE, every[3], scale)
+            * costs.plain_ms(length)
+            / costs.round_ms(every[3], length)
         )
-        assert max([speedups[plan] for plan in candidates], default=1.0) >= 0.97 * fastest or fastest <= 1
+        assert (
+            max([speedups[plan] for plan in candidates], default=1.0) >= 0.97 * fastest
+            or fastest <= 1
+        )
     assert all(plan.width == 1 for plan in list_candidate_plans(costs.chains_only(), ACCEPTANCE))
     measured = (1, 2, 4, 9)
-    gaps = costs._replace(counts=measured, verify=tuple(tuple(row[n - 1] for n in measured) for row in costs.verify))
-    assert all(plan.size in measured for plan in list_measured_plans(gaps)), "only measured sizes are planned"
+    gaps = costs._replace(
+        counts=measured, verify=tuple(tuple(row[n - 1] for n in measured) for row in costs.verify)
+    )
+    assert all(plan.size in measured for plan in list_measured_plans(gaps)), (
+        "only measured sizes are planned"
+    )
     assert list_candidate_plans(costs, ((0.0,),)) == ()
 
 
@@ -126,12 +149,19 @@ def test_the_starting_plan_is_the_fastest_affordable() -> None:
         planner = AutoPlanner(make_costs(curve), ACCEPTANCE)
         assert [planner.next_plan(START) for _ in range(WARM_UP + 1)][-1] == first
     acceptance, plans = ((MAX_RATE,),), (chain_plan(1), chain_plan(15))
-    dear = costs._replace(verify=tuple((row[0], 1.5, *(9.0 for _ in row[2:])) for row in costs.verify))
-    slower, faster = (predict(dear, plan, START, cumulative_acceptance(acceptance, plan)).speedup for plan in plans)
+    dear = costs._replace(
+        verify=tuple((row[0], 1.5, *(9.0 for _ in row[2:])) for row in costs.verify)
+    )
+    slower, faster = (
+        predict(dear, plan, START, cumulative_acceptance(acceptance, plan)).speedup
+        for plan in plans
+    )
     assert 1.2 < slower < faster
     planner = AutoPlanner(dear, acceptance, plans)
     chosen = [planner.next_plan(START) for _ in range(WARM_UP + 1)]
-    assert chosen == [*[None] * WARM_UP, chain_plan(1)], "a rejected draft of 15 would exceed the budget"
+    assert chosen == [*[None] * WARM_UP, chain_plan(1)], (
+        "a rejected draft of 15 would exceed the budget"
+    )
 
 
 @pytest.mark.parametrize(("curve", "replay", "truth"), pairs(CURVES, (0.0, 0.05, 0.5), BOUNDS))
@@ -162,18 +192,26 @@ def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, te
 
 def test_rounds_that_slow_down_are_noticed() -> None:
     costs = make_costs("gentle")
-    truth = costs._replace(verify=(costs.verify[0], scale_rounds(costs, 2.0).verify[1]))  # wrong at 1,024 tokens
+    truth = costs._replace(
+        verify=(costs.verify[0], scale_rounds(costs, 2.0).verify[1])
+    )  # wrong at 1,024 tokens
     for text in ("a third", "most"):
         assert simulate(AutoPlanner(costs, ACCEPTANCE), truth, TEXTS[text], 3000, 1) > BOUNDS[1.3]
     planner = AutoPlanner(costs, ACCEPTANCE)
     assert simulate(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 1) < 0.9
     simulate(planner, costs, TEXTS["all"], 600, 1)
-    assert simulate(planner, costs, TEXTS["all"], 600, 1) > 1.4, "drafting resumes once rounds are fast again"
+    assert simulate(planner, costs, TEXTS["all"], 600, 1) > 1.4, (
+        "drafting resumes once rounds are fast again"
+    )
 
 
 def test_better_text_is_noticed_in_spite_of_stalls() -> None:
-    assert min(simulate_auto(make_costs(), TEXTS["turns good"], 2000, seed) for seed in range(4)) > 1.4
-    calm, stalled = (simulate_auto(make_costs(), TEXTS["all"], 1500, 2, stalls=stalls) for stalls in (0.0, 0.15))
+    assert (
+        min(simulate_auto(make_costs(), TEXTS["turns good"], 2000, seed) for seed in range(4)) > 1.4
+    )
+    calm, stalled = (
+        simulate_auto(make_costs(), TEXTS["all"], 1500, 2, stalls=stalls) for stalls in (0.0, 0.15)
+    )
     assert stalled > 0.95 * calm > 1.5
 
 
@@ -190,14 +228,19 @@ def test_the_pause_between_probes_doubles() -> None:
 
 
 @pytest.mark.parametrize(
-    "truth", [((0.88, 0.04),), ((0.7, 0.1), (0.4, 0.1), (0.15, 0.05), (0.05, 0.02))], ids=["flat", "steep"]
+    "truth",
+    [((0.88, 0.04),), ((0.7, 0.1), (0.4, 0.1), (0.15, 0.05), (0.05, 0.02))],
+    ids=["flat", "steep"],
 )
 def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
     """Learned per depth, where drafters differ most."""
     costs = make_costs("a step, a cliff at 16")
 
     def decode_text(history: History, seed: int) -> tuple[float, tuple[Plan, ...]]:
-        generator, planner = random.Random(seed), AutoPlanner(costs, UNKNOWN_ACCEPTANCE, history=history)
+        generator, planner = (
+            random.Random(seed),
+            AutoPlanner(costs, UNKNOWN_ACCEPTANCE, history=history),
+        )
 
         def draw(plan: Plan, made: int) -> int:
             drawn = generator.random()
@@ -214,13 +257,18 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
         firsts.append(speeds[0])
         lasts.append(fmean(speeds[2:]))
         first, last, best = (
-            max(plan.depth for plan in each) for each in (*plans[::4], list_candidate_plans(costs, truth))
+            max(plan.depth for plan in each)
+            for each in (*plans[::4], list_candidate_plans(costs, truth))
         )
-        assert abs(last - best) <= max(3, abs(first - best) - 1), "candidates follow from the learned rates"
+        assert abs(last - best) <= max(3, abs(first - best) - 1), (
+            "candidates follow from the learned rates"
+        )
     assert fmean(lasts) > fmean(firsts)
 
 
-@pytest.mark.parametrize(("truth", "scale"), [(1.0, "nothing"), (1.25, "a third"), (1.25, "most"), (2.0, "all")])
+@pytest.mark.parametrize(
+    ("truth", "scale"), [(1.0, "nothing"), (1.25, "a third"), (1.25, "most"), (2.0, "all")]
+)
 def test_many_short_texts_lose_little_together(truth: float, scale: str) -> None:
     """Later texts make up for earlier losses and know actual round times from the start."""
     costs, history = make_costs("half of every row"), History()
@@ -242,7 +290,9 @@ def test_a_good_drafter_drafts_from_the_next_texts_first_token() -> None:
         planner.finish()
 
 
-def test_counts_are_saved_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_counts_are_saved_for_the_next_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = make_model()
     drafter = make_drafter(model)

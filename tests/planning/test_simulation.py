@@ -22,4 +22,6 @@ def test_rounds_match_decoding(family: str, seed: int) -> None:
     stats = steps[-1].stats
     assert stats.context_accepted > 20 and bool(stats.replayed) is (family == "rwkv7")
     costs = FREE._replace(replay_row_ms=1e-9 * bool(stats.replayed))
-    assert simulate_text(costs, Planner(None), prompt, ids(steps)) == pytest.approx(79 / stats.rounds)
+    assert simulate_text(costs, Planner(None), prompt, ids(steps)) == pytest.approx(
+        79 / stats.rounds
+    )

@@ -52,7 +52,9 @@ def scripted(scripted_server: Scripted) -> Iterator[Scripted]:
 @pytest.fixture(scope="module")
 def openai_client(demo: Running) -> Iterator[openai.OpenAI]:
     """OpenAI's client for the demo, without retries."""
-    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(
+        base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+    ) as client:
         yield client
 
 
@@ -68,5 +70,7 @@ def scripted_openai(scripted_server: Scripted) -> Iterator[openai.OpenAI]:
 def scripted_anthropic(scripted_server: Scripted) -> Iterator[anthropic.Anthropic]:
     """Anthropic's client for the scripted server."""
     url = scripted_server[0].url
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with anthropic.Anthropic(
+        base_url=url, api_key="none", max_retries=0, timeout=PATIENCE
+    ) as client:
         yield client

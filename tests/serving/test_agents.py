@@ -14,8 +14,17 @@ SCHEMA = {
     "required": ["path"],
     "additionalProperties": False,
 }
-CHAT_TOOL = {"type": "function", "function": {"name": "read", "description": "Reads.", "parameters": SCHEMA}}
-RESPONSES_TOOL = {"type": "function", "name": "read", "description": "Reads.", "parameters": SCHEMA, "strict": False}
+CHAT_TOOL = {
+    "type": "function",
+    "function": {"name": "read", "description": "Reads.", "parameters": SCHEMA},
+}
+RESPONSES_TOOL = {
+    "type": "function",
+    "name": "read",
+    "description": "Reads.",
+    "parameters": SCHEMA,
+    "strict": False,
+}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 CALL = '</think><tool_call>{"name": "read", "arguments": {"path": "a.py"}}</tool_call>'
 
@@ -29,9 +38,21 @@ def message(role: str, words: str) -> dict[str, Any]:
 
 
 READ = {"path": "a.py"}
-READ_CALL = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": READ, "caller": {"type": "direct"}}
+READ_CALL = {
+    "type": "tool_use",
+    "id": "toolu_1",
+    "name": "read",
+    "input": READ,
+    "caller": {"type": "direct"},
+}
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
-RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": False, "content": [text("x = 1"), PNG], **CACHED}
+RESULT = {
+    "type": "tool_result",
+    "tool_use_id": "toolu_1",
+    "is_error": False,
+    "content": [text("x = 1"), PNG],
+    **CACHED,
+}
 CLAUDE_CODE: dict[str, Any] = {
     "model": "demo",
     "max_tokens": 32000,
@@ -41,14 +62,30 @@ CLAUDE_CODE: dict[str, Any] = {
         text("You are an agent.", **CACHED),
     ],
     "messages": [
-        {"role": "user", "content": [text("<system-reminder>Today.</system-reminder>"), text("Fix it.")]},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Look.", "signature": ""}, READ_CALL]},
+        {
+            "role": "user",
+            "content": [text("<system-reminder>Today.</system-reminder>"), text("Fix it.")],
+        },
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "Look.", "signature": ""}, READ_CALL],
+        },
         {"role": "user", "content": [RESULT]},
         {"role": "system", "content": "The user sent a new message."},
     ],
     "tools": [
-        {"name": "read", "description": "Reads.", "input_schema": SCHEMA, "eager_input_streaming": True},
-        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8, "allowed_domains": ["a.example"]},
+        {
+            "name": "read",
+            "description": "Reads.",
+            "input_schema": SCHEMA,
+            "eager_input_streaming": True,
+        },
+        {
+            "type": "web_search_20250305",
+            "name": "web_search",
+            "max_uses": 8,
+            "allowed_domains": ["a.example"],
+        },
     ],
     "metadata": {"user_id": "user_1"},
     "thinking": {"type": "adaptive"},
@@ -67,10 +104,25 @@ CODEX: dict[str, Any] = {
         message("developer", "<permissions/>"),
         message("user", "<environment_context/>"),
         message("user", "Fix it."),
-        {"type": "reasoning", "summary": [text("Look.", "summary_text")], "content": None, "encrypted_content": "x"},
-        {"type": "function_call", "name": "read", "arguments": '{"path":"a.py"}', "call_id": "call_1"},
+        {
+            "type": "reasoning",
+            "summary": [text("Look.", "summary_text")],
+            "content": None,
+            "encrypted_content": "x",
+        },
+        {
+            "type": "function_call",
+            "name": "read",
+            "arguments": '{"path":"a.py"}',
+            "call_id": "call_1",
+        },
         {"type": "function_call_output", "call_id": "call_1", "output": "x = 1"},
-        {"type": "custom_tool_call", "call_id": "call_2", "name": "apply_patch", "input": "*** Begin"},
+        {
+            "type": "custom_tool_call",
+            "call_id": "call_2",
+            "name": "apply_patch",
+            "input": "*** Begin",
+        },
         {"type": "custom_tool_call_output", "call_id": "call_2", "output": "Done."},
         message("developer", "Mode: plan."),
     ],
@@ -78,7 +130,12 @@ CODEX: dict[str, Any] = {
         RESPONSES_TOOL,
         PATCH | {"format": GRAMMAR},
         {"type": "namespace", "name": "mcp__docs", "description": "Docs.", "tools": [SEARCH]},
-        {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": {"type": "object"}},
+        {
+            "type": "tool_search",
+            "execution": "client",
+            "description": "Finds tools.",
+            "parameters": {"type": "object"},
+        },
         {"type": "web_search", "external_web_access": False},
     ],
     "tool_choice": "auto",
@@ -125,12 +182,18 @@ def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
     assert "Fix it." in scripted[1].prompt and "web_search" not in scripted[1].prompt
     if body["stream"]:
         last = events_of(reply)[-1]
-        assert last.get("type") in ("message_stop", "response.completed") or last["usage"]["completion_tokens"]
+        assert (
+            last.get("type") in ("message_stop", "response.completed")
+            or last["usage"]["completion_tokens"]
+        )
     assert b"a.py" in reply.body or not body["tools"]
 
 
 def test_conversations_of_agents_become_one_prompt(scripted: Scripted) -> None:
-    """System messages join the nearest user turn; Claude Code's header, which varies, is dropped."""
+    """System messages join the nearest user turn;
+
+    Claude Code's header, which varies, is dropped.
+    """
     ask(scripted[0], "/v1/messages", CLAUDE_CODE)
     assert scripted[1].prompt == (
         "<tool_call> is how to call read\n<system>You are an agent."
@@ -139,7 +202,10 @@ def test_conversations_of_agents_become_one_prompt(scripted: Scripted) -> None:
         "<user><system>\nThe user sent a new message.\n</system><assistant><think>"
     )
     ask(scripted[0], "/v1/responses", CODEX)
-    tools = "".join(f"<tool_call> is how to call {name}\n" for name in ("read", "apply_patch", "mcp__docs__search"))
+    tools = "".join(
+        f"<tool_call> is how to call {name}\n"
+        for name in ("read", "apply_patch", "mcp__docs__search")
+    )
     assert scripted[1].prompt == (
         f"{tools}<system>You are an agent.\n\n<permissions/><user><environment_context/><user>Fix it."
         '<assistant><tool_call>read {"path": "a.py"}</tool_call><tool>x = 1'

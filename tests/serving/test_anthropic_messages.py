@@ -12,19 +12,32 @@ SHELL: Any = {"name": "shell", "description": "Run it.", "input_schema": {"type"
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>'
 
 
-def test_text_without_streaming(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+def test_text_without_streaming(
+    scripted: Scripted, scripted_anthropic: anthropic.Anthropic
+) -> None:
     scripted[1].texts = [["Hm.</think>", "I am ", "fine."]]
-    system: Any = [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind.", "cache_control": {"type": "x"}}]
-    made = scripted_anthropic.messages.create(model="demo", max_tokens=50, system=system, messages=USER)
+    system: Any = [
+        {"type": "text", "text": "Be"},
+        {"type": "text", "text": "kind.", "cache_control": {"type": "x"}},
+    ]
+    made = scripted_anthropic.messages.create(
+        model="demo", max_tokens=50, system=system, messages=USER
+    )
     assert scripted[1].prompt == "<system>Be\n\nkind.<user>Hi<assistant><think>"
     blocks: Any = made.content
     assert [block.type for block in blocks] == ["thinking", "text"]
-    assert (blocks[0].thinking, blocks[1].text, made.stop_reason) == ("Hm.", "I am fine.", "end_turn")
+    assert (blocks[0].thinking, blocks[1].text, made.stop_reason) == (
+        "Hm.",
+        "I am fine.",
+        "end_turn",
+    )
     usage: Any = made.usage
     assert (usage.cache_read_input_tokens, usage.output_tokens > 3, usage.rounds) == (1, True, 4)
 
 
-def test_a_prefilled_answer_is_continued(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+def test_a_prefilled_answer_is_continued(
+    scripted: Scripted, scripted_anthropic: anthropic.Anthropic
+) -> None:
     messages: Any = [*USER, {"role": "assistant", "content": "I am"}]
     made = scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=messages)
     assert scripted[1].prompt == "<user>Hi<assistant>I am"
@@ -32,35 +45,57 @@ def test_a_prefilled_answer_is_continued(scripted: Scripted, scripted_anthropic:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_sequence_is_named(scripted: Scripted, scripted_anthropic: anthropic.Anthropic, stream: bool) -> None:
+def test_stop_sequence_is_named(
+    scripted: Scripted, scripted_anthropic: anthropic.Anthropic, stream: bool
+) -> None:
     scripted[1].texts = [["</think>one, two, three"]]
-    keywords: Any = {"model": "demo", "max_tokens": 99, "messages": USER, "stop_sequences": ["zero", ", th"]}
+    keywords: Any = {
+        "model": "demo",
+        "max_tokens": 99,
+        "messages": USER,
+        "stop_sequences": ["zero", ", th"],
+    }
     if stream:
         with scripted_anthropic.messages.stream(**keywords) as events:
             made: Any = events.get_final_message()
     else:
         made = scripted_anthropic.messages.create(**keywords)
-    assert made.content[0].text == "one, two" and (made.stop_reason, made.stop_sequence) == ("stop_sequence", ", th")
+    assert made.content[0].text == "one, two" and (made.stop_reason, made.stop_sequence) == (
+        "stop_sequence",
+        ", th",
+    )
 
 
 def test_tokens_are_counted(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
-    counted = scripted_anthropic.messages.count_tokens(model="demo", messages=USER, tools=[SHELL], system="Be kind.")
+    counted = scripted_anthropic.messages.count_tokens(
+        model="demo", messages=USER, tools=[SHELL], system="Be kind."
+    )
     assert not scripted[1].requests
-    scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=USER, tools=[SHELL], system="Be kind.")
+    scripted_anthropic.messages.create(
+        model="demo", max_tokens=1, messages=USER, tools=[SHELL], system="Be kind."
+    )
     assert counted.input_tokens == len(scripted[1].requests[-1].prompt)
 
 
-def test_other_errors_have_anthropics_types(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+def test_other_errors_have_anthropics_types(
+    scripted: Scripted, scripted_anthropic: anthropic.Anthropic
+) -> None:
     with pytest.raises(anthropic.NotFoundError, match="expected model demo, got 'claude'"):
         scripted_anthropic.messages.create(model="claude", max_tokens=1, messages=USER)
 
 
 def use(name: str, identifier: str = "c") -> dict[str, Any]:
-    return {"role": "assistant", "content": [{"type": "tool_use", "id": identifier, "name": name, "input": {}}]}
+    return {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": identifier, "name": name, "input": {}}],
+    }
 
 
 def result(*parts: Any, identifier: str = "c") -> dict[str, Any]:
-    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": identifier, "content": list(parts)}]}
+    return {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": identifier, "content": list(parts)}],
+    }
 
 
 def system(*parts: Any) -> dict[str, Any]:
@@ -80,13 +115,21 @@ def remove(name: str) -> dict[str, Any]:
 
 
 FIND: Any = {"name": "find", "input_schema": {"type": "object"}}
-PAGE: Any = {"name": "page", "description": "Reads.", "input_schema": {"type": "object"}, "defer_loading": True}
+PAGE: Any = {
+    "name": "page",
+    "description": "Reads.",
+    "input_schema": {"type": "object"},
+    "defer_loading": True,
+}
 SHOWN = """<tools>
 {"type": "function", "function": {"name": "page", "description": "Reads.", "parameters": {"type": "object"}}}
 </tools>
 """
 AVAILABLE, NOT_AVAILABLE = "The tool page is available.\n", "The tool page is not available.\n"
-BY_NAME, BY_VALUE = {"type": "tool_reference", "name": "page"}, {"type": "tool_definition", "definition": PAGE}
+BY_NAME, BY_VALUE = (
+    {"type": "tool_reference", "name": "page"},
+    {"type": "tool_definition", "definition": PAGE},
+)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +156,9 @@ def test_a_deferred_tool_is_shown_where_the_conversation_loads_it(
     assert before == "<tool_call> is how to call find\n<user>Hi"
     body |= {"tools": tools}
     assert ask(server, "/v1/messages", body).status == 200
-    assert engine.prompt.removesuffix("<assistant><think>") == before, "a deferred tool does not change the prompt"
+    assert engine.prompt.removesuffix("<assistant><think>") == before, (
+        "a deferred tool does not change the prompt"
+    )
     body["messages"] = [*USER, use("find"), *change]
     engine.texts = [[f"</think>{CALL.replace('shell', 'page')}"]]
     (call,) = ask(server, "/v1/messages", body).json["content"]
@@ -124,7 +169,9 @@ def test_a_deferred_tool_is_shown_where_the_conversation_loads_it(
     assert ask(server, "/v1/messages", forced).status == (200 if is_known else 400)
 
 
-def test_tools_are_shown_at_once_if_only_a_hosted_search_could_load_them(scripted: Scripted) -> None:
+def test_tools_are_shown_at_once_if_only_a_hosted_search_could_load_them(
+    scripted: Scripted,
+) -> None:
     search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
     body = {"max_tokens": 9, "messages": USER, "tools": [search, PAGE]}
     assert ask(scripted[0], "/v1/messages", body).status == 200

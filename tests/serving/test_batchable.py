@@ -17,19 +17,33 @@ from toys import make_model
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.batchable import PREFILL_ROWS, count_prefill_rows
 
-PRECISIONS = [(mx.float32, 0), *((dtype, bits) for dtype in (mx.float16, mx.bfloat16) for bits in (0, 4, 8))]
+PRECISIONS = [
+    (mx.float32, 0),
+    *((dtype, bits) for dtype in (mx.float16, mx.bfloat16) for bits in (0, 4, 8)),
+]
 IN_EVERY_PRECISION = pytest.mark.parametrize(
-    "precision", PRECISIONS, ids=lambda p: str(p[0]).removeprefix("mlx.core.") + (f", {p[1]} bits" if p[1] else "")
+    "precision",
+    PRECISIONS,
+    ids=lambda p: str(p[0]).removeprefix("mlx.core.") + (f", {p[1]} bits" if p[1] else ""),
 )
 
 
 def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
-    """A copy of the model in a dtype. Unless `bits` is 0, matrices whose rows allow it are quantized."""
+    """A copy of the model in a dtype.
+
+    Unless `bits` is 0, matrices whose rows allow it are quantized.
+    """
     model, (dtype, bits) = copy.deepcopy(model), precision
     parameters = model.parameters()
-    model.update(tree_map(lambda x: x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x, parameters))
+    model.update(
+        tree_map(
+            lambda x: x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x, parameters
+        )
+    )
     if bits:
-        takes_bits = lambda _, layer: hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0  # noqa: E731
+        takes_bits = lambda _, layer: (
+            hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
+        )  # noqa: E731
         nn.quantize(model, 32, bits, class_predicate=takes_bits)
     mx.eval(model)
     return model
@@ -42,20 +56,28 @@ def test_most_models_prefill_in_batches(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "precision", "spread"),
-    pairs(["llama", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"], PRECISIONS, [2.0, 6.0, 12.0]),
+    pairs(
+        ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"], PRECISIONS, [2.0, 6.0, 12.0]
+    ),
     ids=str,
 )
-def test_rounding_does_not_prevent_batches(kind: str, precision: tuple[mx.Dtype, int], spread: float) -> None:
+def test_rounding_does_not_prevent_batches(
+    kind: str, precision: tuple[mx.Dtype, int], spread: float
+) -> None:
     model = in_precision(make_model(kind, seed=int(spread), spread=spread), precision)
     before = tree_flatten(model.parameters())
     assert count_prefill_rows(model, Options()) == PREFILL_ROWS
     after = tree_flatten(model.parameters())
-    assert all(name == other and x is y for (name, x), (other, y) in zip(before, after, strict=True))
+    assert all(
+        name == other and x is y for (name, x), (other, y) in zip(before, after, strict=True)
+    )
 
 
 @IN_EVERY_PRECISION
 @pytest.mark.parametrize("name", ["mamba", "rwkv7", "baichuan_m1"])
-def test_states_affected_by_padding_prefill_alone(name: str, precision: tuple[mx.Dtype, int]) -> None:
+def test_states_affected_by_padding_prefill_alone(
+    name: str, precision: tuple[mx.Dtype, int]
+) -> None:
     assert count_prefill_rows(in_precision(make_family(name), precision), Options()) == 1
 
 

@@ -13,7 +13,17 @@ from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
 from servers import until
 from toys import make_model, make_prompt
-from workers import FAMILIES, SHARING, ask, collect, count_tokens, generate, plain, running, tokens_of
+from workers import (
+    FAMILIES,
+    SHARING,
+    ask,
+    collect,
+    count_tokens,
+    generate,
+    plain,
+    running,
+    tokens_of,
+)
 
 from mlx_redrafter import RedrafterError
 from mlx_redrafter.atomic_files import replace_file
@@ -40,7 +50,9 @@ def answer(model: Any, folder: Path, prompt: list[int], **more: Any) -> int:
 
 
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
-def test_a_conversation_is_found_after_a_restart(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_conversation_is_found_after_a_restart(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     model = make_family(kind) if kind in FAMILIES else make_model(kind)
     folder = tmp_path / "caches"
 
@@ -69,7 +81,9 @@ def test_only_a_new_folder_is_made_private(existing: int | None, mode: int, tmp_
 
 
 @pytest.mark.parametrize("changed", ["weights", "quantization", "version"])
-def test_files_of_other_models_are_ignored(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_models_are_ignored(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer(make_model(), tmp_path, PROMPT)
     model, options = make_model(seed=changed == "weights"), {}
     if changed == "quantization":
@@ -82,14 +96,18 @@ def test_files_of_other_models_are_ignored(changed: str, tmp_path: Path, monkeyp
     assert answer(make_model(), tmp_path, PROMPT) == 59
 
 
-def test_a_damaged_file_causes_a_new_prefill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_causes_a_new_prefill(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for damage in (lambda data: data[:-400], lambda data: data[:9], lambda data: b"\0" * len(data)):
         answer(make_model(), tmp_path, PROMPT)
         (file,) = files_of(tmp_path)
         file.write_bytes(damage(file.read_bytes()))
         caplog.clear()
         assert answer(make_model(), tmp_path, PROMPT) == 0
-        assert [line.split(": ")[0] for line in caplog.messages] == [f"Removing the damaged prompt cache {file}"]
+        assert [line.split(": ")[0] for line in caplog.messages] == [
+            f"Removing the damaged prompt cache {file}"
+        ]
         assert answer(make_model(), tmp_path, PROMPT) == 59
 
 
@@ -108,7 +126,9 @@ def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     async def main(server: Worker) -> None:
         for prompt in (PROMPT, PROMPT + plain(ask(PROMPT, 8)) + [1]):
             await collect(server.submit(**ask(prompt, 8)))
-            await asyncio.to_thread(until, lambda: len(found := files_of(tmp_path)) == 1 and found != seen)
+            await asyncio.to_thread(
+                until, lambda: len(found := files_of(tmp_path)) == 1 and found != seen
+            )
             seen[:] = files_of(tmp_path)  # the longer text has replaced its prefix
 
     seen: list[Path] = []
@@ -169,7 +189,9 @@ def test_disk_usage_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             kept.store(*make_text(model, token))
             kept.save_next()
             assert sum(path.stat().st_size for path in files_of(tmp_path)) <= most
-        assert model is other or kept.fetch([2] * 21)[1] == 20  # used now, before the next one needs room
+        assert (
+            model is other or kept.fetch([2] * 21)[1] == 20
+        )  # used now, before the next one needs room
         kept.store(*make_text(model, 5))
         kept.close()
     assert find(open_folder(tmp_path, most), 1, 2, 3, 4, 5) == [0, 20, 0, 20, 20]

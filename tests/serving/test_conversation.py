@@ -15,7 +15,10 @@ from mlx_redrafter.serving.conversation import arrange
 IMAGE: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}},
     "/v1/responses": {"type": "input_image", "image_url": "data:image/png;base64,x"},
-    "/v1/messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}},
+    "/v1/messages": {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "x"},
+    },
 }
 TEXT = {"/v1/chat/completions": "text", "/v1/responses": "input_text", "/v1/messages": "text"}
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
@@ -49,7 +52,9 @@ LATE = "<system>\n%s\n</system>"
          f"<user>U<assistant>A<user>{LATE % 'S'}\n\n{LATE % 'T'}<assistant>B<user>V"),
     ],
 )  # fmt: skip
-def test_system_messages_may_come_at_any_time(scripted: Scripted, path: str, talk: str, prompt: str) -> None:
+def test_system_messages_may_come_at_any_time(
+    scripted: Scripted, path: str, talk: str, prompt: str
+) -> None:
     messages = [say(*message.split(" ", 1)) for message in talk.split("|")]
     reply = post(scripted[0], path, messages)
     assert reply.status == 200, reply.body
@@ -59,47 +64,87 @@ def test_system_messages_may_come_at_any_time(scripted: Scripted, path: str, tal
 def test_system_messages_do_not_separate_a_call_from_its_result() -> None:
     turns = [say(role, role[0]) for role in ("user", "assistant", "system", "tool", "tool", "user")]
     late = say("user", "<system>\ns\n</system>\n\nu")
-    assert arrange(turns) == [say("user", "u"), say("assistant", "a"), say("tool", "t"), say("tool", "t"), late]
+    assert arrange(turns) == [
+        say("user", "u"),
+        say("assistant", "a"),
+        say("tool", "t"),
+        say("tool", "t"),
+        late,
+    ]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_developer_messages_are_system_messages(scripted: Scripted, path: str) -> None:
-    assert post(scripted[0], path, [say("developer", "A"), say("user", "Hi"), say("developer", "B")]).status == 200
+    assert (
+        post(
+            scripted[0], path, [say("developer", "A"), say("user", "Hi"), say("developer", "B")]
+        ).status
+        == 200
+    )
     assert scripted[1].prompt.startswith("<system>A<user>Hi\n\n<system>\nB\n</system><assistant>")
 
 
 @pytest.mark.parametrize("path", IMAGE)
 def test_images_are_replaced_by_a_note(scripted: Scripted, path: str) -> None:
     shown = say("user", [{"type": TEXT[path], "text": "See: "}, IMAGE[path]])
-    assert post(scripted[0], path, [shown, say("assistant", "Nice."), say("user", "Why?")]).status == 200
-    assert scripted[1].prompt.startswith("<user>See: [image omitted]<assistant>Nice.<user>Why?<assistant>")
+    assert (
+        post(scripted[0], path, [shown, say("assistant", "Nice."), say("user", "Why?")]).status
+        == 200
+    )
+    assert scripted[1].prompt.startswith(
+        "<user>See: [image omitted]<assistant>Nice.<user>Why?<assistant>"
+    )
 
 
 def test_text_documents_are_read(scripted: Scripted) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "42"}
-    blocks = [{"type": "document", "title": "Answers", "source": source}, {"type": "text", "text": "What is it?"}]
+    blocks = [
+        {"type": "document", "title": "Answers", "source": source},
+        {"type": "text", "text": "What is it?"},
+    ]
     assert post(scripted[0], "/v1/messages", [say("user", blocks)]).status == 200
     assert scripted[1].prompt.startswith("<user>Answers:\n42\nWhat is it?")
     for block in (
-        {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "42"}]}},
-        {"type": "search_result", "source": "https://a.example", "content": [{"type": "text", "text": "42"}]},
+        {
+            "type": "document",
+            "source": {"type": "content", "content": [{"type": "text", "text": "42"}]},
+        },
+        {
+            "type": "search_result",
+            "source": "https://a.example",
+            "content": [{"type": "text", "text": "42"}],
+        },
     ):
         assert post(scripted[0], "/v1/messages", [say("user", [block])]).status == 200
         assert scripted[1].prompt.startswith("<user>Document:\n42\n")
-    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
+    pdf = {
+        "type": "document",
+        "source": {"type": "base64", "media_type": "application/pdf", "data": "x"},
+    }
     assert post(scripted[0], "/v1/messages", [say("user", [pdf, blocks[1]])]).status == 200
     assert scripted[1].prompt.startswith("<user>[document omitted]What is it?")
 
 
-CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": {"type": "grammar"}}
+CUSTOM = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits.",
+    "format": {"type": "grammar"},
+}
 NAMESPACE = {
     "type": "namespace", "name": "mcp__files", "description": "Files.",
     "tools": [{"type": "function", "name": "read", "parameters": {"type": "object"}}],
 }  # fmt: skip
-HOSTED = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "tool_search", "execution": "client"}]
+HOSTED = [
+    {"type": "web_search"},
+    {"type": "image_generation"},
+    {"type": "tool_search", "execution": "client"},
+]
 
 
-def test_tools_of_all_kinds_are_shown_as_functions(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+def test_tools_of_all_kinds_are_shown_as_functions(
+    scripted: Scripted, scripted_openai: openai.OpenAI
+) -> None:
     tools: Any = [CUSTOM, NAMESPACE, *HOSTED]
     scripted[1].texts = [
         [
@@ -111,30 +156,39 @@ def test_tools_of_all_kinds_are_shown_as_functions(scripted: Scripted, scripted_
     with scripted_openai.responses.stream(model="demo", input="Edit.", tools=tools) as stream:
         kinds = [event.type.removeprefix("response.") for event in stream]
         made: Any = stream.get_final_response()
-    shown = "".join(f"<tool_call> is how to call {name}\n" for name in ("apply_patch", "mcp__files__read"))
+    shown = "".join(
+        f"<tool_call> is how to call {name}\n" for name in ("apply_patch", "mcp__files__read")
+    )
     assert scripted[1].prompt.startswith(f"{shown}<user>Edit.")
     patch, read = made.output
     assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", "*** Begin")
     assert (read.type, read.name, read.namespace) == ("function_call", "read", "mcp__files")
-    assert kinds.count("custom_tool_call_input.done") == kinds.count("function_call_arguments.done") == 1
+    assert (
+        kinds.count("custom_tool_call_input.done")
+        == kinds.count("function_call_arguments.done")
+        == 1
+    )
     history: Any = [
         say("user", "Edit."),
         *[item.model_dump(exclude_none=True) for item in made.output],
         {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "Done."},
-        {"type": "function_call_output", "call_id": read.call_id, "output": [{"type": "input_text", "text": "A"}]},
+        {
+            "type": "function_call_output",
+            "call_id": read.call_id,
+            "output": [{"type": "input_text", "text": "A"}],
+        },
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
     ]
     scripted[1].texts = [["</think>ok"]]
     scripted_openai.responses.create(model="demo", input=history, tools=tools)
-    calls = (
-        '<tool_call>apply_patch {"input": "*** Begin"}</tool_call><tool_call>mcp__files__read {"path": "a"}</tool_call>'
-    )
+    calls = '<tool_call>apply_patch {"input": "*** Begin"}</tool_call><tool_call>mcp__files__read {"path": "a"}</tool_call>'
     assert f"<assistant>{calls}<tool>" in scripted[1].prompt
     assert scripted[1].prompt.endswith("<tool>Done.<tool>A<assistant><think>")
 
 
 @pytest.mark.parametrize(
-    ("written", "given"), [('"ls"', "ls"), ("null", ""), ('{"a": "é"}', '{"a": "é"}'), ("[1, true]", "[1, true]")]
+    ("written", "given"),
+    [('"ls"', "ls"), ("null", ""), ('{"a": "é"}', '{"a": "é"}'), ("[1, true]", "[1, true]")],
 )
 def test_a_custom_tool_takes_text_in_a_chat(
     scripted: Scripted, scripted_openai: openai.OpenAI, written: str, given: str
@@ -144,7 +198,11 @@ def test_a_custom_tool_takes_text_in_a_chat(
     made = scripted_openai.chat.completions.create(model="demo", messages=USER, tools=tools)
     (call,) = made.choices[0].message.tool_calls or ()
     assert call.type == "custom" and (call.custom.name, call.custom.input) == ("run", given)
-    history: Any = [*USER, made.choices[0].message.model_dump(), say("tool", "a.py") | {"tool_call_id": "1"}]
+    history: Any = [
+        *USER,
+        made.choices[0].message.model_dump(),
+        say("tool", "a.py") | {"tool_call_id": "1"},
+    ]
     scripted_openai.chat.completions.create(model="demo", messages=history, tools=tools)
     shown = json.dumps({"input": given}, ensure_ascii=False)
     assert f"<tool_call>run {shown}</tool_call><tool>a.py" in scripted[1].prompt
@@ -161,7 +219,11 @@ def call_in_history(path: str, arguments: Any) -> list[dict[str, Any]]:
     """A conversation with a tool call that has these arguments."""
     if path == "/v1/responses":
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
-        return [say("user", "x"), call, {"type": "function_call_output", "call_id": "c", "output": "No."}]
+        return [
+            say("user", "x"),
+            call,
+            {"type": "function_call_output", "call_id": "c", "output": "No."},
+        ]
     if path == "/v1/messages":
         use = {"type": "tool_use", "id": "c", "name": "f", "input": arguments}
         result = {"type": "tool_result", "tool_use_id": "c", "content": "No."}
@@ -184,9 +246,13 @@ def test_invalid_arguments_are_the_only_value_of_an_object(
 ) -> None:
     assert post(scripted[0], path, call_in_history(path, arguments)).status == 200
     shown = json.dumps({"arguments": arguments})
-    assert scripted[1].prompt.startswith(f"<user>x<assistant><tool_call>f {shown}</tool_call><tool>No.")
+    assert scripted[1].prompt.startswith(
+        f"<user>x<assistant><tool_call>f {shown}</tool_call><tool>No."
+    )
     assert post(going_through_items[0], path, call_in_history(path, arguments)).status == 200
-    assert going_through_items[1].prompt.startswith(f"<user>x<assistant><arguments>{arguments}<tool>No.")
+    assert going_through_items[1].prompt.startswith(
+        f"<user>x<assistant><arguments>{arguments}<tool>No."
+    )
 
 
 @pytest.mark.parametrize("path", IMAGE)
@@ -200,7 +266,9 @@ def test_items_may_be_referenced(scripted: Scripted, scripted_openai: openai.Ope
     scripted[1].texts = [["</think>It is blue."]]
     made = scripted_openai.responses.create(model="demo", input="Why?")
     reference: Any = {"type": "item_reference", "id": made.output[0].id}
-    scripted_openai.responses.create(model="demo", input=[{"role": "user", "content": "Why?"}, reference])
+    scripted_openai.responses.create(
+        model="demo", input=[{"role": "user", "content": "Why?"}, reference]
+    )
     assert scripted[1].prompt == "<user>Why?<assistant>It is blue.<assistant><think>"
 
 
@@ -221,8 +289,12 @@ def test_effort_none_turns_reasoning_off(tmp_path: Any, switch: str) -> None:
         "/v1/responses": {"reasoning": {"effort": "none"}},
         "/v1/messages": {"thinking": {"type": "disabled"}, "output_config": {"effort": "none"}},
     }
-    off, on = ("effort low", "effort medium") if switch == "levels" else ("<think></think>", "<think>")
-    with start_scripted(save_tokenizer(tmp_path, f"{template}{{# <tool_call> tool_call.name #}}")) as (server, engine):
+    off, on = (
+        ("effort low", "effort medium") if switch == "levels" else ("<think></think>", "<think>")
+    )
+    with start_scripted(
+        save_tokenizer(tmp_path, f"{template}{{# <tool_call> tool_call.name #}}")
+    ) as (server, engine):
         for path, none in fields.items():
             for more, expected in ((none, off), ({}, on)):
                 assert post(server, path, [say("user", "Hi")], **more).status == 200
@@ -245,7 +317,11 @@ MESSAGES_TOOL = {"name": "f", "input_schema": {"type": "object"}}
         ("/v1/responses", RESPONSES_TOOL, "required"),
         ("/v1/responses", RESPONSES_TOOL, RESPONSES_TOOL),
         ("/v1/messages", MESSAGES_TOOL, {"type": "any"}),
-        ("/v1/messages", MESSAGES_TOOL, {"type": "tool", "name": "f", "disable_parallel_tool_use": True}),
+        (
+            "/v1/messages",
+            MESSAGES_TOOL,
+            {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        ),
     ],
 )
 def test_a_forced_call_is_one_object(scripted: Scripted, path: str, tool: Any, choice: Any) -> None:
@@ -305,7 +381,13 @@ ALTERNATING = """{%- for m in messages %}{% if (m.role == "user") != (loop.index
 
 
 def test_turns_are_joined_if_the_template_rejects_them(tmp_path: Any) -> None:
-    talk = [say("system", "A"), say("user", "B"), say("user", "C"), say("assistant", "D"), say("user", "E")]
+    talk = [
+        say("system", "A"),
+        say("user", "B"),
+        say("user", "C"),
+        say("assistant", "D"),
+        say("user", "E"),
+    ]
     with start_scripted(save_tokenizer(tmp_path, ALTERNATING)) as (server, engine):
         assert post(server, "/v1/chat/completions", talk).status == 200
         assert engine.prompt == "<user><system>\nA\n</system>\n\nB\n\nC<assistant>D<user>E"
@@ -317,7 +399,11 @@ def test_failures_of_tools_are_told(scripted: Scripted) -> None:
     for given in ("No.", [{"type": "text", "text": "No."}]):
         result = {"type": "tool_result", "tool_use_id": "c", "content": given}
         for told in (True, False, None):
-            talk = [say("user", "x"), say("assistant", [call]), say("user", [result | {"is_error": told}])]
+            talk = [
+                say("user", "x"),
+                say("assistant", [call]),
+                say("user", [result | {"is_error": told}]),
+            ]
             assert post(scripted[0], "/v1/messages", talk).status == 200
             shown = "<error>\nNo.\n</error>" if told else "No."
             assert f"<tool>{shown}<assistant>" in scripted[1].prompt
@@ -337,16 +423,28 @@ def answer_after(*reasoning: dict[str, Any], kind: str = "text") -> dict[str, An
 SUMMARY = {"type": "summary_text", "text": "Hm."}
 WITH_REASONING: list[tuple[str, list[dict[str, Any]]]] = [
     ("/v1/chat/completions", [answer_after({"type": "thinking", "thinking": "Hm."})]),
-    ("/v1/chat/completions", [answer_after({"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]})]),
+    (
+        "/v1/chat/completions",
+        [answer_after({"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]})],
+    ),
     ("/v1/chat/completions", [answer_after({"type": "reasoning", "text": "Hm."})]),
-    ("/v1/chat/completions", [answer_after({"type": "reasoning_content", "reasoning_content": {"text": "Hm."}})]),
-    ("/v1/chat/completions", [say("assistant", "A.") | {"reasoning": "Hm.", "reasoning_details": [{}]}]),
+    (
+        "/v1/chat/completions",
+        [answer_after({"type": "reasoning_content", "reasoning_content": {"text": "Hm."}})],
+    ),
+    (
+        "/v1/chat/completions",
+        [say("assistant", "A.") | {"reasoning": "Hm.", "reasoning_details": [{}]}],
+    ),
     ("/v1/chat/completions", [say("assistant", "A.") | {"reasoning_content": "Hm."}]),
     ("/v1/messages", [answer_after({"type": "thinking", "thinking": "Hm."})]),
     ("/v1/responses", [{"type": "reasoning", "summary": [SUMMARY]}, say("assistant", "A.")]),
     (
         "/v1/responses",
-        [{"type": "reasoning", "content": [SUMMARY | {"type": "reasoning_text"}]}, say("assistant", "A.")],
+        [
+            {"type": "reasoning", "content": [SUMMARY | {"type": "reasoning_text"}]},
+            say("assistant", "A."),
+        ],
     ),
 ]
 WITHOUT_REASONING = [
@@ -368,7 +466,10 @@ def test_reasoning_goes_where_the_template_has_a_place(tmp_path: Any, field: str
         for path, message in WITHOUT_REASONING:
             assert post(server, path, [say("user", "x"), message, say("user", "y")]).status == 200
             assert engine.prompt == "<user>x<assistant>A.<user>y"
-        calls = [say("assistant", "A.") | {"reasoning": "Hm.", "tool_calls": [call]}, say("tool", "y")]
+        calls = [
+            say("assistant", "A.") | {"reasoning": "Hm.", "tool_calls": [call]},
+            say("tool", "y"),
+        ]
         assert post(server, "/v1/chat/completions", [say("user", "x"), *calls]).status == 200
         shown = "A." if field == "thinking" else "(Hm.)A."  # that template rejects all three
         assert engine.prompt == f"<user>x<assistant>{shown}<tool>y"
@@ -382,5 +483,7 @@ def test_reasoning_is_dropped_if_the_template_has_no_place_for_it(scripted: Scri
 
 def test_a_prefilled_answer_follows_no_format(scripted: Scripted) -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    reply = post(scripted[0], "/v1/messages", [say("user", "x"), say("assistant", "{")], output_config=form)
+    reply = post(
+        scripted[0], "/v1/messages", [say("user", "x"), say("assistant", "{")], output_config=form
+    )
     assert reply.status == 400 and "begun by the last message" in reply.error

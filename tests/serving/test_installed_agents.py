@@ -1,6 +1,8 @@
-"""The real coding agents with the settings of docs/server.md: a scripted model reads, edits and runs a file.
+"""The real coding agents with the settings of docs/server.md: a scripted model reads, edits and
+runs a file.
 
-After npm has installed them nothing leaves this machine: each has its own home and a loopback address.
+After npm has installed them nothing leaves this machine: each has its own home and a loopback
+address.
 """
 
 from __future__ import annotations
@@ -29,9 +31,15 @@ PRINT = "\n\nprint(add(2, 3))\n"
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where npm installs them; Claude Code's install script only copies its binary, so it is skipped."""
+    """Where npm installs them;
+
+    Claude Code's install script only copies its binary, so it is skipped.
+    """
     folder = tmp_path_factory.mktemp("npm")
-    names = ["@anthropic-ai/claude-code@latest", "@openai/codex@latest"]  # untagged, npm takes one for its own node
+    names = [
+        "@anthropic-ai/claude-code@latest",
+        "@openai/codex@latest",
+    ]  # untagged, npm takes one for its own node
     subprocess.run(
         ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", folder, *names],
         check=True, capture_output=True, timeout=600,
@@ -54,18 +62,33 @@ class Task:
         self.file = self.work / "add.py"
         self.file.write_text(BROKEN + PRINT)
 
-    def run(self, command: Sequence[str | Path], calls: Sequence[tuple[str, dict[str, Any]]], **variables: str) -> str:
-        """Runs an agent and returns its output. Each call waits for the previous results; the answer comes last."""
+    def run(
+        self,
+        command: Sequence[str | Path],
+        calls: Sequence[tuple[str, dict[str, Any]]],
+        **variables: str,
+    ) -> str:
+        """Runs an agent and returns its output.
+
+        Each call waits for the previous results; the answer comes last.
+        """
         submit = self._engine.submit
 
         def answer(prompt: list[int], **asked: Any) -> ScriptedRequest:
             done = str(self._engine.tokenizer.decode(prompt)).count("<tool>")
-            called = [{"name": name, "arguments": arguments} for name, arguments in calls[done : done + 1]]
+            called = [
+                {"name": name, "arguments": arguments} for name, arguments in calls[done : done + 1]
+            ]
             text = f"<tool_call>{json.dumps(called[0])}</tool_call>" if called else "It adds now."
             self._engine.texts = [[f"</think>{text}"]]
             return submit(prompt, **asked)
 
-        environment = {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", **variables}
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "LANG": "C.UTF-8",
+            **variables,
+        }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self._engine, "submit", answer)
             done = subprocess.run(
@@ -83,7 +106,9 @@ def task(scripted: Scripted, tmp_path: Path) -> Task:
 
 
 def read_settings(language: str, url: str) -> str:
-    """Returns the first block of this language in docs/server.md about agents, with the name and address here."""
+    """Returns the first block of this language in docs/server.md about agents, with the name and
+    address here.
+    """
     text = SERVER_GUIDE.read_text().split("## Agents")[1]
     block = text.split(f"```{language}\n")[1].split("```")[0]
     return block.replace("NAME", "demo").replace("http://127.0.0.1:8080", url)
@@ -94,7 +119,15 @@ def test_claude_code_edits_and_runs_a_file(scripted: Scripted, packages: Path, t
     run, file = f"{sys.executable} add.py", str(task.file)
     settings = shlex.split(read_settings("bash", scripted[0].url))
     printed = task.run(
-        [binary, "-p", "Fix add.py", "--permission-mode", "acceptEdits", "--allowedTools", f"Bash({run})"],
+        [
+            binary,
+            "-p",
+            "Fix add.py",
+            "--permission-mode",
+            "acceptEdits",
+            "--allowedTools",
+            f"Bash({run})",
+        ],
         [
             ("ToolSearch", {"query": "select:WebFetch", "max_results": 1}),
             ("Read", {"file_path": file}),
@@ -104,7 +137,9 @@ def test_claude_code_edits_and_runs_a_file(scripted: Scripted, packages: Path, t
         **dict(each.split("=", 1) for each in settings if "=" in each),
     )
     assert "<tool>5" in scripted[1].prompt, "it has read the program's output"
-    assert '<tool><tools>\n{"type": "function", "function": {"name": "WebFetch"' in scripted[1].prompt
+    assert (
+        '<tool><tools>\n{"type": "function", "function": {"name": "WebFetch"' in scripted[1].prompt
+    )
     assert "context window" not in printed, "it knows how long the context is"
 
 

@@ -47,12 +47,19 @@ def locked(chat_tokenizer: Any) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize(
-    "headers", [{}, {"Authorization": KEY}, {"Authorization": "Bearer \xe9\xff"}, {"x-api-key": f"{KEY}x"}]
+    "headers",
+    [{}, {"Authorization": KEY}, {"Authorization": "Bearer \xe9\xff"}, {"x-api-key": f"{KEY}x"}],
 )
 @pytest.mark.parametrize("path", [TEXT, "/x", "/metrics"])
-def test_requests_without_the_key_are_refused(locked: Running, path: str, headers: dict[str, str]) -> None:
+def test_requests_without_the_key_are_refused(
+    locked: Running, path: str, headers: dict[str, str]
+) -> None:
     reply = ask(locked, path, {"prompt": "x"} if path == TEXT else None, headers)
-    assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer" and KEY not in reply.error
+    assert (
+        reply.status == 401
+        and reply.headers["www-authenticate"] == "Bearer"
+        and KEY not in reply.error
+    )
 
 
 def test_requests_with_the_key_work_and_health_needs_none(locked: Running) -> None:
@@ -66,7 +73,16 @@ def test_requests_with_the_key_work_and_health_needs_none(locked: Running) -> No
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "localhost.evil.example", "localhost@evil.example", "[::2]", "[", ""]
+    "host",
+    [
+        "evil.example",
+        "evil.example:80",
+        "localhost.evil.example",
+        "localhost@evil.example",
+        "[::2]",
+        "[",
+        "",
+    ],
 )
 def test_unknown_host_names_are_refused(scripted: Scripted, host: str) -> None:
     said = f"without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal, got {host!r}"
@@ -75,17 +91,28 @@ def test_unknown_host_names_are_refused(scripted: Scripted, host: str) -> None:
         assert (reply.status, reply.error) == (403, said)
 
 
-@pytest.mark.parametrize("host", ["localhost", "LocalHost:8080", "127.0.0.1:80", "[::1]", "host.docker.internal:80"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LocalHost:8080", "127.0.0.1:80", "[::1]", "host.docker.internal:80"]
+)
 def test_local_host_names_are_accepted(scripted: Scripted, host: str) -> None:
     assert ask(scripted[0], "/health", headers={"Host": host}).status == 200
 
 
 def check_origins(server: Running, expected: dict[str, int], headers: dict[str, str]) -> None:
-    """Compares the status of requests and preflights of pages with these origins; only accepted pages may read it."""
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    """Compares the status of requests and preflights of pages with these origins.
+
+    Only accepted pages may read it.
+    """
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
     asked["Access-Control-Request-Private-Network"] = "true"
     for origin, status in expected.items():
-        simple = {"Origin": origin, "Content-Type": "text/plain"}  # which browsers send without a preflight
+        simple = {
+            "Origin": origin,
+            "Content-Type": "text/plain",
+        }  # which browsers send without a preflight
         reply = ask(server, TEXT, {"prompt": "x", "max_tokens": 1}, headers | simple)
         assert reply.status == status, (origin, reply)
         assert status == 200 or reply.error.endswith(f"got {origin!r}")
@@ -96,7 +123,11 @@ def check_origins(server: Running, expected: dict[str, int], headers: dict[str, 
 
 
 def test_only_pages_of_named_origins_may_send_requests(locked: Running) -> None:
-    check_origins(locked, {"http://a.example": 200, "http://localhost": 403, "app://x": 403, "null": 403}, BEARER)
+    check_origins(
+        locked,
+        {"http://a.example": 200, "http://localhost": 403, "app://x": 403, "null": 403},
+        BEARER,
+    )
     for own in (locked.url, locked.url.replace("http", "https")):
         assert ask(locked, "/v1/models", headers=BEARER | {"Origin": own}).status == 200
 
@@ -110,7 +141,13 @@ def test_by_default_pages_of_this_machine_and_of_apps_may_send_requests(scripted
         "app://obsidian.md",
     ]
     accepted += ["http://0.0.0.0:3000", "file://", "tauri://localhost", "vscode-webview://abc"]
-    refused = ["https://site.example", "null", "", "http://localhost.site.example", "http://127.0.0.1.site.example"]
+    refused = [
+        "https://site.example",
+        "null",
+        "",
+        "http://localhost.site.example",
+        "http://127.0.0.1.site.example",
+    ]
     refused += [
         "http://site.example/?http://localhost",
         "http://localhost:80@site.example",
@@ -123,11 +160,18 @@ def test_by_default_pages_of_this_machine_and_of_apps_may_send_requests(scripted
 
 
 def test_a_domain_that_points_to_this_machine_is_refused(scripted: Scripted) -> None:
-    reply = ask(scripted[0], TEXT, {"prompt": "x"}, {"Host": "site.example", "Origin": "http://site.example"})
+    reply = ask(
+        scripted[0],
+        TEXT,
+        {"prompt": "x"},
+        {"Host": "site.example", "Origin": "http://site.example"},
+    )
     assert reply.status == 403 and "without --api-key the Host must be localhost" in reply.error
 
 
-def test_all_pages_may_send_requests_if_told_so(chat_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_pages_may_send_requests_if_told_so(
+    chat_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with start_scripted(chat_tokenizer, "--allowed-origins", "*") as (server, _):
         reply = ask(server, TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
     assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "*")
@@ -142,7 +186,10 @@ def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], mos
             reply = ask(server, path, body | endless | {"logit_bias": {"0": -100}})
             assert reply.status == 200 and (b"length" in reply.body or b"max_" in reply.body), reply
             usage = reply.json["usage"]
-            read = usage.get("prompt_tokens", usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0))
+            read = usage.get(
+                "prompt_tokens",
+                usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0),
+            )
             made = usage.get("completion_tokens", usage.get("output_tokens"))
             assert made == (7 if most == 7 and not endless else 150 - read), path
         reply = ask(server, TEXT, {"prompt": "x " * 200})
@@ -173,7 +220,10 @@ def test_most_of_a_prompt_far_too_long_is_not_encoded(
     reply = ask(scripted[0], path, BODIES.get(path, {}) | fields)
     assert reply.status == 400 and max(map(len, encoded)) < len(LONG) / 2
     assert "prompt is too long: at least " in reply.error and "tokens > 8192 maximum" in reply.error
-    assert ask(scripted[0], "/v1/completions", {"prompt": LONG[:9000]}).status == 200 and LONG[:9000] in encoded
+    assert (
+        ask(scripted[0], "/v1/completions", {"prompt": LONG[:9000]}).status == 200
+        and LONG[:9000] in encoded
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -184,12 +234,21 @@ def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool)
     with send_request(demo, TEXT, **fields) as connection:
         until(lambda: len(engine.scheduler.rows) == 1)
         assert not stream or connection.recv(15) == b"HTTP/1.1 200 OK"
-    until(lambda: len(engine.scheduler.rows) == 0 and count(engine, "generations", end="cancelled") == cancelled + 1)
+    until(
+        lambda: (
+            len(engine.scheduler.rows) == 0
+            and count(engine, "generations", end="cancelled") == cancelled + 1
+        )
+    )
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("error", [GenerationFailed("no memory"), GenerationFailed("the server ends", 503)])
-def test_engine_failures_are_reported(scripted: Scripted, path: str, error: GenerationFailed) -> None:
+@pytest.mark.parametrize(
+    "error", [GenerationFailed("no memory"), GenerationFailed("the server ends", 503)]
+)
+def test_engine_failures_are_reported(
+    scripted: Scripted, path: str, error: GenerationFailed
+) -> None:
     server, engine = scripted
     body = BODIES[path]
     engine.texts = [["</think>", "one ", error]]
@@ -203,10 +262,14 @@ def test_engine_failures_are_reported(scripted: Scripted, path: str, error: Gene
     assert last["error"]["message"] == str(error)
 
 
-def test_a_body_that_does_not_come_ends_its_connection(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_come_ends_its_connection(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     with socket.create_connection(scripted[0].address, timeout=PATIENCE) as connection:
-        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"prompt"')
+        connection.sendall(
+            b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"prompt"'
+        )
         with HTTPResponse(connection) as reply:
             reply.begin()
             assert reply.status == 408 and b"expected the whole body, got 9 bytes" in reply.read()
@@ -220,26 +283,41 @@ def test_idle_connections_are_kept_for_longer_than_agents_pause(scripted: Script
 
 
 def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
-    assert "expected one of /v1/chat/completions" in ask(scripted[0], "/v1/embeddings", {"input": "x"}).error
+    assert (
+        "expected one of /v1/chat/completions"
+        in ask(scripted[0], "/v1/embeddings", {"input": "x"}).error
+    )
     reply = ask(scripted[0], TEXT)
     assert (reply.status, reply.headers["allow"]) == (405, "POST")
 
 
-def test_an_unexpected_error_is_answered(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_answered(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
     server, engine = scripted
     engine.refusal = ZeroDivisionError("no number")
     label = 'requests_total{endpoint="/v1/completions",status="500"}'
     before = read_metrics(server).get(label, 0)
     reply = ask(server, TEXT, {"prompt": "x"}, {"Origin": "http://localhost"})
     assert (reply.status, reply.error) == (500, "the server failed; see its log")
-    assert reply.headers["access-control-allow-origin"] == "http://localhost" and "connection" not in reply.headers
+    assert (
+        reply.headers["access-control-allow-origin"] == "http://localhost"
+        and "connection" not in reply.headers
+    )
     assert read_metrics(server)[label] == before + 1
     assert caplog.text.count("ZeroDivisionError: no number") == caplog.text.count("Traceback") == 1
 
 
 def test_health_describes_the_server(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     server, engine = scripted
-    expected = {"status": "ok", "model": "demo", "drafter": "demo", "running": 0, "queue": 0, "mode": "idle"}
+    expected = {
+        "status": "ok",
+        "model": "demo",
+        "drafter": "demo",
+        "running": 0,
+        "queue": 0,
+        "mode": "idle",
+    }
     assert ask(server, "/health").json == expected
     monkeypatch.setattr(engine, "is_alive", False)
     reply = ask(server, "/health")
@@ -252,7 +330,9 @@ def test_metrics_count_answers(demo: Running) -> None:
         assert ask(demo, TEXT, {"prompt": "class Stack:\n", "max_tokens": 9}).status == 200
     assert ask(demo, TEXT, {"prompt": [5000]}).error == "token ids must be from 0 to 4095, got 5000"
     assert ask(demo, "/no/such/path").status == 404
-    until(lambda: len(demo.service.worker.scheduler.rows) == 0)  # a request is counted when it has ended
+    until(
+        lambda: len(demo.service.worker.scheduler.rows) == 0
+    )  # a request is counted when it has ended
     found = {name: value - before.get(name, 0) for name, value in read_metrics(demo).items()}
     assert found['requests_total{endpoint="/v1/completions",status="200"}'] == 2
     assert found['requests_total{endpoint="/v1/completions",status="400"}'] == 1
@@ -267,7 +347,10 @@ def test_metrics_count_answers(demo: Running) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 needs a key: expected --api-key-file or --api-key, got neither"),
+        (
+            ["--host", "0.0.0.0"],
+            "--host 0.0.0.0 needs a key: expected --api-key-file or --api-key, got neither",
+        ),
         (["--chat-template", "x"], "--chat-template needs --model"),
         (["--api-key", " "], "the key must not be empty"),
         (["--temp", "-1"], "temp must be at least 0, got -1"),
@@ -285,10 +368,15 @@ def test_wrong_flags_are_named(flags: list[str], said: str) -> None:
     [
         (["--prompt-cache-bytes", "5 parsecs"], "expected a number of bytes, such as 512MB or 2GB"),
         (["--chat-template-args", "[1]"], "must be a JSON object, got list"),
-        (["--api-key", "x", "--api-key-file", __file__], "--api-key-file: not allowed with argument --api-key"),
+        (
+            ["--api-key", "x", "--api-key-file", __file__],
+            "--api-key-file: not allowed with argument --api-key",
+        ),
     ],
 )
-def test_wrong_values_are_usage_errors(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_values_are_usage_errors(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         make_parser().parse_args(flags)
     assert said in capsys.readouterr().err

@@ -17,22 +17,34 @@ from mlx_redrafter import stream_generate
 TEXT = "/v1/completions"
 PROMPT = "class Stack:\n    def __init__(self):\n"
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
 
 
 def expected_text(models: Any, prompt: Any, **options: Any) -> str:
     """The library's text."""
     model, tokenizer, drafter = models
-    return "".join(each.text for each in stream_generate(model, tokenizer, prompt, drafter=drafter, **options))
+    return "".join(
+        each.text for each in stream_generate(model, tokenizer, prompt, drafter=drafter, **options)
+    )
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED])
-def test_text_matches_the_library(openai_client: openai.OpenAI, demo_models: Any, sampling: dict[str, Any]) -> None:
-    options = {"temp": sampling.get("temperature", 0.0), **{k: v for k, v in sampling.items() if k != "temperature"}}
+def test_text_matches_the_library(
+    openai_client: openai.OpenAI, demo_models: Any, sampling: dict[str, Any]
+) -> None:
+    options = {
+        "temp": sampling.get("temperature", 0.0),
+        **{k: v for k, v in sampling.items() if k != "temperature"},
+    }
     expected = expected_text(demo_models, PROMPT, max_tokens=24, **options)
     for prompt in (PROMPT, demo_models[1].encode(PROMPT)):  # the second time it is cached
-        made = openai_client.completions.create(model="demo", prompt=prompt, max_tokens=24, **sampling)
+        made = openai_client.completions.create(
+            model="demo", prompt=prompt, max_tokens=24, **sampling
+        )
         assert made.choices[0].text == expected and made.choices[0].finish_reason == "length"
         usage: Any = made.usage
         assert usage.completion_tokens == 24 and usage.total_tokens == usage.prompt_tokens + 24
@@ -41,7 +53,9 @@ def test_text_matches_the_library(openai_client: openai.OpenAI, demo_models: Any
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_string_ends_the_text(openai_client: openai.OpenAI, demo_models: Any, stream: bool) -> None:
+def test_stop_string_ends_the_text(
+    openai_client: openai.OpenAI, demo_models: Any, stream: bool
+) -> None:
     whole = expected_text(demo_models, PROMPT, max_tokens=24)
     stop = whole[12:15]
     made: Any = openai_client.completions.create(
@@ -53,28 +67,45 @@ def test_stop_string_ends_the_text(openai_client: openai.OpenAI, demo_models: An
 
 
 @pytest.mark.parametrize("drafter", [None, "none"])
-def test_plain_decoding_gives_the_same_text(demo: Running, demo_models: Any, drafter: str | None) -> None:
+def test_plain_decoding_gives_the_same_text(
+    demo: Running, demo_models: Any, drafter: str | None
+) -> None:
     made = ask(demo, TEXT, {"prompt": PROMPT, "max_tokens": 24, "draft_model": drafter}).json
     assert made["choices"][0]["text"] == expected_text(demo_models, PROMPT, max_tokens=24)
     assert made["usage"]["drafted"] == 0
 
 
 def test_choices_have_their_own_seeds(openai_client: openai.OpenAI, demo_models: Any) -> None:
-    texts = [expected_text(demo_models, PROMPT, max_tokens=20, temp=1.0, seed=5 + at) for at in range(3)]
-    fields: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "n": 3, "seed": 5, "temperature": 1.0}
+    texts = [
+        expected_text(demo_models, PROMPT, max_tokens=20, temp=1.0, seed=5 + at) for at in range(3)
+    ]
+    fields: Any = {
+        "model": "demo",
+        "prompt": PROMPT,
+        "max_tokens": 20,
+        "n": 3,
+        "seed": 5,
+        "temperature": 1.0,
+    }
     made: Any = openai_client.completions.create(**fields)
     assert [each.text for each in made.choices] == texts and len(set(texts)) > 1
     pieces = [each.choices[0] for each in openai_client.completions.create(**fields, stream=True)]
     assert ["".join(each.text for each in pieces if each.index == at) for at in range(3)] == texts
 
 
-def test_logprobs_match_the_library(demo: Running, openai_client: openai.OpenAI, demo_models: Any) -> None:
+def test_logprobs_match_the_library(
+    demo: Running, openai_client: openai.OpenAI, demo_models: Any
+) -> None:
     model, tokenizer, _ = demo_models
     steps = list(stream_generate(model, tokenizer, PROMPT, max_tokens=5, context=False))
-    made: Any = openai_client.completions.create(model="demo", prompt=PROMPT, max_tokens=5, logprobs=2)
+    made: Any = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=5, logprobs=2
+    )
     found = made.choices[0].logprobs
     assert "".join(found.tokens) == made.choices[0].text
-    assert found.token_logprobs == pytest.approx([each.logprobs[each.token].item() for each in steps], abs=1e-3)
+    assert found.token_logprobs == pytest.approx(
+        [each.logprobs[each.token].item() for each in steps], abs=1e-3
+    )
     assert all(len(each) == 2 for each in found.top_logprobs)
     for more in ({"logprobs": True}, {}):
         body = {"prompt": PROMPT, "max_tokens": 5, "top_logprobs": 3, **more}
@@ -95,12 +126,21 @@ def test_an_overly_complex_schema_fails(demo: Running) -> None:
     schema = {"type": "string", "pattern": "^(a{1000}){1000}$"}
     shape = {"type": "json_schema", "json_schema": {"schema": schema}}
     reply = ask(demo, TEXT, {"prompt": "x", "max_tokens": 9, "response_format": shape})
-    assert reply.status == 400 and reply.error.startswith("the JSON schema cannot be followed: lexer error: too many")
+    assert reply.status == 400 and reply.error.startswith(
+        "the JSON schema cannot be followed: lexer error: too many"
+    )
 
 
 def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
-    shape = {"type": "json_schema", "json_schema": {"schema": schema | {"additionalProperties": False}}}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 99}},
+        "required": ["n"],
+    }
+    shape = {
+        "type": "json_schema",
+        "json_schema": {"schema": schema | {"additionalProperties": False}},
+    }
     bodies: list[dict[str, Any]] = [
         {"prompt": f"# {at}\n", "max_tokens": 60, "temperature": 1.0, "seed": at} for at in range(6)
     ]
@@ -113,7 +153,9 @@ def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> Non
     for text in texts[::2]:
         jsonschema.validate(json.loads(text), schema)
     for at in (1, 3, 5):
-        assert texts[at] == expected_text(demo_models, f"# {at}\n", max_tokens=60, temp=1.0, seed=at)
+        assert texts[at] == expected_text(
+            demo_models, f"# {at}\n", max_tokens=60, temp=1.0, seed=at
+        )
 
 
 def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
@@ -121,7 +163,10 @@ def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.Open
     engine.texts = [["I ", "am fine."]]
     messages: Any = [
         {"role": "developer", "content": "Be kind."},
-        {"role": "user", "content": [{"type": "text", "text": "How "}, {"type": "text", "text": "are you?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "How "}, {"type": "text", "text": "are you?"}],
+        },
     ]
     made = scripted_openai.chat.completions.create(model="demo", messages=messages)
     assert engine.prompt == "<system>Be kind.<user>How are you?<assistant><think>"
@@ -129,7 +174,9 @@ def test_chat_uses_the_template(scripted: Scripted, scripted_openai: openai.Open
     message: Any = made.choices[0].message
     assert (message.content, message.reasoning) == (None, "I am fine.")
     made = scripted_openai.chat.completions.create(
-        model="demo", messages=messages, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+        model="demo",
+        messages=messages,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
     assert engine.prompt.endswith("<assistant>") and made.choices[0].message.content == "I am fine."
 
@@ -151,14 +198,20 @@ def test_reasoning_and_tool_calls_are_separated(
         ("weather", {"city": "Bern"}),
         ("weather", {"city": "Rom"}),
     ]
-    assert not stream or [each.role for each in messages] == ["assistant"] + [None] * (len(messages) - 1)
+    assert not stream or [each.role for each in messages] == ["assistant"] + [None] * (
+        len(messages) - 1
+    )
     assert choices[-1].finish_reason == "tool_calls" and len({call.id for call in calls}) == 2
     assert not stream or [call.index for call in calls] == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("fields", "text"),
-    [({}, CALL), ({"tools": [WEATHER], "tool_choice": "none"}, CALL), ({"tools": [WEATHER]}, "<tool_call>no JSON")],
+    [
+        ({}, CALL),
+        ({"tools": [WEATHER], "tool_choice": "none"}, CALL),
+        ({"tools": [WEATHER]}, "<tool_call>no JSON"),
+    ],
 )
 def test_invalid_calls_stay_text(scripted: Scripted, fields: dict[str, Any], text: str) -> None:
     server, engine = scripted
@@ -184,7 +237,13 @@ def test_sampling_fields_reach_the_engine(scripted: Scripted) -> None:
         "top_k": 5, "min_p": 0.1, "xtc_probability": 0.2, "xtc_threshold": 0.3, "repetition_penalty": 1.1,
         "repetition_context_size": 7, "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 0,
     }  # fmt: skip
-    body = {"prompt": "x", "logit_bias": {"3": -100}, "temperature": 0.5, "max_completion_tokens": 9, **fields}
+    body = {
+        "prompt": "x",
+        "logit_bias": {"3": -100},
+        "temperature": 0.5,
+        "max_completion_tokens": 9,
+        **fields,
+    }
     assert ask(server, TEXT, body).status == 200
     expected = fields | {"temp": 0.5, "max_tokens": 9, "logit_bias": {3: -100.0}}
     asked = engine.requests[-1].asked
@@ -196,13 +255,17 @@ def test_infinite_logprobs_become_finite(scripted: Scripted) -> None:
     body = {"messages": USER, "logprobs": True, "top_logprobs": 2}
     made = ask(server, "/v1/chat/completions", body)
     assert b"Infinity" not in made.body
-    assert made.json["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] == -9999.0
+    assert (
+        made.json["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] == -9999.0
+    )
 
 
 def test_logprobs_have_the_bytes_of_whole_characters(scripted: Scripted) -> None:
     server, engine = scripted
     engine.texts = [["a€"]]
-    made = ask(server, TEXT, {"prompt": "x", "logprobs": True}).json["choices"][0]["logprobs"]["content"]
+    made = ask(server, TEXT, {"prompt": "x", "logprobs": True}).json["choices"][0]["logprobs"][
+        "content"
+    ]
     assert [each["bytes"] for each in made[:-1]] == [[ord("a")], None, None, None]
 
 
@@ -221,11 +284,16 @@ def test_models_are_listed(demo: Running, openai_client: openai.OpenAI) -> None:
 def test_the_model_may_be_served_under_other_names(chat_tokenizer: Any) -> None:
     with start_scripted(chat_tokenizer, "--served-model-name", "a", "b") as (server, _):
         models = ask(server, "/models").json["data"]
-        assert [model["id"] for model in models] == ["a", "b"] and models[0]["context_length"] == 8192
+        assert [model["id"] for model in models] == ["a", "b"] and models[0][
+            "context_length"
+        ] == 8192
         assert ask(server, "/v1/completions", {"prompt": "x", "model": "b"}).json["model"] == "a"
         reply = ask(server, "/v1/completions", {"prompt": "x", "model": "c"})
         assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
         assert reply.error == "expected model a or b, got 'c'"
     with start_scripted(chat_tokenizer, "--served-model-name", "*") as (server, _):
-        assert ask(server, "/v1/completions", {"prompt": "x", "model": "gpt-5"}).json["model"] == "demo"
+        assert (
+            ask(server, "/v1/completions", {"prompt": "x", "model": "gpt-5"}).json["model"]
+            == "demo"
+        )
         assert ask(server, "/v1/models/claude").json["id"] == "claude"

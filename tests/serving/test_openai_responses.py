@@ -8,7 +8,12 @@ from typing import Any
 import openai
 from servers import Scripted
 
-SHELL = {"type": "function", "name": "shell", "description": "Run it.", "parameters": {"type": "object"}}
+SHELL = {
+    "type": "function",
+    "name": "shell",
+    "description": "Run it.",
+    "parameters": {"type": "object"},
+}
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": ["ls"]}}</tool_call>'
 
 
@@ -17,7 +22,10 @@ def test_text_without_streaming(scripted: Scripted, scripted_openai: openai.Open
     made = scripted_openai.responses.create(model="demo", input="Why?", instructions="Be brief.")
     assert scripted[1].prompt == "<system>Be brief.<user>Why?<assistant><think>"
     assert made.output_text == "It is blue." and made.status == "completed"
-    assert made.usage and 0 < made.usage.output_tokens_details.reasoning_tokens < made.usage.output_tokens
+    assert (
+        made.usage
+        and 0 < made.usage.output_tokens_details.reasoning_tokens < made.usage.output_tokens
+    )
     assert [item.type for item in made.output] == ["reasoning", "message"]
     usage: Any = made.usage
     assert usage.input_tokens + usage.output_tokens == usage.total_tokens
@@ -26,31 +34,58 @@ def test_text_without_streaming(scripted: Scripted, scripted_openai: openai.Open
 
 def test_events_come_in_order(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     scripted[1].texts = [["Hm.", "</think>", "I ", "look.", CALL]]
-    events = list(scripted_openai.responses.create(model="demo", input="ls", tools=[SHELL], stream=True))  # type: ignore[list-item]
+    events = list(
+        scripted_openai.responses.create(model="demo", input="ls", tools=[SHELL], stream=True)
+    )  # type: ignore[list-item]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
-    text = ["output_item.added", "content_part.added", "DELTAS", "DONE", "content_part.done", "output_item.done"]
+    text = [
+        "output_item.added",
+        "content_part.added",
+        "DELTAS",
+        "DONE",
+        "content_part.done",
+        "output_item.done",
+    ]
     expected = ["created", "in_progress"]
     for kind in ("reasoning_text", "output_text"):
-        expected += [each.replace("DELTAS", f"{kind}.delta").replace("DONE", f"{kind}.done") for each in text]
-    expected += ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done"]
+        expected += [
+            each.replace("DELTAS", f"{kind}.delta").replace("DONE", f"{kind}.done") for each in text
+        ]
+    expected += [
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+    ]
     expected += ["output_item.done", "completed"]
-    assert [kind for at, kind in enumerate(kinds) if kinds[at - 1] != kind or not kind.endswith("delta")] == expected
+    assert [
+        kind for at, kind in enumerate(kinds) if kinds[at - 1] != kind or not kind.endswith("delta")
+    ] == expected
     for kind, whole in (("reasoning_text", "Hm."), ("output_text", "I look.")):
         deltas = [event.delta for event in events if event.type == f"response.{kind}.delta"]  # type: ignore[union-attr]
         (done,) = [event.text for event in events if event.type == f"response.{kind}.done"]  # type: ignore[union-attr]
         assert "".join(deltas) == done == whole
     last: Any = events[-1]
     call = last.response.output[-1]
-    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "shell", {"command": ["ls"]})
+    assert (call.type, call.name, json.loads(call.arguments)) == (
+        "function_call",
+        "shell",
+        {"command": ["ls"]},
+    )
     assert call.status == "completed" and last.response.usage.output_tokens > 0
 
 
-def test_an_answer_cut_short_is_incomplete(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+def test_an_answer_cut_short_is_incomplete(
+    scripted: Scripted, scripted_openai: openai.OpenAI
+) -> None:
     scripted[1].texts = [["</think>one two three four five six"]]
     made = scripted_openai.responses.create(model="demo", input="Count.", max_output_tokens=4)
     assert made.status == "incomplete" and made.incomplete_details is not None
-    assert made.incomplete_details.reason == "max_output_tokens" and made.usage and made.usage.output_tokens == 4
+    assert (
+        made.incomplete_details.reason == "max_output_tokens"
+        and made.usage
+        and made.usage.output_tokens == 4
+    )
     assert made.output[-1].status == "incomplete"
 
 

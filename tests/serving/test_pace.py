@@ -20,12 +20,20 @@ def run_window(pace: Pace, tokens: int, seconds: float, rows: int = 2) -> bool:
 def test_alternating_continues_while_it_is_faster() -> None:
     pace = Pace()
     assert not pace.prefers_turns(2) and run_steps(pace, 0.01) == TRIAL_EVERY
-    for tokens, pays in ((6, True), (6, True), (2, False)):  # in 0.02 s, in which a batch makes 4 tokens
+    for tokens, pays in (
+        (6, True),
+        (6, True),
+        (2, False),
+    ):  # in 0.02 s, in which a batch makes 4 tokens
         assert run_window(pace, tokens, 0.02) is pays
         assert pace.prefers_turns(2) is pays
     assert run_steps(pace, 0.01) == 2 * TRIAL_EVERY, "a failed trial doubles the pause"
     assert not run_window(pace, 2, 0.02) and run_steps(pace, 0.01) == 4 * TRIAL_EVERY
-    assert run_window(pace, 6, 0.02) and not run_window(pace, 2, 0.02) and run_steps(pace, 0.01) == 4 * TRIAL_EVERY
+    assert (
+        run_window(pace, 6, 0.02)
+        and not run_window(pace, 2, 0.02)
+        and run_steps(pace, 0.01) == 4 * TRIAL_EVERY
+    )
 
 
 def test_an_unmeasured_number_of_rows_is_batched() -> None:

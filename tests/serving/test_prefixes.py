@@ -20,8 +20,14 @@ from mlx_redrafter.session.chat_template import render
 
 LAWS = " ".join(f"Law {i}: keep {i * 7 % 101}." for i in range(40))
 CALL = {"type": "function", "function": {"name": "read", "arguments": {"path": "a"}}}
-SYSTEM, QUESTION = {"role": "system", "content": LAWS}, {"role": "user", "content": f"What of {LAWS[:200]}"}
-AFTER_A_CALL = [{"role": "assistant", "content": "I look.", "tool_calls": [CALL]}, {"role": "tool", "content": LAWS}]
+SYSTEM, QUESTION = (
+    {"role": "system", "content": LAWS},
+    {"role": "user", "content": f"What of {LAWS[:200]}"},
+)
+AFTER_A_CALL = [
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+    {"role": "tool", "content": LAWS},
+]
 
 THINKING = """{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'user' %}
 {%- set ns.last = messages.index(m) %}{% endfor %}{% for m in messages %}<{{ m.role }}>
@@ -37,7 +43,9 @@ def find(tokenizer: Any, messages: list[Any], template: str, **more: Any) -> tup
     args = {"chat_template": template}
     text = render(tokenizer, messages, args, **more)
     prompt = tokenizer.encode(text, add_special_tokens=False)
-    lengths = find_prefix_lengths(tokenizer, prompt, text, messages, args, **{"prefilled": False, **more})
+    lengths = find_prefix_lengths(
+        tokenizer, prompt, text, messages, args, **{"prefilled": False, **more}
+    )
     return [tokenizer.decode(prompt[:length]) for length in lengths], text
 
 
@@ -49,17 +57,24 @@ def test_everything_before_the_reasoning_is_shared(chat_tokenizer: Any, more: li
 
 def test_dropped_reasoning_shortens_the_shared_prefix(chat_tokenizer: Any) -> None:
     call, result = AFTER_A_CALL
-    found, text = find(chat_tokenizer, [SYSTEM, QUESTION, call | {"reasoning_content": "Where?"}, result], THINKING)
+    found, text = find(
+        chat_tokenizer, [SYSTEM, QUESTION, call | {"reasoning_content": "Where?"}, result], THINKING
+    )
     first, *_, last = text.split("<think>\n")
     assert (found[:2], last) == ([f"<system>{LAWS}\n<user>", first], "")
     assert text.startswith(found[2]) and len(text) - len(found[2]) <= len("<think>\n")
 
 
 @pytest.mark.parametrize("has_tools", [True, False])
-def test_calls_may_begin_with_different_tokens_than_answers(chat_tokenizer: Any, has_tools: bool) -> None:
-    shown = "<{{ m.role }}>\n    {{ m.content }}{{ '    <tool_call>' if m.tool_calls }}\n"  # 8 spaces are one token
+def test_calls_may_begin_with_different_tokens_than_answers(
+    chat_tokenizer: Any, has_tools: bool
+) -> None:
+    # 8 spaces are one token.
+    shown = "<{{ m.role }}>\n    {{ m.content }}{{ '    <tool_call>' if m.tool_calls }}\n"
     begin = "{% if add_generation_prompt %}<assistant>\n    <think>{% endif %}"
-    args: dict[str, Any] = {"chat_template": f"{{% for m in messages %}}{shown}{{% endfor %}}{begin}"}
+    args: dict[str, Any] = {
+        "chat_template": f"{{% for m in messages %}}{shown}{{% endfor %}}{begin}"
+    }
     args |= {"tools": [{"type": "function", "function": CALL["function"]}]} if has_tools else {}
 
     def encode(*more: Any) -> tuple[str, list[int]]:
@@ -82,19 +97,29 @@ def test_a_prefilled_answer_is_not_shared(chat_tokenizer: Any) -> None:
 
 
 def test_the_whole_prompt_is_kept_if_the_template_fails(chat_tokenizer: Any) -> None:
-    fixed = "{% if messages | length > 2 %}{{ raise_exception('no') }}{% endif %}" + "{{ messages[-1].content }}"
+    fixed = (
+        "{% if messages | length > 2 %}{{ raise_exception('no') }}{% endif %}"
+        + "{{ messages[-1].content }}"
+    )
     found, text = find(chat_tokenizer, [SYSTEM, QUESTION], fixed)
-    assert found == [chat_tokenizer.decode(chat_tokenizer.encode(text, add_special_tokens=False)[:-1])]
+    assert found == [
+        chat_tokenizer.decode(chat_tokenizer.encode(text, add_special_tokens=False)[:-1])
+    ]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_shared_tokens_of_long_texts_are_counted(chat_tokenizer: Any, seed: int) -> None:
     choose = random.Random(seed)
-    words = [choose.choice(["law", " keeps", "\n\n", "  ", "1234", "é", "\n", " the"]) for _ in range(4000)]
+    words = [
+        choose.choice(["law", " keeps", "\n\n", "  ", "1234", "é", "\n", " the"])
+        for _ in range(4000)
+    ]
     text, size = "".join(words), choose.randrange(6000, 9000)
     other = text[:size] + choose.choice(["x", "\n", "  8"]) * 3 + text
     expected, prompt = 0, chat_tokenizer.encode(text, add_special_tokens=False)
-    for ours, theirs in zip(prompt, chat_tokenizer.encode(other, add_special_tokens=False), strict=False):
+    for ours, theirs in zip(
+        prompt, chat_tokenizer.encode(other, add_special_tokens=False), strict=False
+    ):
         if ours != theirs:
             break
         expected += 1
@@ -103,24 +128,35 @@ def test_shared_tokens_of_long_texts_are_counted(chat_tokenizer: Any, seed: int)
 
 @contextmanager
 def serving(**settings: Any) -> Iterator[Running]:
-    """A server over a random hybrid model, one token per letter. Generation prompts add a T that history lacks."""
+    """A server over a random hybrid model, one token per letter.
+
+    Generation prompts add a T that history lacks.
+    """
     tokenizer = letter_tokenizer(
         "{% for m in messages %}{{ m.role[0] | upper }}{{ m.content }}z{% endfor %}"
         "{% if add_generation_prompt %}AT{% endif %}"
     )
-    worker = Worker(make_family("qwen3_5"), tokenizer, options=Options(), context_length=4096, **settings)
+    worker = Worker(
+        make_family("qwen3_5"), tokenizer, options=Options(), context_length=4096, **settings
+    )
     worker.start()
     with start_server(Service(worker, tokenizer, parse_flags(), "hybrid", None)) as server:
         yield server
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "seed"])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "seed"]
+)
 def test_a_hybrid_model_prefills_only_new_text(sampling: dict[str, Any]) -> None:
     system = {"role": "system", "content": "keep the laws " * 5}
-    asked: list[list[Any]] = [[system, {"role": "user", "content": "which law holds of all that are kept"}]]
+    asked: list[list[Any]] = [
+        [system, {"role": "user", "content": "which law holds of all that are kept"}]
+    ]
 
     def get(server: Running, messages: list[Any]) -> tuple[str, int, int]:
-        reply = ask(server, "/v1/chat/completions", {"messages": messages, "max_tokens": 12} | sampling)
+        reply = ask(
+            server, "/v1/chat/completions", {"messages": messages, "max_tokens": 12} | sampling
+        )
         assert reply.status == 200, reply
         usage = reply.json["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -136,6 +172,10 @@ def test_a_hybrid_model_prefills_only_new_text(sampling: dict[str, Any]) -> None
         answers.append(get(server, asked[-1]))
     lengths = [length for _, length, _ in answers]
     shared = len("S") + len(system["content"]) + len("zU")
-    assert [cached for _, _, cached in answers] == [0, *(length - 1 for length in lengths[:5]), shared]
+    assert [cached for _, _, cached in answers] == [
+        0,
+        *(length - 1 for length in lengths[:5]),
+        shared,
+    ]
     with serving(prompt_cache_bytes=0) as server:
         assert [get(server, messages)[0] for messages in asked] == [text for text, _, _ in answers]

@@ -26,7 +26,17 @@ ENDLESS = {"stream": True, "max_tokens": 1800, "logit_bias": {"0": -100}}
 @contextmanager
 def start(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Starts a command over the demo; yields (process, URL) and kills it at the end."""
-    given = [sys.executable, "-m", *command, "--port", "0", "--log-level", "ERROR", "--draft-depth", "2"]
+    given = [
+        sys.executable,
+        "-m",
+        *command,
+        "--port",
+        "0",
+        "--log-level",
+        "ERROR",
+        "--draft-depth",
+        "2",
+    ]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(given, env=variables, stderr=subprocess.PIPE, text=True) as running:
         try:
@@ -40,7 +50,10 @@ def start(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def post(url: str, **fields: Any) -> Any:
     """Sends a completion request; returns the open reply."""
-    return urlopen(Request(f"{url}/v1/completions", json.dumps({"prompt": "def"} | fields).encode()), timeout=PATIENCE)
+    return urlopen(
+        Request(f"{url}/v1/completions", json.dumps({"prompt": "def"} | fields).encode()),
+        timeout=PATIENCE,
+    )
 
 
 def test_a_signal_lets_answers_finish() -> None:
@@ -48,9 +61,13 @@ def test_a_signal_lets_answers_finish() -> None:
         with post(url, **ENDLESS | {"max_tokens": 100}) as stream:
             assert stream.readline().startswith(b"data: ")
             running.send_signal(signal.SIGTERM)
-            lines = [line for line in stream.read().decode().split("\n\n") if line.startswith("data: ")]
+            lines = [
+                line for line in stream.read().decode().split("\n\n") if line.startswith("data: ")
+            ]
         assert lines[-1] == "data: [DONE]"
-        assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert (
+            json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        )
         assert running.wait(PATIENCE) == -signal.SIGTERM
         assert running.stderr is not None and running.stderr.read() == ""
 
@@ -58,7 +75,10 @@ def test_a_signal_lets_answers_finish() -> None:
 def test_a_signal_saves_the_prompt_cache(tmp_path: Path) -> None:
     prompt, found = "def add(first, second):\n    return first", list[int]()
     for _ in range(2):
-        with start("mlx_redrafter.server", "--prompt-cache-dir", str(tmp_path / "caches")) as (running, url):
+        with start("mlx_redrafter.server", "--prompt-cache-dir", str(tmp_path / "caches")) as (
+            running,
+            url,
+        ):
             with post(url, prompt=prompt, max_tokens=8) as reply:
                 found.append(json.load(reply)["usage"]["prompt_tokens_details"]["cached_tokens"])
             running.send_signal(signal.SIGTERM)
@@ -70,7 +90,11 @@ def test_a_signal_saves_the_prompt_cache(tmp_path: Path) -> None:
 def test_answers_are_cut_off_after_the_drain_timeout() -> None:
     with start("mlx_redrafter.server", "--drain-timeout", "1") as (running, url):
         with closing(HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)) as whole:
-            whole.request("POST", "/v1/completions", json.dumps({"prompt": "def"} | ENDLESS | {"stream": False}))
+            whole.request(
+                "POST",
+                "/v1/completions",
+                json.dumps({"prompt": "def"} | ENDLESS | {"stream": False}),
+            )
             with post(url, **ENDLESS) as stream:
                 assert stream.readline()
                 running.send_signal(signal.SIGINT)
@@ -85,7 +109,12 @@ def test_a_signal_during_measuring(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = [sys.executable, "-m", "mlx_redrafter.server", "--port", str(port)]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
     with subprocess.Popen(given, env=variables, stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr is not None
         assert any("measuring this machine" in line for line in running.stderr)
@@ -101,7 +130,9 @@ def test_a_second_signal_exits_at_once() -> None:
         running.send_signal(signal.SIGTERM)
         with pytest.raises(OSError):
             while True:  # until the first signal has closed the port
-                socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE).close()
+                socket.create_connection(
+                    ("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE
+                ).close()
                 time.sleep(0.05)
         running.send_signal(signal.SIGTERM)
         assert running.wait(PATIENCE) == -signal.SIGTERM
@@ -110,8 +141,20 @@ def test_a_second_signal_exits_at_once() -> None:
 def test_a_port_in_use_is_reported_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "mlx_redrafter.server", "--model", "/no/such/model", "--port", port]
+        command = [
+            sys.executable,
+            "-m",
+            "mlx_redrafter.server",
+            "--model",
+            "/no/such/model",
+            "--port",
+            port,
+        ]
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        result = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
     assert result.returncode == 1 and result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: cannot listen on 127.0.0.1, port")
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith(
+        "error: cannot listen on 127.0.0.1, port"
+    )

@@ -44,7 +44,14 @@ def measure_freed(cache: PromptCache) -> int:
 
 @pytest.mark.parametrize(
     ("wanted", "held"),
-    [([1, 2, 3, 4, 5], 3), ([1, 2, 3], 2), ([1, 2, 9, 9], 2), ([1, 2], 1), ([9, 1, 2, 3], 0), ([1], 0)],
+    [
+        ([1, 2, 3, 4, 5], 3),
+        ([1, 2, 3], 2),
+        ([1, 2, 9, 9], 2),
+        ([1, 2], 1),
+        ([9, 1, 2, 3], 0),
+        ([1], 0),
+    ],
 )
 def test_longest_common_prefix_is_found(wanted: list[int], held: int) -> None:
     cache = PromptCache(BIG)
@@ -134,7 +141,11 @@ def test_an_answer_does_not_drop_its_prompt() -> None:
 
 def test_the_newest_is_kept_even_if_it_is_too_large() -> None:
     cache = PromptCache(sum(c.nbytes for c in read([1, 2])))
-    texts = [[1, 2], [token % 40 for token in range(600)], [39 - token % 40 for token in range(600)]]
+    texts = [
+        [1, 2],
+        [token % 40 for token in range(600)],
+        [39 - token % 40 for token in range(600)],
+    ]
     for text in texts:
         cache.store(text, read(text))
         assert len(cache) == 1 and cache.fetch([*text, 0])[1] == len(text)
@@ -142,7 +153,9 @@ def test_the_newest_is_kept_even_if_it_is_too_large() -> None:
 
 def test_the_default_limit_is_half_of_the_remaining_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for usable, expected in ((100 << 30, 50 << 30), (1 << 30, 1 << 30)):
-        monkeypatch.setattr(prompt_cache, "find_usable_bytes", lambda usable=usable: usable + mx.get_active_memory())
+        monkeypatch.setattr(
+            prompt_cache, "find_usable_bytes", lambda usable=usable: usable + mx.get_active_memory()
+        )
         assert find_default_bytes() == pytest.approx(expected, rel=1e-3)
 
 

@@ -1,4 +1,6 @@
-"""The race page (plain and drafted decoding side by side): its text, its headers, and a run in a browser."""
+"""The race page (plain and drafted decoding side by side): its text, its headers, and a run in a
+browser.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from servers import Running, Scripted, ask, events_of, parse_flags, start_scripted, start_server, until
+from servers import (
+    Running,
+    Scripted,
+    ask,
+    events_of,
+    parse_flags,
+    start_scripted,
+    start_server,
+    until,
+)
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.demo import demo_prompts
@@ -24,10 +35,18 @@ from mlx_redrafter.serving.process import load_service
 from mlx_redrafter.serving.race import PAGE, make_race_app, make_race_parser
 
 CHROME = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
+    filter(
+        None,
+        map(
+            shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+        ),
+    ),
+    None,
 )
 DRIVER = shutil.which("chromedriver")
-in_browser = pytest.mark.skipif(not (CHROME and DRIVER), reason="Chromium and chromedriver are not installed")
+in_browser = pytest.mark.skipif(
+    not (CHROME and DRIVER), reason="Chromium and chromedriver are not installed"
+)
 NASTY = "<img src=x onerror=\"document.title='hit'\"></textarea><script>document.title='hit'</script>&amp;"
 TEXT = "/v1/completions"
 
@@ -35,14 +54,18 @@ TEXT = "/v1/completions"
 @contextmanager
 def start_race(*flags: str) -> Iterator[Running]:
     """A race of the demo."""
-    with start_server(load_service(parse_flags(*flags, make=make_race_parser)), make_race_app) as server:
+    with start_server(
+        load_service(parse_flags(*flags, make=make_race_parser)), make_race_app
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def page_server(chat_tokenizer: Any) -> Iterator[Scripted]:
     """A race over a scripted engine."""
-    with start_scripted(chat_tokenizer, "--allowed-origins", "http://a.example", make=make_race_app) as both:
+    with start_scripted(
+        chat_tokenizer, "--allowed-origins", "http://a.example", make=make_race_app
+    ) as both:
         yield both
 
 
@@ -58,7 +81,9 @@ def test_the_page_loads_nothing_external() -> None:
     icon, *others = re.findall(address, PAGE)
     # The icon is a data URL; the SVG namespace is never fetched.
     assert icon.startswith('href="data:image/svg+xml,') and others == ["http://www.w3.org/2000/svg"]
-    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", PAGE)
+    assert not re.findall(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", PAGE
+    )
     assert not re.search(r"\son\w+=|\sstyle=", PAGE.split("<body>")[1].split("<script>")[0])
 
 
@@ -70,7 +95,9 @@ def test_model_names_on_the_page_are_escaped(page_server: Scripted, chat_tokeniz
     assert read_about(reply.body.decode()) == expected
     with start_scripted(chat_tokenizer, make=make_race_app, model_name=NASTY) as (server, _):
         told = ask(server, "/").body.decode()
-    assert read_about(told)["model"] == NASTY and told.split("<style>")[1] == PAGE.split("<style>")[1]
+    assert (
+        read_about(told)["model"] == NASTY and told.split("<style>")[1] == PAGE.split("<style>")[1]
+    )
 
 
 def test_only_a_race_serves_the_page(scripted: Scripted, chat_tokenizer: Any) -> None:
@@ -84,7 +111,12 @@ def test_the_page_gets_every_draft(demo_models: Any) -> None:
     prompt = "class Stack:\n    def __init__(self):\n"
     text = "".join(each.text for each in stream_generate(model, tokenizer, prompt, max_tokens=30))
     with start_race("--draft-depth", "3") as server:
-        body = {"prompt": prompt, "max_tokens": 30, "stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            "prompt": prompt,
+            "max_tokens": 30,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         *pieces, usage = events_of(ask(server, TEXT, body))
     drafts = [each["redrafter"] for each in pieces]
     tokens = [token for each in drafts for token in each["tokens"]]
@@ -96,7 +128,9 @@ def test_the_page_gets_every_draft(demo_models: Any) -> None:
             tree, path = each["tree"], each["tree"]["path"]
             assert path[0] == 0 and [tree["parents"][node] for node in path[1:]] == path[:-1]
             following = "".join(token["text"] for later in drafts[at:] for token in later["tokens"])
-            assert following.startswith("".join([*(tree["tokens"][node] for node in path[1:]), tree["next"]]))
+            assert following.startswith(
+                "".join([*(tree["tokens"][node] for node in path[1:]), tree["next"]])
+            )
     assert drafts[-1]["drafted"] == usage["usage"]["drafted"] and drafts[-1]["seconds"] > 0
 
 
@@ -107,7 +141,11 @@ def test_the_page_opens_if_there_is_a_screen(
     monkeypatch.setattr(race.webbrowser, "open", lambda url: opened.append(url) or "8" in url)
     monkeypatch.setattr(race.sys, "platform", "linux")
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    for port, display, said in ((8, ":0", ""), (9, ":0", "open http://127.0.0.1:9 in a browser\n"), (8, "", "open")):
+    for port, display, said in (
+        (8, ":0", ""),
+        (9, ":0", "open http://127.0.0.1:9 in a browser\n"),
+        (8, "", "open"),
+    ):
         monkeypatch.setenv("DISPLAY", display)
         race.show_page(f"http://127.0.0.1:{port}")
         assert capsys.readouterr().err.startswith(said)
@@ -156,7 +194,9 @@ def test_the_demo_starts_by_itself(browser: webdriver.Chrome, demo_models: Any) 
         kept = browser.find_elements(By.CSS_SELECTOR, "#drafted pre .kept")
         assert 0 < len(kept) < 60 and not browser.find_elements(By.CSS_SELECTOR, "#plain pre .kept")
         assert browser.find_elements(By.CSS_SELECTOR, "#drawing .node")
-        assert "Same text, to the character: 60 tokens." in browser.find_element(By.ID, "result").text
+        assert (
+            "Same text, to the character: 60 tokens." in browser.find_element(By.ID, "result").text
+        )
         browser.find_element(By.ID, "replay").click()
         until(lambda: browser.find_element(By.ID, "replay").is_enabled())
         assert read_side(browser, "plain") == read_side(browser, "drafted") == expected

@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 from families import make_family
 from launch import start_ranks, wait_for_ranks
-from servers import PATIENCE, Running, ask, events_of, parse_flags, read_metrics, start_server, until
+from servers import (
+    PATIENCE,
+    Running,
+    ask,
+    events_of,
+    parse_flags,
+    read_metrics,
+    start_server,
+    until,
+)
 from small import make_byte_tokenizer, save_target, small_drafter
 
 from mlx_redrafter import ranks
@@ -36,11 +45,19 @@ SEEDED = {"temperature": 0.8, "seed": 5}
 TOGETHER: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": "abc abc abc", "stream": True},
     "seeded": {"prompt": "abc abc abd", "stream": True, **SEEDED, "top_p": 0.9},
-    "penalties": {"prompt": "x", **SEEDED, "repetition_penalty": 1.3, "logit_bias": {"65": 3, "0": -100}},
+    "penalties": {
+        "prompt": "x",
+        **SEEDED,
+        "repetition_penalty": 1.3,
+        "logit_bias": {"65": 3, "0": -100},
+    },
     "two": {"prompt": "the same beginning of more than a few tokens, ", "n": 2, **SEEDED},
     "format": {
         "prompt": "json: ",
-        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": SCHEMA},
+        },
         "max_tokens": 60,
         **SEEDED,
     },
@@ -58,14 +75,27 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     save_target(root / "target", target, tokenizer, eos_token_id=0)
     # mlx-lm needs the index to load a pipeline.
     index = {"weight_map": dict.fromkeys(list_weights(target), "model.safetensors")}
-    (root / "target" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (root / "target" / "model.safetensors.index.json").write_text(
+        json.dumps(index), encoding="utf-8"
+    )
     save_drafter(root / "drafter", small_drafter(hidden=target.args.hidden_size, vocab=VOCAB))
     models = ["--model", str(root / "target"), "--drafter", str(root / "drafter")]
-    return [*models, "--prefill-step-size", "64", "--draft-depth", "3", "--context", "--log-level", "ERROR"]
+    return [
+        *models,
+        "--prefill-step-size",
+        "64",
+        "--draft-depth",
+        "3",
+        "--context",
+        "--log-level",
+        "ERROR",
+    ]
 
 
 @contextmanager
-def serve(flags: Sequence[str], cache: Path) -> Iterator[tuple[Running, list[subprocess.Popen[str]]]]:
+def serve(
+    flags: Sequence[str], cache: Path
+) -> Iterator[tuple[Running, list[subprocess.Popen[str]]]]:
     """A server on two ranks that compare their reads; killed at the end if still running."""
     given = ["-m", "mlx_redrafter.server", *flags, "--port", "0"]
     started = start_ranks(2, *given, **{ranks.CHECK_VARIABLE: "1", "XDG_CACHE_HOME": str(cache)})
@@ -78,12 +108,18 @@ def serve(flags: Sequence[str], cache: Path) -> Iterator[tuple[Running, list[sub
     finally:
         for each in started:
             each.kill()
-        wait_for_ranks([each for each in started if each.stdout is not None and not each.stdout.closed])
+        wait_for_ranks(
+            [each for each in started if each.stdout is not None and not each.stdout.closed]
+        )
 
 
 def complete(server: Running, body: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Returns (texts of an answer, its usage)."""
-    reply = ask(server, "/v1/completions", {"max_tokens": 24} | body | {"stream_options": {"include_usage": True}})
+    reply = ask(
+        server,
+        "/v1/completions",
+        {"max_tokens": 24} | body | {"stream_options": {"include_usage": True}},
+    )
     if not body.get("stream"):
         return [choice["text"] for choice in reply.json["choices"]], reply.json["usage"]
     *chunks, last = events_of(reply)
@@ -109,14 +145,18 @@ def talk(server: Running) -> dict[str, list[str]]:
     texts["alone"], usage = complete(server, {"prompt": PROMPT, "max_tokens": 40})
     assert usage["drafted"] > 0 and usage["context_accepted"] > 0
     # It moves into the batch, and out again once it is the only request.
-    with open_stream(server, {"prompt": "y", "max_tokens": 100, **SEEDED, "logit_bias": {"0": -100}}) as stream:
+    with open_stream(
+        server, {"prompt": "y", "max_tokens": 100, **SEEDED, "logit_bias": {"0": -100}}
+    ) as stream:
         with open_stream(server, {"prompt": "gone", "max_tokens": -1, "logit_bias": {"0": -100}}):
             pass
         with ThreadPoolExecutor(len(TOGETHER)) as threads:
             replies = threads.map(lambda body: complete(server, body), TOGETHER.values())
             texts |= {name: each for name, (each, _) in zip(TOGETHER, replies, strict=True)}
         lines = [line for line in stream.read().decode().splitlines() if line.startswith("data: {")]
-        texts["handed over"] = ["".join(json.loads(line[6:])["choices"][0]["text"] for line in lines)]
+        texts["handed over"] = [
+            "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines)
+        ]
     texts["stop"], _ = complete(server, TOGETHER["seeded"] | {"stop": [texts["seeded"][0][8:11]]})
     texts["again"], usage = complete(server, {"prompt": PROMPT, "max_tokens": 40})
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
@@ -149,12 +189,17 @@ def test_texts_match_one_process(
 
 
 @pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "decoding"])
-def test_a_rank_that_is_killed_ends_the_others(is_idle: bool, flags: list[str], tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_others(
+    is_idle: bool, flags: list[str], tmp_path: Path
+) -> None:
     with serve(flags, tmp_path) as (server, processes), ExitStack() as stack:
         if not is_idle:
-            stack.enter_context(open_stream(server, {"prompt": "x", "max_tokens": -1, "logit_bias": {"0": -100}}))
+            stack.enter_context(
+                open_stream(server, {"prompt": "x", "max_tokens": -1, "logit_bias": {"0": -100}})
+            )
         processes[1].kill()
         first, second = wait_for_ranks(processes)
     assert (first.status, second.status) == (1, -signal.SIGKILL), (first, second)
-    # The ring fails the forward, or waits for a message after the lost one until the watcher ends the process.
+    # The ring fails the forward, or waits for a message after the lost one until the watcher ends
+    # the process.
     assert re.search("error on rank 0: (RuntimeError: |another rank has ended)", first.err), first

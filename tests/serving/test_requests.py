@@ -26,9 +26,18 @@ BODIES = servers.BODIES | {"/v1/messages/count_tokens": {"messages": USER}}
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/v1/chat/completions", {"user": "me", "store": True, "metadata": {}, "parallel_tool_calls": False}),
-        ("/v1/chat/completions", {"modalities": ["text"], "stop": None, "tools": None, "response_format": None}),
-        ("/v1/chat/completions", {"top_logprobs": -1, "reasoning_effort": "low", "model": "default_model"}),
+        (
+            "/v1/chat/completions",
+            {"user": "me", "store": True, "metadata": {}, "parallel_tool_calls": False},
+        ),
+        (
+            "/v1/chat/completions",
+            {"modalities": ["text"], "stop": None, "tools": None, "response_format": None},
+        ),
+        (
+            "/v1/chat/completions",
+            {"top_logprobs": -1, "reasoning_effort": "low", "model": "default_model"},
+        ),
         ("/v1/completions", {"best_of": 1, "echo": False, "suffix": None, "prompt": [[1, 2]]}),
         ("/v1/completions", {"max_tokens": -1, "top_k": -1, "plan": "off"}),
         ("/v1/completions", {"max_tokens": 3.0, "top_k": 5.0, "seed": 1.0, "n": 2.0}),
@@ -105,41 +114,91 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("chat/completions", {"audio": {"voice": "x"}}, "audio is not supported"),
     ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role must"),
-    ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content must"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages[0].content must",
+    ),
     ("chat/completions", call_of({"function": 5}), "messages[0].tool_calls must"),
     ("chat/completions", call_of({"type": "function"}), "messages[0].tool_calls must"),
     ("chat/completions", call_of(5), "messages[0].tool_calls must"),
     ("chat/completions", call_of({"function": {"name": {}}}), "messages[0].tool_calls must"),
-    ("chat/completions", {"messages": [answer({"type": "thinking", "thinking": 5})]}, "messages[0].content must"),
+    (
+        "chat/completions",
+        {"messages": [answer({"type": "thinking", "thinking": 5})]},
+        "messages[0].content must",
+    ),
     ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].name must"),
-    ("chat/completions", {"tools": [{"function": {"name": "f", "parameters": 1}}]}, "tools[0] must"),
+    (
+        "chat/completions",
+        {"tools": [{"function": {"name": "f", "parameters": 1}}]},
+        "tools[0] must",
+    ),
     ("chat/completions", {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice must"),
     ("chat/completions", {"tool_choice": "required"}, "tool_choice 'required' needs tools"),
     ("chat/completions", {"tools": [TOOL], "tool_choice": OTHER_TOOL}, "tool_choice names 'g'"),
-    ("chat/completions", {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs must"),
+    (
+        "chat/completions",
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        "chat_template_kwargs must",
+    ),
     ("responses", {"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
-    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: item 'x' is not kept here"),
+    (
+        "responses",
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        "input[0]: item 'x' is not kept here",
+    ),
     ("responses", {"input": [{"type": "reasoning", "content": 5}]}, "input[0].content must"),
-    ("responses", {"input": [FUNCTION_CALL | {"namespace": True}]}, "input[0]: name and namespace must"),
-    ("responses", {"input": [FUNCTION_CALL | {"name": ["f"]}]}, "input[0]: name and namespace must"),
-    ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}, "input[0].content"),
-    ("responses", {"tools": [{"type": "function", "name": "f", "parameters": {"x": math.inf}}]}, "tools.0.parameters"),
+    (
+        "responses",
+        {"input": [FUNCTION_CALL | {"namespace": True}]},
+        "input[0]: name and namespace must",
+    ),
+    (
+        "responses",
+        {"input": [FUNCTION_CALL | {"name": ["f"]}]},
+        "input[0]: name and namespace must",
+    ),
+    (
+        "responses",
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]},
+        "input[0].content",
+    ),
+    (
+        "responses",
+        {"tools": [{"type": "function", "name": "f", "parameters": {"x": math.inf}}]},
+        "tools.0.parameters",
+    ),
     ("responses", {"input": []}, "input"),
     ("responses", {"text": {"format": "json"}}, "text.format must"),
     ("messages", {"max_tokens": None}, "max_tokens is missing"),
     ("messages", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must"),
-    ("messages", {"messages": [answer({"type": "tool_use", "name": 5})]}, "messages[0].tool_calls must"),
-    ("messages", {"messages": [answer({"type": "tool_result", "content": 5})]}, "messages[0].content must"),
+    (
+        "messages",
+        {"messages": [answer({"type": "tool_use", "name": 5})]},
+        "messages[0].tool_calls must",
+    ),
+    (
+        "messages",
+        {"messages": [answer({"type": "tool_result", "content": 5})]},
+        "messages[0].content must",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("api", "fields", "named"), INVALID)
-def test_invalid_fields_are_named(scripted: Scripted, api: str, fields: dict[str, Any], named: str) -> None:
+def test_invalid_fields_are_named(
+    scripted: Scripted, api: str, fields: dict[str, Any], named: str
+) -> None:
     reply = ask(scripted[0], f"/v1/{api}", BODIES[f"/v1/{api}"] | fields)
     assert reply.status == 400 and reply.error.startswith(named), reply.body
     assert "\n" not in reply.error and len(reply.error) < 400
     assert reply.json["error"]["type"] == "invalid_request_error"
-    assert reply.json["type"] == "error" if api == "messages" else reply.json["error"]["code"] == "bad_request"
+    assert (
+        reply.json["type"] == "error"
+        if api == "messages"
+        else reply.json["error"]["code"] == "bad_request"
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +210,9 @@ def test_invalid_fields_are_named(scripted: Scripted, api: str, fields: dict[str
         (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "maximum recursion depth"),
     ],
 )
-def test_bodies_other_than_json_objects_are_refused(scripted: Scripted, raw: bytes, said: str) -> None:
+def test_bodies_other_than_json_objects_are_refused(
+    scripted: Scripted, raw: bytes, said: str
+) -> None:
     reply = ask(scripted[0], "/v1/completions", raw)
     assert reply.status == 400 and said in reply.error
 
@@ -160,7 +221,11 @@ def test_bodies_other_than_json_objects_are_refused(scripted: Scripted, raw: byt
 def test_any_integer_is_a_seed(demo: Running, seed: int) -> None:
     texts = set()
     for _ in range(2):
-        reply = ask(demo, "/v1/completions", {"prompt": "x", "max_tokens": 5, "temperature": 1.0, "seed": seed})
+        reply = ask(
+            demo,
+            "/v1/completions",
+            {"prompt": "x", "max_tokens": 5, "temperature": 1.0, "seed": seed},
+        )
         texts.add(reply.json["choices"][0]["text"])
     assert len(texts) == 1
 
@@ -176,7 +241,9 @@ def test_any_integer_is_a_seed(demo: Running, seed: int) -> None:
         ({"logit_bias": {"4096": 1.0}}, "logit_bias token ids must be from 0 to 4095, got 4096"),
     ],
 )
-def test_values_that_do_not_fit_the_model_are_named(demo: Running, fields: dict[str, Any], said: str) -> None:
+def test_values_that_do_not_fit_the_model_are_named(
+    demo: Running, fields: dict[str, Any], said: str
+) -> None:
     reply = ask(demo, "/v1/completions", {"prompt": "x"} | fields)
     assert reply.status == 400 and reply.error.startswith(said)
 
@@ -194,7 +261,9 @@ def test_chat_works_without_a_template(demo: Running, demo_models: Any) -> None:
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 names = st.sampled_from(
@@ -216,19 +285,27 @@ parts = st.recursive(
     values | st.sampled_from(["f", "g", "{}"]),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.builds(lambda kind, held: held | {"type": kind}, kinds | values, st.dictionaries(keys, inner, max_size=4))
+        | st.builds(
+            lambda kind, held: held | {"type": kind},
+            kinds | values,
+            st.dictionaries(keys, inner, max_size=4),
+        )
     ),
     max_leaves=12,
 )
 messages = st.builds(
     lambda role, held: held | role,
-    st.fixed_dictionaries({}, optional={"role": st.sampled_from(["user", "assistant", "system", "tool"]) | values}),
+    st.fixed_dictionaries(
+        {}, optional={"role": st.sampled_from(["user", "assistant", "system", "tool"]) | values}
+    ),
     st.dictionaries(keys, parts, max_size=4),
 )
 objects = st.lists(parts.filter(lambda part: isinstance(part, dict)), max_size=3)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     path=st.sampled_from(list(BODIES)),
     given_fields=st.dictionaries(names, values, max_size=3),
@@ -236,11 +313,17 @@ objects = st.lists(parts.filter(lambda part: isinstance(part, dict)), max_size=3
     tools=st.none() | objects,
 )
 def test_no_field_breaks_the_server(
-    scripted: Scripted, path: str, given_fields: dict[str, Any], talk: list[Any] | None, tools: list[Any] | None
+    scripted: Scripted,
+    path: str,
+    given_fields: dict[str, Any],
+    talk: list[Any] | None,
+    tools: list[Any] | None,
 ) -> None:
     conversation = "input" if path == "/v1/responses" else "messages"
     body = {**BODIES[path], **given_fields}
-    body |= ({} if talk is None else {conversation: talk}) | ({} if tools is None else {"tools": tools})
+    body |= ({} if talk is None else {conversation: talk}) | (
+        {} if tools is None else {"tools": tools}
+    )
     reply = ask(scripted[0], path, body)
     assert reply.status in (200, 400, 404), (body, reply)
     if reply.status != 200:
@@ -251,9 +334,15 @@ def test_no_field_breaks_the_server(
 
 @pytest.mark.parametrize("depth", [100, 400])
 def test_deeply_nested_items_are_answered(scripted: Scripted, depth: int) -> None:
-    for begin, end in (('[{"type": "thinking", "thinking": ', "}]"), ('[{"type": "document", "content": ', "}]")):
+    for begin, end in (
+        ('[{"type": "thinking", "thinking": ', "}]"),
+        ('[{"type": "document", "content": ', "}]"),
+    ):
         nested = f"{begin * depth}[]{end * depth}".encode()
         for path in ("/v1/chat/completions", "/v1/messages"):
             talk = b'{"max_tokens": 9, "messages": [{"role": "assistant", "content": %s}]}' % nested
             reply = ask(scripted[0], path, talk)
-            assert reply.status == 200 or (reply.status, reply.error) == (400, "the body is nested too deeply")
+            assert reply.status == 200 or (reply.status, reply.error) == (
+                400,
+                "the body is nested too deeply",
+            )

@@ -17,7 +17,10 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
 class Pauses:
-    """An answer with two pauses, before its start and before its call; each ends after two empty events."""
+    """An answer with two pauses, before its start and before its call.
+
+    Each ends after two empty events.
+    """
 
     def __init__(self, engine: ScriptedWorker) -> None:
         self.gates, self.empty = [engine.gate, threading.Event()], 0
@@ -38,23 +41,37 @@ def pauses(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> Pauses:
     return Pauses(scripted[1])
 
 
-def test_openais_client_accepts_empty_chat_chunks(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
+def test_openais_client_accepts_empty_chat_chunks(
+    pauses: Pauses, scripted_openai: openai.OpenAI
+) -> None:
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     deltas = []
-    with scripted_openai.chat.completions.stream(model="demo", messages=USER, tools=tools) as stream:
+    with scripted_openai.chat.completions.stream(
+        model="demo", messages=USER, tools=tools
+    ) as stream:
         for event in stream:
             if event.type == "chunk":
                 delta = event.chunk.choices[0].delta
-                pauses.count(is_empty=not (delta.content or delta.tool_calls or getattr(delta, "reasoning", "")))
+                pauses.count(
+                    is_empty=not (
+                        delta.content or delta.tool_calls or getattr(delta, "reasoning", "")
+                    )
+                )
             elif event.type == "content.delta":
                 deltas.append(event.delta)
         message = stream.get_final_completion().choices[0].message
     assert pauses.empty >= 4 and all(deltas)
-    assert (message.role, message.content) == ("assistant", "".join(deltas)) == ("assistant", "I look.")
+    assert (
+        (message.role, message.content)
+        == ("assistant", "".join(deltas))
+        == ("assistant", "I look.")
+    )
     assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}'] * 2
 
 
-def test_openais_client_accepts_empty_completion_chunks(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
+def test_openais_client_accepts_empty_completion_chunks(
+    pauses: Pauses, scripted_openai: openai.OpenAI
+) -> None:
     texts = []
     for chunk in scripted_openai.completions.create(model="demo", prompt="x", stream=True):
         texts.append(chunk.choices[0].text)
@@ -62,22 +79,30 @@ def test_openais_client_accepts_empty_completion_chunks(pauses: Pauses, scripted
     assert pauses.empty >= 4 and "".join(texts) == f"Hm.</think>I look.{CALL}{CALL}"
 
 
-def test_openais_client_accepts_empty_response_events(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
+def test_openais_client_accepts_empty_response_events(
+    pauses: Pauses, scripted_openai: openai.OpenAI
+) -> None:
     tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
     numbers = []
     with scripted_openai.responses.stream(model="demo", input="x", tools=tools) as stream:
         for event in stream:
             numbers.append(event.sequence_number)
-            pauses.count(is_empty=event.type == "response.in_progress" and event.sequence_number > 1)
+            pauses.count(
+                is_empty=event.type == "response.in_progress" and event.sequence_number > 1
+            )
         made: Any = stream.get_final_response()
     assert pauses.empty >= 4 and numbers == list(range(len(numbers)))
     assert (made.output_text, made.status) == ("I look.", "completed")
     assert [call.arguments for call in made.output[-2:]] == ['{"a": 1}'] * 2
 
 
-def test_anthropics_client_accepts_empty_events(pauses: Pauses, scripted_anthropic: anthropic.Anthropic) -> None:
+def test_anthropics_client_accepts_empty_events(
+    pauses: Pauses, scripted_anthropic: anthropic.Anthropic
+) -> None:
     tools: Any = [{"name": "f", "input_schema": {"type": "object"}}]
-    with scripted_anthropic.messages.stream(model="demo", max_tokens=99, messages=USER, tools=tools) as stream:
+    with scripted_anthropic.messages.stream(
+        model="demo", max_tokens=99, messages=USER, tools=tools
+    ) as stream:
         for event in stream:
             pauses.count(is_empty=event.type == "message_delta" and event.delta.stop_reason is None)
         made: Any = stream.get_final_message()

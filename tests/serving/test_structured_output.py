@@ -46,7 +46,9 @@ def encode(chat_tokenizer: Any) -> Any:
     return lambda text: list(chat_tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_a_schema_holds_after_the_reasoning(chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any) -> None:
+def test_a_schema_holds_after_the_reasoning(
+    chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any
+) -> None:
     grammar = compiler.compile({"type": "boolean"}, "reasoning")()
     for token in encode("Hm. true? </think>"):
         assert find_allowed(grammar) is None and grammar.find_forced() == []
@@ -69,13 +71,18 @@ def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any) -
             fork = tried.fork()
             while fork.find_mask() is not None and fork.take(chance.choice(answer)):
                 fork.find_forced()
-        assert find_allowed(tried) == find_allowed(untouched) and tried.find_forced() == untouched.find_forced()
+        assert (
+            find_allowed(tried) == find_allowed(untouched)
+            and tried.find_forced() == untouched.find_forced()
+        )
         assert token in (find_allowed(tried) or [])
         take(tried, [token])
         take(untouched, [token])
 
 
-def test_forced_tokens_are_the_only_allowed_ones(chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any) -> None:
+def test_forced_tokens_are_the_only_allowed_ones(
+    chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any
+) -> None:
     grammar = take(compiler.compile(PERSON)(), encode('{"'))
     forced = grammar.find_forced()
     assert chat_tokenizer.decode(forced) == "name"
@@ -85,7 +92,9 @@ def test_forced_tokens_are_the_only_allowed_ones(chat_tokenizer: Any, compiler: 
     assert len(find_allowed(grammar) or []) > 1 and grammar.find_forced() == []
 
 
-def test_an_answer_may_begin_with_a_tool_marker_instead(compiler: GrammarCompiler, encode: Any) -> None:
+def test_an_answer_may_begin_with_a_tool_marker_instead(
+    compiler: GrammarCompiler, encode: Any
+) -> None:
     mark = encode("<tool>")
     make = compiler.compile(PERSON, unless=tuple(mark))
     start, without = find_allowed(make()) or [], find_allowed(compiler.compile(PERSON)()) or []
@@ -105,8 +114,14 @@ def test_an_answer_may_begin_with_a_tool_marker_instead(compiler: GrammarCompile
 
 
 def test_a_call_is_one_of_the_functions(compiler: GrammarCompiler, encode: Any) -> None:
-    parameters = {"properties": {"a": {"$ref": "#/$defs/b"}}, "required": ["a"], "$defs": {"b": {"type": "integer"}}}
-    functions = [{"name": name, "parameters": {"type": "object", **parameters}} for name in ("list", 'l"é')]
+    parameters = {
+        "properties": {"a": {"$ref": "#/$defs/b"}},
+        "required": ["a"],
+        "$defs": {"b": {"type": "integer"}},
+    }
+    functions = [
+        {"name": name, "parameters": {"type": "object", **parameters}} for name in ("list", 'l"é')
+    ]
     make = compiler.compile([*functions, {"name": "none"}])
     for call in ('{"name": "list", "arguments": {"a": 1}}', r'{"name": "l\"é", "arguments": {"a": -20, "x": null}}',
                  '{"name": "none", "arguments": {}}'):  # fmt: skip
@@ -122,13 +137,18 @@ def refer(count: int, levels: int = 1) -> dict[str, Any]:
         return {"type": "array", "items": wrap(schema, count - 1)} if count else schema
 
     names = [f"#/$defs/{at}" for at in range(count + 1)]
-    schemas: dict[str, Any] = {str(at): wrap({"$ref": name}, levels) for at, name in enumerate(names[1:])}
+    schemas: dict[str, Any] = {
+        str(at): wrap({"$ref": name}, levels) for at, name in enumerate(names[1:])
+    }
     return {"$ref": names[0], "$defs": schemas | {str(count): {"type": "string"}}}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "itself": ({"$ref": "#"}, "no text satisfies it"),
-    "a circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text satisfies it"),
+    "a circle": (
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        "no text satisfies it",
+    ),
     "missing": ({"$ref": "#/$defs/x"}, "Pointer '/$defs/x' does not exist"),
     "elsewhere": ({"$ref": "http://example.com/x"}, "Resource 'http://example.com/x'"),
     "unknown type": ({"type": "objekt"}, "Invalid type: objekt"),
@@ -138,7 +158,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not a number": ({"const": float("inf")}, "expected value"),
     "half a character": ({"const": "\ud800"}, "unexpected end of hex escape"),
     "deep": (refer(1, 200), "recursion limit exceeded"),
-    "names it cannot match": ({"type": "object", "patternProperties": {"^(?!x)": {"type": "string"}}}, ""),
+    "names it cannot match": (
+        {"type": "object", "patternProperties": {"^(?!x)": {"type": "string"}}},
+        "",
+    ),
     "long": (refer(5000), "at most 500 references"),
 }
 
@@ -146,14 +169,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_schemas_are_refused(name: str, compiler: GrammarCompiler) -> None:
     schema, wrong = REFUSED[name]
-    with pytest.raises(ApiError, match=re.escape("the JSON schema cannot be followed: ") + ".*" + re.escape(wrong)):
+    with pytest.raises(
+        ApiError, match=re.escape("the JSON schema cannot be followed: ") + ".*" + re.escape(wrong)
+    ):
         compiler.compile(schema)
 
 
 OBJECT = {"type": "object"}
 IGNORED: dict[str, dict[str, Any]] = {
     "uniqueItems": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
-    "propertyNames": OBJECT | {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}},
+    "propertyNames": OBJECT
+    | {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}},
     "not": {"type": "string", "not": {"const": "a"}},
     "if": OBJECT | {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
     "contains": {"type": "array", "contains": {"const": 1}, "minContains": 1},
@@ -161,7 +187,9 @@ IGNORED: dict[str, dict[str, Any]] = {
     "binary": {"type": "string", "format": "binary"},
     "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     "(?=a)": {"type": "string", "pattern": "^(?=a).b$"},
-    "(?!^[-+.]*$)": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*\.?\d*$"}]},
+    "(?!^[-+.]*$)": {
+        "anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*\.?\d*$"}]
+    },
     "-9223372036854775808": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
     "http://json-schema.org/schema": {"$schema": "http://json-schema.org/schema", "type": "string"},
 }
@@ -175,8 +203,15 @@ def test_unenforceable_keywords_are_ignored(
 ) -> None:
     caplog.set_level(logging.INFO)
     log_once.cache_clear()
-    inner = OBJECT | {"properties": {"a": IGNORED[name], "b": {"type": "boolean"}}, "required": ["a", "b"]}
-    asked = {"format": IGNORED[name], "call": [{"name": "f", "parameters": inner}], "within": inner}[place]
+    inner = OBJECT | {
+        "properties": {"a": IGNORED[name], "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+    }
+    asked = {
+        "format": IGNORED[name],
+        "call": [{"name": "f", "parameters": inner}],
+        "within": inner,
+    }[place]
     compiler.compile(asked)
     (line,) = [each for each in caplog.messages if "ignored" in each]
     assert name in line.replace("\\\\", "\\")
@@ -187,7 +222,11 @@ def test_unenforceable_keywords_are_ignored(
 def test_the_rest_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode: Any) -> None:
     """Includes properties named like keywords, and constants that look like schemas."""
     look = {"pattern": "(?=a)"}
-    properties = {"pattern": {"type": "boolean"}, "a": {"type": "string", **look}, "b": {"const": look}}
+    properties = {
+        "pattern": {"type": "boolean"},
+        "a": {"type": "string", **look},
+        "b": {"const": look},
+    }
     schema = {"type": "object", "properties": properties, "required": ["pattern", "a", "b"]}
     grammar = take(compiler.compile(schema)(), encode('{"pattern": '))
     assert not grammar.fork().take(encode('"')[0])
@@ -198,4 +237,9 @@ def test_long_chains_of_references_work(compiler: GrammarCompiler, encode: Any) 
     """Too deep for the stack of an ordinary thread, which would end the process."""
     grammar = take(compiler.compile(refer(200, 30))(), encode("[[[["))
     assert grammar.fork().take(encode("[")[0])
-    assert take(compiler.compile({"anyOf": [{"$ref": "#"}, {"type": "null"}]})(), encode("null")).length == 1
+    assert (
+        take(
+            compiler.compile({"anyOf": [{"$ref": "#"}, {"type": "null"}]})(), encode("null")
+        ).length
+        == 1
+    )

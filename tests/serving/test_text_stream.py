@@ -13,15 +13,23 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
-def read(tokenizer: Any, pieces: list[str], state: str | None = "normal", stops: tuple[str, ...] = ()) -> Any:
+def read(
+    tokenizer: Any, pieces: list[str], state: str | None = "normal", stops: tuple[str, ...] = ()
+) -> Any:
     """Streams the pieces. Returns (text, reasoning, calls, raw text, stream)."""
     stream = TextStream(tokenizer, state, stops, TOOLS)
     segments, raw = [], ""
-    for token in [*(token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)), None]:
+    for token in [
+        *(token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)),
+        None,
+    ]:
         if stream.stopped_by is None:
             shown, more = stream.add(token, is_last=token is None)
             segments, raw = segments + more, raw + shown
-    text, reasoning = ("".join(each.text for each in segments if each.kind == kind) for kind in ("text", "reasoning"))
+    text, reasoning = (
+        "".join(each.text for each in segments if each.kind == kind)
+        for kind in ("text", "reasoning")
+    )
     calls = [(each.name, json.loads(each.text)) for each in segments if each.kind == "tool_call"]
     return text, reasoning, calls, raw, stream
 
@@ -47,7 +55,12 @@ def test_token_boundaries_do_not_matter(chat_tokenizer: Any, size: int) -> None:
     ],
 )
 def test_stop_strings_are_found_and_named(
-    chat_tokenizer: Any, size: int, whole: str, stops: tuple[str, ...], expected: str, found: str | None
+    chat_tokenizer: Any,
+    size: int,
+    whole: str,
+    stops: tuple[str, ...],
+    expected: str,
+    found: str | None,
 ) -> None:
     pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
     text, _, _, _, stream = read(chat_tokenizer, pieces, "normal", stops)
@@ -72,7 +85,9 @@ def test_stop_strings_are_found_and_named(
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
     ],
 )
-def test_an_invalid_call_is_text(chat_tokenizer: Any, call: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_call_is_text(
+    chat_tokenizer: Any, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
     text, _, calls, _, stream = read(chat_tokenizer, [call])
     assert text == call and not calls and not stream.has_tool_calls and len(caplog.messages) == 1
 
@@ -101,7 +116,11 @@ def test_a_call_may_have_no_arguments(chat_tokenizer: Any, arguments: str) -> No
     ],
 )
 def test_common_mistakes_are_repaired(chat_tokenizer: Any, call: str, x: Any) -> None:
-    assert read(chat_tokenizer, [f"<tool_call>{call}</tool_call>"])[:3] == ("", "", [("f", {"x": x})])
+    assert read(chat_tokenizer, [f"<tool_call>{call}</tool_call>"])[:3] == (
+        "",
+        "",
+        [("f", {"x": x})],
+    )
 
 
 @pytest.mark.parametrize("between", ["", "\n", " \n\n"])
@@ -117,6 +136,11 @@ def test_a_truncated_call_may_be_complete(chat_tokenizer: Any) -> None:
 def test_without_tools_a_call_marker_is_text(chat_tokenizer: Any) -> None:
     stream = TextStream(chat_tokenizer, "reasoning", [], [])
     tokens = chat_tokenizer.encode("A <tool_call> is</think>42", add_special_tokens=False)
-    segments = [each for token in tokens for each in stream.add(token)[1]] + stream.add(None, is_last=True)[1]
-    texts = {kind: "".join(each.text for each in segments if each.kind == kind) for kind in ("reasoning", "text")}
+    segments = [each for token in tokens for each in stream.add(token)[1]] + stream.add(
+        None, is_last=True
+    )[1]
+    texts = {
+        kind: "".join(each.text for each in segments if each.kind == kind)
+        for kind in ("reasoning", "text")
+    }
     assert texts == {"reasoning": "A <tool_call> is", "text": "42"}

@@ -1,4 +1,6 @@
-"""The worker: texts of single and concurrent requests, mode changes between them, and recovery after errors."""
+"""The worker: texts of single and concurrent requests, mode changes between them, and recovery
+after errors.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ from mlx_redrafter.serving.structured_output import GrammarCompiler
 from mlx_redrafter.serving.worker import Worker
 
 SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "seed": 7}
-PENALTIES: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {3: 2.0, 5: -50.0}}
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.5,
+    "logit_bias": {3: 2.0, 5: -50.0},
+}
 PROMPTS = [make_prompt(length) for length in (9, 14, 5, 30, 1)]
 
 
@@ -70,8 +76,14 @@ def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> 
             assert event.logprob == pytest.approx(step.logprobs[event.token].item(), abs=1e-5)
         accepted, expected = count_tokens(worker, "accepted"), steps[-1].stats
         assert count_tokens(worker, "generated") == length and accepted > 0
-        assert accepted - count_tokens(worker, "context_accepted") == expected.accepted - expected.context_accepted
-        assert count_tokens(worker, "read") == len(prompt) and count(worker, "generations", end="length") == 1
+        assert (
+            accepted - count_tokens(worker, "context_accepted")
+            == expected.accepted - expected.context_accepted
+        )
+        assert (
+            count_tokens(worker, "read") == len(prompt)
+            and count(worker, "generations", end="length") == 1
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "mamba"])
@@ -81,7 +93,9 @@ def test_batched_rows_match_plain_decoding(name: str) -> None:
     with running(model) as worker:
         for request, events in zip(requests, generate(worker, *requests), strict=True):
             assert tokens_of(events) == plain(request, model)
-            assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
+            assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [
+                "length"
+            ]
         assert count(worker, "batch_steps") > 0
         assert count_tokens(worker, "read") == sum(map(len, PROMPTS))
 
@@ -99,7 +113,10 @@ def test_each_row_has_its_own_seed() -> None:
 async def decode_around_a_batch(
     worker: Worker, long: Asked, short: Asked, length: int
 ) -> tuple[list[TokenEvent], Request]:
-    """Runs `long`; after `length` tokens `short` joins and ends. Returns (events of `long`, its request)."""
+    """Runs `long`; after `length` tokens `short` joins and ends.
+
+    Returns (events of `long`, its request).
+    """
     first = worker.submit(**long)
     stream = first.read_events()
     head = [await anext(stream) for _ in range(length)]
@@ -121,7 +138,11 @@ async def decode_around_a_batch(
 )
 def test_a_request_continues_after_a_batch(name: str, kind: str, sampling: dict[str, Any]) -> None:
     """A draft model reads the batch's tokens; in the cache of a head their positions are a gap."""
-    model, drafter, options = make_model() if name == "llama" else make_family(name), None, {"plan": (1, 3)}
+    model, drafter, options = (
+        make_model() if name == "llama" else make_family(name),
+        None,
+        {"plan": (1, 3)},
+    )
     if kind == "context":
         options = {"context": True}
     else:
@@ -130,7 +151,9 @@ def test_a_request_continues_after_a_batch(name: str, kind: str, sampling: dict[
     with running(model, drafter, options=options) as worker:
         events, first = asyncio.run(finish(decode_around_a_batch(worker, long, short, 10)))
         assert tokens_of(events) == plain(long, model)
-        assert count_switches(worker) == {"batch": 1, "single": 1} and worker.scheduler.mode == "idle"
+        assert (
+            count_switches(worker) == {"batch": 1, "single": 1} and worker.scheduler.mode == "idle"
+        )
         assert count_tokens(worker, "read") == len(long["prompt"]) + len(short["prompt"])
         assert count_tokens(worker, "generated") == 150 + 20
         made = first.output.stats
@@ -218,10 +241,15 @@ def test_alternating_and_batching_give_the_same_texts(
 @pytest.mark.parametrize(("kind", "options"), TURNS.values(), ids=TURNS)
 def test_caches_that_cannot_be_batched_alternate(kind: str, options: dict[str, Any]) -> None:
     model = make_model(kind)
-    requests = [ask(prompt, 40, **sampling) for prompt, sampling in zip(PROMPTS, [{}, SAMPLED, {}], strict=False)]
+    requests = [
+        ask(prompt, 40, **sampling)
+        for prompt, sampling in zip(PROMPTS, [{}, SAMPLED, {}], strict=False)
+    ]
     with running(model, options=options) as worker:
         answers = generate(worker, *requests)
-        assert [tokens_of(events) for events in answers] == [plain(request, model, **options) for request in requests]
+        assert [tokens_of(events) for events in answers] == [
+            plain(request, model, **options) for request in requests
+        ]
         assert count(worker, "batch_steps") == 0 and count(worker, "rounds") >= 3
 
 
@@ -244,7 +272,9 @@ def test_penalties_and_biases_apply_per_row(together: int) -> None:
     requests = [ask(prompt, **PENALTIES, **SAMPLED) for prompt in PROMPTS[:together]]
     with running(options={"context": True}) as worker:
         for request, events in zip(requests, generate(worker, *requests), strict=True):
-            assert tokens_of(events) == plain(request, logits_processors=make_logits_processors(**PENALTIES))
+            assert tokens_of(events) == plain(
+                request, logits_processors=make_logits_processors(**PENALTIES)
+            )
             assert 5 not in tokens_of(events)
 
 
@@ -255,7 +285,9 @@ def follow_grammar(request: Asked, model: Any = None, vocab: int = VOCAB) -> lis
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("together", [1, 3])
-def test_a_grammar_is_followed_with_and_without_drafts(together: int, sampling: dict[str, Any]) -> None:
+def test_a_grammar_is_followed_with_and_without_drafts(
+    together: int, sampling: dict[str, Any]
+) -> None:
     requests = [ask(prompt, grammar=ToyGrammar, **sampling) for prompt in PROMPTS[:together]]
     texts = [follow_grammar(request) for request in requests]
     with running(options={"context": True}) as worker:
@@ -284,12 +316,19 @@ def test_a_grammar_continues_across_a_batch(name: str, sampling: dict[str, Any])
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_schema_on_the_demo_matches_plain_decoding(demo_models: Any, sampling: dict[str, Any]) -> None:
+def test_a_schema_on_the_demo_matches_plain_decoding(
+    demo_models: Any, sampling: dict[str, Any]
+) -> None:
     """Drafted, plainly, and before and after a batch."""
     model, tokenizer, drafter = demo_models
-    item = {"type": "object", "properties": {"name": {"type": "string"}, "amount": {"type": "integer"}}}
+    item = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "amount": {"type": "integer"}},
+    }
     schema = {"type": "array", "items": item | {"required": ["name", "amount"]}, "minItems": 9}
-    worker = Worker(model, tokenizer, drafter, options=Options(draft_depth=3))  # what `auto` drafts depends on times
+    worker = Worker(
+        model, tokenizer, drafter, options=Options(draft_depth=3)
+    )  # what `auto` drafts depends on times
     worker.start()
     grammar = GrammarCompiler(tokenizer, worker.vocab_size).compile(schema)
     long = ask(tokenizer.encode("items = "), 80, grammar=grammar, **sampling)
@@ -308,7 +347,10 @@ def test_a_grammar_ends_with_the_answer() -> None:
     for end in sorted(set(text))[:6]:
         with running(eos=(end,), options={"context": None}) as worker:
             (events,) = generate(worker, request)
-            assert tokens_of(events) == text[: text.index(end) + 1] and events[-1].finish_reason == "stop"
+            assert (
+                tokens_of(events) == text[: text.index(end) + 1]
+                and events[-1].finish_reason == "stop"
+            )
     with running(options={"context": None}) as worker:
         for size in range(1, 12):
             assert tokens_of(generate(worker, request | {"max_tokens": size})[0]) == text[:size]
@@ -336,7 +378,9 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
         failing, (error, *answers) = asyncio.run(finish(main(worker)))
         assert isinstance(error, GenerationFailed) and "nothing may follow" in str(error)
         assert len(failing.output.tokens) == 7
-        assert [tokens_of(events) for events in answers] == [follow_grammar(request) for request in good]
+        assert [tokens_of(events) for events in answers] == [
+            follow_grammar(request) for request in good
+        ]
         assert tokens_of(generate(worker, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
         assert count(worker, "generations", end="failed") == 1
 
@@ -357,9 +401,14 @@ def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with running() as worker:
         errors = asyncio.run(finish(main(worker)))
-        assert all(isinstance(error, GenerationFailed) and "out of memory" in str(error) for error in errors)
+        assert all(
+            isinstance(error, GenerationFailed) and "out of memory" in str(error)
+            for error in errors
+        )
         requests = [ask(prompt) for prompt in PROMPTS]
-        assert [tokens_of(events) for events in generate(worker, *requests)] == [plain(each) for each in requests]
+        assert [tokens_of(events) for events in generate(worker, *requests)] == [
+            plain(each) for each in requests
+        ]
         assert worker.is_alive and len(worker.scheduler.rows) == 0
 
 
@@ -371,7 +420,10 @@ def test_requests_can_be_cancelled_at_any_stage() -> None:
         waiting = worker.submit(**ask(PROMPTS[1], -1))
         second = waiting.read_events()
         await anext(second)  # both are in the batch now
-        third, fourth = worker.submit(**ask(make_prompt(400), -1)), worker.submit(**ask(PROMPTS[2], 10))
+        third, fourth = (
+            worker.submit(**ask(make_prompt(400), -1)),
+            worker.submit(**ask(PROMPTS[2], 10)),
+        )
         third.cancel()  # queued or during prefill
         fourth_events = asyncio.create_task(collect(fourth))
         waiting.cancel()
@@ -384,7 +436,9 @@ def test_requests_can_be_cancelled_at_any_stage() -> None:
 
     with running(decode_concurrency=2, options={"prefill_step_size": 16}) as worker:
         asyncio.run(finish(main(worker)))
-        assert [count(worker, "generations", end=end) for end in ("cancelled", "length", "failed")] == [3, 1, 0]
+        assert [
+            count(worker, "generations", end=end) for end in ("cancelled", "length", "failed")
+        ] == [3, 1, 0]
         # Cached tokens are not prefilled again.
         (events,) = generate(worker, ask(PROMPTS[0], 5))
         assert tokens_of(events) == plain(ask(PROMPTS[0], 5))
@@ -432,7 +486,9 @@ def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
-def test_a_prompt_with_several_choices_is_prefilled_once(kind: str, options: dict[str, Any]) -> None:
+def test_a_prompt_with_several_choices_is_prefilled_once(
+    kind: str, options: dict[str, Any]
+) -> None:
     model, prompt = make_family(kind) if kind in FAMILIES else make_model(kind), make_prompt(200)
     options = options | {"prefill_step_size": 32}
     requests = [ask(prompt, 12, **(SAMPLED | {"seed": seed})) for seed in range(4)]
@@ -462,8 +518,12 @@ def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
         assert asyncio.run(finish(main(worker))).cached_tokens == 60
 
 
-@pytest.mark.parametrize(("name", "sampling", "together"), pairs(FAMILIES, [{}, SAMPLED], [1, 2]), ids=str)
-def test_states_are_copied_at_shared_prefixes(name: str, sampling: dict[str, Any], together: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "sampling", "together"), pairs(FAMILIES, [{}, SAMPLED], [1, 2]), ids=str
+)
+def test_states_are_copied_at_shared_prefixes(
+    name: str, sampling: dict[str, Any], together: int
+) -> None:
     model, text = make_family(name), make_prompt(150)
     first = ask([*text, 7], 8, prefix_lengths=(150, 60), **sampling)
     others = [ask(PROMPTS[0], 8)] * (together - 1)
@@ -485,16 +545,24 @@ def test_requests_wait_for_their_longest_shared_prefix() -> None:
     first = ask(text, 4, prefix_lengths=(100, 200, 399))
     second, third = (ask([*text[:shared], 9, 8, 9], 4) for shared in (210, 120))
     with running(model, options={"prefill_step_size": 16}) as worker:
-        for request, events in zip((first, second, third), generate(worker, first, second, third), strict=True):
+        for request, events in zip(
+            (first, second, third), generate(worker, first, second, third), strict=True
+        ):
             assert tokens_of(events) == plain(request, model)
         assert count_tokens(worker, "cached") == 200 + 100
 
 
-@pytest.mark.parametrize(("kind", "options"), [SHARING["llama"], SHARING["quantized"]], ids=["batch", "turns"])
+@pytest.mark.parametrize(
+    ("kind", "options"), [SHARING["llama"], SHARING["quantized"]], ids=["batch", "turns"]
+)
 def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, Any]) -> None:
     options = options | {"prefill_step_size": 16}
     begin, order = make_prompt(300), list[int]()
-    requests = [ask([*begin, *make_prompt(1200)[::-1]], 4), ask([*begin, 1, 2, 3], 4), ask(PROMPTS[0], 4)]
+    requests = [
+        ask([*begin, *make_prompt(1200)[::-1]], 4),
+        ask([*begin, 1, 2, 3], 4),
+        ask(PROMPTS[0], 4),
+    ]
 
     async def follow(worker: Worker, at: int) -> list[TokenEvent]:
         events = await collect(worker.submit(**requests[at]))
@@ -506,7 +574,9 @@ def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, An
 
     with running(options=options) as worker:
         answers = asyncio.run(finish(main(worker)))
-        assert [tokens_of(events) for events in answers] == [plain(each, **options) for each in requests]
+        assert [tokens_of(events) for events in answers] == [
+            plain(each, **options) for each in requests
+        ]
         assert (order, count_tokens(worker, "cached")) == ([2, 1, 0], 300)
 
 
@@ -545,13 +615,17 @@ def test_without_a_prompt_cache_everything_is_prefilled() -> None:
     with running(prompt_cache_bytes=0) as worker:
         for _ in range(2):
             generate(worker, ask(PROMPTS[0], 3))
-        assert (count_tokens(worker, "read"), count_tokens(worker, "cached")) == (2 * len(PROMPTS[0]), 0)
+        assert (count_tokens(worker, "read"), count_tokens(worker, "cached")) == (
+            2 * len(PROMPTS[0]),
+            0,
+        )
         generate(worker, *[ask(make_prompt(100), 3)] * 2)  # neither waits for the other
         assert count_tokens(worker, "cached") == 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "length"), [("llama", 512), ("llama-linear", 1024), ("llama-dynamic", 32), ("llama-yarn", 512)]
+    ("kind", "length"),
+    [("llama", 512), ("llama-linear", 1024), ("llama-dynamic", 32), ("llama-yarn", 512)],
 )
 def test_the_context_length_comes_from_the_config(kind: str, length: int) -> None:
     assert find_context_length(make_model(kind)) == length
@@ -567,7 +641,10 @@ def test_the_context_length_limits_prompt_and_answer() -> None:
     with running(model, context_length=20) as worker:
         for max_tokens, made in ((-1, 11), (30, 11), (11, 11), (4, 4)):
             (events,) = generate(worker, ask(PROMPTS[0], max_tokens))
-            assert tokens_of(events) == plain(ask(PROMPTS[0], made)) and events[-1].finish_reason == "length"
+            assert (
+                tokens_of(events) == plain(ask(PROMPTS[0], made))
+                and events[-1].finish_reason == "length"
+            )
         assert len(generate(worker, ask(make_prompt(19)))[0]) == 1
         for size in (20, 30):
             said = rf"prompt is too long: {size} tokens > 20 maximum.* maximum context length is 20 tokens"

@@ -13,26 +13,39 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter import RedrafterError, Session
-from mlx_redrafter.session.chat_template import encode_continuation, encode_conversation, encode_turn, render
+from mlx_redrafter.session.chat_template import (
+    encode_continuation,
+    encode_conversation,
+    encode_turn,
+    render,
+)
 
 SPACE = "\u2581"
 LETTERS = ["<unk>", SPACE, *string.ascii_letters, "(", ")", ":", "\n", "."]
 JOINED = [SPACE + "t", "ab", "E" + SPACE, ")" + ":"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' E ' if m.role == 'assistant' else ' A ' }}{% endfor %}"
-TIGHT = "{% for m in messages %}{{ m.content }}{{ ':' if m.role == 'assistant' else '.' }}{% endfor %}"
+TIGHT = (
+    "{% for m in messages %}{{ m.content }}{{ ':' if m.role == 'assistant' else '.' }}{% endfor %}"
+)
 
 
 def sentencepiece(kind: str, template: str | None = None) -> Any:
-    """A tokenizer of letters and pairs that adds a space before every text, as Llama 2's and Mistral's do."""
+    """A tokenizer of letters and pairs that adds a space before every text, as Llama 2's and
+    Mistral's do.
+    """
     vocab = {piece: number for number, piece in enumerate([*LETTERS, *JOINED])}
     pairs = [(piece[0], piece[1]) for piece in JOINED]
     tokenizer = Tokenizer(models.BPE(vocab, pairs, unk_token="<unk>"))
     if kind == "prepend":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+        )
         parts = [decoders.Replace(SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         tokenizer.decoder = decoders.Sequence(parts)
     else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="always", split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            SPACE, prepend_scheme="always", split=False
+        )
         tokenizer.decoder = decoders.Metaspace(SPACE, prepend_scheme="always", split=False)
     inner = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
     wrapped: Any = TokenizerWrapper(inner, eos_token_ids=[999])
@@ -52,16 +65,24 @@ def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | No
         ids = encode_turn(tokenizer, before, new, read[-1])
         assert ids is not None
         messages = [*before, {"role": "assistant", "content": answer}, *new]
-        rendered = "".join(m["content"] for m in messages) if template is None else render(tokenizer, messages)
+        rendered = (
+            "".join(m["content"] for m in messages)
+            if template is None
+            else render(tokenizer, messages)
+        )
         assert tokenizer.decode([*read, *ids]) == rendered
         assert [*read, *ids] == tokenizer.encode(rendered, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace"])
-@pytest.mark.parametrize(("between", "twice"), [("", False), (" ", False), (" \n", False), (" b ", True)])
+@pytest.mark.parametrize(
+    ("between", "twice"), [("", False), (" ", False), (" \n", False), (" b ", True)]
+)
 def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: bool) -> None:
     end = f"'{between}</s>' if m.role == 'assistant' else ':'".replace("\n", "\\n")
-    tokenizer = sentencepiece(kind, "{% for m in messages %}{{ m.content }}{{ " + end + " }}{% endfor %}")
+    tokenizer = sentencepiece(
+        kind, "{% for m in messages %}{{ m.content }}{{ " + end + " }}{% endfor %}"
+    )
     tokenizer._tokenizer.add_special_tokens({"eos_token": "</s>"})
     last = tokenizer._tokenizer.eos_token_id
     tokenizer.eos_token_ids = [last]
@@ -89,7 +110,9 @@ def send(session: Session, text: str, **options: Any) -> tuple[str, int]:
     """Returns (the conversation up to the new answer as text, the number of tokens prefilled)."""
     answer = session.send(text, **options)
     assert answer.last is not None
-    return session.tokenizer.decode(session.tokens[: -len(answer.tokens)]), answer.last.prompt_tokens
+    return session.tokenizer.decode(
+        session.tokens[: -len(answer.tokens)]
+    ), answer.last.prompt_tokens
 
 
 def look() -> None:
@@ -101,7 +124,9 @@ def test_a_turns_template_arguments_override_the_sessions() -> None:
     assert send(session, "a") == ("UazAh", 5)
     before = session.tokens
     text, count = send(session, "b", chat_template_config={"think": False})
-    assert text.endswith("UbzA") and session.tokens[: len(before)] == before and count < 7, "nothing is prefilled twice"
+    assert text.endswith("UbzA") and session.tokens[: len(before)] == before and count < 7, (
+        "nothing is prefilled twice"
+    )
     assert send(session, "c", chat_template_config=None)[0].endswith("UczA")
     assert send(session, "d")[0].endswith("UdzAh")
 
@@ -114,7 +139,9 @@ def test_changed_tools_are_prefilled_again(tmp_path: Path) -> None:
     assert text.startswith("ttUazA") and count == len(text)
     assert send(session, "d", tools=[look, look])[1] < 7, "only the first time"
     session.save(tmp_path / "talk.safetensors")
-    loaded = Session.load(tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4)
+    loaded = Session.load(
+        tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4
+    )
     assert send(loaded, "e")[0].startswith("Uaz"), "without tools, so prefilled again"
     assert send(session, "e")[0].startswith("tUazA")
     assert send(session.fork(), "f")[1] < 7
@@ -123,8 +150,13 @@ def test_changed_tools_are_prefilled_again(tmp_path: Path) -> None:
 def test_unusable_template_arguments_are_refused() -> None:
     session = make_thinker()
     for options in ({"chat_template_config": 5}, {"tools": "look"}, {"tools": [5]}):
-        with pytest.raises(RedrafterError, match=r"^(chat_template_config must|tools must|the chat template rejects)"):
+        with pytest.raises(
+            RedrafterError,
+            match=r"^(chat_template_config must|tools must|the chat template rejects)",
+        ):
             session.send("a", **options)
     assert session.send("a").tokens
-    with pytest.raises(RedrafterError, match="tools need a chat template, and the tokenizer has none"):
+    with pytest.raises(
+        RedrafterError, match="tools need a chat template, and the tokenizer has none"
+    ):
         plain_session(tools=[{}])

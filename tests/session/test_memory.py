@@ -62,7 +62,9 @@ def test_a_turn_without_room_is_refused_before_prefill() -> None:
     assert answer.finish_reason == "length" and len(session.tokens) == 192
 
 
-@pytest.mark.parametrize(("max_tokens", "kept"), [(5, "abcd"), (6, "bcd"), (54, "bcd"), (55, "cd"), (-1, "cd")])
+@pytest.mark.parametrize(
+    ("max_tokens", "kept"), [(5, "abcd"), (6, "bcd"), (54, "bcd"), (55, "cd"), (-1, "cd")]
+)
 def test_only_as_much_is_trimmed_as_the_answer_needs(max_tokens: int, kept: str) -> None:
     session = plain_session(max_tokens=9, memory_budget=budget(192), when_full="trim")
     for letter in "abc":
@@ -81,7 +83,10 @@ def test_the_system_message_is_never_trimmed() -> None:
         session.send(letter * 40)
         assert len(session.tokens) <= 192
     assert session.messages[0] == {"role": "system", "content": "be brief"}
-    assert session.messages[1]["content"] not in ("a" * 40, "b" * 40) and session.messages[-2]["content"] == "h" * 40
+    assert (
+        session.messages[1]["content"] not in ("a" * 40, "b" * 40)
+        and session.messages[-2]["content"] == "h" * 40
+    )
     with pytest.raises(RedrafterError, match="more than its budget"):
         session.send("x" * 300)
 

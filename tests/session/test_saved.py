@@ -22,7 +22,13 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_loaded_session_continues_like_the_saved_one(family: str, file: Path) -> None:
-    options: dict[str, Any] = {"temp": 0.8, "seed": 3, "max_tokens": 9, "beam_width": 1, "draft_depth": 2}
+    options: dict[str, Any] = {
+        "temp": 0.8,
+        "seed": 3,
+        "max_tokens": 9,
+        "beam_width": 1,
+        "draft_depth": 2,
+    }
     session = make_session(family, **options)
     session.send("hello")
     session.save(file)
@@ -38,12 +44,20 @@ def test_unsavable_sessions_are_refused(file: Path) -> None:
     with pytest.raises(RedrafterError, match="nothing to save"):
         session.save(file)
     session.send("hello")
-    for path in (file.with_suffix(".bin"), Path("/dev/null") / file.name, file.parent / "new" / file.name):
-        with pytest.raises(RedrafterError, match=r"safetensors, got talk\.bin|cannot save the session as"):
+    for path in (
+        file.with_suffix(".bin"),
+        Path("/dev/null") / file.name,
+        file.parent / "new" / file.name,
+    ):
+        with pytest.raises(
+            RedrafterError, match=r"safetensors, got talk\.bin|cannot save the session as"
+        ):
             session.save(path)
     foreign = make_session("deepseek_v41")
     foreign.send("hello")
-    with pytest.raises(RedrafterError, match="mlx-lm cannot load a LayerCache: the cache of deepseek_v41 cannot"):
+    with pytest.raises(
+        RedrafterError, match="mlx-lm cannot load a LayerCache: the cache of deepseek_v41 cannot"
+    ):
         foreign.save(file)
     assert not [*file.parent.iterdir()], "nothing was created"
 
@@ -53,9 +67,16 @@ def test_damaged_or_inconsistent_file_is_refused(file: Path) -> None:
     session.send("hello")
     session.save(file)
     content, other = file.read_bytes(), file.with_name("other.safetensors")
-    with pytest.raises(RedrafterError, match=r"cannot read the session .* was saved with another model"):
+    with pytest.raises(
+        RedrafterError, match=r"cannot read the session .* was saved with another model"
+    ):
         Session.load(file, make_model("gemma3_text"), session.tokenizer)
-    for damaged in (None, b"", content[: len(content) // 2], content.replace(b"session", b"sesion_")):
+    for damaged in (
+        None,
+        b"",
+        content[: len(content) // 2],
+        content.replace(b"session", b"sesion_"),
+    ):
         if damaged is not None:
             other.write_bytes(damaged)
         with pytest.raises(RedrafterError, match="cannot read the session"):
@@ -64,5 +85,7 @@ def test_damaged_or_inconsistent_file_is_refused(file: Path) -> None:
     for change in ({"tokens": [64]}, {"tokens": [1, 2]}, {"messages": []}, {"format": "9"}):
         saved = json.loads(metadata["session"]) | change
         save_prompt_cache(str(other), cache, {"session": json.dumps(saved)})
-        with pytest.raises(RedrafterError, match=f"cannot read the session .*: .*{next(iter(change))[:5]}"):
+        with pytest.raises(
+            RedrafterError, match=f"cannot read the session .*: .*{next(iter(change))[:5]}"
+        ):
             Session.load(other, session.model, session.tokenizer)

@@ -1,4 +1,6 @@
-"""Every turn of a session gives what a fresh run over the same tokens gives, whatever happened before."""
+"""Every turn of a session gives what a fresh run over the same tokens gives, whatever happened
+before.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ WORDS = ("hello", "what now", "tell me more", "and then")
 def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]) -> None:
     options = dict(options)
     if options.pop("penalty", False):
-        options["logits_processors"] = make_logits_processors(repetition_penalty=1.5, repetition_context_size=40)
+        options["logits_processors"] = make_logits_processors(
+            repetition_penalty=1.5, repetition_context_size=40
+        )
     elif not options and family == "qwen3":
         options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
     session = make_session(family, **options)
@@ -40,7 +44,9 @@ def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]) -> 
         assert session.tokens[: len(before)] == before
         assert_fresh(session, answer, **options)
         n_read = len(session.tokens) - len(answer.tokens) - len(before)
-        assert answer.last is not None and answer.last.prompt_tokens == n_read, "nothing is prefilled twice"
+        assert answer.last is not None and answer.last.prompt_tokens == n_read, (
+            "nothing is prefilled twice"
+        )
     assert [each["role"] for each in session.messages] == ["user", "assistant"] * 4
 
 
@@ -48,12 +54,16 @@ def test_send_stream_and_callbacks_agree() -> None:
     session, other = make_session(**SAMPLED), make_session(**SAMPLED)
     texts: list[str] = []
     tokens: list[int] = []
-    answer = session.send("hello", on_text=texts.append, on_token=lambda response: tokens.append(response.token))
+    answer = session.send(
+        "hello", on_text=texts.append, on_token=lambda response: tokens.append(response.token)
+    )
     streamed = list(other.stream("hello"))
     assert "".join(texts) == answer.text == "".join(each.text for each in streamed)
     assert tokens == answer.tokens == [each.token for each in streamed]
     assert answer.finish_reason == streamed[-1].finish_reason and session.messages == other.messages
-    responses = list(stream_generate(session.model, session.tokenizer, "UhellozA", max_tokens=9, **SAMPLED))
+    responses = list(
+        stream_generate(session.model, session.tokenizer, "UhellozA", max_tokens=9, **SAMPLED)
+    )
     assert answer.text == "".join(each.text for each in responses)
     assert json.dumps(session.messages) and answer.last is not None and answer.last.seed == 3
 
@@ -62,7 +72,9 @@ def test_send_stream_and_callbacks_agree() -> None:
 def test_a_cancelled_or_closed_answer_keeps_its_tokens(family: str) -> None:
     session = make_session(family, max_tokens=40)
     assert not session.cancel(), "there is no answer to cancel"
-    answer = session.send("hello", on_token=lambda response: response.generation_tokens == 5 and session.cancel())
+    answer = session.send(
+        "hello", on_token=lambda response: response.generation_tokens == 5 and session.cancel()
+    )
     assert answer.finish_reason == "cancelled" and len(answer.tokens) == 5
     assert session.messages[-1] == {"role": "assistant", "content": answer.text}
     stream = session.stream("more")
@@ -111,10 +123,14 @@ def test_cancel_from_another_thread_ends_the_answer() -> None:
 
 
 OWN_ARRAYS = ("recurrent_gemma", "gemma3n", "gpt_oss", "bailing_hybrid")
-"""Their models hold or store arrays that are not parameters: states, replaced weights, RoPE frequencies, slopes."""
+"""Their models hold or store arrays that are not parameters: states, replaced weights, RoPE
+frequencies, slopes.
+"""
 
 
-@pytest.mark.parametrize(("family", "place"), [*product(FAMILIES, (1, 6, 11)), *product(OWN_ARRAYS, (6,))])
+@pytest.mark.parametrize(
+    ("family", "place"), [*product(FAMILIES, (1, 6, 11)), *product(OWN_ARRAYS, (6,))]
+)
 def test_a_turn_after_an_interrupt_may_use_another_thread(family: str, place: int) -> None:
     session, calls = plain_session(family, max_tokens=20), []
 
@@ -136,8 +152,15 @@ def test_use_by_two_threads_at_once_is_refused() -> None:
     session = make_session()
     stream = session.stream("hello")
     next(stream)
-    for use in (lambda: session.send("me too"), session.reset, session.fork, lambda: next(session.stream("me too"))):
-        with pytest.raises(RedrafterError, match="the session is in use by thread MainThread: one thread at a time"):
+    for use in (
+        lambda: session.send("me too"),
+        session.reset,
+        session.fork,
+        lambda: next(session.stream("me too")),
+    ):
+        with pytest.raises(
+            RedrafterError, match="the session is in use by thread MainThread: one thread at a time"
+        ):
             use()
     stream.close()
     assert session.send("me too").tokens
@@ -164,17 +187,34 @@ def test_bad_turns_change_nothing() -> None:
     session = plain_session(max_tokens=3)
     session.send("hello")
     before = session.tokens
-    messages: tuple[Any, ...] = ("", [{"role": "user"}], [{"role": "user", "content": [1]}], "\ud800")
+    messages: tuple[Any, ...] = (
+        "",
+        [{"role": "user"}],
+        [{"role": "user", "content": [1]}],
+        "\ud800",
+    )
     wrong: list[tuple[Any, dict[str, Any]]] = [(message, {}) for message in messages]
-    for message, options in [*wrong, ("abc", {"max_tokens": 0}), ("abc", {"stop": 5}), ("abc", {"kv_bits": 4})]:
-        with pytest.raises(RedrafterError, match="message" if not options else f"^{next(iter(options))} "):
+    for message, options in [
+        *wrong,
+        ("abc", {"max_tokens": 0}),
+        ("abc", {"stop": 5}),
+        ("abc", {"kv_bits": 4}),
+    ]:
+        with pytest.raises(
+            RedrafterError, match="message" if not options else f"^{next(iter(options))} "
+        ):
             session.send(message, **options)
         assert session.tokens == before
     assert session.send("abc").last.prompt_tokens == 3, "the cache was kept"
 
 
 def test_bad_sessions_are_refused() -> None:
-    for option in ({"prompt_cache": []}, {"when_full": "explode"}, {"memory_budget": 0}, {"beam_width": 0}):
+    for option in (
+        {"prompt_cache": []},
+        {"when_full": "explode"},
+        {"memory_budget": 0},
+        {"beam_width": 0},
+    ):
         with pytest.raises(RedrafterError, match=f"^{next(iter(option))} "):
             make_session(**option)
 
@@ -207,9 +247,16 @@ def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path: Path) -> None
     save_target(tmp_path, model, chat_tokenizer()._tokenizer, rope_scaling=rope, head_dim=32)
     with workers(2) as (one, other):
         model, tokenizer = one.submit(load, tmp_path).result()
-        assert other.submit(lambda: Session(model, tokenizer, max_tokens=4).send("hello")).result().tokens
+        assert (
+            other.submit(lambda: Session(model, tokenizer, max_tokens=4).send("hello"))
+            .result()
+            .tokens
+        )
         unevaluated = one.submit(lambda: mlx_lm.load(str(tmp_path))[0]).result()
-        with pytest.raises(RedrafterError, match=r"was loaded in another thread, .*: load it with mlx_redrafter\.load"):
+        with pytest.raises(
+            RedrafterError,
+            match=r"was loaded in another thread, .*: load it with mlx_redrafter\.load",
+        ):
             other.submit(Session, unevaluated, tokenizer).result()
         session = one.submit(Session, unevaluated, tokenizer, max_tokens=4).result()
         assert other.submit(session.send, "hello").result().tokens

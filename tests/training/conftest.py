@@ -29,7 +29,8 @@ PATCHES = {
     "sources.MAX_TEXTS": 16,
     "trainer.SAVE_EVERY": 2,
 }
-"""Changes that make runs short, and their number of texts and iterations independent of the time."""
+"""Changes that make runs short, and their number of texts and iterations independent of the time.
+"""
 
 
 @pytest.fixture
@@ -44,7 +45,10 @@ def model() -> nn.Module:
 def texts() -> list[Text]:
     """Six texts of up to 13 tokens, some with a masked prompt."""
     rng = np.random.default_rng(0)
-    return [Text(rng.integers(0, VOCAB, size).astype(np.int32), size % 3) for size in (13, 12, 9, 13, 11, 13)]
+    return [
+        Text(rng.integers(0, VOCAB, size).astype(np.int32), size % 3)
+        for size in (13, 12, 9, 13, 11, 13)
+    ]
 
 
 @pytest.fixture(scope="package")
@@ -55,7 +59,9 @@ def demo() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="package")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target on disk for whole runs: a random llama that mostly repeats a few of its 257 tokens, which are bytes."""
+    """A target on disk for whole runs: a random llama that mostly repeats a few of its 257 tokens,
+    which are bytes.
+    """
     place = tmp_path_factory.mktemp("small") / "target"
     tokenizer = make_byte_tokenizer()
     vocab = len(tokenizer)
@@ -70,7 +76,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file of 16 prompts."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts("code")))
+    path.write_text(
+        "".join(json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts("code"))
+    )
     return str(path)
 
 
@@ -78,7 +86,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder of 32 given texts."""
     place = tmp_path_factory.mktemp("texts")
-    (place / "train.jsonl").write_text("".join(json.dumps({"text": text[:80]}) + "\n" for text in demo_prompts()))
+    (place / "train.jsonl").write_text(
+        "".join(json.dumps({"text": text[:80]}) + "\n" for text in demo_prompts())
+    )
     return str(place)
 
 
@@ -99,7 +109,9 @@ def train(target: str, monkeypatch: pytest.MonkeyPatch) -> Train:
     """A short run in this process."""
     for name, value in PATCHES.items():
         monkeypatch.setattr(
-            {"run": run, "sources": sources, "trainer": trainer}[name.split(".")[0]], name.split(".")[1], value
+            {"run": run, "sources": sources, "trainer": trainer}[name.split(".")[0]],
+            name.split(".")[1],
+            value,
         )
 
     def train(output: Path, *flags: str | Path, **options: bool) -> tuple[int, list[str]]:

@@ -1,4 +1,6 @@
-"""Batches of the target: answers are those of decoding alone, and their states those of a second reading."""
+"""Batches of the target: answers are those of decoding alone, and their states those of a second
+reading.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decode(
-    model: nn.Module, rows: Sequence[Row], sampler: Any = GREEDY, ends: Collection[int] = (), steps: int = 1000
+    model: nn.Module,
+    rows: Sequence[Row],
+    sampler: Any = GREEDY,
+    ends: Collection[int] = (),
+    steps: int = 1000,
 ) -> list[Row]:
     """The rows in the order in which they end."""
     waiting, left = list(rows), [steps]
@@ -48,14 +54,20 @@ def decode(
 def test_answers_are_those_of_decoding_alone(demo: tuple[Any, Any]) -> None:
     model, tokenizer = demo
     prompts = [encode_chat(tokenizer, text) for text in TEXTS]
-    plain = [[token for token, _, _ in generate_step(prompt, model, max_tokens=9)] for prompt in prompts]
+    plain = [
+        [token for token, _, _ in generate_step(prompt, model, max_tokens=9)] for prompt in prompts
+    ]
     found = decode(model, [Row(list(prompt), 4 + at, tag=at) for at, prompt in enumerate(prompts)])
     assert len(found) == 5 > answers.MAX_BATCH_SIZE, "the last one takes the place of another"
     for row in found:
-        assert row.ids == [*prompts[row.tag], *plain[row.tag][: 4 + row.tag]] and row.offset == len(prompts[row.tag])
+        assert row.ids == [*prompts[row.tag], *plain[row.tag][: 4 + row.tag]] and row.offset == len(
+            prompts[row.tag]
+        )
     end = plain[2][2]
     (short,) = decode(model, [Row(list(prompts[2]), 9)], ends={end})
-    assert short.ids[short.offset :] == plain[2][: plain[2].index(end) + 1], "includes the end token"
+    assert short.ids[short.offset :] == plain[2][: plain[2].index(end) + 1], (
+        "includes the end token"
+    )
     (longer,) = decode(model, [Row(list(prompts[2]), 9, least=6)], ends={end})
     assert len(longer.ids) - longer.offset >= 6 and end not in longer.ids[longer.offset : -1]
 
@@ -75,12 +87,18 @@ def test_states_are_those_of_a_second_reading(name: str) -> None:
             continue
         first = row.first_learned or 1
         (text,) = add_hidden_states(model, [Text(np.array(row.ids), first + 1)])
-        assert text.states is not None and row.states.shape == text.states.shape == (len(row.ids) - 1,)
+        assert text.states is not None and row.states.shape == text.states.shape == (
+            len(row.ids) - 1,
+        )
         assert np.allclose(row.states["hidden"], text.states["hidden"], rtol=2e-3, atol=2e-3)
-        assert np.allclose(row.states["probs"][first:], text.states["probs"][first:], rtol=2e-3, atol=2e-4)
+        assert np.allclose(
+            row.states["probs"][first:], text.states["probs"][first:], rtol=2e-3, atol=2e-4
+        )
         likeliest = zip(row.states[first:], text.states[first:], strict=True)
         assert all(set(one["ids"][:4]) & set(other["ids"][:4]) for one, other in likeliest)
-        assert not row.states["probs"][: min(first, row.offset - 1)].any(), "nothing is learned there"
+        assert not row.states["probs"][: min(first, row.offset - 1)].any(), (
+            "nothing is learned there"
+        )
 
 
 def test_stopping_ends_all_answers_where_they_are() -> None:
@@ -92,5 +110,7 @@ def test_stopping_ends_all_answers_where_they_are() -> None:
 
 def test_models_that_cannot_be_batched_are_decoded_one_by_one() -> None:
     """mlx-lm pads the states of a Mamba, and cannot batch the masks of Gemma 2."""
-    found = {name: find_batch_size(make_family(name)) for name in ("llama", "qwen3_5", "mamba", "gemma2")}
+    found = {
+        name: find_batch_size(make_family(name)) for name in ("llama", "qwen3_5", "mamba", "gemma2")
+    }
     assert found == {"llama": 4, "qwen3_5": 4, "mamba": 1, "gemma2": 1}

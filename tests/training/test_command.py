@@ -15,8 +15,15 @@ from mlx_redrafter.training.settings import TrainingArgs
 
 
 def test_every_setting_is_a_flag() -> None:
-    args, flags = parse_args(["--minutes", "9", "--learning-rate", "1e-3", "--mask-prompt", "--resume"])
-    assert (args.minutes, args.learning_rate, args.mask_prompt, flags.resume) == (9.0, 1e-3, True, True)
+    args, flags = parse_args(
+        ["--minutes", "9", "--learning-rate", "1e-3", "--mask-prompt", "--resume"]
+    )
+    assert (args.minutes, args.learning_rate, args.mask_prompt, flags.resume) == (
+        9.0,
+        1e-3,
+        True,
+        True,
+    )
     assert parse_args([])[0] == TrainingArgs()
     shown = make_parser().format_help()
     assert all(f"--{each.name.replace('_', '-')}" in shown for each in fields(TrainingArgs))
@@ -27,7 +34,10 @@ def test_every_setting_is_a_flag() -> None:
     [
         (("--data", "x", "--prompts", "y"), "give either --data or --prompts, got both"),
         (("--draft-vocab-size", "64"), "--draft-vocab-size needs --exit-dim"),
-        (("--drafter-type", "medusa", "--exit-dim", "64"), "--exit-dim cannot be used with --drafter-type medusa"),
+        (
+            ("--drafter-type", "medusa", "--exit-dim", "64"),
+            "--exit-dim cannot be used with --drafter-type medusa",
+        ),
         (("--num-draft-layers", "2"), "--num-draft-layers needs --exit-dim"),
         (("--minutes", "0"), "minutes must be at least 0.01, got 0.0"),
         (("--exit-dim", "0"), "exit_dim must be at least 1, got 0"),

@@ -35,7 +35,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "text": {"text": "def add(a, b):\n    return a + b\n"},
     "completions": {"prompt": "add two numbers", "completion": "return a + b"},
     "chat": {
-        "messages": [{"role": "user", "content": "add two numbers"}, {"role": "assistant", "content": "return a + b"}]
+        "messages": [
+            {"role": "user", "content": "add two numbers"},
+            {"role": "assistant", "content": "return a + b"},
+        ]
     },
 }
 
@@ -53,11 +56,15 @@ def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path) -> Non
         assert said == "<user>add two numbers\n<assistant>return a + b\n"
         masked, _ = load_texts(str(tmp_path), chatty, mask_prompt=True)
         assert 0 < masked[0].offset < len(masked[0].ids)
-        assert chatty.decode([int(i) for i in masked[0].ids[masked[0].offset :]]).endswith("return a + b\n")
+        assert chatty.decode([int(i) for i in masked[0].ids[masked[0].offset :]]).endswith(
+            "return a + b\n"
+        )
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"words": 3}\n'])
-def test_unreadable_data_is_refused_in_one_line(content: str | None, demo: Any, tmp_path: Path) -> None:
+def test_unreadable_data_is_refused_in_one_line(
+    content: str | None, demo: Any, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(RedrafterError, match="cannot read the data") as caught:
@@ -76,13 +83,17 @@ def test_epochs_shuffle_all_texts() -> None:
     def find_numbers(batches: Callable[[int], list[Text]], at: int) -> list[int]:
         return [int(text.ids[0]) // 10 for text in batches(at)]
 
-    epochs = [[n for i in range(3) for n in find_numbers(batches, 3 * epoch + i)] for epoch in range(6)]
+    epochs = [
+        [n for i in range(3) for n in find_numbers(batches, 3 * epoch + i)] for epoch in range(6)
+    ]
     assert all(len(set(epoch)) == 6 for epoch in epochs)
     assert {n for epoch in epochs for n in epoch} == set(range(7))
     assert len({str(epoch) for epoch in epochs}) > 1, "a new order each time"
     same, other = (make_batches(texts, 2, seed=seed) for seed in (0, 1))
     assert [find_numbers(same, i) for i in range(9)] == [find_numbers(batches, i) for i in range(9)]
-    assert [find_numbers(other, i) for i in range(9)] != [find_numbers(batches, i) for i in range(9)]
+    assert [find_numbers(other, i) for i in range(9)] != [
+        find_numbers(batches, i) for i in range(9)
+    ]
 
 
 def test_the_most_frequent_learned_tokens_are_counted() -> None:

@@ -43,7 +43,9 @@ def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
                     continue
                 state = None
                 for token in ids[last - k + 1 : last + 1]:
-                    state = drafter.read_token(mx.array(int(token)), model.model.embed_tokens, hidden, state, 0)
+                    state = drafter.read_token(
+                        mx.array(int(token)), model.model.embed_tokens, hidden, state, 0
+                    )
                 guess = drafter.logits(hidden[last - k], state)
                 rank = int((guess > guess[wanted]).sum().item())
                 tried[k - 1] += 1
@@ -55,12 +57,17 @@ def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
 def test_counted_rounds_match_decoding(depth: int) -> None:
     """Greedy texts: rounds counted on a finished text equal those of decoding it with chains."""
     model, drafter = small_llama(vocab=12), small_drafter(vocab=12)
-    embedding, (known,) = model.model.embed_tokens, add_hidden_states(model, [Text(np.arange(40) % 12, 1)])
+    embedding, (known,) = (
+        model.model.embed_tokens,
+        add_hidden_states(model, [Text(np.arange(40) % 12, 1)]),
+    )
     train_drafter(embedding, drafter, lambda at: [known], TrainingArgs(), lambda done: done / 60)
     args, accepted = TrainingArgs(draft_depth=depth), 0
     for at in range(6):
         prompt = [at, 3, at + 5]
-        run = decode_prompts(Pair(model, drafter), [prompt], Options(max_tokens=33, plan=(1, depth)))
+        run = decode_prompts(
+            Pair(model, drafter), [prompt], Options(max_tokens=33, plan=(1, depth))
+        )
         (text,) = add_hidden_states(model, [Text(np.array([*prompt, *run.texts[0]], np.int32), 3)])
         stats = count_rounds(embedding, drafter, text, args)
         assert stats.rounds == run.stats.rounds and stats.accepted == 32 - stats.rounds
@@ -69,7 +76,10 @@ def test_counted_rounds_match_decoding(depth: int) -> None:
 
 
 def test_each_kind_is_compared_with_plain_decoding() -> None:
-    pair, options = Pair(small_llama(), small_drafter()), Options(max_tokens=12, seed=0, plan=(1, 2))
+    pair, options = (
+        Pair(small_llama(), small_drafter()),
+        Options(max_tokens=12, seed=0, plan=(1, 2)),
+    )
     prompts = [("maths", [1, 2, 3]), ("code", [4, 5, 6]), ("maths", [7, 8, 9])]
     found = compare_speed(pair, prompts, options, set())
     assert [(row.kind, row.prompts) for row in found] == [("code", 1), ("maths", 2), ("all", 3)]
@@ -95,7 +105,11 @@ def test_no_speed_above_the_tokens_per_round_is_reported(
     plain: float, ratio: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def decode(pair: Any, prompts: Any, options: Options, ends: Any) -> PromptRuns:
-        return PromptRuns(Stats(rounds=10, accepted=5), (tuple(range(16)),), plain if options.plan == "off" else 1.0)
+        return PromptRuns(
+            Stats(rounds=10, accepted=5),
+            (tuple(range(16)),),
+            plain if options.plan == "off" else 1.0,
+        )
 
     monkeypatch.setattr(evaluation, "decode_prompts", decode)
     *_, row = compare_speed(Pair(small_llama()), [("code", [1])], Options(), set())

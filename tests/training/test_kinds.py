@@ -1,4 +1,6 @@
-"""Every kind of drafter with the same trainer: its loss matches its drafts, it learns, resumes and decodes."""
+"""Every kind of drafter with the same trainer: its loss matches its drafts, it learns, resumes and
+decodes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array
 def test_the_loss_matches_its_drafts(kind: str, model: Any, texts: list[Text]) -> None:
     drafter: Any = make_head(kind, HIDDEN, VOCAB)
     targets = make_targets(model.model.embed_tokens, add_hidden_states(model, texts[:2]))
-    value, grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH, [1.0] * DEPTH).loss)()
+    value, grads = nn.value_and_grad(
+        drafter, lambda: draft_loss(drafter, targets, DEPTH, [1.0] * DEPTH).loss
+    )()
     total, count = 0.0, 0
     for ids, offset, *_ in texts[:2]:
         wanted = mx.softmax(model(mx.array(ids[None]))[0], axis=-1)
@@ -58,7 +62,9 @@ def test_the_loss_matches_its_drafts(kind: str, model: Any, texts: list[Text]) -
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
-def test_it_learns_and_resumes_to_the_same_weights(kind: str, model: Any, texts: list[Text], tmp_path: Path) -> None:
+def test_it_learns_and_resumes_to_the_same_weights(
+    kind: str, model: Any, texts: list[Text], tmp_path: Path
+) -> None:
     args = TrainingArgs(draft_depth=3, learning_rate=1e-2)
     own = {"exit_dim": 32} if kind == "recurrent" else {}
     batches, drafters = make_batches(add_hidden_states(model, texts), 2, seed=1), []
@@ -82,12 +88,16 @@ def test_it_learns_and_resumes_to_the_same_weights(kind: str, model: Any, texts:
     assert load_checkpoint(path) == 60
     assert same(tensors(resumed), tensors(whole)) and not same(tensors(stopped), tensors(whole))
     targets = make_targets(embedding, batches(0))
-    before, after = (draft_loss(drafter, targets, 3, [1.0] * 3).loss.item() for drafter in (untrained, whole))
+    before, after = (
+        draft_loss(drafter, targets, 3, [1.0] * 3).loss.item() for drafter in (untrained, whole)
+    )
     assert after < before - 0.05
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)
-def test_a_run_of_each_kind_decodes_exactly(kind: str, train: Any, prompts: str, target: str, tmp_path: Path) -> None:
+def test_a_run_of_each_kind_decodes_exactly(
+    kind: str, train: Any, prompts: str, target: str, tmp_path: Path
+) -> None:
     size = {"recurrent": ("--exit-dim", "32"), "medusa": ("--draft-vocab-size", "100")}[kind]
     status, said = train(tmp_path / "drafter", "--prompts", prompts, "--drafter-type", kind, *size)
     assert status == 0
@@ -98,6 +108,10 @@ def test_a_run_of_each_kind_decodes_exactly(kind: str, train: Any, prompts: str,
     assert drafter.args.max_depth in (None, 3)
     ids = encode(tokenizer, demo_prompts()[1])
     for temp in (0.0, 0.8):
-        plain = [token for token, _, _ in generate_step(ids, model, max_tokens=12, temp=temp, seed=1)]
-        steps = list(generate_step(ids, model, drafter, max_tokens=12, temp=temp, seed=1, plan=(2, 3)))
+        plain = [
+            token for token, _, _ in generate_step(ids, model, max_tokens=12, temp=temp, seed=1)
+        ]
+        steps = list(
+            generate_step(ids, model, drafter, max_tokens=12, temp=temp, seed=1, plan=(2, 3))
+        )
         assert [token for token, _, _ in steps] == plain

@@ -43,8 +43,12 @@ def silu(x: np.ndarray) -> np.ndarray:
     return np.asarray(x / (1 + np.exp(-x)))
 
 
-def features(weights: Arrays, targets: TrainingTargets, row: int, start: int, depth: int) -> np.ndarray:
-    """(X,) features of the guess at `depth` of a draft from `start`, computed independently of the package."""
+def features(
+    weights: Arrays, targets: TrainingTargets, row: int, start: int, depth: int
+) -> np.ndarray:
+    """(X,) features of the guess at `depth` of a draft from `start`, computed independently of the
+    package.
+    """
     hidden, embeddings = (np.array(array[row]).astype(np.float64) for array in targets[1:3])
     state = np.zeros(HIDDEN)
     for k in range(1, depth + 1):
@@ -53,9 +57,14 @@ def features(weights: Arrays, targets: TrainingTargets, row: int, start: int, de
             state = silu(step + state @ weights["rnn_u.weight"].T + weights["rnn_u.bias"])
         else:
             state = embeddings[start + k] + state
-    y = np.concatenate([hidden[start], state]) @ weights["input_proj.weight"].T + weights["input_proj.bias"]
+    y = (
+        np.concatenate([hidden[start], state]) @ weights["input_proj.weight"].T
+        + weights["input_proj.bias"]
+    )
     for n in range(2):
-        y = y + silu(y @ weights[f"lm_head.{n}.linear.weight"].T + weights[f"lm_head.{n}.linear.bias"])
+        y = y + silu(
+            y @ weights[f"lm_head.{n}.linear.weight"].T + weights[f"lm_head.{n}.linear.bias"]
+        )
     return np.asarray(y)
 
 
@@ -88,7 +97,9 @@ class Reference:
                 np.add.at(p, np.array(targets.ids[n]), np.array(targets.probs[n]))
                 start = position - k
                 if frozen is None:
-                    self.weights[k, n] = reached.get(start, 1.0) if depth_weights is None else depth_weights[k - 1]
+                    self.weights[k, n] = (
+                        reached.get(start, 1.0) if depth_weights is None else depth_weights[k - 1]
+                    )
                 total += self.weights[k, n] * -(p * np.log(q)).sum()
                 if axes is not None:
                     square = np.square(states[learned] @ axes).sum() / len(learned)
@@ -109,7 +120,9 @@ class Reference:
         (False, False, [1.0] * (LENGTH - 1)),
     ],
 )
-def test_the_loss_matches_one_draft_at_a_time(rnn: bool, few: bool, weights: list[float] | None) -> None:
+def test_the_loss_matches_one_draft_at_a_time(
+    rnn: bool, few: bool, weights: list[float] | None
+) -> None:
     drafter, targets = make(rnn, few=few)
     depth = DEPTH if weights is None else len(weights)
     found = draft_loss(drafter, targets, depth, weights)
@@ -117,7 +130,9 @@ def test_the_loss_matches_one_draft_at_a_time(rnn: bool, few: bool, weights: lis
     assert found.loss.item() == pytest.approx(wanted.loss, abs=1e-5)
     assert np.array_equal(np.array(found.ranks), wanted.ranks)
     shifted = targets._replace(hidden=mx.roll(targets.hidden, 1, 1))
-    assert draft_loss(drafter, shifted, depth, weights).loss.item() != pytest.approx(wanted.loss, abs=1e-3)
+    assert draft_loss(drafter, shifted, depth, weights).loss.item() != pytest.approx(
+        wanted.loss, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("width", [4, 6])
@@ -125,8 +140,12 @@ def test_the_regression_loss_matches_the_reference(width: int) -> None:
     drafter, targets = make()
     axes = np.linalg.qr(np.random.default_rng(0).normal(size=(HIDDEN, HIDDEN)))[0][:, :width]
     found = draft_loss(drafter, targets, DEPTH, axes=mx.array(axes, mx.float32))
-    plain, wanted = (Reference(parameters(drafter), targets, DEPTH, None, axes=each) for each in (None, axes))
-    assert found.loss.item() == pytest.approx(wanted.loss, abs=1e-5) and wanted.loss > 1.1 * plain.loss
+    plain, wanted = (
+        Reference(parameters(drafter), targets, DEPTH, None, axes=each) for each in (None, axes)
+    )
+    assert (
+        found.loss.item() == pytest.approx(wanted.loss, abs=1e-5) and wanted.loss > 1.1 * plain.loss
+    )
     assert np.array_equal(np.array(found.ranks), wanted.ranks)
 
 
@@ -134,7 +153,9 @@ def test_the_regression_loss_matches_the_reference(width: int) -> None:
 def test_the_gradient_matches_finite_differences(weights: list[float] | None) -> None:
     """The weights of the guesses are constants."""
     drafter, targets = make(few=True)
-    grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH, weights).loss)()[1]
+    grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH, weights).loss)()[
+        1
+    ]
     before = parameters(drafter)
     frozen = Reference(before, targets, DEPTH, weights).weights
     rng = np.random.default_rng(0)
@@ -142,7 +163,13 @@ def test_the_gradient_matches_finite_differences(weights: list[float] | None) ->
     for name, grad in flat:
         direction, step = rng.normal(size=grad.shape), 1e-6
         ahead, back = (
-            Reference(before | {name: before[name] + sign * step * direction}, targets, DEPTH, weights, frozen).loss
+            Reference(
+                before | {name: before[name] + sign * step * direction},
+                targets,
+                DEPTH,
+                weights,
+                frozen,
+            ).loss
             for sign in (1, -1)
         )
         slope = float((np.array(grad).astype(np.float64) * direction).sum())
@@ -168,14 +195,19 @@ def test_less_memory_gives_the_same_gradient(chunk: int, monkeypatch: pytest.Mon
 def test_unlearned_positions_and_padding_change_nothing() -> None:
     drafter, targets = make()
     padded = targets._replace(probs=mx.where(targets.positions[:, None] < 0, 0.5, targets.probs))
-    assert draft_loss(drafter, padded, DEPTH).loss.item() == draft_loss(drafter, targets, DEPTH).loss.item()
+    assert (
+        draft_loss(drafter, padded, DEPTH).loss.item()
+        == draft_loss(drafter, targets, DEPTH).loss.item()
+    )
     nothing = targets._replace(positions=mx.full((len(LEARNED),), -1))
     assert draft_loss(drafter, nothing, DEPTH).loss.item() == 0, "not NaN"
 
 
 def test_a_token_outside_the_vocabulary_teaches_nothing() -> None:
     drafter, targets = make(few=True)
-    unknown = targets._replace(probs=mx.zeros_like(targets.probs), choices=mx.full((len(LEARNED),), -1))
+    unknown = targets._replace(
+        probs=mx.zeros_like(targets.probs), choices=mx.full((len(LEARNED),), -1)
+    )
     loss, grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, unknown, 2).loss)()
     assert loss.item() == 0 and not (draft_loss(drafter, unknown, 2).ranks == 0).any()
     flat: Any = tree_flatten(grads)

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.training.plan import MAX_TEXT_SHARE, VISITS, Clock, Speed, format_time, measure_speed
+from mlx_redrafter.training.plan import (
+    MAX_TEXT_SHARE,
+    VISITS,
+    Clock,
+    Speed,
+    format_time,
+    measure_speed,
+)
 from mlx_redrafter.training.settings import TrainingArgs
 
 SPEED = Speed(text=2.0, visit=0.5)
@@ -16,13 +23,21 @@ SPEED = Speed(text=2.0, visit=0.5)
 
 def test_each_text_is_learned_equally_often() -> None:
     texts = SPEED.count_wanted(400.0, 0, 0)
-    assert texts > 0 and 400 - texts * (2.0 + VISITS * 0.5) == pytest.approx(0, abs=2.0 + VISITS * 0.5)
-    assert SPEED.count_wanted(400.0, texts, VISITS * texts) == texts, "a finished run with more time"
+    assert texts > 0 and 400 - texts * (2.0 + VISITS * 0.5) == pytest.approx(
+        0, abs=2.0 + VISITS * 0.5
+    )
+    assert SPEED.count_wanted(400.0, texts, VISITS * texts) == texts, (
+        "a finished run with more time"
+    )
     half = VISITS * texts // 2
-    assert SPEED.count_wanted(half * 0.5, texts, VISITS * texts - half) == 0, "an interrupted one only trains on"
+    assert SPEED.count_wanted(half * 0.5, texts, VISITS * texts - half) == 0, (
+        "an interrupted one only trains on"
+    )
     assert SPEED.count_wanted(0.0, 0, 0) == 0
     slow = replace_visit(1e-9)
-    assert slow.count_wanted(400.0, 0, 0) == int(MAX_TEXT_SHARE * 400 / 2.0), "some time is left to train"
+    assert slow.count_wanted(400.0, 0, 0) == int(MAX_TEXT_SHARE * 400 / 2.0), (
+        "some time is left to train"
+    )
 
 
 def replace_visit(visit: float) -> Speed:

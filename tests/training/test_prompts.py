@@ -15,9 +15,18 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode_chat
 from mlx_redrafter.training import prompts
 from mlx_redrafter.training.answers import Row
-from mlx_redrafter.training.prompts import KINDS, PromptWriter, encode_prompts, read_prompts, split_template
+from mlx_redrafter.training.prompts import (
+    KINDS,
+    PromptWriter,
+    encode_prompts,
+    read_prompts,
+    split_template,
+)
 
-MESSAGES = [{"role": "user", "content": "add two numbers"}, {"role": "assistant", "content": "return a + b"}]
+MESSAGES = [
+    {"role": "user", "content": "add two numbers"},
+    {"role": "assistant", "content": "return a + b"},
+]
 
 
 @pytest.fixture
@@ -36,9 +45,14 @@ def load(path: Path, tokenizer: Any) -> list[list[int]]:
 
 def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("first\n\nsecond\n")
-    jsonl(tmp_path / "prompts.jsonl", [{"prompt": "first"}, {"messages": MESSAGES}, {"messages": MESSAGES[:1]}])
+    jsonl(
+        tmp_path / "prompts.jsonl",
+        [{"prompt": "first"}, {"messages": MESSAGES}, {"messages": MESSAGES[:1]}],
+    )
     tokenizer = demo[1]
-    assert load(tmp_path / "prompts.txt", tokenizer) == [encode_chat(tokenizer, t) for t in ("first", "second")]
+    assert load(tmp_path / "prompts.txt", tokenizer) == [
+        encode_chat(tokenizer, t) for t in ("first", "second")
+    ]
     said = [chatty.decode(ids) for ids in load(tmp_path / "prompts.jsonl", chatty)]
     assert said == ["<user>first\n<assistant>"] + 2 * ["<user>add two numbers\n<assistant>"]
     assert tokenizer.decode(load(tmp_path / "prompts.jsonl", tokenizer)[1]) == "add two numbers"
@@ -50,10 +64,16 @@ def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) ->
         ("none.txt", None, "cannot read the prompts in .*none.txt: "),
         ("empty.txt", "\n \n", "expected prompts in .*, one per line, got an empty file"),
         ("broken.jsonl", "{\n", "broken.jsonl, line 1 is not JSON"),
-        ("other.jsonl", '{"prompt": "x"}\n{"text": 3}\n', "other.jsonl, line 2: expected an object with 'prompt'"),
+        (
+            "other.jsonl",
+            '{"prompt": "x"}\n{"text": 3}\n',
+            "other.jsonl, line 2: expected an object with 'prompt'",
+        ),
     ],
 )
-def test_unreadable_prompts_are_refused(name: str, content: str | None, reason: str, tmp_path: Path) -> None:
+def test_unreadable_prompts_are_refused(
+    name: str, content: str | None, reason: str, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(RedrafterError, match=reason):
@@ -66,12 +86,17 @@ def test_a_chat_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path) -> Non
     said = [chatty.decode(ids) for ids in load(path, chatty)]
     assert said == ["<user>one\u2028two\n<assistant>", "<user>three\n<assistant>"]
     chatty._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(RedrafterError, match=r"prompt 1: the tokenizer rejects it: roles must alternate"):
+    with pytest.raises(
+        RedrafterError, match=r"prompt 1: the tokenizer rejects it: roles must alternate"
+    ):
         load(path, chatty)
 
 
 def test_a_prompt_without_tokens_is_refused(demo: Any, tmp_path: Path) -> None:
-    jsonl(tmp_path / "prompts.jsonl", [{"prompt": "import"}, {"messages": [{"role": "user", "content": ""}]}])
+    jsonl(
+        tmp_path / "prompts.jsonl",
+        [{"prompt": "import"}, {"messages": [{"role": "user", "content": ""}]}],
+    )
     with pytest.raises(RedrafterError, match=r"prompt 2: expected at least one token, got none"):
         load(tmp_path / "prompts.jsonl", demo[1])
 
@@ -91,7 +116,9 @@ Write = Callable[[Callable[[str, str], tuple[str, bool]]], list[tuple[str, str]]
 
 @pytest.fixture
 def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Lets a function of (kind, beginning) write the rest of each prompt, and say whether it ended it."""
+    """Lets a function of (kind, beginning) write the rest of each prompt, and say whether it ended
+    it.
+    """
     end = chatty.eos_token_id
 
     def write(complete: Callable[[str, str], tuple[str, bool]]) -> list[tuple[str, str]]:
@@ -101,7 +128,10 @@ def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
                 begun = chatty.decode(row.ids[len(split_template(chatty)[0]) :])
                 text, is_ended = complete(row.tag.kind, begun)
                 assert begun == row.tag.text
-                row.ids += [*chatty.encode(text, add_special_tokens=False), *([end] if is_ended else [])]
+                row.ids += [
+                    *chatty.encode(text, add_special_tokens=False),
+                    *([end] if is_ended else []),
+                ]
                 yield row
 
         monkeypatch.setattr(prompts, "decode_rows", decode)
@@ -119,14 +149,22 @@ def test_prompts_of_all_kinds_are_written(write: Write) -> None:
         assert text.startswith(tuple(opening.strip() for opening in about["openings"]))
         if "questions" in about:
             question = text.split("\n\n")[-1]
-            assert question.startswith(tuple(about["questions"])) and question != text, "after a text"
+            assert question.startswith(tuple(about["questions"])) and question != text, (
+                "after a text"
+            )
 
 
 @pytest.mark.parametrize(
     ("complete", "count"),
     [
         (lambda kind, begun: (" the same words", True), None),
-        (lambda kind, begun: (" one two three four five six seven eight nine ten eleven twelve", True), None),
+        (
+            lambda kind, begun: (
+                " one two three four five six seven eight nine ten eleven twelve",
+                True,
+            ),
+            None,
+        ),
         (lambda kind, begun: (" no end", False), 0),
         (lambda kind, begun: (" again and" * 30, True), 0),
         (lambda kind, begun: (" three more words \ufffd", True), 0),
@@ -138,9 +176,15 @@ def test_duplicates_and_noise_are_dropped(complete: Any, count: int | None, writ
     if count is not None:
         assert len(found) == count
     words = [text.lower().split() for _, text in found]
-    assert len({tuple(each) for each in words}) == len({tuple(each[:12]) for each in words}) == len(words)
+    assert (
+        len({tuple(each) for each in words})
+        == len({tuple(each[:12]) for each in words})
+        == len(words)
+    )
 
 
 def test_a_long_text_is_cut_after_a_sentence(write: Write) -> None:
     found = dict(write(lambda kind, begun: (" some words. And more", False)))
-    assert found["summary"].endswith("some words.") and set(found) == {"summary"}, "its question did not end"
+    assert found["summary"].endswith("some words.") and set(found) == {"summary"}, (
+        "its question did not end"
+    )

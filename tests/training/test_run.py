@@ -73,11 +73,15 @@ def execute(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, target: str, prompts: str, script: str) -> tuple[Path, str]:
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, target: str, prompts: str, script: str
+) -> tuple[Path, str]:
     """Returns (the directory of an uninterrupted run, its output)."""
     place = tmp_path_factory.mktemp("whole") / "drafter"
     code = script.replace("{patch}", "")
-    status, out, said = execute("-c", code, "--model", target, "--prompts", prompts, "--output", place, *FLAGS)
+    status, out, said = execute(
+        "-c", code, "--model", target, "--prompts", prompts, "--output", place, *FLAGS
+    )
     assert (status, out) == (0, ""), said
     return place, said
 
@@ -90,8 +94,12 @@ def copied(whole: tuple[Path, str], tmp_path: Path) -> Path:
 
 def test_a_run_reports_its_progress(whole: tuple[Path, str]) -> None:
     place, said = whole
-    assert re.search(r"drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, 0\.\d\d M parameters\n", said)
-    assert re.search(r"in \S+ \S+( \S+ \S+)?: about 16 texts \(\d+ s, 0\.0 GB of disk\), training", said)
+    assert re.search(
+        r"drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, 0\.\d\d M parameters\n", said
+    )
+    assert re.search(
+        r"in \S+ \S+( \S+ \S+)?: about 16 texts \(\d+ s, 0\.0 GB of disk\), training", said
+    )
     assert re.search(
         r"iteration 4: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok.*texts: 1",
         said,
@@ -108,13 +116,23 @@ def test_the_finished_directory(whole: tuple[Path, str], target: str) -> None:
     place, _ = whole
     names = {"config.json", "model.safetensors", "README.md", "training.json", "training"}
     assert {path.name for path in place.iterdir()} == names
-    config, summary = (json.loads((place / name).read_text()) for name in ("config.json", "training.json"))
+    config, summary = (
+        json.loads((place / name).read_text()) for name in ("config.json", "training.json")
+    )
     assert config["base_model"] == Path(target).name
     shares = np.array(config["acceptance"])
-    assert shares.shape == (3, 8) and (shares >= 0).all() and (shares.sum(axis=1) <= 1).all() and shares.max() > 0
+    assert (
+        shares.shape == (3, 8)
+        and (shares >= 0).all()
+        and (shares.sum(axis=1) <= 1).all()
+        and shares.max() > 0
+    )
     assert [entry["iteration"] for entry in summary["validations"]] == [4, ITERATIONS]
     assert [row["kind"] for row in summary["measured"]] == ["given", "all"]
-    assert all(row["same_tokens"] for row in summary["measured"]) and summary["settings"]["batch_size"] == 2
+    assert (
+        all(row["same_tokens"] for row in summary["measured"])
+        and summary["settings"]["batch_size"] == 2
+    )
     card = (place / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: mlx\n") and "base_model:" not in card
     for file in ("config.json", "training.json", "README.md"):
@@ -131,7 +149,14 @@ def test_the_finished_directory(whole: tuple[Path, str], target: str) -> None:
     ids=["killed", "killed while it writes a checkpoint", "Ctrl-C"],
 )
 def test_a_stopped_run_resumes_to_the_same_drafter(
-    patch: str, status: int, whole: tuple[Path, str], target: str, prompts: str, script: str, train: Any, tmp_path: Path
+    patch: str,
+    status: int,
+    whole: tuple[Path, str],
+    target: str,
+    prompts: str,
+    script: str,
+    train: Any,
+    tmp_path: Path,
 ) -> None:
     """It makes no text again. The number of iterations does not depend on the time here."""
     place = tmp_path / "drafter"
@@ -143,12 +168,17 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
         assert "stopped; the drafter so far is in " in said
         assert "; the same command with --resume continues, for --minutes more" in said
         assert load_drafter(place).args.acceptance is not None, "a usable drafter"
-    with pytest.raises(RedrafterError, match="exists already: give another --output, or --resume to continue its run"):
+    with pytest.raises(
+        RedrafterError,
+        match="exists already: give another --output, or --resume to continue its run",
+    ):
         train(place, *flags, *SIZE)
     status, messages = train(place, *flags, *SIZE, resume=True)
     assert status == 0 and any("about 0 texts besides 16" in line for line in messages)
     assert same(tensors(load_drafter(whole[0])), tensors(load_drafter(place)))
-    one, other = (json.loads((folder / "training.json").read_text()) for folder in (whole[0], place))
+    one, other = (
+        json.loads((folder / "training.json").read_text()) for folder in (whole[0], place)
+    )
     assert one["validations"][-1] == other["validations"][-1]
 
 
@@ -176,7 +206,9 @@ TextStore.add = add
     assert len(list((place / "training").glob("texts-*/*"))) == 16
 
 
-def test_more_minutes_make_more_texts(train: Any, prompts: str, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_minutes_make_more_texts(
+    train: Any, prompts: str, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A finished run goes on with further texts, its own at last, and trains on."""
     monkeypatch.setattr(sources, "MAX_TEXTS", 30)
     before = json.loads((copied / "training.json").read_text())["validations"][-1]
@@ -189,7 +221,9 @@ def test_more_minutes_make_more_texts(train: Any, prompts: str, copied: Path, mo
 
 def test_a_dry_run_writes_nothing(train: Any, prompts: str, tmp_path: Path) -> None:
     status, said = train(tmp_path / "drafter", "--prompts", prompts, *SIZE, dry_run=True)
-    assert status == 0 and re.search(r"^in .*: about 16 texts \(.*, training .*, a comparison", said[-1])
+    assert status == 0 and re.search(
+        r"^in .*: about 16 texts \(.*, training .*, a comparison", said[-1]
+    )
     assert said[0].startswith("loading "), "before it does anything that takes time"
     assert not list(tmp_path.iterdir())
 
@@ -216,7 +250,9 @@ def test_the_target_is_not_in_memory_while_it_trains(
     assert seen == [False] and len(loaded) == 2, "loaded again for the comparison"
 
 
-def test_a_draft_vocabulary_and_given_texts(train: Any, data: str, target: str, tmp_path: Path) -> None:
+def test_a_draft_vocabulary_and_given_texts(
+    train: Any, data: str, target: str, tmp_path: Path
+) -> None:
     given = Path(shutil.copytree(data, tmp_path / "data"))
     flags = ("--data", given, *SIZE, "--draft-vocab-size", "100", "--dtype", "float16")
     status, said = train(tmp_path / "drafter", *flags)
@@ -233,16 +269,27 @@ def test_a_draft_vocabulary_and_given_texts(train: Any, data: str, target: str, 
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_prompts_are_learned_unless_masked(train: Any, prompts: str, target: str, tmp_path: Path, masked: bool) -> None:
+def test_prompts_are_learned_unless_masked(
+    train: Any, prompts: str, target: str, tmp_path: Path, masked: bool
+) -> None:
     """The random target never answers with the tokens of `def`."""
-    flags = ("--prompts", prompts, *SIZE, "--draft-vocab-size", "64", *(["--mask-prompt"] if masked else []))
+    flags = (
+        "--prompts",
+        prompts,
+        *SIZE,
+        "--draft-vocab-size",
+        "64",
+        *(["--mask-prompt"] if masked else []),
+    )
     assert train(tmp_path / "drafter", *flags)[0] == 0
     model, tokenizer = load(target)
     ids = np.array(load_drafter(tmp_path / "drafter", model).draft_ids)
     assert bool(np.isin(encode(tokenizer, "def"), ids).all()) is not masked
 
 
-def test_texts_are_reused_with_other_settings(train: Any, prompts: str, copied: Path, tmp_path: Path) -> None:
+def test_texts_are_reused_with_other_settings(
+    train: Any, prompts: str, copied: Path, tmp_path: Path
+) -> None:
     for folder in (copied / "training").glob("texts-*"):
         shutil.copytree(folder, tmp_path / "other" / "training" / folder.name)
     status, said = train(tmp_path / "other", "--prompts", prompts, *SIZE, "--learning-rate", "1e-3")
@@ -251,7 +298,9 @@ def test_texts_are_reused_with_other_settings(train: Any, prompts: str, copied: 
 
 def test_a_run_resumes_with_its_own_settings_only(train: Any, prompts: str, copied: Path) -> None:
     flags = ("--prompts", prompts, *SIZE)
-    with pytest.raises(RedrafterError, match=r"cannot resume with other settings: learning_rate was 0.004, got 0.5"):
+    with pytest.raises(
+        RedrafterError, match=r"cannot resume with other settings: learning_rate was 0.004, got 0.5"
+    ):
         train(copied, *flags, "--learning-rate", "0.5", resume=True)
     assert train(copied, *flags, "--dtype", "float16", resume=True)[0] == 0
     drafter: Any = load_drafter(copied)
@@ -272,13 +321,18 @@ def test_a_run_that_could_learn_nothing_does_not_begin(
     train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "measure_speed", lambda *args: Speed(text=100.0, visit=1.0))
-    with pytest.raises(RedrafterError, match=r"expected --minutes 8 or more for 3 texts here, got 0\.3"):
+    with pytest.raises(
+        RedrafterError, match=r"expected --minutes 8 or more for 3 texts here, got 0\.3"
+    ):
         train(tmp_path / "other", *SIZE, "--minutes", "0.3")
     assert not (tmp_path / "other").exists()
 
 
 def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts, iterations, validations and compared prompts take the seconds given here; each ends as planned."""
+    """Texts, iterations, validations and compared prompts take the seconds given here.
+
+    Each ends as planned.
+    """
     seconds, real, add = {"now": 0.0}, run.validate, TextStore.add
 
     def add_text(store: TextStore, text: Text) -> None:
@@ -348,7 +402,12 @@ def test_a_drafter_is_saved_at_each_validation(
     ],
 )
 def test_a_run_is_refused_before_it_writes(
-    flags: tuple[str, ...], reason: str, train: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...],
+    reason: str,
+    train: Any,
+    prompts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "--seed" in flags:
         monkeypatch.setitem(REFUSED, "llama", "it is only a test")

@@ -57,10 +57,16 @@ def test_given_texts_are_read_in_any_order(
 ) -> None:
     rows = [f"text number {n}: " + "x" * n for n in range(90)]
     for name, part in (("train", rows[:80]), ("valid", rows[80:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in part))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": row}) + "\n" for row in part)
+        )
     args = settings(data=str(tmp_path), max_seq_length=40)
     source = TextSource(args, tokenizer, [])
-    assert source.describe() == "the model reads 90 texts" and source.count == 90 and 20 < source.length <= 41
+    assert (
+        source.describe() == "the model reads 90 texts"
+        and source.count == 90
+        and 20 < source.length <= 41
+    )
     texts = make(source, model, 1000)
     assert (
         source.has_held_out
@@ -71,8 +77,12 @@ def test_given_texts_are_read_in_any_order(
     lengths = [len(text.ids) for text in texts if not text.is_held_out]
     assert sorted(lengths) != lengths, "not in the order of the file"
     again = TextSource(args, tokenizer, texts[:30])
-    assert again.count == 60 and not {str(text.ids) for text in texts[:30]} & {str(text.ids) for text in again.texts}
-    assert TextSource(settings(data=str(tmp_path), draft_depth=20), tokenizer, []).count < 90, "some are too short"
+    assert again.count == 60 and not {str(text.ids) for text in texts[:30]} & {
+        str(text.ids) for text in again.texts
+    }
+    assert TextSource(settings(data=str(tmp_path), draft_depth=20), tokenizer, []).count < 90, (
+        "some are too short"
+    )
     monkeypatch.setattr(sources, "MAX_HELD_OUT", 3)
     assert TextSource(args, tokenizer, []).count == 83, "a validation takes time"
     (tmp_path / "valid.jsonl").unlink()
@@ -85,20 +95,31 @@ def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path:
     args = settings(prompts=write_prompts(tmp_path / "prompts.jsonl", given), max_seq_length=40)
     source = TextSource(args, tokenizer, [])
     assert sorted(tokenizer.decode(prompt) for prompt in source.prompts) == ["one", "three", "two"]
-    assert source.describe() == "the model answers 3 prompts, then writes free text, as it has no chat template"
+    assert (
+        source.describe()
+        == "the model answers 3 prompts, then writes free text, as it has no chat template"
+    )
     texts = make(source, model, 9)
     own = [text for text in texts if text.kind == GIVEN]
     assert len(own) <= 3 < len(texts) and {text.kind for text in texts} == {GIVEN, FREE}
     assert all(0 < len(text.ids) - text.offset <= 8 for text in own)
     left = TextSource(args, tokenizer, own).prompts
-    assert not {tuple(prompt) for prompt in left} & {tuple(text.ids[: text.offset].tolist()) for text in own}
+    assert not {tuple(prompt) for prompt in left} & {
+        tuple(text.ids[: text.offset].tolist()) for text in own
+    }
     assert source.count == MAX_TEXTS and source.length > 8
 
 
 def test_without_a_template_texts_are_free(model: Any, tokenizer: Any) -> None:
     texts = make(TextSource(settings(), tokenizer, []), model, 5)
-    assert len(texts) >= 5 and {text.kind for text in texts} == {FREE} and {text.offset for text in texts} == {0}
-    assert {int(text.ids[0]) for text in texts} == {tokenizer.eos_token_id}, "there is no beginning-of-text token"
+    assert (
+        len(texts) >= 5
+        and {text.kind for text in texts} == {FREE}
+        and {text.offset for text in texts} == {0}
+    )
+    assert {int(text.ids[0]) for text in texts} == {tokenizer.eos_token_id}, (
+        "there is no beginning-of-text token"
+    )
     assert len({str(text.ids) for text in texts}) == len(texts)
     tokenizer._eos_token_ids = set()
     with pytest.raises(RedrafterError, match="neither a chat template nor a first token"):
@@ -133,5 +154,7 @@ def test_the_target_writes_its_own_prompts(
         assert said.startswith("<user>") and said.endswith("\n<assistant>")
         assert text.states is not None and bool(text.states["probs"][2].any()) is not is_masked
     more = make(TextSource(args, chatty, texts), model, 6)
-    assert not {str(text.ids[: text.offset]) for text in texts} & {str(text.ids[: text.offset]) for text in more}
+    assert not {str(text.ids[: text.offset]) for text in texts} & {
+        str(text.ids[: text.offset]) for text in more
+    }
     assert np.isfinite(texts[0].states["hidden"]).all()  # type: ignore[index]

@@ -27,8 +27,14 @@ def read(model: Any, texts: list[Text]) -> list[Text]:
 
 def check_same(found: list[Text], expected: list[Text]) -> None:
     for text, given in zip(found, expected, strict=True):
-        assert np.array_equal(text.ids, given.ids) and np.array_equal(np.array(text.states), np.array(given.states))
-        assert (text.offset, text.kind, text.is_held_out) == (given.offset, given.kind, given.is_held_out)
+        assert np.array_equal(text.ids, given.ids) and np.array_equal(
+            np.array(text.states), np.array(given.states)
+        )
+        assert (text.offset, text.kind, text.is_held_out) == (
+            given.offset,
+            given.kind,
+            given.is_held_out,
+        )
 
 
 def test_texts_are_found_again(read: list[Text], tmp_path: Path) -> None:
@@ -41,11 +47,15 @@ def test_texts_are_found_again(read: list[Text], tmp_path: Path) -> None:
     check_same(again.texts, read[:2])
     again.add(read[2])
     check_same(TextStore(tmp_path, ARGS, WIDTH).texts, read)
-    assert again.nbytes == pytest.approx(sum(path.stat().st_size for path in again.folder.glob("0*")), rel=0.2)
+    assert again.nbytes == pytest.approx(
+        sum(path.stat().st_size for path in again.folder.glob("0*")), rel=0.2
+    )
 
 
 @pytest.mark.parametrize("change", [{"model": "other"}, {"temp": 0.1}, {"max_tokens": 3}])
-def test_other_settings_have_other_texts(change: dict[str, Any], read: list[Text], tmp_path: Path) -> None:
+def test_other_settings_have_other_texts(
+    change: dict[str, Any], read: list[Text], tmp_path: Path
+) -> None:
     TextStore(tmp_path, ARGS, WIDTH).add(read[0])
     assert not TextStore(tmp_path, replace(ARGS, **change), WIDTH).texts
 

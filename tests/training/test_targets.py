@@ -44,7 +44,9 @@ def spread(targets: TrainingTargets, size: int) -> np.ndarray:
 
 
 def test_states_and_labels_match_the_target(model: Any, read: list[Text]) -> None:
-    own, text = (make_targets(model.model.embed_tokens, read, of_text=of_text) for of_text in (False, True))
+    own, text = (
+        make_targets(model.model.embed_tokens, read, of_text=of_text) for of_text in (False, True)
+    )
     learned, law = np.array(own.positions) >= 0, find_law(model, own)
     assert np.allclose(spread(own, VOCAB)[learned], law[learned], atol=2e-3)
     assert np.array_equal(np.array(own.choices)[learned], law.argmax(axis=-1)[learned])
@@ -66,29 +68,47 @@ def test_padding_and_masked_prompts_are_not_learned(model: Any) -> None:
 
 
 def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Text]) -> None:
-    drafter = initialize_drafter(model, DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED)), GUESSED)
+    drafter = initialize_drafter(
+        model, DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED)), GUESSED
+    )
     assert np.array_equal(np.array(drafter.draft_ids), GUESSED)
     for of_text in (False, True):
-        found = make_targets(model.model.embed_tokens, read, drafter.get("draft_ids"), of_text=of_text)
+        found = make_targets(
+            model.model.embed_tokens, read, drafter.get("draft_ids"), of_text=of_text
+        )
         learned, law = np.array(found.positions) >= 0, find_law(model, found)
-        assert np.allclose(spread(found, len(GUESSED))[learned], law[:, GUESSED][learned], atol=2e-3)
+        assert np.allclose(
+            spread(found, len(GUESSED))[learned], law[:, GUESSED][learned], atol=2e-3
+        )
         wanted = find_next(read) if of_text else law.argmax(axis=-1)[learned]
         choices, known = np.array(found.choices)[learned], np.isin(wanted, GUESSED)
-        assert np.array_equal(np.where(choices < 0, -1, GUESSED[choices]), np.where(known, wanted, -1))
+        assert np.array_equal(
+            np.where(choices < 0, -1, GUESSED[choices]), np.where(known, wanted, -1)
+        )
         assert known.any() and not known.all()
 
 
-def test_only_the_likeliest_tokens_are_learned(model: Any, texts: list[Text], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_likeliest_tokens_are_learned(
+    model: Any, texts: list[Text], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hidden_states, "TOP_K", 4)
     targets = make_targets(model.model.embed_tokens, add_hidden_states(model, texts[:2]))
     learned = np.array(targets.positions) >= 0
-    assert np.allclose(np.array(targets.probs)[learned], -np.sort(-find_law(model, targets)[learned])[:, :4], atol=2e-3)
+    assert np.allclose(
+        np.array(targets.probs)[learned],
+        -np.sort(-find_law(model, targets)[learned])[:, :4],
+        atol=2e-3,
+    )
 
 
 @pytest.mark.parametrize(("exit_dim", "ids"), [(12, None), (12, np.arange(18)), (2 * HIDDEN, None)])
-def test_a_new_head_starts_from_the_embeddings_components(model: Any, exit_dim: int, ids: np.ndarray | None) -> None:
+def test_a_new_head_starts_from_the_embeddings_components(
+    model: Any, exit_dim: int, ids: np.ndarray | None
+) -> None:
     count = None if ids is None else len(ids)
-    drafter = initialize_drafter(model, DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count), ids)
+    drafter = initialize_drafter(
+        model, DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count), ids
+    )
     head = drafter.output_layers[0].weight
     rows = model.model.embed_tokens.weight[: count or VOCAB]
     rows = rows - rows.mean(axis=0)

@@ -20,7 +20,12 @@ from mlx_redrafter.training import trainer
 from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.trainer import find_rate_factor, load_checkpoint, save_checkpoint, train_drafter
+from mlx_redrafter.training.trainer import (
+    find_rate_factor,
+    load_checkpoint,
+    save_checkpoint,
+    train_drafter,
+)
 
 HIDDEN, VOCAB = 16, 23
 
@@ -54,7 +59,11 @@ def test_resuming_changes_nothing(
     model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "SAVE_EVERY", 4)
-    checkpoint, seen, embedding = tmp_path / "checkpoint.safetensors", list[int](), model.model.embed_tokens
+    checkpoint, seen, embedding = (
+        tmp_path / "checkpoint.safetensors",
+        list[int](),
+        model.model.embed_tokens,
+    )
 
     def watched(iteration: int) -> list[Text]:
         seen.append(iteration)
@@ -70,9 +79,17 @@ def test_resuming_changes_nothing(
     train_drafter(embedding, whole, batches, settings(), in_eight)
     with pytest.raises(Stopped):
         train_drafter(
-            embedding, stopped, batches, settings(), in_eight, checkpoint=checkpoint, on_iteration=on_iteration
+            embedding,
+            stopped,
+            batches,
+            settings(),
+            in_eight,
+            checkpoint=checkpoint,
+            on_iteration=on_iteration,
         )
-    resumed.update({"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}})  # all weights must come from the checkpoint
+    resumed.update(
+        {"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}}
+    )  # all weights must come from the checkpoint
     train_drafter(embedding, resumed, watched, settings(), in_eight, checkpoint=checkpoint)
     assert seen == list(range(4, 8)) and load_checkpoint(checkpoint) == 8
     assert same(tensors(resumed), tensors(whole)) and not same(tensors(resumed), tensors(stopped))
@@ -110,9 +127,13 @@ def test_a_loss_that_is_nan_keeps_the_checkpoint(
         return texts
 
     with pytest.raises(RedrafterError, match="is nan at iteration 4: start again"):
-        train_drafter(model.model.embed_tokens, untrained(), broken, settings(), in_eight, checkpoint=saved)
+        train_drafter(
+            model.model.embed_tokens, untrained(), broken, settings(), in_eight, checkpoint=saved
+        )
     loaded: Any = mx.load(str(saved), return_metadata=True)
-    assert loaded[1]["step"] == "2" and all(np.isfinite(np.array(array)).all() for array in loaded[0].values())
+    assert loaded[1]["step"] == "2" and all(
+        np.isfinite(np.array(array)).all() for array in loaded[0].values()
+    )
 
 
 def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,13 +151,24 @@ def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
     assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_another_drafters_checkpoint_is_refused(model: Any, batches: Batches, tmp_path: Path) -> None:
+def test_another_drafters_checkpoint_is_refused(
+    model: Any, batches: Batches, tmp_path: Path
+) -> None:
     path, other = tmp_path / "checkpoint.safetensors", Drafter(DrafterArgs(HIDDEN, VOCAB, 8, 1))
-    train_drafter(model.model.embed_tokens, untrained(), batches, settings(), lambda done: float(done), checkpoint=path)
+    train_drafter(
+        model.model.embed_tokens,
+        untrained(),
+        batches,
+        settings(),
+        lambda done: float(done),
+        checkpoint=path,
+    )
     for damage in (lambda: None, lambda: path.write_bytes(path.read_bytes()[:500])):
         damage()
         with pytest.raises(CheckpointError, match="cannot continue from"):
-            train_drafter(model.model.embed_tokens, other, batches, settings(), in_eight, checkpoint=path)
+            train_drafter(
+                model.model.embed_tokens, other, batches, settings(), in_eight, checkpoint=path
+            )
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

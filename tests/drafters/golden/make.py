@@ -1,8 +1,8 @@
 """Generates the golden arrays in this folder. Tests do not run it.
 
-    pip install torch transformers
-    git clone https://github.com/apple/ml-recurrent-drafter && git -C ml-recurrent-drafter checkout bd8586b
-    PYTHONPATH=ml-recurrent-drafter python make.py OUTPUT_DIRECTORY
+    pip install torch transformers git clone https://github.com/apple/ml-recurrent-drafter && git -C
+    ml-recurrent-drafter checkout bd8586b PYTHONPATH=ml-recurrent-drafter python make.py
+    OUTPUT_DIRECTORY
 
 Apple's classes compute everything; this file draws the weights, calls them and stores the results.
 """
@@ -46,7 +46,9 @@ def make(name: str, sizes: dict, directory: Path) -> None:
     for shape in BEAMS:
         arrays |= beams(drafter, embedding, hidden, token, shape)
     stored = {
-        key: array.detach().to(torch.int32 if not array.is_floating_point() else torch.float32).contiguous()
+        key: array.detach()
+        .to(torch.int32 if not array.is_floating_point() else torch.float32)
+        .contiguous()
         for key, array in arrays.items()
     }
     metadata = {
@@ -58,8 +60,12 @@ def make(name: str, sizes: dict, directory: Path) -> None:
     save_file(stored, str(directory / f"{name}.safetensors"), metadata)
 
 
-def chain(drafter: Drafter, embedding: torch.nn.Embedding, hidden: torch.Tensor, token: torch.Tensor) -> dict:
-    """Teacher forcing: the drafter is fed these tokens, starting with the root, whatever it predicts."""
+def chain(
+    drafter: Drafter, embedding: torch.nn.Embedding, hidden: torch.Tensor, token: torch.Tensor
+) -> dict:
+    """Teacher forcing: the drafter is fed these tokens, starting with the root, whatever it
+    predicts.
+    """
     tokens = torch.cat([token[:, None], torch.randint(VOCAB, (3, 3))], dim=1)
     state = torch.zeros_like(hidden)
     logits, log_probs = [], []
@@ -81,7 +87,11 @@ def chain(drafter: Drafter, embedding: torch.nn.Embedding, hidden: torch.Tensor,
 
 
 def beams(
-    drafter: Drafter, embedding: torch.nn.Embedding, hidden: torch.Tensor, token: torch.Tensor, shape: BeamShape
+    drafter: Drafter,
+    embedding: torch.nn.Embedding,
+    hidden: torch.Tensor,
+    token: torch.Tensor,
+    shape: BeamShape,
 ) -> dict:
     """Apple's beam search: beams, best first, and the sum of each beam's log-probabilities."""
     found, log_probs = drafter.beam_search_candidates(hidden, token, embedding, shape)
