@@ -75,10 +75,8 @@ def measure(
         compare: whether to compare with plain decoding.
         exact: see `Options`.
     """
-    options, pair = (
-        Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan, exact=exact),
-        Pair(model, drafter),
-    )
+    options = Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan, exact=exact)
+    pair = Pair(model, drafter)
     runs = decode_prompts(pair, prompts, options)
     row = {
         "plan": list(plan),
@@ -126,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     Returns exit status 1 if with `--exact` a text or a bit differs.
     """
     workload = open_workload(args)
-    drafter, prompts = workload.require_drafter(), [prompt.ids for prompt in workload.prompts]
+    drafter = workload.require_drafter()
+    prompts = [prompt.ids for prompt in workload.prompts]
     how = {
         "max_tokens": args.max_tokens,
         "temp": args.temp,

@@ -97,7 +97,8 @@ def describe_runs(
     seconds = [run.seconds for run in runs]
     ratios = [other.seconds / run.seconds for other, run in zip(plain, runs, strict=True)]
     middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
-    made, stats = len(middle.tokens) - 1, middle.stats
+    made = len(middle.tokens) - 1
+    stats = middle.stats
     is_compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not settings.temp
     places = (
         [find_first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
@@ -215,7 +216,8 @@ def measure(
     sides = make_contestants(
         workload, plans, settings, mlx_lm=mlx_lm, context=context, random=random
     )
-    machine, found = stamp(), list[Record]()
+    machine = stamp()
+    found = list[Record]()
     if workload.drafter is not None:
         print(f"{workload.name}: measuring the parts of a round", file=sys.stderr)
         found = [measure_costs(workload) | {"machine": machine}]

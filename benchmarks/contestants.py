@@ -102,7 +102,8 @@ class Contestant:
         mx.reset_peak_memory()
         steps = self.decode(prompt.ids, max_tokens)
         last = next(steps)
-        tokens, started = [last[0]], perf_counter()
+        tokens = [last[0]]
+        started = perf_counter()
         for last in steps:
             tokens.append(last[0])
             if last[0] in prompt.eos_token_ids:
@@ -142,7 +143,8 @@ def make_contestants(
                 MLX_LM_DRAFT, None, make_draft_model(workload, workload.draft_model, settings)
             )
         )
-        own, chain = DraftModel(workload.draft_model), (1, NUM_DRAFT_TOKENS)
+        own = DraftModel(workload.draft_model)
+        chain = (1, NUM_DRAFT_TOKENS)
         found.append(make_ours(workload, own, chain, settings, DRAFT_MODEL))
         if context:
             found.append(make_ours(workload, own, "auto", settings, DRAFT_MODEL_BOTH))
@@ -250,7 +252,8 @@ def make_mlx_lm_sampler(
 ) -> Callable[[mx.array], mx.array]:
     """An mlx-lm sampler for a text that starts at `position`."""
     mx.random.seed(settings.seed)
-    own, positions = workload.sampler, count(position)
+    own = workload.sampler
+    positions = count(position)
     if own is None:
         return make_sampler(settings.temp)
 

@@ -162,7 +162,8 @@ def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
         drafter = load_fast_drafter(args.drafter, model) if args.drafter else None
     else:
         model, tokenizer, drafter = load_demo(args.drafter)
-    draft_model, draft_model_name = None, None
+    draft_model = None
+    draft_model_name = None
     if hasattr(args, "draft_model") and (args.draft_model or not args.model):
         draft_model_name = args.draft_model or DEMO
         draft_model, _ = load(args.draft_model or DRAFT_MODEL)

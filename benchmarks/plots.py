@@ -31,7 +31,8 @@ def draw_bars(path: Path, rows: Sequence[Row], label: str, *, has_line: bool = F
     groups, *names = rows[0]
     figure = Figure(figsize=(1.5 * len(rows) + 1, 3.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    axes, width = figure.subplots(), 0.8 / len(names)
+    axes = figure.subplots()
+    width = 0.8 / len(names)
     for at, name in enumerate(names):
         places = [place + (at - len(names) / 2 + 0.5) * width for place in range(len(rows))]
         values = [row[name] or 0.0 for row in rows]

@@ -35,10 +35,15 @@ SOURCE = (
     "Apple's published runs, https://github.com/apple/ml-recurrent-drafter, recurrent_drafting/mlx/experiments: "
     "Vicuna-7B in 16 bits, one prompt"
 )
-CHIPS, DTYPES = ("m1-max", "m2", "m2-ultra"), ("float16", "bfloat16")
+CHIPS = ("m1-max", "m2", "m2-ultra")
+DTYPES = ("float16", "bfloat16")
 TOKENS = 200  # generated tokens of every published run
-MAX_WIDTH, MAX_DEPTH = 4, 4  # no larger drafts were published
-CLIFF, NO_CLIFF = 16, 1 << 30  # for this many rows or more, MLX of 2024 used another matrix kernel
+# no larger drafts were published
+MAX_WIDTH = 4
+MAX_DEPTH = 4
+# for this many rows or more, MLX of 2024 used another matrix kernel
+CLIFF = 16
+NO_CLIFF = 1 << 30
 DRAFT = (
     0.86 / 13.5
 )  # size of Vicuna-7B's drafter over the target's: the cost of a level that only reads weights
@@ -112,7 +117,8 @@ def count_terms(plan: Plan, cliff: int) -> tuple[float, ...]:
 def fit_model(cells: Iterable[Cell], plain_ms: float, cliff: int = CLIFF) -> RoundModel:
     """Fits the model by least squares of relative errors, with the priors; eight cells suffice."""
     centre, spread = (np.array(side) for side in zip(*PRIOR.values(), strict=True))
-    rows, right = [np.diag(1 / spread)], [centre / spread]
+    rows = [np.diag(1 / spread)]
+    right = [centre / spread]
     for cell in cells:
         rows.append(plain_ms / cell.round_ms / NOISE * np.array([count_terms(cell.plan, cliff)]))
         right.append(np.array([1 / NOISE]))

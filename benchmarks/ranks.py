@@ -55,7 +55,8 @@ class DelayedLink:
     """A link between two ranks that adds latency without limiting throughput."""
 
     def __init__(self, target: int) -> None:
-        self.milliseconds, self._target = 0.0, target
+        self.milliseconds = 0.0
+        self._target = target
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -134,7 +135,9 @@ def time_rounds(
     side: Contestant, prompt: list[int], max_tokens: int
 ) -> tuple[list[int], list[float], Stats]:
     """(generated tokens, milliseconds of each round after the first token, statistics)."""
-    tokens, ends, stats = list[int](), list[float](), Stats()
+    tokens = list[int]()
+    ends = list[float]()
+    stats = Stats()
     for token, now in side.decode(prompt, max_tokens):
         tokens.append(token)
         if now is not None and (now.rounds > stats.rounds or not ends):
@@ -146,7 +149,8 @@ def time_rounds(
 def run_rank(args: argparse.Namespace) -> None:
     """Runs one of the ranks: decodes at each delay, which rank 0 requests from the parent process."""
     workload = open_shape(args)
-    model, group = workload.model, mx.distributed.init()
+    model = workload.model
+    group = mx.distributed.init()
     if args.pipeline:
         if not hasattr(model.model, "pipeline"):
             raise RedrafterError(f"mlx-lm does not support pipelining for {args.shape}")
@@ -168,7 +172,8 @@ def run_rank(args: argparse.Namespace) -> None:
         if "auto" in args.plans:
             measure_costs(workload)
         times: dict[str, list[float]] = {side.label: [] for side in sides}
-        texts, made = dict[str, list[int]](), dict[str, float]()
+        texts = dict[str, list[int]]()
+        made = dict[str, float]()
         with wired_limit(model):
             for side in sides * args.repeats:
                 texts[side.label], ms, stats = time_rounds(
@@ -187,7 +192,8 @@ def run_rank(args: argparse.Namespace) -> None:
 
 def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rank 0's results, a row for each delay and plan."""
-    rows, delay = list[dict[str, Any]](), 0.0
+    rows = list[dict[str, Any]]()
+    delay = 0.0
     with start_ranks(args.count) as (first, links):
         assert first.stdout is not None and first.stdin is not None
         for line in first.stdout:
@@ -210,11 +216,14 @@ def compare_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     speed.
     """
     ms = {(row["delay, ms"], row["plan"]): row["ms/round"] for row in rows}
-    least, most = min(delay for delay, _ in ms), max(delay for delay, _ in ms)
+    least = min(delay for delay, _ in ms)
+    most = max(delay for delay, _ in ms)
     messages = (ms[most, "plain"] - ms[least, "plain"]) / (most - least) if most > least else 0.0
     found = []
     for row in rows:
-        delay, plan, made = row["delay, ms"], row["plan"], row["tokens/round"]
+        delay = row["delay, ms"]
+        plan = row["plan"]
+        made = row["tokens/round"]
         added = messages * (delay - least)
         speedup = made * ms[delay, "plain"] / ms[delay, plan]
         expected = made * (ms[least, "plain"] + added) / (ms[least, plan] + added)

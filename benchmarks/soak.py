@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
         end = started + 60 * args.minutes
 
         def ask_until_the_end(client: int) -> list[tuple[str, str]]:
-            generator, answers = random.Random(f"{args.seed} {client}"), list[tuple[str, str]]()
+            generator = random.Random(f"{args.seed} {client}")
+            answers = list[tuple[str, str]]()
             while time.monotonic() < end and len(answers) != args.requests:
                 try:
                     answers.append(
@@ -145,9 +146,11 @@ def run(args: argparse.Namespace) -> int:
             time.sleep(0.1)
         time.sleep(IDLE_SECONDS)
         metrics = read_metrics(server.port)
-    counts, wrong = Counter(kind for kind, _ in answers), [fault for _, fault in answers if fault]
+    counts = Counter(kind for kind, _ in answers)
+    wrong = [fault for _, fault in answers if fault]
     warm, last = find_growth(sizes)
-    counted, held = metrics["prompt_cache_bytes"], metrics["active_memory_bytes"] - empty
+    counted = metrics["prompt_cache_bytes"]
+    held = metrics["active_memory_bytes"] - empty
     row = {kind: counts[kind] for kind in ("answered", "refused", "left", "failed")} | {
         "wrong": len(wrong)
     }
@@ -193,7 +196,8 @@ def send_random_request(
     max_tokens: int,
 ) -> tuple[str, str]:
     """Sends a random request; returns (its outcome, the fault of the answer or "")."""
-    prompt, way = generator.randrange(len(prompts)), generator.randrange(len(SAMPLING))
+    prompt = generator.randrange(len(prompts))
+    way = generator.randrange(len(SAMPLING))
     stream = generator.random() < 0.5
     is_known = generator.random() < 0.5
     text = prompts[prompt] if is_known else f"# {generator.random()}\n{prompts[prompt]}"

@@ -48,9 +48,11 @@ KINDS = {
 }
 """Category -> its name in tables; all other categories, from MT-bench, are chat."""
 
-CHAT, ALL = "chat", "all"
+CHAT = "chat"
+ALL = "all"
 SPEED_LABEL = "speed, plain decoding = 1"
-TEMPS, MAX_TOKENS = (0.0, 0.7), 96
+TEMPS = (0.0, 0.7)
+MAX_TOKENS = 96
 PLANS: list[Any] = ["auto", (1, 3), (1, 4), (4, 5)]
 
 
@@ -90,10 +92,8 @@ def make_prompts(
     questions: Iterable[Question], model: Any, tokenizer: Any, max_tokens: int
 ) -> Iterator[Prompt]:
     """A prompt for each turn; later turns follow the plain greedy answer to the previous one."""
-    ends, options = (
-        frozenset(tokenizer.eos_token_ids),
-        Options(max_tokens=max_tokens, temp=0.0, plan="off"),
-    )
+    ends = frozenset(tokenizer.eos_token_ids)
+    options = Options(max_tokens=max_tokens, temp=0.0, plan="off")
     pair = Pair(model)
     for question in questions:
         messages: list[dict[str, Any]] = []
@@ -192,7 +192,8 @@ def run(args: argparse.Namespace) -> int:
         tqdm(make_prompts(questions, workload.model, tokenizer, args.max_tokens), "prompts")
     )
     records = read_records(args.output) if args.output and args.output.exists() else list[Record]()
-    machine, sets = stamp(), list[list[Record]]()
+    machine = stamp()
+    sets = list[list[Record]]()
     if workload.drafter is not None and not any(record["kind"] == "costs" for record in records):
         records.append(measure_costs(workload) | {"machine": machine})
     for temp in args.temp:
@@ -217,7 +218,8 @@ def run(args: argparse.Namespace) -> int:
             contest, f"temperature {temp:g}", initial=len(done), total=len(prompts), unit="prompt"
         ):
             stamped = [each | {"machine": machine} for each in found]
-            own, records = own + stamped, records + stamped
+            own = own + stamped
+            records = records + stamped
             if args.output:
                 write_records(args.output, records)
         sets.append(own)

@@ -134,7 +134,8 @@ def time_schema(
             tokens, made = asyncio.run(generate(engine, draft=draft, **asked))
             texts.add(tuple(tokens))
             found.append((len(made.output.tokens) - 1) / made.seconds)
-    plain, drafted = median(speeds[False]), median(speeds[True])
+    plain = median(speeds[False])
+    drafted = median(speeds[True])
     tokens_per_round = (len(tokens) - 1) / made.output.stats.rounds
     return {
         "schema": name,

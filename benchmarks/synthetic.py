@@ -186,9 +186,11 @@ class Oracle(Sampler):
 
         All other tokens share the remaining probability.
         """
-        vocab_size, least = logits.shape[-1], 1e-12
+        vocab_size = logits.shape[-1]
+        least = 1e-12
         chances = self.acceptance[min(row, len(self.acceptance) - 1)]
-        position, ranks = draws.gumbel[row, 0], mx.arange(len(chances))
+        position = draws.gumbel[row, 0]
+        ranks = mx.arange(len(chances))
         drawn = mx.random.uniform(key=self._key + position.astype(mx.uint32))
         rank = (drawn >= mx.cumsum(mx.array(chances))).sum()
         right = self.make_text(position, vocab_size)
@@ -238,7 +240,8 @@ def build_workload(
         drafter_type: one of `HEADS`, with published sizes; None for a recurrent drafter of suitable
             size.
     """
-    oracle, shape = Oracle(acceptance, seed), SHAPES[name]
+    oracle = Oracle(acceptance, seed)
+    shape = SHAPES[name]
     every = shape["num_hidden_layers"]
     if layers > every:
         raise RedrafterError(f"{name} has {every} layers, got --layers {layers}")
@@ -249,7 +252,9 @@ def build_workload(
     )
     mx.random.seed(seed)
     model = make_target(shape | {"num_hidden_layers": layers}, bits, dtype)
-    needed, memory = 1.25 * count_bytes(model), find_usable_bytes()  # nothing is computed yet
+    # nothing is computed yet
+    needed = 1.25 * count_bytes(model)
+    memory = find_usable_bytes()
     if needed > memory:
         raise RedrafterError(
             f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, more than "

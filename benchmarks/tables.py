@@ -14,10 +14,16 @@ from mlx_redrafter.trials import check_speedup
 
 from .records import Record, stamp
 
-PLAIN, MLX_LM, MLX_LM_DRAFT = "plain", "mlx-lm", "mlx-lm draft model"
-DRAFTED, RANDOM = "drafted", "drafted, random drafter"
-CONTEXT, BOTH, EXACT = "context", "drafter + context", "drafter + context, exact"
-DRAFT_MODEL, DRAFT_MODEL_BOTH = "draft model", "draft model + context"
+PLAIN = "plain"
+MLX_LM = "mlx-lm"
+MLX_LM_DRAFT = "mlx-lm draft model"
+DRAFTED = "drafted"
+RANDOM = "drafted, random drafter"
+CONTEXT = "context"
+BOTH = "drafter + context"
+EXACT = "drafter + context, exact"
+DRAFT_MODEL = "draft model"
+DRAFT_MODEL_BOTH = "draft model + context"
 """Contestants in records: plain decoding, mlx-lm, our drafter, the context, both, and mlx-lm's
 draft model in our loop without and with the context. New ones need a name here and in
 `record.schema.json`."""
@@ -160,10 +166,8 @@ def summarize(records: Sequence[Record]) -> Row:
     ]
     rounds = [record for record in records if record["tokens_per_round"] is not None]
     same = [record["same_tokens"] for record in records if record["same_tokens"] is not None]
-    made, forwards = (
-        sum(record["tokens"] - 1 for record in rounds),
-        sum(record["rounds"] for record in rounds),
-    )
+    made = sum(record["tokens"] - 1 for record in rounds)
+    forwards = sum(record["rounds"] for record in rounds)
     return {
         "prompts": len(records),
         "tokens/s": median(record["tokens_per_second"] for record in records),

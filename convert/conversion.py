@@ -145,7 +145,8 @@ def convert(
     models = load(base_model) if base_model is not None else None
     checkpoint = read_checkpoint(source)
     drafter = read_drafter(checkpoint, models[0] if models else None)
-    is_quantized, notes = has_quantized_layers(drafter), tuple(checkpoint.notes)
+    is_quantized = has_quantized_layers(drafter)
+    notes = tuple(checkpoint.notes)
     if dtype == "float16" and not drafter.takes_float16:
         raise RedrafterError(
             f"the range of float16 is too small for {drafter.args.model_type}: give bfloat16"
@@ -166,7 +167,8 @@ def convert(
         drafter.args, **{name: value for name, value in recorded.items() if value}
     )
     Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # checks the depth
-    bytes_before, before = count_bytes(drafter), measure(drafter, models)
+    bytes_before = count_bytes(drafter)
+    before = measure(drafter, models)
     stored_dtype = (
         source.config.get("dtype") if is_quantized else None
     )  # mxfp4's scales do not tell the dtype
@@ -177,7 +179,8 @@ def convert(
         ids = trim_vocabulary(
             drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size)
         )
-        before, args = (before[0][:, ids], before[1]), drafter.args
+        before = (before[0][:, ids], before[1])
+        args = drafter.args
     drafter.set_dtype(getattr(mx, dtype))
     if (name := find_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
@@ -291,7 +294,8 @@ def quantize_layers(
         )  # routers are small, and sensitive to rounding
         if not own:
             return False
-        inputs, rows = layer.weight.shape[-1], math.prod(layer.weight.shape[:-1])
+        inputs = layer.weight.shape[-1]
+        rows = math.prod(layer.weight.shape[:-1])
         if (
             inputs % group_size or rows * inputs % 32
         ):  # MLX packs 32 weights at a time, two groups of nvfp4
@@ -324,7 +328,8 @@ def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
 
     Tokens per round are those of greedy decoding at the drafter's default depth, see `try_drafter`.
     """
-    logits, weights = drafter.sample_logits(), drafter.parameters()
+    logits = drafter.sample_logits()
+    weights = drafter.parameters()
     try:
         mx.eval(logits)
     except RuntimeError:  # on a CPU MLX computes experts only in float32
@@ -334,5 +339,6 @@ def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
         drafter.update(weights)
     if models is None:
         return logits, 0.0
-    (model, tokenizer), options = models, Options(max_tokens=NEW_TOKENS, beam_width=1)
+    model, tokenizer = models
+    options = Options(max_tokens=NEW_TOKENS, beam_width=1)
     return logits, try_drafter(Pair(model, drafter), tokenizer, options).tokens_per_round

@@ -37,7 +37,8 @@ def make_directory(place: Path) -> Iterator[Path]:
 
 def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> str:
     """The README of the result, as a model card; local paths are reduced to their last part."""
-    base, how = args.base_model, config.get("quantization")
+    base = args.base_model
+    how = config.get("quantization")
     target = strip_folders(base) if base else None
     packing = (
         "in {bits} bits, group size {group_size}, mode {mode}".format(**how)

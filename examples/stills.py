@@ -31,10 +31,13 @@ from selenium.webdriver.support.ui import WebDriverWait
 WIDTH = 1180
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PORT = 8097
-RACE_SECONDS, RACE_HEIGHT = 120.0, 900
-CHAT_COLUMNS, CHAT_HEIGHT = 100, 650
+RACE_SECONDS = 120.0
+RACE_HEIGHT = 900
+CHAT_COLUMNS = 100
+CHAT_HEIGHT = 650
 CHAT_SECONDS = 60.0
-CHAT_LINE, CHAT_PROMPT = "class Stack:", "\u203a"
+CHAT_LINE = "class Stack:"
+CHAT_PROMPT = "\u203a"
 MAX_TOKENS = 112
 
 
@@ -139,7 +142,9 @@ def run_chat(models: list[str], line: str) -> str:
         close_fds=True,
     )
     os.close(side)
-    text, deadline, asked = "", time.monotonic() + CHAT_SECONDS, False
+    text = ""
+    deadline = time.monotonic() + CHAT_SECONDS
+    asked = False
     while time.monotonic() < deadline and "tokens per round" not in text:
         if select.select([main], [], [], 1.0)[0]:
             text += os.read(main, 4096).decode("utf-8", errors="replace")
@@ -163,7 +168,8 @@ def main() -> None:
     parser.add_argument("--drafter", help="its drafter")
     parser.add_argument("--prompt", help="the prompt (default: the demo's own)")
     args = parser.parse_args()
-    output, given = args.output, {"--model": args.model, "--drafter": args.drafter}
+    output = args.output
+    given = {"--model": args.model, "--drafter": args.drafter}
     models = [part for flag, name in given.items() if name for part in (flag, name)]
     output.mkdir(parents=True, exist_ok=True)
     picture_race(output / "race.png", models, args.prompt)

@@ -89,7 +89,8 @@ def load_shards(
         pipeline: give each rank some of the layers, instead of a part of every layer.
         options: see `mlx_lm.utils.sharded_load`.
     """
-    name, group = os.path.expanduser(path_or_hf_repo), mx.distributed.init()
+    name = os.path.expanduser(path_or_hf_repo)
+    group = mx.distributed.init()
     groups = (group, None) if pipeline else (None, group)
     try:
         if not pipeline:
@@ -413,12 +414,11 @@ def load_pair(
         tokenizer_config: see `load_target`.
     """
     model, tokenizer = load_target(args, name, tokenizer_config)
-    kind, advice = find_dtype(model), "--dtype float32 is faster, and takes twice the memory"
+    kind = find_dtype(model)
+    advice = "--dtype float32 is faster, and takes twice the memory"
     if is_quantized(model):
-        kind, advice = (
-            "quantized",
-            "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy",
-        )
+        kind = "quantized"
+        advice = "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
     if name is not None and mx.default_device().type == mx.cpu and kind != "float32":
         print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
     if getattr(args, "no_drafter", False):

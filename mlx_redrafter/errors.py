@@ -28,9 +28,11 @@ class CheckpointError(RedrafterError):
 
 def warn(message: str) -> None:
     """Issues a warning, attributed to the nearest caller outside this package."""
-    level, frame = 1, cast(FrameType | None, sys._getframe())
+    level = 1
+    frame = cast(FrameType | None, sys._getframe())
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == __package__:
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     warnings.warn(message, stacklevel=level)
 
 

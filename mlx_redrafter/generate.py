@@ -216,7 +216,8 @@ def stream_text(
     )
     steps = decode_tokens(pair, ids, options, source, tokenizer.eos_token_ids)
     with wired_limit(pair.model), closing(steps):
-        count, warned = 0, False
+        count = 0
+        warned = False
         for step in steps:
             count += 1
             if count == 1:
@@ -229,10 +230,8 @@ def stream_text(
             ):
                 warned = True
                 if step.stats.accepted == step.stats.context_accepted:
-                    rounds, has_processors = (
-                        step.stats.drafter_rounds,
-                        bool(options.logits_processors),
-                    )
+                    rounds = step.stats.drafter_rounds
+                    has_processors = bool(options.logits_processors)
                     warn(explain_useless(pair.drafter, rounds, has_processors))
             text = ""
             if step.token in tokenizer.eos_token_ids:
@@ -314,7 +313,8 @@ def decode_tokens(
         source, end_tokens: see `Pair.open`.
     """
     with closing(pair.open(prompt, options, source, end_tokens=end_tokens)) as text:
-        length, made = text.length + len(prompt), list[int]()
+        length = text.length + len(prompt)
+        made = list[int]()
 
         def finish() -> None:
             if made and options.prompt_cache is not None:
@@ -371,7 +371,8 @@ class StopStrings:
 
     def flush(self) -> str:
         """The delayed text; called when the stream has ended."""
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._held = ""
         return rest
 
     def _overlap(self, stop: str) -> int:

@@ -305,10 +305,8 @@ def check_option(name: str, value: Any) -> Any:
         return value
     if flag.kind is int and (not isinstance(value, Integral) or isinstance(value, bool)):
         raise RedrafterError(f"{flag.name} must be an integer, got {value!r}")
-    low, high = (
-        -inf if flag.minimum is None else flag.minimum,
-        inf if flag.maximum is None else flag.maximum,
-    )
+    low = -inf if flag.minimum is None else flag.minimum
+    high = inf if flag.maximum is None else flag.maximum
     try:
         number = (
             flag.kind(value) if isinstance(value, Real) and not isinstance(value, bool) else None

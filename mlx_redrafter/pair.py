@@ -115,7 +115,8 @@ class Pair:
             raise RedrafterError(
                 f"drafter must be what load_drafter returns, got {type(drafter).__name__}{advice}"
             )
-        self.model, self.drafter = model, drafter
+        self.model = model
+        self.drafter = drafter
         if findings is None and drafter is not None:
             drafter.check_fit(model)
         self.findings = findings or Findings()
@@ -163,7 +164,8 @@ class Pair:
         bits, group_size, _ = options.quantization
         for c in kv_cache.leaves(cache or []):
             if isinstance(c, QuantizedKVCache):
-                bits, group_size = c.bits, c.group_size
+                bits = c.bits
+                group_size = c.group_size
         cache_options = (KVQuantization(bits, group_size), options.max_kv_size)
         load = partial(load_row_classes, self.model, *cache_options, find=find, refresh=refresh)
         known = self.findings.find(("rows", *cache_options), load, again=refresh)
@@ -190,7 +192,8 @@ class Pair:
         classes = self.find_row_classes(options, cache, find=bool(options.exact))
         if options.exact is None and (not classes or len(classes[0]) < MOST_ROWS):
             return None
-        cache, drafter = self.find_cache(options) if cache is None else cache, self.drafter
+        cache = self.find_cache(options) if cache is None else cache
+        drafter = self.drafter
         has_ring = kv_cache.has_ring(cache)
         trees = drafter is not None and self.explain_chains(cache) is None
         if options.exact is None:
@@ -218,12 +221,10 @@ class Pair:
             chains_only: draft chains for this text even if trees are possible.
             row_counts: see `choose_row_counts`; chains only, too.
         """
-        model, drafter, history, costs = (
-            self.model,
-            self.drafter,
-            self.history(drafted=True),
-            self.costs(trees=trees),
-        )
+        model = self.model
+        drafter = self.drafter
+        history = self.history(drafted=True)
+        costs = self.costs(trees=trees)
         assert drafter is not None
         chains_only = chains_only or row_counts is not None
         costs = costs.chains_only() if chains_only else costs
@@ -280,7 +281,8 @@ class Pair:
         """The options' prompt cache, checked, without the layers that mlx-lm keeps for a draft
         model; or a new one.
         """
-        model, cache = self.model, options.prompt_cache
+        model = self.model
+        cache = options.prompt_cache
         n_others = self.drafter.n_cache_layers if isinstance(self.drafter, Drafter) else 0
         if (
             cache is not None
@@ -390,11 +392,10 @@ class Pair:
         cache: kv_cache.Cache,
         grammar: Grammar | None,
     ) -> Choice:
-        drafter, row_counts = self.drafter, self.choose_row_counts(options, cache)
-        plan, max_rows = (
-            options.resolve_plan(drafter),
-            None if row_counts is None else row_counts[-1],
-        )
+        drafter = self.drafter
+        row_counts = self.choose_row_counts(options, cache)
+        plan = options.resolve_plan(drafter)
+        max_rows = None if row_counts is None else row_counts[-1]
         ring = kv_cache.find_ring_size(cache)
         where = f"the cache's ring of {ring} rows (--max-kv-size or a sliding window)"
         if options.shape is None or options.max_tokens == 0:
@@ -415,21 +416,15 @@ class Pair:
         if source is None or drafter is None:
             if not context or (options.context and options.shape != AUTO):
                 return Choice(context, Planner(None, max_rows=max_rows), notes, row_counts)
-            replays, history = (
-                bool(kv_cache.find_unknown_types(cache, kv_cache.TRIMMABLE)),
-                self.history(drafted=False),
-            )
+            replays = bool(kv_cache.find_unknown_types(cache, kv_cache.TRIMMABLE))
+            history = self.history(drafted=False)
             planner = make_context_planner(history, replays=replays, max_rows=max_rows)
             return Choice(context, planner, notes, row_counts)
 
-        source.max_kv_size, source.prefill_step_size = (
-            options.max_kv_size,
-            options.prefill_step_size,
-        )
-        no_trees, has_processors = (
-            self.explain_chains(cache, source.capture),
-            bool(options.logits_processors),
-        )
+        source.max_kv_size = options.max_kv_size
+        source.prefill_step_size = options.prefill_step_size
+        no_trees = self.explain_chains(cache, source.capture)
+        has_processors = bool(options.logits_processors)
         if plan == AUTO and isinstance(drafter, nn.Module):
             planner = self.make_planner(
                 trees=no_trees is None, chains_only=has_processors, row_counts=row_counts
@@ -498,7 +493,9 @@ def find_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair,
     weights = source.drafter if source is not None else drafter
     assert not isinstance(weights, Source)
     modules = [model] if weights is None else [model, getattr(weights, "weights", weights)]
-    latest, findings = _latest, None  # one read, as another thread may replace it
+    # one read, as another thread may replace it
+    latest = _latest
+    findings = None
     if latest is not None and len(latest[0]) == len(modules):
         is_same = all(ref() is module for ref, module in zip(latest[0], modules, strict=True))
         findings = latest[1] if is_same else None

@@ -63,7 +63,9 @@ def decode_prompts(
     pair: Pair, prompts: Sequence[Sequence[int]], options: Options, end_tokens: Container[int] = ()
 ) -> PromptRuns:
     """Decodes prompts one after another."""
-    stats, texts, seconds = Stats(), [], 0.0
+    stats = Stats()
+    texts = []
+    seconds = 0.0
     for prompt in prompts:
         with closing(pair.open(prompt, options, pair.open_source(), end_tokens=end_tokens)) as text:
             started = time.perf_counter()

@@ -107,11 +107,10 @@ def name_as_published(drafter: mtp.Drafter, *, fused: bool = False) -> Arrays:
     Args:
         fused: whether one tensor holds all experts.
     """
-    model_type, arrays = (
-        drafter.args.layer_config["model_type"],
-        dict(tree_flatten(drafter.parameters())),
-    )
-    is_qwen, made = model_type.startswith("qwen"), Arrays()
+    model_type = drafter.args.layer_config["model_type"]
+    arrays = dict(tree_flatten(drafter.parameters()))
+    is_qwen = model_type.startswith("qwen")
+    made = Arrays()
     names = {
         "fc": "fc",
         "norm_embedding": "pre_fc_norm_embedding",
@@ -181,7 +180,8 @@ def save_base(directory: Path, config: dict[str, Any], arrays: Arrays) -> Path:
 def save_tensors(file: Path, arrays: Arrays) -> None:
     """Writes safetensors with uint8 arrays declared as FP8 (e4m3), which MLX cannot write."""
     types = {mx.uint8: "F8_E4M3", mx.float32: "F32"}
-    header, data = dict[str, Any](), b""
+    header = dict[str, Any]()
+    data = b""
     for name, array in arrays.items():
         raw = np.array(array).tobytes()
         place = [len(data), len(data) + len(raw)]

@@ -31,7 +31,9 @@ from mlx_redrafter.drafters.recurrent import Drafter
 Arrays = dict[str, mx.array]
 """Tensors under Apple's names."""
 
-WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "rnn": {},
@@ -63,7 +65,8 @@ def load_golden(name: str, directory: Path, **config: Any) -> AnyDrafter:
         config = {
             "vocab_size": 97
         } | config  # the published file lacks it; a target would supply it
-    source, out = publish(name, directory / "in", **config), directory / "out"
+    source = publish(name, directory / "in", **config)
+    out = directory / "out"
     if "_mlx_" in name:  # the folder of a whole model
         return load_drafter(convert(from_base=source, mlx_path=out).path)
     if name.endswith(("_mlx", "_4bit")):
@@ -188,7 +191,8 @@ def ranks(directory: Path, arrays: Arrays, size: int, *, padding: int = 0, **con
 
 def command(*arguments: str | Path) -> tuple[int, str, str]:
     """Runs `convert`. Returns (exit status, stdout, stderr); anything but SystemExit propagates."""
-    out, said = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    said = io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["convert", *map(str, arguments)]),
         redirect_stdout(out),

@@ -97,9 +97,13 @@ def simulate_text(
     index.read(prompt)
     plan = planner.next_plan(len(prompt) - 1, 0, index.forecast(1))
     index.confirm(text[:1])
-    made, replayed, took, is_ahead = 1, 0, 0.0, plan is None
+    made = 1
+    replayed = 0
+    took = 0.0
+    is_ahead = plan is None
     while made < len(text):
-        length, match = len(prompt) + made - 1, None if is_ahead else index.forecast(0)
+        length = len(prompt) + made - 1
+        match = None if is_ahead else index.forecast(0)
         if match is not None:
             plan = planner.extend_plan(plan, match.cumulative_acceptance, length, replayed)
         current = plan
@@ -108,7 +112,9 @@ def simulate_text(
             length, replayed, index.forecast(1 + (current.context if current and verified else 0))
         )
         is_ahead = plan is None and not verified
-        own, copied, left = 0, 0, 0
+        own = 0
+        copied = 0
+        left = 0
         if current is not None and verified:
             own = count_right(current._replace(context=0), made) if current.depth else 0
             ahead = zip(
@@ -135,7 +141,9 @@ def simulate_text(
             from_context=copied > own,
         )
         index.confirm(tokens)
-        made, took, replayed = made + len(tokens), took + ms, left
+        made = made + len(tokens)
+        took = took + ms
+        replayed = left
     return sum(costs.plain_ms(len(prompt) + at) for at in range(made - 1)) / took
 
 
@@ -155,7 +163,8 @@ def simulate(
         scale: acceptance scale after n tokens.
         stalls: share of rounds that appear five times slower.
     """
-    generator, clock = random.Random(seed), random.Random(seed)
+    generator = random.Random(seed)
+    clock = random.Random(seed)
     return simulate_text(
         costs,
         planner,

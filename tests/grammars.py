@@ -25,7 +25,8 @@ def find_allowed(answer: Sequence[int], vocab: int) -> list[int]:
 
     By answer length modulo 8: one token for 3, 4 and 5, all for 7, about half otherwise.
     """
-    total, place = 3 * sum(answer) + len(answer), len(answer) % 8
+    total = 3 * sum(answer) + len(answer)
+    place = len(answer) % 8
     if place in (3, 4, 5):
         return [total % vocab]
     return [token for token in range(vocab) if place == 7 or (token + total) % 2]
@@ -39,7 +40,9 @@ class ToyGrammar:
     """
 
     def __init__(self, vocab: int = VOCAB, stuck_at: int = -1) -> None:
-        self._vocab, self._stuck_at, self._answer = vocab, stuck_at, list[int]()
+        self._vocab = vocab
+        self._stuck_at = stuck_at
+        self._answer = list[int]()
 
     @property
     def length(self) -> int:
@@ -102,7 +105,8 @@ def decode_rounds(
     **options: Any,
 ) -> list[Round]:
     """Rounds of at least `count` tokens."""
-    rounds, made = start_rounds(model, prompt, drafter, grammar, **options), list[Round]()
+    rounds = start_rounds(model, prompt, drafter, grammar, **options)
+    made = list[Round]()
     while sum(len(each.tokens) for each in made) < count:
         made.append(next(rounds))
     rounds.close()

@@ -15,7 +15,8 @@ def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
         return set(combinations(enumerate(case), 2))
 
     cases = list(product(*(range(len(axis)) for axis in values)))
-    missing, chosen = set().union(*map(meetings, cases)), []
+    missing = set().union(*map(meetings, cases))
+    chosen = []
     while missing:
         chosen.append(max(cases, key=lambda case: len(meetings(case) & missing)))
         missing -= meetings(chosen[-1])

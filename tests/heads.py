@@ -27,11 +27,9 @@ def make_head(kind: str, hidden: int = 64, vocab: int = 40) -> Drafter:
 
 def draft_logits(drafter: Drafter, hidden: mx.array, tokens: mx.array) -> mx.array:
     """(K, W, V) logits after each of tokens (W, K), given hidden states (W, D)."""
-    advance, state, found = (
-        drafter.begin(hidden, lambda tokens: mx.zeros((*tokens.shape, hidden.shape[-1]))),
-        None,
-        [],
-    )
+    advance = drafter.begin(hidden, lambda tokens: mx.zeros((*tokens.shape, hidden.shape[-1])))
+    state = None
+    found = []
     for depth in range(tokens.shape[1]):
         logits, state = advance(tokens[:, depth], state)
         found.append(logits)

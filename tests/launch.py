@@ -67,7 +67,8 @@ def start_ranks(
 
 def wait_for_ranks(ranks: Sequence[subprocess.Popen[str]], stdin: str | None = None) -> list[Ended]:
     """Waits for all ranks, killing them after `PATIENCE`; rank 0 gets `stdin`."""
-    end, ended = time.monotonic() + PATIENCE, []
+    end = time.monotonic() + PATIENCE
+    ended = []
     for rank, process in enumerate(ranks):
         try:
             out, err = process.communicate(

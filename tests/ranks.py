@@ -94,7 +94,8 @@ def decode(kind: str, how: str, length: int) -> dict[str, Any]:
 
 def measure_together() -> dict[str, Any]:
     """Measured costs of a pair of models, and a text planned with them."""
-    whole, model = make_family("qwen2", **HEADS), make_family("qwen2", **HEADS)
+    whole = make_family("qwen2", **HEADS)
+    model = make_family("qwen2", **HEADS)
     divide(model, "tensor")
     drafter = DraftModel(whole)
     texts = [ids(run(each, PROMPT, drafter, max_tokens=12)) for each in (model, model)]

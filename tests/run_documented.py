@@ -26,7 +26,8 @@ from shell_blocks import ROOT, Block, shell_blocks
 
 DEMO = ROOT / "mlx_redrafter" / "demo"
 TARGET = "./demo-float32"  # in the copy of the checkout
-DRAFTER, DRAFT_MODEL = str(DEMO / "drafter"), str(ROOT / "benchmarks" / "draft_model")
+DRAFTER = str(DEMO / "drafter")
+DRAFT_MODEL = str(ROOT / "benchmarks" / "draft_model")
 NAMES = {
     r"mlx-community/Qwen3-0\.6B-4bit": DRAFT_MODEL,
     r"mlx-community/[\w.-]+": TARGET,

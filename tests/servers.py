@@ -231,7 +231,10 @@ class ScriptedWorker:
     refusal: Exception | None = None
     requests: list[ScriptedRequest] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
-    n_queued, is_alive, vocab_size, context_length = 0, True, 4098, 8192
+    n_queued = 0
+    is_alive = True
+    vocab_size = 4098
+    context_length = 8192
     scheduler = SimpleNamespace(
         rows=(), mode="idle", copies_prompts=False, prompt_cache=SimpleNamespace(nbytes=0)
     )

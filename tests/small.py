@@ -20,7 +20,12 @@ from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.beam_search import Advance
 from mlx_redrafter.engine.types import Beams, Tree
 
-THE, CAT, DOG, SAT, RAN, AWAY = 7, 11, 12, 13, 14, 15
+THE = 7
+CAT = 11
+DOG = 12
+SAT = 13
+RAN = 14
+AWAY = 15
 
 
 def example_beams() -> Beams:
@@ -35,7 +40,8 @@ def example_beams() -> Beams:
 def make_tree(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
     """A tree from tokens and parents. Node 0 is the root; each node follows its parent."""
     size = len(tokens)
-    depths, ancestors = [0] * size, [[False] * size for _ in range(size)]
+    depths = [0] * size
+    ancestors = [[False] * size for _ in range(size)]
     for node, parent in enumerate(parents):
         if node:
             depths[node], ancestors[node] = depths[parent] + 1, list(ancestors[parent])
@@ -60,7 +66,8 @@ def random_advance(seed: int, vocab: int, scale: float = 1.0) -> Advance:
 
 def hypotheses(beams: Beams) -> list[list[int]]:
     """Tokens of each hypothesis on the last level, best first, read along the back-pointers."""
-    tokens, parents = np.array(beams.tokens), np.array(beams.parents)
+    tokens = np.array(beams.tokens)
+    parents = np.array(beams.parents)
     found = []
     for rank in range(tokens.shape[1]):
         spelled: list[int] = []

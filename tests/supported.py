@@ -13,7 +13,8 @@ from families import modules
 from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-BEGIN, END = "<!-- models: made by tests/supported.py -->\n", "<!-- models: end -->\n"
+BEGIN = "<!-- models: made by tests/supported.py -->\n"
+END = "<!-- models: end -->\n"
 
 REPLAY_NOTE = (
     "its states cannot be trimmed: accepted tokens are replayed after a rejection, at most 8"

@@ -34,7 +34,8 @@ def test_slow_weights_are_noted(
 @pytest.mark.parametrize("quantized", [False, True])
 def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
     """Target and drafter; packed weights stay packed."""
-    model, drafter = small_llama(hidden=64), small_drafter(hidden=64)
+    model = small_llama(hidden=64)
+    drafter = small_drafter(hidden=64)
     config = {"quantization": {"group_size": 32, "bits": 8}} if quantized else {}
     for module in (model, drafter):
         module.set_dtype(mx.bfloat16)
@@ -122,7 +123,8 @@ def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_a_16_bit_drafter_runs_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Path) -> None:
     """With a float32 model; a 16-bit model leaves its drafter unchanged."""
-    model, drafter = small_llama(hidden=64), small_drafter(hidden=64)
+    model = small_llama(hidden=64)
+    drafter = small_drafter(hidden=64)
     model.set_dtype(dtype)
     drafter.set_dtype(mx.float16)
     save_target(tmp_path / "target", model, make_tokenizer()._tokenizer)

@@ -23,7 +23,8 @@ from mlx_redrafter.generate import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 README = Path(__file__).parent.parent / "README.md"
-PROMPT, TOKENS = 48, 24
+PROMPT = 48
+TOKENS = 24
 """Tokens of each prompt, and generated tokens."""
 
 
@@ -58,7 +59,8 @@ def test_drafted_text_is_the_plain_text(
         assert made == plain[: len(made)] and (
             len(made) == TOKENS or responses[-1].finish_reason == "stop"
         )
-        rounds, accepted = rounds + responses[-1].rounds, accepted + responses[-1].accepted
+        rounds = rounds + responses[-1].rounds
+        accepted = accepted + responses[-1].accepted
     assert accepted > 0.2 * rounds, "the packaged drafter is trained for the packaged target"
 
 

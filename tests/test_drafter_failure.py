@@ -30,7 +30,8 @@ def failing_drafter(calls: int) -> Any:
 
 
 def stream(**options: Any) -> list[GenerationResponse]:
-    model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
+    model = make_model(vocab=VOCAB)
+    tokenizer = make_tokenizer(vocab=VOCAB)
     return list(stream_generate(model, tokenizer, PROMPT, max_tokens=60, seed=5, **options))
 
 
@@ -73,7 +74,8 @@ def test_a_failure_while_measuring_does_not_affect_the_text() -> None:
 def test_a_session_continues(plan: str, cheap_rounds: None) -> None:
     """The failing turn and all later ones, and copies, without the drafter."""
     errors: list[Exception] = []
-    model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
+    model = make_model(vocab=VOCAB)
+    tokenizer = make_tokenizer(vocab=VOCAB)
     options: dict[str, Any] = {"max_tokens": 40, "seed": 5, "temp": 0.8}
     failing = Session(
         model,
@@ -99,7 +101,8 @@ def test_an_unreadable_state_is_a_drafter_failure(calls: int) -> None:
                 raise Broken(f"state {calls}")
             return super().state
 
-    left, errors = iter(range(calls)), list[Exception]()
+    left = iter(range(calls))
+    errors = list[Exception]()
     source = Failing(small_drafter(hidden=64, vocab=VOCAB), make_model(vocab=VOCAB))
     found = stream(drafter=source, plan=(1, 4), on_drafter_failure=errors.append)
     assert tokens(found) == tokens(stream(plan="off"))

@@ -39,10 +39,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_the_targets_texts_are_written_once(tmp_path: Path) -> None:
-    model, tokens = (
-        small_llama(vocab=VOCAB),
-        np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16),
-    )
+    model = small_llama(vocab=VOCAB)
+    tokens = np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     texts = drafter.write_texts(model, tokens, tmp_path / "texts", 0.0, batches=2)
     assert texts.shape == (8, 24)
     pieces = {tuple(tokens[start : start + 8].tolist()) for start in range(0, 400, 8)}
@@ -121,10 +119,8 @@ def test_exercises_follow_their_instruction() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
-    model, tokens = (
-        small_llama(vocab=VOCAB),
-        np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16),
-    )
+    model = small_llama(vocab=VOCAB)
+    tokens = np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     args = DrafterArgs(
         model.args.hidden_size, VOCAB, exit_dim=8, num_draft_layers=1, draft_vocab_size=12
     )

@@ -105,7 +105,8 @@ def test_prompts_may_be_text_ids_or_arrays() -> None:
 
 
 def test_a_random_seed_is_reported() -> None:
-    first, other = stream(temp=1.0), stream(temp=1.0)
+    first = stream(temp=1.0)
+    other = stream(temp=1.0)
     again = stream(
         temp=1.0, seed=first[0].seed, drafter=small_drafter(hidden=64, vocab=VOCAB), plan=(2, 3)
     )
@@ -203,7 +204,8 @@ def check_same_text(
 def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str) -> None:
     """At an end token, a stop string, or `max_tokens`."""
     tokens = [each.token for each in stream_plainly(choice)]
-    whole, places = make_tokenizer().decode(tokens), set()
+    whole = make_tokenizer().decode(tokens)
+    places = set()
     for turn, eos in enumerate(sorted(set(tokens))):
         last = check_same_text(choice, beam, "mixed", turn, eos=eos)
         assert (last.token, last.finish_reason, last.generation_tokens) == (

@@ -107,7 +107,8 @@ def find_circle(imports: Imports) -> list[str]:
 
 def test_no_modules_import_each_other() -> None:
     """Neither directly nor through others, nor for types, nor in functions."""
-    modules, inside = read_imports(), Imports()
+    modules = read_imports()
+    inside = Imports()
     for module, names in modules.items():
         files = {name if name in modules else name.rpartition(".")[0] for name in names}
         inside[module] = files & modules.keys()

@@ -40,7 +40,8 @@ def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None
 
 
 def test_unknown_options_are_refused_by_name() -> None:
-    model, tokenizer = make_model(), make_tokenizer()
+    model = make_model()
+    tokenizer = make_tokenizer()
     for call in (
         lambda: next(generate_step([1, 2], model, temperature=1)),
         lambda: generate(model, tokenizer, [1, 2], temperature=1),
@@ -72,10 +73,8 @@ def test_changed_options_are_checked_and_become_python_numbers() -> None:
 
 
 def test_flags_derive_from_the_options() -> None:
-    parser, flags = (
-        argparse.ArgumentParser(),
-        [flag for flag in OPTION_FLAGS if flag.name != "seed"],
-    )
+    parser = argparse.ArgumentParser()
+    flags = [flag for flag in OPTION_FLAGS if flag.name != "seed"]
     add_options(parser, without={"seed"})
     defaults = vars(parser.parse_args([]))
     assert (

@@ -66,7 +66,8 @@ def test_notes_name_the_ring_that_limits_exact_drafts(
     monkeypatch.setattr(
         Pair, "find_row_classes", lambda *args, **_: ((1,),) if size < 76 else ((1, 2, 3),)
     )
-    pair, options = Pair(small_llama()), Options(exact=True, max_kv_size=size)
+    pair = Pair(small_llama())
+    options = Options(exact=True, max_kv_size=size)
     assert re.match(note, pair.choose(options).notes[0])
     assert re.match(
         note, pair.choose(Options(exact=True, prompt_cache=pair.find_cache(options))).notes[0]

@@ -34,7 +34,8 @@ def test_a_real_answer_is_the_same_with_all_drafters(real: tuple[Any, Any], temp
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True
     )
-    texts, rounds = {}, {}
+    texts = {}
+    rounds = {}
     for name, options in {
         "plain": {"plan": "off"},
         "auto": {"drafter": drafter},
@@ -44,10 +45,8 @@ def test_a_real_answer_is_the_same_with_all_drafters(real: tuple[Any, Any], temp
         responses = list(
             stream_generate(model, tokenizer, prompt, max_tokens=64, temp=temp, seed=1, **options)
         )
-        texts[name], rounds[name] = (
-            "".join(each.text for each in responses),
-            responses[-1].tokens_per_round,
-        )
+        texts[name] = "".join(each.text for each in responses)
+        rounds[name] = responses[-1].tokens_per_round
     assert len(texts["plain"]) > 100 and set(texts.values()) == {texts["plain"]}
     assert rounds["plain"] == 1 and rounds["chain"] > 1.2 and rounds["tree"] >= rounds["chain"]
     if not temp:

@@ -147,7 +147,9 @@ class Scripted:
         hidden: (T, D) hidden states of `text`; None runs the model on all of it.
     """
 
-    dtype, check_fit, explain_chains = mx.float32, Drafter.check_fit, Drafter.explain_chains
+    dtype = mx.float32
+    check_fit = Drafter.check_fit
+    explain_chains = Drafter.explain_chains
 
     def __init__(
         self,
@@ -159,7 +161,8 @@ class Scripted:
     ) -> None:
         vocab = model(mx.array([[0]])).shape[-1]
         self._text = mx.array(text)
-        self.ranks, self._ranks = list(ranks), mx.array(ranks)
+        self.ranks = list(ranks)
+        self._ranks = mx.array(ranks)
         self._hidden = model.model(self._text[None])[0] if hidden is None else hidden
         self._width = width
         self._tokens = mx.arange(vocab)
@@ -184,12 +187,14 @@ class Scripted:
 
     def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
         """(W, V) scores."""
-        length, last = state.shape[1], self._text.shape[0] - 1
+        length = state.shape[1]
+        last = self._text.shape[0] - 1
         place = mx.argmin(mx.square(self._hidden - hidden).sum(-1)) + 1
         so_far = self._text[mx.minimum(place + mx.arange(length), last)]
         on_text = mx.all(state == so_far, axis=1, keepdims=True)
         here = mx.minimum(place + length, last)
-        right, rank = self._text[here], self._ranks[here]
+        right = self._text[here]
+        rank = self._ranks[here]
         others = (self._tokens - right) % self._tokens.shape[0] - 1
         order = mx.where(
             others < 0, mx.where(rank < 0, 99, rank), others + ((rank >= 0) & (others >= rank))
@@ -210,7 +215,10 @@ class ScriptedContext(Source):
     proposes_after_read = True
 
     def __init__(self, text: Sequence[int], right: float = 0.8, seed: int = 0) -> None:
-        self._text, self._right, self._random, self._at = list(text), right, random.Random(seed), 0
+        self._text = list(text)
+        self._right = right
+        self._random = random.Random(seed)
+        self._at = 0
         self._tokens: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -252,7 +260,9 @@ class CachingDrafter:
         layers: captured layers, besides the last hidden state.
     """
 
-    dtype, check_fit, explain_chains = mx.float32, Drafter.check_fit, Drafter.explain_chains
+    dtype = mx.float32
+    check_fit = Drafter.check_fit
+    explain_chains = Drafter.explain_chains
 
     def __init__(
         self,
@@ -264,9 +274,12 @@ class CachingDrafter:
         holes: bool = False,
         layers: Sequence[int] = (0,),
     ) -> None:
-        embedding, vocab = find_parts(model).embedding, model(mx.array([[0]])).shape[-1]
+        embedding = find_parts(model).embedding
+        vocab = model(mx.array([[0]])).shape[-1]
         self.args = DrafterArgs(embedding(mx.array(0)).shape[-1], vocab, 8, 0)
-        self.text, self.width, self.holes = list(text), width, holes
+        self.text = list(text)
+        self.width = width
+        self.holes = holes
         self.ranks = mx.array([*make_ranks("mixed", len(text), width, share=share), *[-1] * 64])
         self.capture = *layers, "after_norm"
 
@@ -282,7 +295,9 @@ class CachingSource(Source):
     reads_all = True
 
     def __init__(self, drafter: Any) -> None:
-        self.drafter, self._script, self.capture = drafter, drafter, drafter.capture
+        self.drafter = drafter
+        self._script = drafter
+        self.capture = drafter.capture
         self._rows = mx.full((len(drafter.text) + 64,), -1)
         self._length: mx.array | int = 0
 
@@ -310,14 +325,16 @@ class CachingSource(Source):
         self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
     ) -> Tree:
         """A beam of `width` that holds the right token at some depths."""
-        script, places = self._script, mx.arange(self._rows.shape[0])
+        script = self._script
+        places = mx.arange(self._rows.shape[0])
         text = mx.array([*script.text, *[0] * 64])
         same = (self._rows == text) | (places >= self._length)
         if script.holes:
             same |= self._rows == -1
         is_whole = mx.all(same) & (root == text[self._length])
         depths = mx.arange(1, plan.depth + 1)
-        right, ranks = text[self._length + depths], script.ranks[self._length + depths]
+        right = text[self._length + depths]
+        ranks = script.ranks[self._length + depths]
         ranks = mx.where(ranks < plan.width, ranks, -1)
         columns = mx.arange(plan.width)
         tokens = (right[:, None] + 1 + columns) % script.args.vocab_size
@@ -341,7 +358,8 @@ class Broken(Exception):
 
 def fail_at(drafter: Any, calls: int) -> Any:
     """Makes the drafter raise from call number `calls` on."""
-    left, real = iter(range(calls)), type(drafter).logits
+    left = iter(range(calls))
+    real = type(drafter).logits
 
     def logits(*given: Any) -> mx.array:
         if next(left, None) is None:
@@ -451,7 +469,8 @@ def contents(cache: Sequence[Any]) -> list[mx.array]:
             if x is None:
                 continue
             if isinstance(c, RotatingKVCache):
-                x, seen = c._temporal_order(x), min(c.offset, c.max_size - 1)
+                x = c._temporal_order(x)
+                seen = min(c.offset, c.max_size - 1)
                 kept = min(c.keep, seen)
                 found += [x[..., :kept, :], x[..., x.shape[-2] - (seen - kept) :, :]]
                 continue

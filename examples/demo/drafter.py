@@ -24,8 +24,10 @@ from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import initialize_drafter
 from mlx_redrafter.training.trainer import train_drafter
 
-PROMPT, LENGTH = 64, 257
-BATCHES, ROWS = 6, 256
+PROMPT = 64
+LENGTH = 257
+BATCHES = 6
+ROWS = 256
 TEMPERATURE = 0.8
 
 
@@ -101,7 +103,8 @@ def train(
     ids = None if count is None else find_most_frequent(texts, count, args.vocab_size)
     drafter = initialize_drafter(model, args, ids)
     batches = make_batches(add_hidden_states(model, texts), settings.batch_size, settings.seed)
-    embedding, checkpoint = find_parts(model).embedding, directory / "checkpoint.safetensors"
+    embedding = find_parts(model).embedding
+    checkpoint = directory / "checkpoint.safetensors"
     train_drafter(
         embedding, drafter, batches, settings, lambda done: done / steps, checkpoint=checkpoint
     )

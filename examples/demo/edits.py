@@ -25,8 +25,10 @@ import numpy as np
 
 WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 CAMEL_CASE = re.compile(r"[a-z][a-z0-9]*(?:[A-Z][a-z0-9]+)+")
-LINES, CHARACTERS = range(3, 60), 1400
-PROMPT_WEIGHT, CHANGED_WEIGHT = 0.05, 3.0
+LINES = range(3, 60)
+CHARACTERS = 1400
+PROMPT_WEIGHT = 0.05
+CHANGED_WEIGHT = 3.0
 OPEN_ROWS = 24
 NEW_NAME = re.compile(r"[a-z][a-z_0-9]{1,15}")
 
@@ -76,7 +78,8 @@ class Function:
         lines = self.source.splitlines(keepends=True)
         for i in reversed(range(len(self.tokens))):
             if (text := replacement(i)) is not None:
-                (row, start), (_, end) = self.tokens[i].start, self.tokens[i].end
+                row, start = self.tokens[i].start
+                _, end = self.tokens[i].end
                 lines[row - 1] = lines[row - 1][:start] + text + lines[row - 1][end:]
         return "".join(lines)
 
@@ -208,7 +211,8 @@ def rename_dict_key(function: Function, rng: np.random.Generator, names: list[st
     keys = {key for key in keys if WORD.fullmatch(key)}
     if not keys:
         return None
-    old, new = str(rng.choice(sorted(keys))), _draw(names, rng)
+    old = str(rng.choice(sorted(keys)))
+    new = _draw(names, rng)
     quoted = {f"{quote}{old}{quote}": f"{quote}{new}{quote}" for quote in "'\""}
     if (
         sum(old in WORD.findall(t.string) for t in function.tokens if t.string not in quoted)
@@ -223,7 +227,8 @@ def rename_json_key(rng: np.random.Generator, names: list[str]) -> Edit:
     """A key of a JSON document with names and words of the files is replaced wherever it is one."""
     document = _json_object(rng, names, depth=0)
     keys = sorted(_json_keys(document))
-    old, new = str(rng.choice(keys)), _draw(names, rng)
+    old = str(rng.choice(keys))
+    new = _draw(names, rng)
 
     def renamed(value: Any) -> Any:
         if isinstance(value, list):
@@ -281,21 +286,17 @@ def make_exercises(texts: list[str], count: int, seed: int = 0) -> list[Edit]:
     """
     rng = np.random.default_rng(seed)
     words = sorted({word for text in texts for word in WORD.findall(text)})
-    camel, names = (
-        [w for w in words if CAMEL_CASE.fullmatch(w)],
-        [w for w in words if NEW_NAME.fullmatch(w)],
-    )
+    camel = [w for w in words if CAMEL_CASE.fullmatch(w)]
+    names = [w for w in words if NEW_NAME.fullmatch(w)]
     made: list[Edit] = []
     while len(made) < count:
         kind = EXERCISES[rng.integers(len(EXERCISES))]
         pool = _draw_several(words, rng, 3, 8) + (
             _draw_several(camel, rng, 2, 2) if kind == "snake case" else []
         )
-        before, old, new = (
-            _random_code(pool, int(rng.integers(8, 34)), rng),
-            _draw(pool, rng),
-            _draw(names, rng),
-        )
+        before = _random_code(pool, int(rng.integers(8, 34)), rng)
+        old = _draw(pool, rng)
+        new = _draw(names, rng)
         if kind == "quotes":
             edit = Edit(
                 kind, "change single quotes to double quotes.", before, before.replace("'", '"')
@@ -357,7 +358,8 @@ def _random_code(pool: list[str], count: int, rng: np.random.Generator) -> str:
     """About `count` names of the pool, attributes, strings, numbers, signs and line breaks."""
     text = ""
     for _ in range(count):
-        kind, quote = rng.random(), str(rng.choice(["'", '"']))
+        kind = rng.random()
+        quote = str(rng.choice(["'", '"']))
         if kind < 0.42:
             piece = _draw(pool, rng)
         elif kind < 0.52:
@@ -392,7 +394,8 @@ def pack_rows(
     rows: list[tuple[list[int], list[float]]] = []
     open_rows: list[tuple[list[int], list[float]]] = []
     for edit in edits:
-        prompt, answer = encode(edit.prompt), [*encode(edit.after), end]
+        prompt = encode(edit.prompt)
+        answer = [*encode(edit.after), end]
         size = len(prompt) + len(answer)
         if size > length + 1:
             continue
@@ -412,7 +415,8 @@ def pack_rows(
     ids = np.full((len(rows), length + 1), end, np.uint16)
     weights_of_rows = np.zeros((len(rows), length + 1), np.float32)
     for i, (row, weight) in enumerate(rows):
-        ids[i, : len(row)], weights_of_rows[i, : len(row)] = row, weight
+        ids[i, : len(row)] = row
+        weights_of_rows[i, : len(row)] = weight
     return ids, weights_of_rows[:, 1:]
 
 

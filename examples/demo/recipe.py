@@ -36,14 +36,19 @@ from mlx_redrafter.training.settings import TrainingArgs
 from . import corpus, drafter, edits, report, target
 
 VOCAB_SIZE = 4096
-BITS, GROUP_SIZE = 8, 64
+BITS = 8
+GROUP_SIZE = 64
 ROWS_PER_STEP = 2
 EXIT_DIM = 256
-EDITS, EXERCISES = 30_000, 26_000
+EDITS = 30_000
+EXERCISES = 26_000
 EDIT_TEXTS = 1200
-HELD_OUT_EDITS, EDIT_TOKENS = 200, 350
-SHOWN_EDIT_TOKENS, SHOWN_FROM = range(60, 250), 100
-EDIT_RATE, EDIT_DECAY_FROM = 0.5, 0.5
+HELD_OUT_EDITS = 200
+EDIT_TOKENS = 350
+SHOWN_EDIT_TOKENS = range(60, 250)
+SHOWN_FROM = 100
+EDIT_RATE = 0.5
+EDIT_DECAY_FROM = 0.5
 WEIGHTS = ("config.json", "model.safetensors")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 ROOT = Path(__file__).parents[2]
@@ -135,7 +140,8 @@ def convert_model(source: Path, place: Path, **quantization: Any) -> None:
 def train_model(out: Path, settings: dict[str, Any], steps: int, place: Path) -> None:
     """A model of all the text, at last of the library alone, with its tokenizer."""
     place.mkdir(exist_ok=True)
-    library, packages = np.load(out / "library.npy"), np.load(out / "packages.npy")
+    library = np.load(out / "library.npy")
+    packages = np.load(out / "packages.npy")
     if not (place / "model.safetensors").exists():
         wide = np.concatenate([library, packages])
         target.train(target.make_text_batches(wide, library, steps), settings, steps, place)

@@ -20,7 +20,9 @@ from mlx_redrafter.generate import encode, stream_generate
 
 from .edits import Edit, make_edits
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 80, 128
+PROMPTS = 16
+PROMPT_TOKENS = 80
+NEW_TOKENS = 128
 WINDOW = 1024
 DEFINITION = re.compile(r"^ *(?:async )?def ", re.MULTILINE)
 

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from mlx_redrafter.atomic_files import replace_file
 
 BATCH_TOKENS = 2048
-SHORT, LONG = 512, 1024
+SHORT = 512
+LONG = 1024
 LONG_FROM = 0.75
 WARM_UP = 40
 DECAY_FROM = 0.5
-ADAM_RATE, MUON_RATE = 3e-3, 1e-2
+ADAM_RATE = 3e-3
+MUON_RATE = 1e-2
 EDIT_LENGTHS = {"exercises": 256, "short": 256, "edits": 512}
 EDIT_PHASES: tuple[tuple[float, dict[str, int]], ...] = (
     (0.2, {"exercises": 8, "short": 3, "text": 1}),
@@ -75,7 +77,8 @@ def make_draft_config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
 class Attention(nn.Module):
     def __init__(self, args: dict[str, Any]) -> None:
         super().__init__()
-        self.heads, self.kv_heads = args["num_attention_heads"], args["num_key_value_heads"]
+        self.heads = args["num_attention_heads"]
+        self.kv_heads = args["num_key_value_heads"]
         dims = args["hidden_size"]
         self.head_dim = dims // self.heads
         self.q_proj = nn.Linear(dims, dims, bias=False)
@@ -104,7 +107,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, args: dict[str, Any]) -> None:
         super().__init__()
-        dims, inner = args["hidden_size"], args["intermediate_size"]
+        dims = args["hidden_size"]
+        inner = args["intermediate_size"]
         self.gate_proj = nn.Linear(dims, inner, bias=False)
         self.up_proj = nn.Linear(dims, inner, bias=False)
         self.down_proj = nn.Linear(inner, dims, bias=False)
@@ -116,7 +120,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, args: dict[str, Any]) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(args), MLP(args)
+        self.self_attn = Attention(args)
+        self.mlp = MLP(args)
         self.input_layernorm = nn.RMSNorm(args["hidden_size"], args["rms_norm_eps"])
         self.post_attention_layernorm = nn.RMSNorm(args["hidden_size"], args["rms_norm_eps"])
 
@@ -147,7 +152,8 @@ class Llama(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) ids -> (B, T, V) logits."""
         x = self.model.embed_tokens(ids)
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        cos = self.cos[: ids.shape[1]]
+        sin = self.sin[: ids.shape[1]]
         for block in self.model.layers:
             x = block(x, cos, sin)
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
@@ -214,7 +220,8 @@ def make_edit_batches(
         counts = next(counts for last, counts in EDIT_PHASES if step < last * steps)
         length = lengths["edits" if "edits" in counts else "short"]
         plain = window(step, counts["text"], length)
-        ids, weights = [plain], [np.full((len(plain), length), TEXT_WEIGHT, np.float32)]
+        ids = [plain]
+        weights = [np.full((len(plain), length), TEXT_WEIGHT, np.float32)]
         for name in counts.keys() & rows.keys():
             at = (step * counts[name] + np.arange(counts[name])) % len(rows[name])
             ids.append(rows[name][at])
@@ -264,7 +271,8 @@ def train(
         ),
         torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    first, checkpoint = 0, directory / "training.pt"
+    first = 0
+    checkpoint = directory / "training.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=device)
         first = state["step"]

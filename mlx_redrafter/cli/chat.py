@@ -21,10 +21,13 @@ from ..generate import GenerationResponse
 from ..session.session import Session
 from .generate import show_prompt_progress
 
-QUIT, RESET, HELP = ("q", "/quit", "/exit", "/bye"), ("r", "/reset", "/clear"), ("h", "/help", "/?")
+QUIT = ("q", "/quit", "/exit", "/bye")
+RESET = ("r", "/reset", "/clear")
+HELP = ("h", "/help", "/?")
 """Commands: mlx-lm's letters, and what other chats have."""
 
-COLOURS, DEFAULT_COLOUR = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
+COLOURS = {"drafter": "\x1b[36m", "context": "\x1b[33m"}
+DEFAULT_COLOUR = "\x1b[39m"
 """Escape sequences: colours of accepted tokens by draft source, and the reset to the default
 colour.
 """
@@ -135,7 +138,8 @@ class Screen(ChatUI):
 
     def show_header(self, session: Session) -> None:
         """Prints the loaded models, settings and commands."""
-        args, demo = self._args, "the packaged demo"
+        args = self._args
+        demo = "the packaged demo"
         drafter = "none" if session.drafter is None else find_drafter_name(args) or f"{demo}'s"
         limit = f"{args.max_tokens:,}" if args.max_tokens > 0 else "no limit"
         rows = {
@@ -172,7 +176,8 @@ class Screen(ChatUI):
 
     def show_token(self, response: GenerationResponse) -> None:
         """Prints a token's text at once, in colour if it was drafted and colours are on."""
-        text, source = response.text, response.draft_source
+        text = response.text
+        source = response.draft_source
         self.stream_token(
             f"{COLOURS[source]}{text}{DEFAULT_COLOUR}"
             if source and self._uses_colours and text

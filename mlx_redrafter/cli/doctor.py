@@ -28,7 +28,8 @@ from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
 from ..trials import TRIAL_PROMPTS, try_drafter
 
-TRIAL_DEPTH, TRIAL_TOKENS = 8, 48
+TRIAL_DEPTH = 8
+TRIAL_TOKENS = 48
 """The longest chain of a trial, and tokens decoded after each prompt."""
 
 MIN_ACCEPTANCE = 0.1
@@ -64,14 +65,17 @@ def diagnose(
 
     Without a drafter, measures one of the size that training chooses.
     """
-    no_trees, stand_in, trial = check_draftable(model, tree=True), None, None
+    no_trees = check_draftable(model, tree=True)
+    stand_in = None
+    trial = None
     if drafter is None:
         print(
             "no drafter given: measuring a random one of the size that training would choose",
             file=sys.stderr,
         )
         choice = choose_size(model, find_compute_dtype(model))
-        drafter, stand_in = make_drafter(choice.args), choice.reason
+        drafter = make_drafter(choice.args)
+        stand_in = choice.reason
         drafter.set_dtype(find_compute_dtype(model))
         mx.eval(drafter.parameters())
     no_trees = no_trees or drafter.explain_chains()
@@ -146,7 +150,9 @@ def list_chains(
 
 def find_notes(report: dict[str, Any]) -> Iterator[str]:
     """Notes for the user, the most serious first."""
-    machine, target, trial = report["machine"], report["target"], report["trial"]
+    machine = report["machine"]
+    target = report["target"]
+    trial = report["trial"]
     if trial and sum(trial["acceptance_per_depth"][:1]) < MIN_ACCEPTANCE:
         yield "the drafter's first guess is hardly ever right: is it for this model, its states and its dtype?"
     if "blas" in machine and (target["quantized"] or target["dtype"] != "float32"):
@@ -176,7 +182,9 @@ def describe_verdict(report: dict[str, Any]) -> str:
 
 def format_report(report: dict[str, Any]) -> str:
     """The report as text: verdict, notes, models, trial, and costs by nodes."""
-    costs, drafter, trial = report["costs"], report["drafter"], report["trial"]
+    costs = report["costs"]
+    drafter = report["drafter"]
+    trial = report["trial"]
     text = [describe_verdict(report), *(f"Warning: {note}." for note in report["notes"]), ""]
     text.append(
         "Machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items())

@@ -58,7 +58,8 @@ def run() -> int:
     if shows_edit:
         parser.set_defaults(max_tokens=DEMO_MAX_TOKENS)
         args = parser.parse_args()
-    options, tokenizer_config = read_options(args), dict[str, Any]()
+    options = read_options(args)
+    tokenizer_config = dict[str, Any]()
     if args.compare:
         if args.plan == OFF:
             raise RedrafterError("--compare needs something that drafts: leave out --plan off")
@@ -89,7 +90,8 @@ def run() -> int:
     stream = partial(
         stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options
     )
-    show, verdict = args.verbose and not args.json, None
+    show = args.verbose and not args.json
+    verdict = None
     if show and shows_edit:
         print(tokenizer.decode(prompt), end="", flush=True)
     if args.compare:
@@ -246,7 +248,10 @@ def decode(
         expected: tokens to compare with, see `Decoded.row`.
         options: override the arguments of `stream`.
     """
-    tokens, text, row, others = list[int](), "", None, iter(expected)
+    tokens = list[int]()
+    text = ""
+    row = None
+    others = iter(expected)
     with show_prompt_progress() as callback:
         responses = stream(prompt_progress_callback=callback, **options)
         for last in responses if label is None else ProgressBar(responses, label):
@@ -276,7 +281,8 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
 def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the drafted text, the `compare` field of `--json`); both sides are warmed up first."""
     plain = dict.fromkeys(PLAN_OPTIONS) | {"plan": OFF, "context": None}
-    plain_stream, (model, tokenizer, prompt) = partial(stream, **plain), stream.args
+    plain_stream = partial(stream, **plain)
+    model, tokenizer, prompt = stream.args
     for side in ({}, plain):
         start = partial(
             stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **stream.keywords | side
@@ -286,7 +292,8 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     drafted = decode(
         stream, show=show, label=None if show else "drafting", expected=expected.tokens
     )
-    at, difference = find_first_difference(expected.tokens, drafted.tokens), None
+    at = find_first_difference(expected.tokens, drafted.tokens)
+    difference = None
     if at is not None:
         distance = None  # if one text is only longer than the other
         if drafted.row is not None and at < len(expected.tokens):
@@ -299,7 +306,8 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
         **{name: value for name, value in stream.keywords.items() if name in OPTION_NAMES}
     )
     row_counts = find_pair(model, stream.keywords["drafter"])[0].choose_row_counts(options)
-    plain_tps, last = expected.last.generation_tps, drafted.last
+    plain_tps = expected.last.generation_tps
+    last = drafted.last
     return drafted, {
         "plain_generation_tps": plain_tps,
         "generation_tps": last.generation_tps,
@@ -314,11 +322,9 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
 
 def describe(verdict: dict[str, Any], last: GenerationResponse, *, may_advise: bool) -> str:
     """The result of `compare` in words; `may_advise` names `--exact` where it would tell more."""
-    plain, drafted, ratio = (
-        verdict["plain_generation_tps"],
-        verdict["generation_tps"],
-        verdict["ratio"],
-    )
+    plain = verdict["plain_generation_tps"]
+    drafted = verdict["generation_tps"]
+    ratio = verdict["ratio"]
     why = (
         "busy, not measured: other work slowed plain decoding down"
         if last.rounds
@@ -326,7 +332,8 @@ def describe(verdict: dict[str, Any], last: GenerationResponse, *, may_advise: b
     )
     times = why if ratio is None else f"{ratio:.2f} times"
     text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {times}\n"
-    counts, difference = verdict["row_counts"], verdict["difference"]
+    counts = verdict["row_counts"]
+    difference = verdict["difference"]
     if difference is not None:
         text += f"token {difference['token']} differs"
         if difference["distance"] is not None:

@@ -116,7 +116,8 @@ class SessionServer:
     """
 
     def __init__(self, events: IO[bytes], make_session: Callable[[str | None], Session]) -> None:
-        self._events, self._make_session = events, make_session
+        self._events = events
+        self._make_session = make_session
         self._queue: SimpleQueue[Request | None] = SimpleQueue()
         self._pending: dict[
             str, bool
@@ -149,7 +150,8 @@ class SessionServer:
             self._queue.put(None)
 
     def _take(self, request: Request) -> None:
-        name, kind = request["id"], request["type"]
+        name = request["id"]
+        kind = request["type"]
         if kind == "ping":
             self.write("ok", name)
             return
@@ -169,14 +171,17 @@ class SessionServer:
             except BrokenPipeError:
                 raise
             except Exception as error:  # for instance out of memory; the conversation is unchanged
-                kind, fields = "error", {"message": join_lines(error)}
+                kind = "error"
+                fields = {"message": join_lines(error)}
             with self._lock:  # after the last event the client may reuse its id
                 del self._pending[request["id"]]
             self.write(kind, request["id"], **fields)
 
     def _answer(self, request: Request) -> tuple[str, dict[str, Any]]:
         """Answers a request; returns the type and fields of its last event."""
-        kind, name, sessions = request["type"], request.get("session", "main"), self._sessions
+        kind = request["type"]
+        name = request.get("session", "main")
+        sessions = self._sessions
         new = name if kind == "open" else request.get("as")
         if new in sessions:
             raise RedrafterError(f"session {new!r} already exists")
@@ -232,7 +237,8 @@ def parse_line(line: bytes) -> Request:
 
 def check_request(request: Request) -> None:
     """Checks the type and field names of a request; the session checks the values."""
-    kind, names = request.get("type"), request.keys() - {"type", "id"}
+    kind = request.get("type")
+    names = request.keys() - {"type", "id"}
     if not isinstance(kind, str) or kind not in FIELDS:
         raise RedrafterError(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}")
     if unknown := names - FIELDS[kind]:

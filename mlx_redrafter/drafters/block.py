@@ -96,10 +96,12 @@ ARCHITECTURE = re.compile(r".*(DFlash|DSpark|MuseGlimmerAssistant).*")
 DEEPSPEC = re.compile(r"(Qwen3|Gemma4)DSpark.*")
 """Heads whose layers all see the whole text, even if the target's layers do not."""
 
-DEFAULT_BLOCK, DEFAULT_CANDIDATES = 16, 16
+DEFAULT_BLOCK = 16
+DEFAULT_CANDIDATES = 16
 """The rows of a DFlash block and the candidates of its selector, if the config does not say."""
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 
 Guess = Callable[[mx.array, int], mx.array]
 """(tokens (W,), row) -> (W, V') float32 logits of a row's guess after each of these tokens."""
@@ -130,14 +132,14 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     to the target's whole config, which does not apply to the drafter. In speculators' configs, the
     keys of layers are under `transformer_layer_config`.
     """
-    name, flat = find_architecture(checkpoint.config), flatten(checkpoint.config, "dflash_config")
+    name = find_architecture(checkpoint.config)
+    flat = flatten(checkpoint.config, "dflash_config")
     model_type = find_model_type(checkpoint, name, flat)
     checkpoint.rename(NAMES)
-    checkpoint.config, tensors = flat, checkpoint.tensors
-    n_layers, layers = (
-        checkpoint.count(r"layers\.(\d+)\..*"),
-        find_capture_layers(flat, checkpoint.where),
-    )
+    tensors = checkpoint.tensors
+    checkpoint.config = flat
+    n_layers = checkpoint.count(r"layers\.(\d+)\..*")
+    layers = find_capture_layers(flat, checkpoint.where)
     if model_type == DFLASH and "block_size" not in flat:
         flat["block_size"] = DEFAULT_BLOCK
         checkpoint.notes.append(f"config.json has no block_size: {DEFAULT_BLOCK} is used")
@@ -178,7 +180,8 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
 
 def read_parts(checkpoint: Checkpoint, width: int) -> Config:
     """The fields of the parts that only some heads have."""
-    tensors, convolution = checkpoint.tensors, "layers.0.attention_conv"
+    tensors = checkpoint.tensors
+    convolution = "layers.0.attention_conv"
     fields = dict.fromkeys(
         ("markov_rank", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     )
@@ -217,7 +220,8 @@ def find_model_type(checkpoint: Checkpoint, name: str, flat: Config) -> str:
 
 def find_capture_layers(flat: Config, where: str) -> list[int]:
     """The target's layers whose outputs a head reads."""
-    layers, entering = flat.get("target_layer_ids"), flat.get("aux_hidden_state_layer_ids")
+    layers = flat.get("target_layer_ids")
+    entering = flat.get("aux_hidden_state_layer_ids")
     if layers is None and entering is not None:
         layers = [
             layer - 1 for layer in entering
@@ -256,13 +260,16 @@ def find_layer_masks(flat: Config, name: str, n_layers: int) -> Config:
             f"expected {n_layers} layer_types, each {FULL} or {SLIDING}, got {types!r:.80}"
         )
     has_window = flat.get("model_type") != "qwen3" or flat.get("use_sliding_window") is True
-    window, is_causal = flat.get("sliding_window"), "Assistant" not in name
+    window = flat.get("sliding_window")
+    is_causal = "Assistant" not in name
     if "speculators_model_type" in flat:
         is_causal = not flat.get(
             "sliding_window_non_causal", flat.get("speculators_model_type") == "dflash2"
         )
     if flat.get("use_swa") and SLIDING not in types:
-        types, window, is_causal = [SLIDING] * n_layers, flat.get("swa_window_size", window), False
+        types = [SLIDING] * n_layers
+        window = flat.get("swa_window_size", window)
+        is_causal = False
         has_window = True
     if has_window and SLIDING in types and not (isinstance(window, int) and window > 0):
         raise ValueError(f"expected sliding_window to be at least 1, got {window!r:.40}")
@@ -386,7 +393,8 @@ class Convolution(nn.Module):
 
     def __init__(self, args: Any) -> None:
         super().__init__()
-        taps, self.group_size = args.conv_kernel_size, args.conv_group_size
+        taps = args.conv_kernel_size
+        self.group_size = args.conv_group_size
         self.base_kernel = mx.zeros((2, taps, args.width))
         self.kernel_projection = nn.Linear(
             args.width, 2 * taps * args.width // self.group_size, bias=False
@@ -418,7 +426,8 @@ class ConvolvedLayer(Layer):
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
-        self.attention_conv, self.mlp_conv = Convolution(args), Convolution(args)
+        self.attention_conv = Convolution(args)
+        self.mlp_conv = Convolution(args)
 
     def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
         rows = rows + self.attention_conv(self.input_layernorm(rows), attend)
@@ -559,10 +568,8 @@ class Drafter(BaseDrafter):
         Args:
             head: its own or the target's output matrix.
         """
-        logits, count = (
-            self.make_logits(states, head),
-            min(self.args.selector_top_k or 1, self.args.n_guesses),
-        )
+        logits = self.make_logits(states, head)
+        count = min(self.args.selector_top_k or 1, self.args.n_guesses)
 
         def guess(tokens: mx.array, row: int) -> mx.array:
             guesses = mx.broadcast_to(logits[row], (len(tokens), logits.shape[1]))
@@ -581,10 +588,8 @@ class Drafter(BaseDrafter):
 
     def make_logits(self, states: mx.array, head: Head) -> mx.array:
         """(D, V') float32 logits of final states, multiplied and capped by the config."""
-        logits, cap = (
-            head(states).astype(mx.float32) * self.args.output_multiplier,
-            self.args.final_logit_softcapping,
-        )
+        logits = head(states).astype(mx.float32) * self.args.output_multiplier
+        cap = self.args.final_logit_softcapping
         return logits if cap is None else cap * mx.tanh(logits / cap)
 
     def sample_logits(self) -> mx.array:
@@ -592,7 +597,8 @@ class Drafter(BaseDrafter):
 
         A drafter that uses the target's output matrix returns their final states instead.
         """
-        generator, args = np.random.default_rng(0), self.args
+        generator = np.random.default_rng(0)
+        args = self.args
         states, embedded = (
             mx.array(generator.normal(size=(8, width)).astype(np.float32))
             for width in (self.n_inputs, args.width)
@@ -604,7 +610,8 @@ class Drafter(BaseDrafter):
         rows = self.run(embedded[:count], mx.array(8), caches, masks)
         if "lm_head" not in self:
             return rows.astype(mx.float32)
-        guess, tokens = self.make_guess(rows, self.lm_head), mx.arange(count) % args.vocab_size
+        guess = self.make_guess(rows, self.lm_head)
+        tokens = mx.arange(count) % args.vocab_size
         return mx.concatenate([guess(tokens[row : row + 1], row) for row in range(count)])
 
     @property
@@ -648,10 +655,9 @@ class BlockSource(CachedSource):
                 math.sqrt(args.hidden_size) if find_module_name(model).startswith("gemma") else 1.0
             )
         self._scale = scale
-        head, dtype = (
-            find_head(model),
-            find_compute_dtype(model),
-        )  # in its own dtype, to avoid a copy in another one
+        # in its own dtype, to avoid a copy in another one
+        head = find_head(model)
+        dtype = find_compute_dtype(model)
         self._head: Head = drafter.get("lm_head", lambda states: head(states.astype(dtype)))
 
     def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
@@ -669,7 +675,8 @@ class BlockSource(CachedSource):
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
         """Runs a block. Beyond `depth`, which no plan reaches, the last row's guess is repeated."""
         _, sees, position = self.append_pending_rows(root)
-        drafter, args = self.drafter, self.drafter.args
+        drafter = self.drafter
+        args = self.drafter.args
         first = 0 if args.from_anchor else 1
         tokens = mx.concatenate(
             [root.reshape(1).astype(mx.int32), mx.full((first + depth - 1,), args.mask_token_id)]

@@ -60,7 +60,8 @@ class LayerCache:
     """
 
     def __init__(self, cache: KVCache, offset: mx.array | int) -> None:
-        self._cache, self.offset = cache, offset
+        self._cache = cache
+        self.offset = offset
 
     @property
     def n_rows(self) -> int:
@@ -88,7 +89,8 @@ class CachedSource(StepwiseSource):
     def __init__(
         self, drafter: Any, model: nn.Module, capture: Sequence[StateName], n_layers: int = 1
     ) -> None:
-        self.drafter, self.capture = drafter, tuple(capture)
+        self.drafter = drafter
+        self.capture = tuple(capture)
         self._embed = find_parts(model).embedding
         self._window: int | None = None  # the last positions that the drafter sees; None for all
         self._caches = [KVCache() for _ in range(n_layers)]
@@ -122,7 +124,8 @@ class CachedSource(StepwiseSource):
 
     def _append_known_rows(self) -> None:
         """Reads the buffered rows that certainly stay and whose next token is known."""
-        last, (tokens, states, position) = self._rows[-1], self._join()
+        last = self._rows[-1]
+        tokens, states, position = self._join()
         is_known = isinstance(last.n_kept, int)
         n_known = len(tokens) - (1 if is_known else len(last.tokens))
         if n_known:
@@ -134,17 +137,14 @@ class CachedSource(StepwiseSource):
         self._rows = [last]
 
     def _drop_oldest(self) -> None:
-        most, count = (
-            min(filter(None, (self.max_kv_size, self._window)), default=None),
-            self._n_rows,
-        )
+        most = min(filter(None, (self.max_kv_size, self._window)), default=None)
+        count = self._n_rows
         if most is not None and count > most + MAX_EXCESS:
             for cache in self._caches:
-                keys, values = cast(mx.array, cache.keys), cast(mx.array, cache.values)
-                cache.keys, cache.values = (
-                    keys[..., count - most : count, :],
-                    values[..., count - most : count, :],
-                )
+                keys = cast(mx.array, cache.keys)
+                values = cast(mx.array, cache.values)
+                cache.keys = keys[..., count - most : count, :]
+                cache.values = values[..., count - most : count, :]
             self._n_rows = most
 
     def _settle(self, position: int) -> None:
@@ -152,7 +152,9 @@ class CachedSource(StepwiseSource):
         if not self._rows:
             return
         last = self._rows[-1]
-        n_kept, is_appended, self._is_appended = position - last.position, self._is_appended, False
+        n_kept = position - last.position
+        is_appended = self._is_appended
+        self._is_appended = False
         if n_kept == 0 and not is_appended:  # a plain step that did not stay
             self._rows.pop()
         elif not 0 < n_kept <= len(last.tokens):
@@ -183,14 +185,16 @@ class CachedSource(StepwiseSource):
             (...) the drafter's output for that row; (C,) bool, which cache rows a draft sees; ()
             int32, the root's position.
         """
-        last, (tokens, states, position) = self._rows[-1], self._join()
+        last = self._rows[-1]
+        tokens, states, position = self._join()
         n_before = len(tokens) - len(last.tokens)
         tip = n_before + last.n_kept - 1
         following = mx.concatenate([tokens[1:], tokens[-1:]])
         following = mx.where(mx.arange(len(tokens)) < tip, following, root.astype(mx.int32))
         made = self._append_after_settled(states, following, position)
         self._n_rows += n_before
-        self._rows, self._is_appended = [last], True
+        self._rows = [last]
+        self._is_appended = True
         n_slots = self._n_rows + len(last.tokens)
         return (
             made[tip],
@@ -206,11 +210,13 @@ class CachedSource(StepwiseSource):
 
     def fork(self) -> Self:
         other = copy.copy(self)
-        other._rows, other._caches = list(self._rows), []
+        other._rows = list(self._rows)
+        other._caches = []
         for cache in self._caches:
             mine = KVCache()
             if cache.keys is not None and cache.values is not None:
-                mine.keys, mine.values = mx.array(cache.keys), mx.array(cache.values)
+                mine.keys = mx.array(cache.keys)
+                mine.values = mx.array(cache.values)
             other._caches.append(mine)
         mx.eval(other.state)  # the copy may be used by another thread
         return other
@@ -267,14 +273,16 @@ class PairDrafter(Drafter):
 
     def sample_logits(self) -> mx.array:
         """Logits for fixed random pairs, or their features if the target's output matrix is used."""
-        generator, dtype = np.random.default_rng(0), self.dtype
+        generator = np.random.default_rng(0)
+        dtype = self.dtype
         embedded = mx.array(
             generator.normal(size=(8, self.args.hidden_size)).astype(np.float32)
         ).astype(dtype)
         states = mx.array(generator.normal(size=(8, self.n_inputs)).astype(np.float32)).astype(
             dtype
         )
-        cache, tokens = LayerCache(KVCache(), 0), mx.arange(8) % self.args.vocab_size
+        cache = LayerCache(KVCache(), 0)
+        tokens = mx.arange(8) % self.args.vocab_size
         features = self.read_pairs(
             self.project(states), tokens, lambda tokens: embedded[tokens], cache, "causal"
         )
@@ -307,7 +315,8 @@ class PairSource(CachedSource):
 
     def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; returns (R, H), the head's output."""
-        features, cache = self.drafter.project(states), LayerCache(self._caches[0], position)
+        features = self.drafter.project(states)
+        cache = LayerCache(self._caches[0], position)
         return self.drafter.read_pairs(features, tokens, self._embed, cache, "causal")
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:

@@ -70,7 +70,8 @@ class Checkpoint:
 
     def rename(self, names: Names) -> None:
         """Renames the tensors to a kind's names. Those that match no pattern keep theirs."""
-        found, stored = dict[str, mx.array](), dict[str, str]()
+        found = dict[str, mx.array]()
+        stored = dict[str, str]()
         for name in sorted(self.tensors):
             layer, _, part = name.rpartition(".")
             is_packed = part in ("scales", "biases") and f"{layer}.weight" in self.tensors
@@ -81,8 +82,10 @@ class Checkpoint:
                 both = f"{stored[ours]!r} and {self.stored[name]!r}"
                 raise CheckpointError(f"{self.where} holds two drafters: {both}")
             if ours:
-                found[ours], stored[ours] = self.tensors[name], self.stored[name]
-        self.tensors, self.stored = found, stored
+                found[ours] = self.tensors[name]
+                stored[ours] = self.stored[name]
+        self.tensors = found
+        self.stored = stored
 
     def find_quantization(self, layer: str) -> dict[str, Any] | None:
         """The keyword arguments of MLX's quantization of a layer; None if it is not quantized."""
@@ -108,13 +111,15 @@ class Checkpoint:
         if name not in self.tensors:
             begin = f"its tensors begin {sorted(self.tensors)[:3]}"
             raise CheckpointError(f"incomplete drafter: {self.where} holds no {name}; {begin}")
-        shape, how = self.tensors[name].shape, self.find_quantization(name.removesuffix(".weight"))
+        shape = self.tensors[name].shape
+        how = self.find_quantization(name.removesuffix(".weight"))
         return shape if how is None else (*shape[:-1], shape[-1] * 32 // how["bits"])
 
     def pop(self, name: str) -> mx.array:
         """Removes a weight, and returns it dequantized."""
         layer = name.removesuffix(".weight")
-        how, weight = self.find_quantization(layer), self.tensors.pop(name)
+        how = self.find_quantization(layer)
+        weight = self.tensors.pop(name)
         if how is None:
             return weight
         return mx.dequantize(

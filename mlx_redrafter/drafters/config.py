@@ -216,10 +216,8 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
     head_dim = (
         checkpoint.shape(f"{layer}.self_attn.o_proj.weight")[1] // config["num_attention_heads"]
     )
-    (width,), joined = (
-        checkpoint.shape(f"{layer}.post_attention_layernorm.weight"),
-        checkpoint.shape("fc.weight"),
-    )
+    (width,) = checkpoint.shape(f"{layer}.post_attention_layernorm.weight")
+    joined = checkpoint.shape("fc.weight")
     if joined[0] != width:
         raise ValueError(
             f"expected fc.weight of {width} rows, one for each output, got shape {joined}"
@@ -237,10 +235,8 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
 def read_rope(config: Config) -> Config:
     """The fields of a head's RoPE, from a flat config. A factor of 1 is no scaling."""
     rope = find_rope(config)
-    thetas, kind = (
-        (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0),
-        find_rope_type(rope),
-    )
+    thetas = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
+    kind = find_rope_type(rope)
     if rope.get("factor") == 1 and kind != "proportional":
         kind = "default"
     if kind not in ROPES or (kind == "default" and rope.get("factor", 1) != 1):

@@ -59,7 +59,8 @@ Each bucket (below 2, below 3, ..., 16 or more tokens) has its own acceptance ra
 PRIOR_RATES = (0.25, 0.4, 0.5, 0.65, 0.75, 0.85, 0.95)
 """Prior acceptance rate of each bucket."""
 
-PRIOR_WEIGHT, DECAY = 4.0, 0.97
+PRIOR_WEIGHT = 4.0
+DECAY = 0.97
 """The weight of a prior, in observations; the decay of a bucket's counts per observation."""
 
 
@@ -76,14 +77,16 @@ class Matches:
     """
 
     def __init__(self) -> None:
-        self._hits, self._counts = [0.0] * len(PRIOR_RATES), [0.0] * len(PRIOR_RATES)
+        self._hits = [0.0] * len(PRIOR_RATES)
+        self._counts = [0.0] * len(PRIOR_RATES)
         self._clear()
 
     def _clear(self) -> None:
         self.tokens: list[int] = []
         self._latest: list[dict[int, int]] = [{} for _ in SIZES]
         self.key = 0  # of the last tokens
-        self.end, self.match = -1, 0
+        self.end = -1
+        self.match = 0
 
     @property
     def next_token(self) -> int:
@@ -94,13 +97,16 @@ class Matches:
         """Appends tokens, and finds the match after the last one."""
         if not tokens:
             return
-        (longer, shorter, single), key = self._latest, self.key
+        longer, shorter, single = self._latest
+        key = self.key
         mask_longer, mask_shorter, _ = ((1 << BITS * size) - 1 for size in SIZES)
         for end, token in enumerate(tokens[:-1], len(self.tokens)):
             key = (key << BITS | token) & mask_longer
             longer[key] = shorter[key & mask_shorter] = single[token] = end
         self.tokens += tokens[:-1]
-        self.key, self.end, self.match = key, -1, 0
+        self.key = key
+        self.end = -1
+        self.match = 0
         self.append(tokens[-1])
 
     def append(self, token: int, *, is_noted: bool = True) -> None:
@@ -121,11 +127,14 @@ class Matches:
             if is_noted:
                 latest[key] = end
             if found >= 0 and self.match < size and (match := self._measure(found)) > self.match:
-                self.end, self.match = found, match
+                self.end = found
+                self.match = match
 
     def _measure(self, found: int) -> int:
         """How many tokens up to position `found` equal the end of the text, up to `MAX_MATCH`."""
-        tokens, last, match = self.tokens, len(self.tokens) - 1, 0
+        tokens = self.tokens
+        last = len(self.tokens) - 1
+        match = 0
         while match < min(MAX_MATCH, found + 1) and tokens[found - match] == tokens[last - match]:
             match += 1
         return match

@@ -83,7 +83,8 @@ class DraftModel(Drafter):
                 f"{find_module_name(model)} cannot be a draft model: {reason}"
             )
         super().__init__(DraftModelArgs(*find_model_sizes(model), name=find_module_name(model)))
-        self.model, self._chains = model, explain_chains(model)
+        self.model = model
+        self._chains = explain_chains(model)
         self.n_cache_layers = len(make_prompt_cache(model))
 
     @property
@@ -99,7 +100,8 @@ class DraftModel(Drafter):
 
     def check_fit(self, model: nn.Module, name: str = "the draft model") -> None:
         """Compares the vocabulary sizes, except for padding of at most `MAX_PADDING`."""
-        own, other = self.args.vocab_size, find_model_sizes(model)[1]
+        own = self.args.vocab_size
+        other = find_model_sizes(model)[1]
         if abs(own - other) > MAX_PADDING:
             raise CheckpointError(
                 f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}"
@@ -134,7 +136,9 @@ class DraftModelSource(Source):
     proposes_after_read = True
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
-        self.drafter, self._model, self._vocab_size = drafter, drafter.model, vocab_size
+        self.drafter = drafter
+        self._model = drafter.model
+        self._vocab_size = vocab_size
         self._takes_trees = drafter.explain_chains() is None
         self._n_embedded: int = find_parts(drafter.model).embedding.weight.shape[0]
         self._text: list[int] = []
@@ -157,7 +161,8 @@ class DraftModelSource(Source):
         """See `Source.propose`. The root must be the last token of the text."""
         self._trim(len(self._text) - 1)
         # After an error, no partly written cache must remain.
-        cache, self._cache = self._cache or make_cache(self._model, self.max_kv_size), []
+        cache = self._cache or make_cache(self._model, self.max_kv_size)
+        self._cache = []
         logits = self._read_text(cache)
         plan = plan if self._takes_trees else chain_plan(plan.depth)
         states = kv_cache.snapshot_rows(cache)
@@ -181,7 +186,8 @@ class DraftModelSource(Source):
 
     def fork(self) -> DraftModelSource:
         other = copy.copy(self)
-        other._text, other._cache = list(self._text), copy.deepcopy(self._cache)
+        other._text = list(self._text)
+        other._cache = copy.deepcopy(self._cache)
         return other
 
     @property
@@ -216,7 +222,9 @@ class DraftModelSource(Source):
         """(W, V') the model's own logits after each of `paths` (W, 1 + L), whose first token is in
         the cache.
         """
-        width, length, states = paths.shape[0], paths.shape[1] - 1, kv_cache.snapshot(cache)
+        width = paths.shape[0]
+        length = paths.shape[1] - 1
+        states = kv_cache.snapshot(cache)
         nodes = Nodes(len(self._text), *path_constants(width, length), is_tree=True)
         tokens = paths[:, 1:].reshape(-1)
         logits = build_with_nodes(cache, nodes, lambda views: self._run(tokens, views)).result

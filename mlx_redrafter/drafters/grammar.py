@@ -44,18 +44,18 @@ class GrammarSource(ContextSource):
 
         Returns its cumulative acceptance.
         """
-        found, size = self._matches, len(self)
+        found = self._matches
+        size = len(self)
         before = found.key, found.end, found.match
-        grammar, following, chance, cumulative = (
-            self._grammar.fork(),
-            list[int](),
-            1.0,
-            list[float](),
-        )
+        grammar = self._grammar.fork()
+        following = list[int]()
+        chance = 1.0
+        cumulative = list[float]()
         while len(cumulative) < MAX_PROPOSAL:
             following = following or grammar.find_forced()
             if not following and found.match:
-                following, chance = [found.next_token], chance * found.rate(found.match)
+                following = [found.next_token]
+                chance = chance * found.rate(found.match)
             if not following or chance < MIN_CHANCE or not grammar.take(token := following.pop(0)):
                 break
             cumulative.append(chance)

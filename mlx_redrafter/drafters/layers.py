@@ -66,7 +66,8 @@ def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any]
             dims * math.log(length / (2 * math.pi * scaling.get(key, turns))) / (2 * math.log(base))
             for key, turns in (("beta_fast", 32), ("beta_slow", 1))
         )
-        low, high = max(low, 0), min(high, dims - 1)
+        low = max(low, 0)
+        high = min(high, dims - 1)
         ramp = mx.clip((mx.arange(dims // 2) - low) / max(high - low, 1e-3), 0, 1)
         rope._freqs = base ** (mx.arange(0, dims, 2) / dims) / (1 - ramp + ramp / scaling["factor"])
     return rope
@@ -90,12 +91,11 @@ class Attention(nn.Module):
 
     def __init__(self, args: Any, n_inputs: int, bias: bool, o_bias: bool, has_norms: bool) -> None:
         super().__init__()
-        head_dim, heads, kv_heads = (
-            args.head_dim,
-            args.num_attention_heads,
-            args.num_key_value_heads,
-        )
-        self.head_dim, self.scale = head_dim, head_dim**-0.5
+        head_dim = args.head_dim
+        heads = args.num_attention_heads
+        kv_heads = args.num_key_value_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
         self.q_proj = nn.Linear(n_inputs, heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(n_inputs, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(n_inputs, kv_heads * head_dim, bias=bias)

@@ -245,7 +245,8 @@ def make_checkpoint(files: Files, tensors: Mapping[str, mx.array], n_ranks: int 
 
 def find_kind(checkpoint: Checkpoint) -> ModuleType:
     """The module of a published drafter's kind, by the names of its tensors."""
-    layers, where = find_layers(checkpoint.stored.values()), checkpoint.where
+    layers = find_layers(checkpoint.stored.values())
+    where = checkpoint.where
     if checkpoint.is_base and layers is None:
         raise CheckpointError(NO_LAYER.format(where))
     if layers is not None and layers.has_model and not checkpoint.is_base:
@@ -267,7 +268,8 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
         model: the target, to compare sizes. Some Medusa heads use its output matrix, and some
             configs leave out the vocabulary size.
     """
-    where, config = checkpoint.where, checkpoint.config
+    where = checkpoint.where
+    config = checkpoint.config
     model_type = config.get("model_type", recurrent.MODEL_TYPE)
     is_ours = is_converted(config) and model_type != recurrent.MODEL_TYPE
     kind = KINDS[model_type] if is_ours else find_kind(checkpoint)

@@ -54,7 +54,8 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     ignored, as it is often wrong.
     """
     checkpoint.rename(NAMES)
-    tensors, config = checkpoint.tensors, checkpoint.config
+    tensors = checkpoint.tensors
+    config = checkpoint.config
     if tied := not any(name.startswith("output.") for name in tensors):
         if model is None:
             message = "holds Medusa heads that use the target's output matrix: give --base-model"

@@ -131,10 +131,8 @@ Qwen's and Nemotron-H's; MiMo's; ERNIE's.
 SPLIT_LAYER_NAME = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight")
 """A name without a prefix, which shows that mlx-vlm split the layer off."""
 
-INPUT_NORMS, REFERENCE_NORM = (
-    ("norm_embedding.weight", "norm_hidden.weight"),
-    "layer.input_layernorm.weight",
-)
+INPUT_NORMS = ("norm_embedding.weight", "norm_hidden.weight")
+REFERENCE_NORM = "layer.input_layernorm.weight"
 """Norms whose mean does not show whether 1 was subtracted from their weights, and the norm whose
 mean does.
 """
@@ -219,7 +217,8 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     Copies of the target's matrices are left out.
     """
     places = {name: key for key, name in checkpoint.stored.items()}
-    layers, config = find_layers(places), checkpoint.config
+    layers = find_layers(places)
+    config = checkpoint.config
     assert layers is not None  # see `recognises`
     text = get_object(config, "text_config") or config
     given = str(text.get("model_type") if layers.is_split else config.get("model_type"))
@@ -288,10 +287,8 @@ class DrafterArgs(BaseArgs):
 
 def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """The part of a target's config that its layer class needs; `model_type` is in `LAYERS`."""
-    names, family = (
-        {each.name for each in fields(_find_class(model_type, "args"))},
-        LAYERS[model_type],
-    )
+    names = {each.name for each in fields(_find_class(model_type, "args"))}
+    family = LAYERS[model_type]
     found = family.defaults | {key: value for key, value in config.items() if key in names}
     if model_type == "nemotron_h":
         types = {"attention": ATTENTION, "full_attention": ATTENTION, "moe": "E", "mlp": "-"}
@@ -359,7 +356,8 @@ class Drafter(PairDrafter):
 
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__(args)
-        own, width = args.layer_config, args.hidden_size
+        own = args.layer_config
+        width = args.hidden_size
         eps = own.get("rms_norm_eps", own.get("layer_norm_epsilon", 1e-6))
         self.norm_embedding, self.norm_hidden, self.norm = (
             nn.RMSNorm(width, eps) for _ in range(3)
@@ -420,7 +418,8 @@ def multiply_scales(checkpoint: Checkpoint) -> None:
         128,
     ]
     for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:
-        weight, factors = tensors[name], tensors.pop(f"{name}_scale_inv").astype(mx.float32)
+        weight = tensors[name]
+        factors = tensors.pop(f"{name}_scale_inv").astype(mx.float32)
         for axis, size in zip((-2, -1), block, strict=True):
             factors = mx.repeat(factors, size, axis=axis)
         factors = factors[..., : weight.shape[-2], : weight.shape[-1]]
@@ -449,7 +448,8 @@ def stack_experts(checkpoint: Checkpoint) -> None:
 
     Files may store experts singly or fused.
     """
-    tensors, experts = checkpoint.tensors, dict[str, dict[int, mx.array]]()
+    tensors = checkpoint.tensors
+    experts = dict[str, dict[int, mx.array]]()
     for name in list(tensors):
         if found := re.fullmatch(r"(layer\..*)\.experts\.(\d+)\.(\w+)\.weight", name):
             ours = EXPERTS.get(found[3], found[3]) if ".mixer" in found[1] else found[3]
@@ -472,7 +472,8 @@ def split_latent(checkpoint: Checkpoint, config: Config) -> None:
     """Splits the matrix of latent attention, if there is one, into the two matrices of mlx-lm."""
     at = "layer.self_attn."
     if f"{at}kv_b_proj.weight" in checkpoint.tensors:
-        matrix, heads = checkpoint.pop(f"{at}kv_b_proj.weight"), config["num_attention_heads"]
+        matrix = checkpoint.pop(f"{at}kv_b_proj.weight")
+        heads = config["num_attention_heads"]
         keys, values = mx.split(
             matrix.reshape(heads, -1, matrix.shape[-1]), [config["qk_nope_head_dim"]], axis=1
         )

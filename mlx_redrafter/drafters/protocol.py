@@ -80,7 +80,8 @@ class Drafter(nn.Module):
         ):
             if expected != got:
                 raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
-        least, count = self.args.min_layers, len(getattr(model, "layers", []))
+        least = self.args.min_layers
+        count = len(getattr(model, "layers", []))
         if count < least:
             states = self.args.describe_states()
             raise CheckpointError(
@@ -113,10 +114,8 @@ class Drafter(nn.Module):
             np.random.default_rng(0).normal(size=(2, 8, self.args.hidden_size)).astype(np.float32)
         )
         hidden, embedded = (mx.array(rows).astype(self.dtype) for rows in draws)
-        advance, tokens = (
-            self.begin(hidden, lambda tokens: embedded[tokens]),
-            mx.arange(8) % self.args.vocab_size,
-        )
+        advance = self.begin(hidden, lambda tokens: embedded[tokens])
+        tokens = mx.arange(8) % self.args.vocab_size
         logits, _ = advance(tokens[::-1], advance(tokens, None)[1])
         return logits[:, self.draft_ids] if "draft_ids" in self else logits
 
@@ -178,7 +177,8 @@ class StepwiseSource(Source):
     drafter: Drafter
 
     def __init__(self, drafter: Drafter, model: nn.Module) -> None:
-        self.drafter, self._embed = drafter, find_parts(model).embedding
+        self.drafter = drafter
+        self._embed = find_parts(model).embedding
         self.capture = (drafter.args.state_name,)
         self._hidden: mx.array | None = None
 

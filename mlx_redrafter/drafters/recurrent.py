@@ -77,7 +77,8 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     their base model's.
     """
     checkpoint.rename(NAMES)
-    tensors, where = checkpoint.tensors, checkpoint.where
+    tensors = checkpoint.tensors
+    where = checkpoint.where
     unknown = [checkpoint.stored[name] for name in tensors if not re.fullmatch(OURS, name)]
     if unknown or tensors.keys() <= {HEAD}:
         why = f"it holds {unknown[0]!r}" if unknown else "it holds at most an output matrix"

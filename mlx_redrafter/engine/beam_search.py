@@ -68,7 +68,8 @@ def draft_chain(
     """(depth,) int32: the likeliest token at each depth, as from a beam search of width 1, without
     scores.
     """
-    tokens, state = [token.reshape(1).astype(mx.int32)], None
+    tokens = [token.reshape(1).astype(mx.int32)]
+    state = None
     for level in range(depth):
         logits, state = advance(tokens[-1], state)
         if adjust is not None:
@@ -96,7 +97,8 @@ def search(
 
     Source: arXiv 2403.09919, section 3.2; back-pointers as in EAGLE's cnets.py::topK_genrate.
     """
-    tokens, state = token.reshape(1).astype(mx.int32), None
+    tokens = token.reshape(1).astype(mx.int32)
+    state = None
     paths = tokens[:, None]
     total = mx.zeros((1,), mx.float32)
     levels: list[tuple[mx.array, mx.array, mx.array]] = []
@@ -107,7 +109,8 @@ def search(
         joint = (logits + (total - mx.logsumexp(logits, axis=-1))[:, None]).reshape(-1)
         best = top_w(joint, width)
         size = logits.shape[-1]
-        tokens, parents = best % size, best // size
+        tokens = best % size
+        parents = best // size
         paths = mx.concatenate([paths[parents], tokens[:, None]], axis=1)
         # Pruning must not see NaN, or a child that is likelier than its parent. Rounding can cause
         # the latter for a nearly certain child, and a drafter may overflow.

@@ -20,14 +20,19 @@ from struct import iter_unpack, unpack, unpack_from
 
 from ..errors import warn
 
-PACKAGE, LIBRARY = "scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so"
+PACKAGE = "scipy-openblas32"
+LIBRARY = "scipy_openblas32/lib/libscipy_openblas.so"
 PREFIX = "scipy_"  # of its function names
-MLX_PACKAGE, MLX_LIBRARY = "mlx-cpu", "mlx/lib/libmlx.so"
+MLX_PACKAGE = "mlx-cpu"
+MLX_LIBRARY = "mlx/lib/libmlx.so"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 # For smaller models, the threads of a matrix multiplication cost more in waiting than they save.
 MANY_PARAMETERS = 100_000_000
 
-HEADER_SIZE, SECTION_SIZE, SYMBOL_SIZE = 64, 64, 24  # bytes in 64-bit ELF
+# bytes in 64-bit ELF
+HEADER_SIZE = 64
+SECTION_SIZE = 64
+SYMBOL_SIZE = 24
 RELOCATIONS = 4  # the type of sections that list pointers which the loader sets, SHT_RELA
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -110,7 +115,8 @@ def read_sections(file: Path) -> list[tuple[int, int, int, int]]:
     with file.open("rb") as opened:
         try:
             header = opened.read(HEADER_SIZE)
-            (start,), (count,) = unpack_from("<Q", header, 0x28), unpack_from("<H", header, 0x3C)
+            (start,) = unpack_from("<Q", header, 0x28)
+            (count,) = unpack_from("<H", header, 0x3C)
             opened.seek(start)
             return [unpack("<4xI16xQQI20x", opened.read(SECTION_SIZE)) for _ in range(count)]
         except (OverflowError, ValueError, StructError) as error:
@@ -123,7 +129,8 @@ def warn_of_slow_blas() -> None:
     import mlx.core as mx
 
     if _problem is not None and mx.default_device().type == mx.cpu:
-        (reason, command), _problem = _problem, None
+        reason, command = _problem
+        _problem = None
         message = f"MLX uses a slow BLAS instead of OpenBLAS ({reason}); to fix it: {command}"
         warn(message)
 

@@ -73,7 +73,9 @@ class Planner:
     def __init__(
         self, plan: Plan | None, *, can_merge: bool = False, max_rows: int | None = None
     ) -> None:
-        self._plan, self.can_merge, self.max_rows = plan, can_merge, max_rows
+        self._plan = plan
+        self.can_merge = can_merge
+        self.max_rows = max_rows
 
     @property
     def may_draft(self) -> bool:
@@ -210,7 +212,10 @@ class Decoder:
         may_run_ahead: Callable[[], bool] | None = None,
         stops: Sequence[int] = (),
     ) -> None:
-        self.target, self._chooser, self._planner, self._history = target, chooser, planner, history
+        self.target = target
+        self._chooser = chooser
+        self._planner = planner
+        self._history = history
         self._stops = stops
         self._drafter = next((source for source in sources if source.drafter is not None), None)
         self._context = next((source for source in sources if source.drafter is None), None)
@@ -259,7 +264,8 @@ class Decoder:
         """Processes the prompt in pieces, yields an empty round after each, and enqueues a step on
         its last token.
         """
-        total, done = prompt.shape[0], 0
+        total = prompt.shape[0]
+        done = 0
         if self._chooser.processors and self._history:
             self._seen = mx.array(list(self._history), mx.int32)
         reads_all = self._drafter is not None and self._drafter.reads_all
@@ -301,7 +307,8 @@ class Decoder:
 
     def finish(self, length: int, last_token: int) -> None:
         """Makes cache and drafter hold exactly `length` tokens of the text, see `Target.finish`."""
-        drafter, held = self._drafter, self.target.length
+        drafter = self._drafter
+        held = self.target.length
         if length <= held:  # also by 0 tokens, as the next one will differ
             self._call_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
@@ -315,7 +322,9 @@ class Decoder:
     def _enqueue_step(self, token: mx.array) -> Pending:
         """Enqueues a plain step on `token` (1,)."""
         target = self.target
-        length, replayed, drafter = target.length, target.replayed, self._drafter
+        length = target.length
+        replayed = target.replayed
+        drafter = self._drafter
         is_captured = drafter is not None and (drafter.reads_all or self._planner.may_draft)
         outcome = step(target, token, self._chooser, self._seen, want_hidden=is_captured)
         self._vocab_size = outcome.logprobs[0].shape[-1]
@@ -358,7 +367,8 @@ class Decoder:
         processors apply to it as to the target. A head's logits have a different offset and scale:
         penalties would make its guesses worse.
         """
-        sampler, drafter = self._chooser.sampler, self._drafter
+        sampler = self._chooser.sampler
+        drafter = self._drafter
         assert drafter is not None
         processors = self._chooser.processors if drafter.proposes_after_read else ()
         draws = sampler.draw(position, plan.depth + 1, self._vocab_size)
@@ -369,10 +379,8 @@ class Decoder:
             return logits if draws is None else sampler.adjust(logits, draws, level)
 
         try:
-            in_level_order, adjusts = (
-                bool(self._chooser.processors),
-                processors or draws is not None,
-            )
+            in_level_order = bool(self._chooser.processors)
+            adjusts = processors or draws is not None
             with attend_by_row():
                 tree = drafter.propose(
                     root, plan, adjust if adjusts else None, in_level_order=in_level_order
@@ -386,7 +394,8 @@ class Decoder:
         """Enqueues the next round after the read of the one before: verifies a draft, or takes a
         plain step.
         """
-        target, plan = self.target, self._plan
+        target = self.target
+        plan = self._plan
         match = self._context.forecast(0) if self._context is not None else None
         if match is not None:
             plan = self._planner.extend_plan(
@@ -399,7 +408,9 @@ class Decoder:
                 plan = CONTEXT_ONLY._replace(context=plan.context)
         if not draft or not plan:
             return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
-        length, replayed, room = target.length, target.replayed, target.count_until_quantized()
+        length = target.length
+        replayed = target.replayed
+        room = target.count_until_quantized()
         limit = plan.max_depth if room is None else min(plan.max_depth, room - 1)
         outcome = verify(target, draft, self._chooser, self._seen, plan, limit)
         self._call_drafter("keep", outcome.kept)
@@ -421,7 +432,8 @@ class Decoder:
         self, pending: Pending, path: list[int], tokens: list[int], milliseconds: float
     ) -> Round:
         """Passes a round's result to the cache, the sources and the planner."""
-        verified, plan = pending.draft is not None, pending.plan
+        verified = pending.draft is not None
+        plan = pending.plan
         if verified:
             accepted = [self._root, *tokens[:-1]]
             self.target.keep_path(path, accepted)

@@ -82,12 +82,14 @@ def find_row_classes(
     if quantization is not None and quantization.bits is not None:
         states.append(quantization._replace(start=0))
     texts = [_Text(model, state, max_kv_size, length) for state in states for length in lengths]
-    left, classes = list(range(1, MOST_ROWS + 1)), list[RowCounts]()
+    left = list(range(1, MOST_ROWS + 1))
+    classes = list[RowCounts]()
     with tqdm(
         desc="comparing rows", total=len(left), leave=False, delay=1.0, disable=None, position=0
     ) as bar:
         while left and (can_pad or left[0] == 1):
-            least, alike = left[0], left
+            least = left[0]
+            alike = left
             for text in texts:
                 expected = text.read_one_by_one(least)
                 alike = ranks.share(
@@ -121,7 +123,9 @@ def attends_to_cache(model: nn.Module) -> bool:
     Others (latent attention, for one) compute keys from all cached rows, with kernels that their
     number selects.
     """
-    cache, fetched, is_own = make_prompt_cache(model), list[Any](), list[bool]()
+    cache = make_prompt_cache(model)
+    fetched = list[Any]()
+    is_own = list[bool]()
 
     def record(update: Callable[..., tuple[Any, Any]], *rows: mx.array) -> tuple[Any, Any]:
         fetched.extend(result := update(*rows))
@@ -144,7 +148,8 @@ class _Text:
     def __init__(
         self, model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, length: int
     ) -> None:
-        self._model, self._quantization = model, quantization
+        self._model = model
+        self._quantization = quantization
         self._cache = make_cache(model, max_kv_size)
         self._chains: dict[int, list[bytes]] = {}
         tokens = (mx.arange(length + MOST_ROWS) * 7919 + 1) % find_vocab_size(model)
@@ -194,7 +199,8 @@ def _digest(read: Forward) -> list[bytes]:
 
 def format_row_counts(counts: RowCounts) -> str:
     """Row counts in words, such as "1 to 3, 8"."""
-    text, rest = list[str](), list(counts)
+    text = list[str]()
+    rest = list(counts)
     while rest:
         run = [count for i, count in enumerate(rest) if count == rest[0] + i]
         text.append(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}")

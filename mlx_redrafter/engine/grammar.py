@@ -58,13 +58,18 @@ def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array,
         tree: its tokens and parents were enqueued before the logits.
     """
     mx.async_eval(logits)
-    tokens, parents = cast(list[int], tree.tokens.tolist()), cast(list[int], tree.parents.tolist())
-    masks, reached = [grammar.find_mask()], [cast(Grammar | None, grammar)]
+    tokens = cast(list[int], tree.tokens.tolist())
+    parents = cast(list[int], tree.parents.tolist())
+    masks = [grammar.find_mask()]
+    reached = [cast(Grammar | None, grammar)]
     for node in range(1, len(tokens)):
-        above, mask, after = reached[parents[node]], None, None
+        above = reached[parents[node]]
+        mask = None
+        after = None
         if above is not None and (fork := above.fork()).take(tokens[node]):
             with suppress(Exception):
-                mask, after = fork.find_mask(), fork
+                mask = fork.find_mask()
+                after = fork
         masks.append(mask)
         reached.append(after)
     if not all(reached):

@@ -46,7 +46,8 @@ def explain_rings(model: nn.Module, cache: kv_cache.Cache, max_kv_size: int) -> 
 
     Otherwise None.
     """
-    name, types = find_module_name(model), ", ".join(kv_cache.find_unknown_types(cache, ()))
+    name = find_module_name(model)
+    types = ", ".join(kv_cache.find_unknown_types(cache, ()))
     if not kv_cache.has_size(cache, max_kv_size):
         return f"max_kv_size is ignored: the prompt cache of {name} ({types}) has no ring of {max_kv_size} rows"
     if hasattr(model, "make_cache"):

@@ -17,7 +17,8 @@ from .tree_attention import MODEL_LOCK, with_model_lock
 
 T = TypeVar("T")
 
-AFTER_NORM, BEFORE_NORM = "after_norm", "before_norm"
+AFTER_NORM = "after_norm"
+BEFORE_NORM = "before_norm"
 
 StateName = str | int
 """A hidden state of the target: `AFTER_NORM` or `BEFORE_NORM`, the output or input of its final
@@ -323,11 +324,9 @@ def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
     """
     if not names:
         return
-    points, token, cache = (
-        find_capture_points(model, names),
-        mx.zeros((1, 1), mx.int32),
-        make_prompt_cache(model),
-    )
+    points = find_capture_points(model, names)
+    token = mx.zeros((1, 1), mx.int32)
+    cache = make_prompt_cache(model)
     _, captured = capture(
         list(points.values()), lambda: model(token, cache=cache)
     )  # built, never computed

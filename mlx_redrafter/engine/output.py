@@ -32,12 +32,12 @@ class Output:
     """
 
     def __init__(self, max_tokens: int = -1, end_tokens: Container[int] = ()) -> None:
-        self._max_tokens, self._end_tokens = max_tokens, end_tokens
+        self._max_tokens = max_tokens
+        self._end_tokens = end_tokens
         self.tokens: list[int] = []
-        self._before, self._last = (
-            Stats(),
-            Round([], []),
-        )  # statistics before the last round, and that round
+        # statistics before the last round, and that round
+        self._before = Stats()
+        self._last = Round([], [])
         self.finish_reason: FinishReason | None = None
 
     def add(self, done: Round) -> Round:
@@ -53,7 +53,8 @@ class Output:
         cut = done._replace(
             tokens=tokens[:size], logprobs=done.logprobs[:size], path=done.path[:size]
         )
-        self._before, self._last = self.stats, cut
+        self._before = self.stats
+        self._last = cut
         self.tokens += cut.tokens
         if cut.tokens[-1] in self._end_tokens:
             self.finish_reason = "stop"
@@ -92,7 +93,10 @@ class Generation(Iterator[Round]):
     def __init__(
         self, decoder: Decoder, rounds: Rounds, output: Output, on_round: OnRound | None = None
     ) -> None:
-        self._decoder, self._rounds, self.output, self._on_round = decoder, rounds, output, on_round
+        self._decoder = decoder
+        self._rounds = rounds
+        self.output = output
+        self._on_round = on_round
 
     @property
     def cache(self) -> Cache:

@@ -64,7 +64,8 @@ class Outcome(NamedTuple):
         packed = cast(list[int], self.packed.tolist())
         if len(packed) == 1:
             return [0], packed
-        count, choices = packed[0] + 1, 1 + len(packed) // 2
+        count = packed[0] + 1
+        choices = 1 + len(packed) // 2
         return packed[1 : 1 + count], packed[choices : choices + count]
 
 
@@ -98,7 +99,9 @@ def verify(
         plan: of the draft.
         limit: the most drafted tokens that may be accepted.
     """
-    tree, depth, position = draft.tree, plan.max_depth, target.length
+    tree = draft.tree
+    depth = plan.max_depth
+    position = target.length
     allowed = tree
     if chooser.grammar is not None:
         mx.async_eval(

@@ -82,9 +82,11 @@ def _attend(
 
     Quantized keys are tuples.
     """
-    n_rows, is_quantized = queries.shape[-2], not isinstance(keys, mx.array)
+    n_rows = queries.shape[-2]
+    is_quantized = not isinstance(keys, mx.array)
     if n_rows == count > 1 and mask is not None:
-        rows, first = [], (keys[0] if is_quantized else keys).shape[-2] - n_rows + 1
+        rows = []
+        first = (keys[0] if is_quantized else keys).shape[-2] - n_rows + 1
         for i in range(n_rows - n_padding):
             own_mask = mask[..., i : i + 1, : first + i] if isinstance(mask, mx.array) else None
             own = tree_map(lambda array, end=first + i: array[..., :end, :], (keys, values))

@@ -130,11 +130,15 @@ class Target:
             self._flush_replay()
         if self._replay:
             tokens = mx.concatenate([mx.array(self._replay, mx.int32), tokens.astype(mx.int32)])
-        self._replay, self._snapshot, self._has_run = [], None, True
+        self._replay = []
+        self._snapshot = None
+        self._has_run = True
         self.length += count
         if count > 1 or self._row_counts is None or self._row_counts[0] == 1:
             return self._run(tokens, self.cache, count, want_hidden)
-        self._rows, self._path, self._path_tokens = self._row_counts[0], [0], []
+        self._rows = self._row_counts[0]
+        self._path = [0]
+        self._path_tokens = []
         return self._run(tokens, self.cache, count, want_hidden, is_chain=True)
 
     def verify(self, tree: Tree, *, is_tree: bool) -> Forward:
@@ -149,7 +153,9 @@ class Target:
         if not self._trimmable and self._snapshot is None:
             self._snapshot = kv_cache.snapshot(self.cache)
         count = self._rows = tree.tokens.shape[0]
-        self._path, self._path_tokens, self._has_run = [], [], True
+        self._path = []
+        self._path_tokens = []
+        self._has_run = True
         if self._replay:  # on caches that cannot be trimmed every tree is a chain
             tree = chain(
                 mx.array(self._replay[0]),
@@ -226,7 +232,8 @@ class Target:
         Rejects the others.
         """
         self.length += len(path) - len(self._path)
-        self._path, self._path_tokens = path, tokens
+        self._path = path
+        self._path_tokens = tokens
 
     def rewind(self, count: int) -> None:
         """Rejects the last `count` tokens of the last kept path.
@@ -263,7 +270,8 @@ class Target:
             kv_cache.restore(self.cache, self._snapshot)
             self._replay += self._path_tokens
         elif self._rows:
-            self._replay, self._snapshot = [], None
+            self._replay = []
+            self._snapshot = None
         self._rows = 0
         bits, group_size, start = self._quantization
         if bits is not None and self._has_run and self.length >= start:
@@ -274,7 +282,9 @@ class Target:
         """Replays accepted tokens now. If rotating caches keep their first rows, replays one token
         at a time, as mlx-lm's mask for several tokens differs from what each token would see
         alone."""
-        tokens, self._replay, self._snapshot = self._replay, [], None
+        tokens = self._replay
+        self._replay = []
+        self._snapshot = None
         for piece in (
             [[token] for token in tokens] if self._keeps_first else [tokens] if tokens else []
         ):

@@ -86,12 +86,14 @@ def merge(trees: Sequence[Tree]) -> Tree:
     """
     merged = trees[0]
     for tree in trees[1:]:
-        size, count = merged.tokens.shape[0], tree.tokens.shape[0] - 1
+        size = merged.tokens.shape[0]
+        count = tree.tokens.shape[0] - 1
         if tree.parents is chain_constants(1 + count)[0]:
             parents, depths, ancestors, columns = merge_constants(size, count)
         else:
             own = tree.parents[1:]
-            parents, depths = mx.where(own == 0, 0, own + (size - 1)), tree.depths[1:]
+            parents = mx.where(own == 0, 0, own + (size - 1))
+            depths = tree.depths[1:]
             columns = mx.zeros((size, count), mx.bool_)
             others = mx.zeros((count, size - 1), mx.bool_)
             ancestors = mx.concatenate(
@@ -128,7 +130,8 @@ def grow(token: mx.array, beams: Beams) -> Tree:
     nodes, depths, first = tree_constants(width, depth)
     tokens = mx.concatenate([token.reshape(1).astype(mx.int32), beams.tokens.reshape(-1)])
     parents = mx.concatenate([nodes[:1], (first + beams.parents).reshape(-1)])
-    above, ancestors = parents, nodes[:, None] == nodes
+    above = parents
+    ancestors = nodes[:, None] == nodes
     for turn in range(depth.bit_length()):
         # `ancestors` has those less than 2 ** turn levels above a node, `above` the one 2 ** turn
         # levels above.

@@ -100,7 +100,8 @@ class Offsets:
     """
 
     def __init__(self, nodes: Nodes, added: int = 0) -> None:
-        self._nodes, self._added = nodes, added
+        self._nodes = nodes
+        self._added = added
 
     @cached_property
     def positions(self) -> mx.array:
@@ -182,7 +183,8 @@ class ListView:
     """
 
     def __init__(self, cache: CacheList, caches: Sequence[Any]) -> None:
-        self._cache, self.caches = cache, tuple(caches)
+        self._cache = cache
+        self.caches = tuple(caches)
 
     def __getitem__(self, index: int) -> Any:
         return self.caches[index]
@@ -279,7 +281,8 @@ def _functions_per_node(
     arithmetic, to the bit. An offset that is a plain number is the root's position. A mask that the
     model makes for a chain is reduced to each node's ancestors.
     """
-    thread, count = threading.get_ident(), nodes.depths.shape[0]
+    thread = threading.get_ident()
+    count = nodes.depths.shape[0]
     cut: dict[int, tuple[mx.array, mx.array]] = {}
 
     def rope_per_node(x: mx.array, *args: Any, offset: Any, **kwargs: Any) -> mx.array:

@@ -28,20 +28,19 @@ UNKNOWN_ACCEPTANCE: AcceptanceTable = ((0.6, 0.1, 0.05, 0.03),)
 MAX_RATE = 0.98  # upper limit of an expected rate
 STEPS = 20  # corrections are rounded to 1 / STEPS, so that small changes leave the table unchanged
 
-DECAY, PRIOR_HITS = (
-    0.96,
-    2.5,
-)  # of a text's acceptance scale: decay per round, and weight of the prior in hits
-SLOW_DECAY, PRIOR_COUNT = 0.998, 8.0  # the same at each depth for the counts shared by all texts
+# of a text's acceptance scale: decay per round, and weight of the prior in hits
+DECAY = 0.96
+PRIOR_HITS = 2.5
+# the same at each depth for the counts shared by all texts
+SLOW_DECAY = 0.998
+PRIOR_COUNT = 8.0
 CONTEXT_WON_WEIGHT = 0.5  # weight of a miss when the context was accepted further
 
 
 def find_acceptance(drafter: Drafter) -> AcceptanceTable:
     """The table in a drafter's config, or the assumed one; 0 beyond the drafter's maximum depth."""
-    rows, most = (
-        list(map(tuple, drafter.args.acceptance or UNKNOWN_ACCEPTANCE)),
-        drafter.args.max_depth,
-    )
+    rows = list(map(tuple, drafter.args.acceptance or UNKNOWN_ACCEPTANCE))
+    most = drafter.args.max_depth
     if most is not None:
         rows = [*(rows[min(depth, len(rows) - 1)] for depth in range(most)), (0.0,)]
     return tuple(rows)
@@ -70,7 +69,9 @@ def cumulative_acceptances(
     """`cumulative_acceptance` of all plans as wide as `largest`: indexed by depth, then by tree
     size - 1.
     """
-    found, nodes, above = [[NO_DRAFT]], list[tuple[float, int]](), [1.0]
+    found = [[NO_DRAFT]]
+    nodes = list[tuple[float, int]]()
+    above = [1.0]
     rows = [scale_row(row, acceptance_scale) for row in table[: largest.depth]]
     for depth in range(1, largest.depth + 1):
         row = rows[min(depth, len(rows)) - 1]
@@ -103,7 +104,8 @@ class Counts:
     """
 
     def __init__(self, by_depth: Iterable[tuple[float, float]] = ()) -> None:
-        self.by_depth, self.n_new = tuple(by_depth), 0
+        self.by_depth = tuple(by_depth)
+        self.n_new = 0
 
     def correct(self, table: AcceptanceTable) -> AcceptanceTable:
         """The table times hits over expected hits, in steps of 1 / `STEPS`.

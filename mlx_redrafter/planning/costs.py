@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from ..engine.plan import Plan, chain_plan
 
 MEASURED_NODES = 16  # the largest measured forward
-ASSUMED_ROW, ASSUMED_OVERHEAD = (
-    0.15,
-    0.1,
-)  # plain steps per extra row and per round, if not measured
+# plain steps per extra row and per round, if not measured
+ASSUMED_ROW = 0.15
+ASSUMED_OVERHEAD = 0.1
 
 
 class CostTable(NamedTuple):
@@ -103,7 +102,8 @@ class CostTable(NamedTuple):
 
         No larger share of it overlaps than of a plain step's.
         """
-        plain, single = self.plain_ms(length), self._verify_ms(1, length)
+        plain = self.plain_ms(length)
+        single = self._verify_ms(1, length)
         return max(plain, min(1.0, plain / single) * self._verify_ms(nodes, length))
 
     def _replay_ms(self, nodes: int, length: int, rows: float) -> float:
@@ -120,7 +120,8 @@ class CostTable(NamedTuple):
         the largest.
         """
         column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
-        first, last = self.verify[0][0], self.verify[0][-1]
+        first = self.verify[0][0]
+        last = self.verify[0][-1]
         per_row = max(self.replay_row_ms, (last - first) / max(1, self.counts[-1] - 1))
         beyond = max(0, nodes - self.counts[-1]) * per_row
         return interpolate(self.contexts, [row[column] for row in self.verify], length) + beyond

@@ -37,7 +37,9 @@ _log = logging.getLogger(__name__)
 
 CONTEXTS = (64, 1024)  # measured context lengths
 WIDTHS = (1, 2, 4)  # measured beam widths
-SECONDS, MAX_TURNS = 4.0, 20  # measuring stops after SECONDS or MAX_TURNS, but finishes one pass
+# measuring stops after SECONDS or MAX_TURNS, but finishes one pass
+SECONDS = 4.0
+MAX_TURNS = 20
 STEPS_PER_CALL = 4  # plain steps, rounds or draft levels in one timed call
 SLOW_STEP = (
     0.1  # if a plain step takes this many seconds, parts are run once, at the first context length
@@ -62,7 +64,8 @@ def time_calls(
         before: called before each call with its key, not timed.
     """
     times: dict[K, list[float]] = {key: [] for key in calls}
-    end, turn = time.perf_counter() + seconds, 0
+    end = time.perf_counter() + seconds
+    turn = 0
     while turn < min_turns or (
         (max_turns is None or turn < max_turns) and find_seconds_left(end) > 0
     ):
@@ -82,7 +85,8 @@ def find_seconds_left(end: float) -> float:
 
 def time_step(model: nn.Module, seconds: float = 0.0) -> float:
     """Seconds of a plain step, after one that compiles kernels; repeated for at most `seconds`."""
-    target, chooser = Target(model), TokenChooser(make_sampler(seed=0))
+    target = Target(model)
+    chooser = TokenChooser(make_sampler(seed=0))
     calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
     return (
         find_lower_quartile(time_calls(calls, seconds, min_turns=2, max_turns=MAX_TURNS)[1][1:])
@@ -137,9 +141,11 @@ def time_parts(
     Args:
         is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
     """
-    steps_per_call, chooser = 1 if is_slow else STEPS_PER_CALL, TokenChooser(make_sampler(seed=0))
+    steps_per_call = 1 if is_slow else STEPS_PER_CALL
+    chooser = TokenChooser(make_sampler(seed=0))
     target, after_text, vocab_size = read_zeros(model, drafter, context)
-    text, snapshot = [0] * context, kv_cache.snapshot(target.cache)
+    text = [0] * context
+    snapshot = kv_cache.snapshot(target.cache)
     tokens = (
         mx.arange(MEASURED_NODES) * 7919
     ) % vocab_size  # tokens select different experts; the first is 0
@@ -150,7 +156,8 @@ def time_parts(
     def prepare(key: tuple[str, int]) -> None:
         """Rewinds the target, and decodes until rounds overlap."""
         nonlocal rounds, source
-        (name, number), source = key, after_text.fork()
+        name, number = key
+        source = after_text.fork()
         target.finish(target.length, 0)
         kv_cache.restore(target.cache, snapshot)
         target.length = context
@@ -211,7 +218,8 @@ def time_parts(
     calls |= {
         ("verify", nodes): partial(run_forward, nodes) for nodes in range(1, MEASURED_NODES + 1)
     }
-    end, first = time.perf_counter() + seconds, dict[tuple[str, int], list[float]]()
+    end = time.perf_counter() + seconds
+    first = dict[tuple[str, int], list[float]]()
     parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
     for key in parts:  # the first run compiles kernels
         if key[0] == "verify" and key[1] > 5 and find_seconds_left(end) < seconds / 2:
@@ -276,7 +284,8 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
             )
             for at, context in enumerate(contexts)
         ]
-    first, last = times[0], times[-1]
+    first = times[0]
+    last = times[-1]
     counts = tuple(number for name, number in last if name == "verify" and (name, number) in first)
     depth = min(2, drafter.args.max_depth or 2)
     overhead = [

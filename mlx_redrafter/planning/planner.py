@@ -42,18 +42,16 @@ SCALES = (
     1.3,
 )  # acceptance scales for which candidate plans are found
 HYSTERESIS = 0.02  # a plan must be this much faster to replace the current one or plain decoding
-MAX_LOSS, MIN_TOKENS = (
-    0.01,
-    512,
-)  # a source may lose this share of the plain decoding time of at least MIN_TOKENS
+# a source may lose this share of the plain decoding time of at least MIN_TOKENS
+MAX_LOSS = 0.01
+MIN_TOKENS = 512
 WARM_UP = 4  # plain steps at the start of the first text, as a baseline for rounds
 # Plain steps before a probe round while no plan is faster; doubled by each rejected one, to 256.
 PROBE_EVERY = 16
 CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # lengths to which a proposal may be cut
-MAX_SLOWDOWN, WINDOW = (
-    4.0,
-    16,
-)  # of `Slowdown`: upper limit; number of recent rounds and of recent plain steps used
+# of `Slowdown`: upper limit; number of recent rounds and of recent plain steps used
+MAX_SLOWDOWN = 4.0
+WINDOW = 16
 MIN_ASSUMED_SLOWDOWN = 0.3  # lower limit of the slowdown if costs are assumed
 
 
@@ -174,7 +172,8 @@ def choose_row_counts(
     """
 
     def find_speed(row_counts: RowCounts) -> float:
-        restricted, length = costs.chains_only().restrict_rows(row_counts), costs.contexts[0]
+        restricted = costs.chains_only().restrict_rows(row_counts)
+        length = costs.contexts[0]
         found = find_cumulative(restricted, table).items()
         speedups = (
             predict(restricted, plan, length, cumulative).speedup for plan, cumulative in found
@@ -260,7 +259,9 @@ class AutoPlanner(Planner):
         on_finish: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(None, can_merge=can_merge, max_rows=max_rows)
-        self._history, self._on_finish = (history := history or History()), on_finish
+        history = history or History()
+        self._history = history
+        self._on_finish = on_finish
         self.plans = (
             list_candidate_plans(costs, history.counts.correct(table))
             if plans is None
@@ -272,7 +273,8 @@ class AutoPlanner(Planner):
             tuple[Plan, int], float
         ] = {}  # cost of a round in plain steps, by plan and context length
         self._pending: Plan | None = None
-        self._pause, self._next_pause = WARM_UP if history.slowdown is None else 0, PROBE_EVERY
+        self._pause = WARM_UP if history.slowdown is None else 0
+        self._next_pause = PROBE_EVERY
         self._n_tokens = 0
         self._saved = {True: 0.0, False: 0.0}  # plain steps, by whether the drafter took part
         self._drafter_was_last = False
@@ -294,7 +296,8 @@ class AutoPlanner(Planner):
 
         Takes about 0.1 ms, and almost nothing during a pause without a forecast.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         plan = self._choose_drafter_plan(pending, length, replayed)
         if forecast is not None and self._is_context_faster(
             plan, pending, forecast, length, replayed
@@ -315,7 +318,8 @@ class AutoPlanner(Planner):
         return plan
 
     def drop_drafter(self) -> None:
-        self.plans, self._pending = (), None
+        self.plans = ()
+        self._pending = None
 
     def finish(self) -> None:
         history = self._history
@@ -337,7 +341,8 @@ class AutoPlanner(Planner):
         verified: bool = True,
         from_context: bool = False,
     ) -> None:
-        costs, plain = self._costs, self._costs.plain_ms(length)
+        costs = self._costs
+        plain = self._costs.plain_ms(length)
         is_round = plan is not None and verified
         if plan is not None and verified:
             predicted = costs.round_ms(plan, length, replayed)
@@ -346,7 +351,8 @@ class AutoPlanner(Planner):
                     plan._replace(context=0), tokens - 1, context_won=from_context
                 )
                 if tokens > 1 and not from_context:  # an accepted draft ends the pause
-                    self._pause, self._next_pause = 0, PROBE_EVERY
+                    self._pause = 0
+                    self._next_pause = PROBE_EVERY
         else:
             predicted = costs.step_ms(length, replayed)
             if plan is not None:  # the draft was not verified
@@ -427,13 +433,12 @@ class AutoPlanner(Planner):
         )
         if not plan.context:
             return predict(self._costs, plan, length, cumulative, self.slowdown)
-        cumulative, key = (
-            combine_acceptance(cumulative, copied[: plan.context]),
-            (plan, length // 128),
-        )
+        cumulative = combine_acceptance(cumulative, copied[: plan.context])
+        key = (plan, length // 128)
         if key not in self._steps:
             self._steps[key] = predict(self._costs, plan, length, NO_DRAFT).steps
-        tokens, replayed = sum(cumulative), 0.0
+        tokens = sum(cumulative)
+        replayed = 0.0
         if (
             row_ms := self._costs.replay_row_ms
         ):  # of the next round only, as matches do not follow each other
@@ -455,7 +460,8 @@ class AutoPlanner(Planner):
 
         The drafter and the context have separate budgets.
         """
-        costs, plain = self._costs, self._costs.plain_ms(length)
+        costs = self._costs
+        plain = self._costs.plain_ms(length)
         slowdown = self.slowdown if slowdown is None else slowdown
         source = plan.depth > 0
         budget = (

@@ -36,10 +36,9 @@ MAX_SMALL_VOCABULARY = 16384
 Larger ones omit only tokens that are rare in any text.
 """
 
-REPEATS, SECONDS = (
-    7,
-    1.0,
-)  # maximum runs of a draft step, and the time limit for these and for plain steps
+# maximum runs of a draft step, and the time limit for these and for plain steps
+REPEATS = 7
+SECONDS = 1.0
 
 
 class SizeChoice(NamedTuple):
@@ -122,7 +121,9 @@ def choose_size(
 
 def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
     """Milliseconds per step of a chain, drafted by a random drafter of this config and dtype."""
-    drafter, token, plan = make_drafter(args), mx.zeros((1,), mx.int32), chain_plan(steps)
+    drafter = make_drafter(args)
+    token = mx.zeros((1,), mx.int32)
+    plan = chain_plan(steps)
     drafter.set_dtype(dtype)
     source = drafter.open(model)
     hidden = dict.fromkeys(source.capture, mx.zeros((1, args.hidden_size), dtype))

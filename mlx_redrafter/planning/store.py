@@ -41,9 +41,11 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
     described, file = find_file(
         "costs", model, trees=trees, drafter_tensors=digest_tensors(drafter)
     )
-    found, tries = ranks.share({} if refresh else read_saved(file)), 0
+    found = ranks.share({} if refresh else read_saved(file))
+    tries = 0
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
-        kept, tries = parse_costs(found["costs"]), int(found["tries"])
+        kept = parse_costs(found["costs"])
+        tries = int(found["tries"])
         if tries >= 3 or not is_disturbed(kept):
             return kept
     costs = measure_costs(model, drafter, trees=trees)

@@ -52,10 +52,8 @@ class Messages(Completion[CountTokensBody]):
         )
         loaded = {name: tool for name, tool in tools.items() if name not in hidden}
         self.offer_tools(loaded, body.tool_choice, shown)
-        self.answer_format, self.effort = (
-            body.output_config.format or body.output_format,
-            body.output_config.effort,
-        )
+        self.answer_format = body.output_config.format or body.output_format
+        self.effort = body.output_config.effort
         thinking = body.thinking.get("type")
         self.thinks = None if thinking is None else thinking != "disabled"
         self._content: list[dict[str, Any]] = []
@@ -159,10 +157,13 @@ def read_message(
 
     Each tool result becomes its own message.
     """
-    role, place = message.get("role"), f"{where}.content"
+    role = message.get("role")
+    place = f"{where}.content"
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be 'user', 'assistant' or 'system', got {role!r:.50}")
-    results, calls, rest = list[Message](), list[dict[str, Any]](), list[dict[str, Any]]()
+    results = list[Message]()
+    calls = list[dict[str, Any]]()
+    rest = list[dict[str, Any]]()
     for block in list_parts(message.get("content"), place):
         kind = block.get("type")
         if kind == "tool_result":
@@ -179,7 +180,8 @@ def read_message(
             calls.append(make_call(block.get("id"), block.get("name"), block.get("input")))
         else:
             rest.append(show_tools(block, place, tools, hidden))
-    text, reasoning = join_parts(rest, place), read_reasoning(rest, place)
+    text = join_parts(rest, place)
+    reasoning = read_reasoning(rest, place)
     own = {"role": role, "content": text, "reasoning_content": reasoning} | (
         {"tool_calls": calls} if calls else {}
     )
@@ -197,7 +199,8 @@ def show_tools(block: dict[str, Any], where: str, tools: Tools, hidden: set[str]
         return block
     named = block if kind == "tool_reference" else block.get("tool")
     named = named if isinstance(named, dict) else {}
-    name, defined = named.get("tool_name", named.get("name")), named.get("definition")
+    name = named.get("tool_name", named.get("name"))
+    defined = named.get("definition")
     if isinstance(defined, dict):
         added = read_tools([defined], where)
         tools.update(added)

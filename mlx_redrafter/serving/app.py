@@ -71,7 +71,8 @@ def make_app(
     """Returns the application; `page` handles GET / if it is given."""
 
     async def show_health(request: Request) -> Response:
-        worker, scheduler = service.worker, service.worker.scheduler
+        worker = service.worker
+        scheduler = service.worker.scheduler
         status = "ok" if worker.is_alive else "unavailable"
         counts = {"running": len(scheduler.rows), "queue": worker.n_queued, "mode": scheduler.mode}
         names = {"model": service.model_name, "drafter": service.drafter_name}
@@ -83,7 +84,8 @@ def make_app(
         )
 
     def describe_model(name: str) -> dict[str, Any]:
-        length, when = service.worker.context_length, service.created
+        length = service.worker.context_length
+        when = service.created
         return {  # the fields of both OpenAI and Anthropic
             "id": name, "object": "model", "created": when, "owned_by": "mlx_redrafter",
             "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(when, UTC).isoformat(),
@@ -160,7 +162,8 @@ async def answer_request(
 
 async def read_body(request: Request) -> bytes:
     """Returns the body of a request; ends the connection of a client that stops sending it."""
-    parts, stream = list[bytes](), request.stream()
+    parts = list[bytes]()
+    stream = request.stream()
     try:
         while part := await asyncio.wait_for(anext(stream), BODY_SECONDS):
             parts.append(part)
@@ -202,7 +205,9 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(self, completion: Completion[Any], answer: Answer) -> None:
-        self._completion, self._answer, self._is_silent = completion, answer, True
+        self._completion = completion
+        self._answer = answer
+        self._is_silent = True
         super().__init__(
             self._render(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
@@ -281,7 +286,9 @@ def guard(app: ASGIApp, service: Service, known_paths: set[str]) -> ASGIApp:
 
 def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool) -> None:
     """Checks Origin, Host and key."""
-    host, origin, allowed = headers.get("host", ""), headers.get("origin"), args.allowed_origins
+    host = headers.get("host", "")
+    origin = headers.get("origin")
+    allowed = args.allowed_origins
     is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
     is_allowed = (
         "*" in allowed

@@ -31,7 +31,8 @@ PROMPTS = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3, 0, 2])
 FOLLOWING = [1, 1, 1]
 # A batch may differ by TOLERANCE standard deviations, plus NOISE times what prefilling in one piece
 # changes.
-TOLERANCE, NOISE = 1e-3, 3.0
+TOLERANCE = 1e-3
+NOISE = 3.0
 
 
 def count_prefill_rows(model: nn.Module, options: Options) -> int:
@@ -99,7 +100,8 @@ def _decode_alone(model: nn.Module, prompt: list[int], size: int) -> mx.array:
     Args:
         size: tokens in the first forward; all others have one.
     """
-    text, cache = mx.array([prompt + FOLLOWING]), make_prompt_cache(model)
+    text = mx.array([prompt + FOLLOWING])
+    cache = make_prompt_cache(model)
     pieces = [text[:, :size], *(text[:, i : i + 1] for i in range(size, text.shape[1]))]
     logits = []
     for piece in pieces:

@@ -31,7 +31,8 @@ from ..options import CACHE_OPTIONS, Options
 from ..planning.store import digest_tensors, sample_tensors
 
 FILE_NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}\.safetensors")
-FOLDER_MODE, FILE_MODE = 0o700, 0o600
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
 
 MAX_FILES = 500
 """Files that are kept and read: arrays that are not loaded yet keep theirs open, and mlx-lm allows

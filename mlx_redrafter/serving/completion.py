@@ -135,7 +135,8 @@ class Completion(ABC, Generic[AnyBody]):
     top_logprobs: int | None = None
 
     def __init__(self, service: Service, body: AnyBody) -> None:
-        self.service, self.body = service, body
+        self.service = service
+        self.body = body
         self.messages: list[Message] = []
         self.shown_tools: list[Tool] = []
         self.tools: Tools = {}
@@ -154,8 +155,11 @@ class Completion(ABC, Generic[AnyBody]):
 
     def encode_prompt(self) -> Prompt:
         """Encodes the messages with the chat template; without one, joins their texts."""
-        service, own, tools = self.service, self.body.chat_template_kwargs, self.tools
-        tokenizer, prefilled = service.tokenizer, self.is_prefilled
+        service = self.service
+        own = self.body.chat_template_kwargs
+        tools = self.tools
+        tokenizer = service.tokenizer
+        prefilled = self.is_prefilled
         if "chat_template" in own:  # it might loop forever
             raise ApiError(
                 "chat_template_kwargs must be variables of the model's own template, got chat_template"
@@ -224,7 +228,8 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
 
     Slow: do not call it in the event loop.
     """
-    service, prompt = completion.service, completion.encode_prompt()
+    service = completion.service
+    prompt = completion.encode_prompt()
     constraint: Constraint | None = (
         completion.answer_format.schema_to_follow if completion.answer_format else None
     )
@@ -260,7 +265,8 @@ class Answer:
     """
 
     def __init__(self, completion: Completion[Any], prompt: Prompt) -> None:
-        service, body = completion.service, completion.body
+        service = completion.service
+        body = completion.body
         asked = {
             "grammar": prompt.grammar,
             "top_logprobs": completion.top_logprobs,
@@ -278,10 +284,8 @@ class Answer:
         self.texts: list[TextStream] = []
         self.choice = self.n_tokens = self.n_reasoning = 0
         self.finish_reason: ApiFinishReason | None = None
-        functions, is_call = (
-            describe_tools(completion.tools.values()),
-            bool(completion.forced_tools),
-        )
+        functions = describe_tools(completion.tools.values())
+        is_call = bool(completion.forced_tools)
         for at in range(completion.choices):
             seed = {} if body.seed is None else {"seed": body.seed + at}
             self.texts.append(

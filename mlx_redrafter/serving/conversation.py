@@ -78,7 +78,8 @@ def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
     arranged: list[Message] = [{"role": "system", "content": system}] if n_leading else []
     is_late = False  # whether the last one holds system text only
     for message in flat[n_leading:]:
-        role, last = message["role"], arranged[-1] if arranged else {}
+        role = message["role"]
+        last = arranged[-1] if arranged else {}
         if role == "system":
             message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
         if last.get("role") == message["role"] == "user" and (is_late or role == "system"):
@@ -98,7 +99,8 @@ def flatten(message: Message, where: str, field: str) -> Message:
     """Returns a message with one text, parsed tool calls, reasoning as `field`, and "system"
     instead of "developer".
     """
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if not isinstance(role, str):
         raise ApiError(f"{where}.role must be a string, got {role!r:.100}")
     text = join_parts(content, f"{where}.content")
@@ -193,7 +195,8 @@ def read_reasoning(content: Any, where: str) -> str:
 
 def read_part(part: dict[str, Any]) -> Any:
     """Returns the text of a part, or a placeholder."""
-    kind, source = str(part.get("type")), part.get("source")
+    kind = str(part.get("type"))
+    source = part.get("source")
     if kind in TEXT_PARTS:
         return part.get("text", part.get("refusal"))
     if kind in ("document", "search_result"):
@@ -252,7 +255,8 @@ def read_tools(
     """Returns the tools of a request of any API, by the name that the model sees."""
     tools: Tools = {}
     for at, tool in enumerate(given):
-        kind, place = str(tool.get("type") or "function"), f"{where}[{at}]"
+        kind = str(tool.get("type") or "function")
+        place = f"{where}[{at}]"
         if kind == "namespace":
             inner = tool.get("tools")
             if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
@@ -271,12 +275,16 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
 
     The model sees all fields of a function from chat completions.
     """
-    own, shown = tool, dict[str, Any]()
+    own = tool
+    shown = dict[str, Any]()
     if "input_schema" in tool:  # as in messages
-        kind, own = "function", {**tool, "parameters": tool["input_schema"]}
+        kind = "function"
+        own = {**tool, "parameters": tool["input_schema"]}
     elif isinstance(tool.get(kind), dict):  # as in chat completions
-        own, shown = tool[kind], tool[kind] if kind == "function" else {}
-    name, parameters = own.get("name"), own.get("parameters")
+        own = tool[kind]
+        shown = tool[kind] if kind == "function" else {}
+    name = own.get("name")
+    parameters = own.get("parameters")
     if not isinstance(name, str) or not name:
         raise ApiError(f"{where}.name must be a string, got {name!r:.100}")
     if not isinstance(own.get("description", ""), str | None) or not isinstance(

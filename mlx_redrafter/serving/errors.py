@@ -26,7 +26,9 @@ class ApiError(RedrafterError):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.headers = status or self.status, code, headers
+        self.status = status or self.status
+        self.code = code
+        self.headers = headers
 
 
 class GenerationFailed(ApiError):

@@ -64,7 +64,8 @@ class Metrics:
     def count(self, request: Request, end: str) -> None:
         """Records a request that has ended with "stop", "length", "cancelled" or "failed"."""
         self.generations.labels(end).inc()
-        stats, made = request.output.stats, len(request.output.tokens)
+        stats = request.output.stats
+        made = len(request.output.tokens)
         tokens = {"prompt": request.n_prefilled, "cached": request.cached_tokens, "generated": made}
         for kind, number in (tokens | {name: getattr(stats, name) for name in DRAFTS}).items():
             self.tokens.labels(kind).inc(number)

@@ -36,7 +36,8 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         super().__init__(service, body)
         if body.max_completion_tokens is not None:  # the newer name
             body.max_tokens = body.max_completion_tokens
-        self.answer_format, self.choices = body.response_format, body.n
+        self.answer_format = body.response_format
+        self.choices = body.n
         self.reply = {
             "id": f"chatcmpl-{uuid.uuid4()}",
             "object": self.kinds[body.stream],
@@ -54,7 +55,10 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
 
     async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
         """Yields the chunks of a stream; without a stream, puts whole choices into the reply."""
-        choices, segments, logprobs, drafts = list[Event](), list[Segment](), list[Event](), Event()
+        choices = list[Event]()
+        segments = list[Segment]()
+        logprobs = list[Event]()
+        drafts = Event()
         async for event in answer.read_events():
             segments += event.segments
             if self.top_logprobs is not None:
@@ -70,7 +74,9 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
                 yield self.reply | {"choices": [choice]} | ({"redrafter": drafts} if drafts else {})
             else:
                 choices.append(choice)
-            segments, logprobs, drafts = [], [], {}
+            segments = []
+            logprobs = []
+            drafts = {}
         usage = {"usage": answer.describe_usage("prompt", "completion")}
         if self.body.stream_options.get("include_usage"):
             yield self.reply | {"choices": []} | usage
@@ -84,10 +90,8 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         tokenizer = self.service.tokenizer
 
         def describe(token: int, logprob: float) -> dict[str, Any]:
-            text, found = (
-                tokenizer.decode([token]),
-                logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB,
-            )
+            text = tokenizer.decode([token])
+            found = logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB
             known = None if "\ufffd" in text else list(text.encode())  # a part of a character
             return {"id": token, "token": text, "bytes": known, "logprob": found}
 
@@ -95,7 +99,9 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         return describe(event.token, event.logprob) | {"top_logprobs": top}
 
     def _note_drafts(self, noted: Event, event: TokenEvent, request: Request) -> None:
-        source, made, decode = event.draft_source, event.round, self.service.tokenizer.decode
+        source = event.draft_source
+        made = event.round
+        decode = self.service.tokenizer.decode
         token = {"text": event.text, "from_draft": source is not None, "draft_source": source}
         noted.setdefault("tokens", []).append(token)
         noted |= {

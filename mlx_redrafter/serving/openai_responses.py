@@ -45,7 +45,8 @@ class Responses(Completion[ResponsesBody]):
         if body.instructions:
             self.messages.insert(0, {"role": "system", "content": body.instructions})
         self.offer_tools(read_tools(body.tools), body.tool_choice)
-        self.answer_format, self.effort = body.text.format, body.reasoning.effort
+        self.answer_format = body.text.format
+        self.effort = body.reasoning.effort
         self._output: list[dict[str, Any]] = []
         self._event_count = 0
         self.reply = {
@@ -150,7 +151,8 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
         return messages[-1]
 
     for at, item in enumerate(items):
-        where, identifier = f"input[{at}]", str(item.get("id"))
+        where = f"input[{at}]"
+        identifier = str(item.get("id"))
         if item.get("type") == "item_reference" or item.keys() == {"id"}:
             if identifier not in service.items:
                 raise ApiError(
@@ -181,7 +183,8 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
                 }
             )
         elif kind.endswith("_call") and "call_id" in item:
-            name, namespace = item.get("name") or kind.removesuffix("_call"), item.get("namespace")
+            name = item.get("name") or kind.removesuffix("_call")
+            namespace = item.get("namespace")
             if not isinstance(name, str) or not isinstance(namespace, str | None):
                 raise ApiError(
                     f"{where}: name and namespace must be strings, got {name!r:.50} and {namespace!r:.50}"

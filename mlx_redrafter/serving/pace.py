@@ -15,7 +15,8 @@ MAX_ROWS = 3
 beat it.
 """
 
-TRIAL_EVERY, MAX_PAUSE = 24, 1536
+TRIAL_EVERY = 24
+MAX_PAUSE = 1536
 """Batch steps before a trial: at first, and at most."""
 
 WINDOW = 8
@@ -72,7 +73,8 @@ class Pace:
 
     def prefers_turns(self, rows: int) -> bool:
         """Whether this many rows should take turns, by the latest measurements."""
-        batch, turns = self._batch_speed(rows), self._turns_speed
+        batch = self._batch_speed(rows)
+        turns = self._turns_speed
         return (
             rows <= MAX_ROWS and batch is not None and turns is not None and turns >= MARGIN * batch
         )

@@ -68,7 +68,8 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._worker, self._drain_timeout = service.worker, service.args.drain_timeout
+        self._worker = service.worker
+        self._drain_timeout = service.args.drain_timeout
         options: dict[str, Any] = {
             "log_config": None,
             "ws": "none",

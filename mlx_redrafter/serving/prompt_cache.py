@@ -61,7 +61,8 @@ class PromptCache:
     """
 
     def __init__(self, max_bytes: int, folder: CacheFolder | None = None) -> None:
-        self.max_bytes, self._folder = max_bytes, folder
+        self.max_bytes = max_bytes
+        self._folder = folder
         self._entries: list[_Entry] = []  # least recently used first
 
     def __len__(self) -> int:
@@ -128,13 +129,15 @@ class PromptCache:
         """Returns (the cache that `fetch` would copy, the length of the prefix) for a prompt
         without its last token.
         """
-        best, most = None, 0
+        best = None
+        most = 0
         for entry in reversed(self._entries):
             if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:
                 continue  # it cannot match more tokens
             held = count_common_prefix(entry.tokens, wanted)
             if held > most and (held == len(entry.tokens) or _can_trim(entry.cache)):
-                best, most = entry, held
+                best = entry
+                most = held
         return best, most
 
     def store(

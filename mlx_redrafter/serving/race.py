@@ -68,7 +68,8 @@ def make_race_app(service: Service) -> Starlette:
 
     from .app import make_app
 
-    args, service.shows_drafts = service.args, True
+    args = service.args
+    service.shows_drafts = True
     shape = [
         f"{name.replace('_', ' ')} {getattr(args, name)}"
         for name in PLAN_OPTIONS[1:]

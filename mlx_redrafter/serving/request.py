@@ -111,15 +111,20 @@ class Request:
         prefix_lengths: Iterable[int] = (),
         **sampling: Any,
     ) -> None:
-        self.prompt, self.make_grammar, self.top_logprobs = prompt, grammar, top_logprobs
-        self.draft, self.include_drafts, self.sampling = draft, include_drafts, sampling
+        self.prompt = prompt
+        self.make_grammar = grammar
+        self.top_logprobs = top_logprobs
+        self.draft = draft
+        self.include_drafts = include_drafts
+        self.sampling = sampling
         penalties = {name: sampling[name] for name in PENALTIES & sampling.keys()}
         given = {name: value for name, value in sampling.items() if name not in penalties}
         processors = make_logits_processors(**penalties)
         options = replace(defaults, logits_processors=processors, **given).require_tokens()
         if room is not None and not 0 < options.max_tokens <= room:
             options = replace(options, max_tokens=room)
-        self.options, self.output = options, Output(options.max_tokens, end_tokens)
+        self.options = options
+        self.output = Output(options.max_tokens, end_tokens)
         self.prefix = np.array(prompt[:-1], np.int32)
         self.copy_lengths = sorted({n for n in prefix_lengths if 0 < n < len(prompt)}) or [
             len(self.prefix)
@@ -133,7 +138,8 @@ class Request:
         self.submitted = time.perf_counter()
         self.time_to_first_token: float | None = None
         self.seconds = 0.0
-        self._loop, self._items = loop, asyncio.Queue[Item]()
+        self._loop = loop
+        self._items = asyncio.Queue[Item]()
 
     @property
     def text(self) -> list[int]:
@@ -187,7 +193,8 @@ class Request:
         self.seconds = elapsed - self.time_to_first_token
         source: DraftSource = "context" if made.from_context else "drafter"
         events = [TokenEvent(token, draft_source=source) for token in made.tokens]
-        events[-1].draft_source, events[-1].finish_reason = None, self.output.finish_reason
+        events[-1].draft_source = None
+        events[-1].finish_reason = self.output.finish_reason
         if self.top_logprobs is not None:
             for event, row in zip(events, made.logprobs, strict=True):
                 event.logprob = cast(float, row[event.token].item())

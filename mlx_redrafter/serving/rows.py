@@ -56,7 +56,8 @@ class Loops:
     """
 
     def __init__(self, pair: Pair, metrics: Metrics) -> None:
-        self._pair, self._metrics = pair, metrics
+        self._pair = pair
+        self._metrics = metrics
         self._loops: dict[Request, Generation] = {}
 
     @property
@@ -131,7 +132,8 @@ class RowSampler:
     """
 
     def __init__(self, sampler: Sampler, position: int) -> None:
-        self._sampler, self._position = sampler, position
+        self._sampler = sampler
+        self._position = position
         self._draws: Draws | None = None
         self._row = 0  # in the draws
 
@@ -161,11 +163,9 @@ class Batch:
     def __init__(
         self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int
     ) -> None:
-        self._model, self._prefill_rows, self._prefill_step_size = (
-            model,
-            prefill_rows,
-            prefill_step_size,
-        )
+        self._model = model
+        self._prefill_rows = prefill_rows
+        self._prefill_step_size = prefill_step_size
         self._sizes: dict[str, Any] = {
             "completion_batch_size": size,
             "prefill_batch_size": min(prefill_rows, size),
@@ -184,7 +184,8 @@ class Batch:
     def add(self, row: Request, start: Start) -> None:
         """Adds a row, which continues at the first token that its cache does not hold."""
         cache, held = start
-        text, ends = row.text, [*(n for n in row.copy_lengths if n > held), row.length]
+        text = row.text
+        ends = [*(n for n in row.copy_lengths if n > held), row.length]
         sampler = greedy_sampler  # one call for all rows that share it
         if row.options.temp:
             sampler = RowSampler(
@@ -212,7 +213,8 @@ class Batch:
         prompts, tokens = self._generator.next()
         to_copy = []
         for each in prompts:
-            row, (done, total) = self._rows[each.uid], each.progress
+            row = self._rows[each.uid]
+            done, total = each.progress
             row.n_prefilled = max(row.n_prefilled, min(row.length - total + done, len(row.prompt)))
             if row.n_prefilled in row.copy_lengths and not each.end_of_prompt:
                 to_copy.append(row)
@@ -251,7 +253,8 @@ class Batch:
             self._generator._generation_batch
         )  # mlx-lm has no public name for what it computes ahead
         rows = [self._rows[uid] for uid in batch.uids]
-        tokens, logprobs = batch._next_tokens.tolist(), list(batch._next_logprobs)
+        tokens = batch._next_tokens.tolist()
+        logprobs = list(batch._next_logprobs)
         starts = self.remove(rows)
         mx.eval(logprobs)
         following = zip(rows, tokens, logprobs, strict=True)
@@ -275,7 +278,8 @@ def make_masks(row: Request) -> list[Processor]:
 
     Its errors end the row, not the batch.
     """
-    grammar, n_prompt = row.grammar, len(row.prompt)
+    grammar = row.grammar
+    n_prompt = len(row.prompt)
     if grammar is None:
         return []
 

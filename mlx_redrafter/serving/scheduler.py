@@ -66,8 +66,13 @@ class Scheduler:
         metrics: Metrics,
         on_end: Callable[[Request, str | Exception], None],
     ) -> None:
-        self._pair, self._options, self._size, model = pair, options, size, pair.model
-        self._metrics, self._on_end, self.rows = metrics, on_end, dict[Request, None]()
+        self._pair = pair
+        self._options = options
+        self._size = size
+        model = pair.model
+        self._metrics = metrics
+        self._on_end = on_end
+        self.rows = dict[Request, None]()
         self.prompt_cache = prompt_cache
         fresh = make_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.find_unknown_types(
@@ -78,7 +83,8 @@ class Scheduler:
         self._prefill_rows = count_prefill_rows(model, options)
         self._loops = Loops(pair, metrics)
         self._batch = Batch(model, size, max(1, self._prefill_rows), options.prefill_step_size)
-        self._alone_steps, self._pace = 0, Pace()
+        self._alone_steps = 0
+        self._pace = Pace()
 
     @property
     def mode(self) -> Literal["idle", "single", "batch", "turns"]:
@@ -91,7 +97,8 @@ class Scheduler:
         """Reads saved caches, measures costs if that is needed, and compiles what a request needs."""
         self.prompt_cache.read_folder()
         self._host_stream = mx.new_stream(mx.cpu)  # works beside the current forward
-        options, source = replace(self._options, max_tokens=4), self._pair.open_source()
+        options = replace(self._options, max_tokens=4)
+        source = self._pair.open_source()
         for _ in decode_tokens(self._pair, [0] * 8, options, source):
             pass
 
@@ -101,7 +108,8 @@ class Scheduler:
 
         Rows in `ended` no longer take up room.
         """
-        running, chosen = [row for row in self.rows if row not in ended], list[Request]()
+        running = [row for row in self.rows if row not in ended]
+        chosen = list[Request]()
         for row in waiting:
             if len(running) + len(chosen) < self._size:
                 other, shared = self._find_prefix(row, [*running, *chosen])
@@ -118,7 +126,8 @@ class Scheduler:
         Returns:
             That row and the length of the prefix, or (None, 0) if waiting does not pay.
         """
-        shared, other = 0, None
+        shared = 0
+        other = None
         for each in rows:
             if each.n_prefilled >= each.copy_lengths[-1]:
                 continue  # all its copies are kept already
@@ -128,7 +137,8 @@ class Scheduler:
                     (n for n in each.copy_lengths if each.n_prefilled < n <= count), default=0
                 )
             if count > shared:
-                shared, other = count, each
+                shared = count
+                other = each
         is_kept = shared < MIN_SHARED or shared - self.prompt_cache.find(row.prefix)[1] < MIN_SHARED
         return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
 
@@ -208,7 +218,8 @@ class Scheduler:
 
         Several rows move into the batch if that is faster.
         """
-        rows, started = self._loops.rows, time.perf_counter()
+        rows = self._loops.rows
+        started = time.perf_counter()
         before = sum(row.length for row in rows)
         is_decoding = all(row.output.tokens for row in rows)
         for row in rows:
@@ -232,7 +243,8 @@ class Scheduler:
     def _step_batch(self) -> None:
         began = time.perf_counter()
         to_copy, made = self._batch.step()
-        seconds, stepped = time.perf_counter() - began, [row for row, _ in made]
+        seconds = time.perf_counter() - began
+        stepped = [row for row, _ in made]
         for row in to_copy:
             self._store_prompt(row)
         self._metrics.batch_steps.inc(len(made) > 0)

@@ -32,7 +32,8 @@ WHITESPACE = r"[ \n]{1,24}"
 
 CANNOT_FOLLOW = "the JSON schema cannot be followed"
 
-MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
+MAX_REFERENCES = 500
+STACK_BYTES = 1 << 29
 """Maximum `$ref`s in a schema, and the stack for them: llguidance recurses into each, up to 128
 levels deep, and a stack overflow would end the process."""
 
@@ -46,7 +47,8 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
 
     def compile(
         self, constraint: Constraint, state: str | None = None, unless: tuple[int, ...] = ()
@@ -59,7 +61,8 @@ class GrammarCompiler:
             state: see `Prompt`; with "reasoning" the grammar begins after the end of the reasoning.
             unless: token ids with which the answer may begin instead; the rest of it is then free.
         """
-        matcher, ignored = self._match(constraint, unless), list[str]()
+        matcher = self._match(constraint, unless)
+        ignored = list[str]()
         if matcher.is_error():
             followed, ignored = self._drop_refused(constraint)
             matcher = self._match(followed, unless) if ignored else matcher
@@ -104,7 +107,8 @@ class GrammarCompiler:
         """Returns (a copy of a constraint without the keywords that llguidance rejects, what was
         dropped).
         """
-        constraint, dropped = deepcopy(constraint), list[str]()
+        constraint = deepcopy(constraint)
+        dropped = list[str]()
         for part in list(find_objects(constraint)):
             for name in KEYWORDS:
                 if isinstance(part.get(name), str | int | float):  # not a property of this name
@@ -123,7 +127,8 @@ def describe_grammar(constraint: Constraint, unless: tuple[int, ...]) -> str:
         choice = [{"lark_grammar": f"start: @answer | {mark}"}] if mark else []
         answer = {"name": "answer", "json_schema": constraint | {"x-guidance": options}}
         return json.dumps({"grammars": [*choice, answer]})
-    calls, schemas = [], []
+    calls = []
+    schemas = []
     for at, function in enumerate(constraint):
         begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
         calls.append(f'{json.dumps(begin, ensure_ascii=False)} @arguments{at} "}}"')
@@ -164,12 +169,10 @@ class SchemaGrammar:
         arguments: tuple[Any, ...],
         begins_after: tuple[int, ...],
     ) -> None:
-        self.matcher, self._tokenizer, self.arguments, self._begins_after = (
-            matcher,
-            tokenizer,
-            arguments,
-            begins_after,
-        )
+        self.matcher = matcher
+        self._tokenizer = tokenizer
+        self.arguments = arguments
+        self._begins_after = begins_after
         self._unless: tuple[int, ...] = arguments[-1]
         self._tail: tuple[int, ...] = ()  # the latest tokens before the grammar begins
         self._start: tuple[

@@ -71,7 +71,9 @@ class TextStream:
         is_call: bool = False,
     ) -> None:
         self.has_tool_calls = False
-        self._tokenizer, self._tools, self._stops = tokenizer, list(tools), StopStrings(stops)
+        self._tokenizer = tokenizer
+        self._tools = list(tools)
+        self._stops = StopStrings(stops)
         self._detokenizer = tokenizer.detokenizer
         machine = (
             TextStateMachine()
@@ -120,14 +122,16 @@ class TextStream:
 
     def _add_piece(self, state: str | None, text: str) -> list[Segment]:
         if state == "tool" or (self._is_call and KINDS.get(state) == "text"):
-            self._call, self._space = (self._call or "") + text, ""
+            self._call = (self._call or "") + text
+            self._space = ""
             return []
         segments = self._end_call(is_complete=True)
         if text and state in KINDS:
             if (
                 self.has_tool_calls and KINDS[state] == "text"
             ):  # whitespace between calls is no text
-                text, self._space = self._space + text, ""
+                text = self._space + text
+                self._space = ""
                 if not text.strip():
                     self._space = text
                     return segments
@@ -137,7 +141,8 @@ class TextStream:
     def _end_call(self, *, is_complete: bool) -> list[Segment]:
         if self._call is None:
             return []
-        text, self._call = self._call, None
+        text = self._call
+        self._call = None
         if self._tools:
             error: Exception | None = None
             for repair in (str, repair_json):

@@ -104,7 +104,8 @@ class Worker:
             tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         )
         options = options or Options()
-        self._pair, self._tokenizer = Pair(model, drafter), tokenizer
+        self._pair = Pair(model, drafter)
+        self._tokenizer = tokenizer
         self.vocab_size = self._pair.vocab_size
         self.grammars = GrammarCompiler(tokenizer, self.vocab_size)
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]

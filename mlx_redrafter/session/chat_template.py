@@ -17,7 +17,8 @@ from ..generate import encode, is_text
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and other keys that the template supports."""
 
-MARK, SENTINEL = "7f3a9c41d2", "b80e5d6f13"
+MARK = "7f3a9c41d2"
+SENTINEL = "b80e5d6f13"
 """Placeholders: for the last answer, to find the text after it, and for messages that a template
 may move forward.
 """

@@ -73,11 +73,9 @@ def read_conversation(
             raise RedrafterError(f"expected format {FORMAT}, got {content['format']!r:.60}")
         if content["model"] != digest_tensors(model):
             raise RedrafterError("it was saved with another model")
-        tokens, messages, template = (
-            content["tokens"],
-            parse_messages(content["messages"]),
-            content["template"],
-        )
+        tokens = content["tokens"]
+        messages = parse_messages(content["messages"])
+        template = content["template"]
         check_tokens(check_prompt(tokens), find_vocab_size(model))
         check_cache(model, cache, KVQuantization())
         if (length := kv_cache.length(cache)) not in (0, len(tokens)):

@@ -116,24 +116,26 @@ class Session:
                 f"memory_budget must be a positive number of bytes, got {memory_budget!r}"
             )
         _refuse(("prompt_cache", "history"), options)
-        self.model, self.drafter = model, drafter
+        self.model = model
+        self.drafter = drafter
         self.tokenizer = (
             tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         )
-        self._options, self._stop, self._tools, self._template_config = (
-            options,
-            stop,
-            tools,
-            chat_template_config,
-        )
+        self._options = options
+        self._stop = stop
+        self._tools = tools
+        self._template_config = chat_template_config
         self._rendered_with = make_template_args(self.tokenizer, tools, chat_template_config)
         checked = Options(**options).require_tokens()
         checked.resolve_plan(drafter)
         self._cache_bytes = measure_cache(model, checked)
-        self._memory_budget, self._trims = memory_budget, when_full == "trim"
+        self._memory_budget = memory_budget
+        self._trims = when_full == "trim"
         self._pair, _ = find_pair(model, drafter)  # `_clear` opens the source
         evaluate(model, drafter)  # turns may come from other threads
-        self._lock, self._thread, self._cancelled = threading.Lock(), "", False
+        self._lock = threading.Lock()
+        self._thread = ""
+        self._cancelled = False
         self._clear()
 
     @property
@@ -170,7 +172,9 @@ class Session:
                 option is given, which only `Session` takes, or `stream_generate` rejects the
                 request.
         """
-        text, tokens, last = "", list[int](), None
+        text = ""
+        tokens = list[int]()
+        last = None
         with closing(self.stream(messages, **options)) as responses:
             for last in responses:
                 text += last.text
@@ -192,7 +196,8 @@ class Session:
         """
         with self._locked():
             sent = parse_messages(messages)
-            stop, tools = options.pop("stop", self._stop), options.pop("tools", self._tools)
+            stop = options.pop("stop", self._stop)
+            tools = options.pop("tools", self._tools)
             config = options.pop("chat_template_config", self._template_config)
             template = make_template_args(self.tokenizer, tools, config)
             _refuse(("prompt_cache", "history", *CACHE_OPTIONS), options)
@@ -225,7 +230,8 @@ class Session:
         """A copy of the session; later turns of the two are independent."""
         with self._locked():
             other = copy.copy(self)
-            other._lock, other._cache = threading.Lock(), copy.deepcopy(self._cache)
+            other._lock = threading.Lock()
+            other._cache = copy.deepcopy(self._cache)
             other._source = None if self._source is None else self._source.fork()
             return other
 
@@ -287,7 +293,8 @@ class Session:
                 f"the session is in use by thread {self._thread}: one thread at a time"
             )
         try:
-            self._thread, self._cancelled = threading.current_thread().name, False
+            self._thread = threading.current_thread().name
+            self._cancelled = False
             yield
         finally:
             self._lock.release()
@@ -314,7 +321,8 @@ class Session:
 
         ids = None
         if self._tokens:
-            before, last = self._messages[:-1], self._tokens[-1]
+            before = self._messages[:-1]
+            last = self._tokens[-1]
             ids = encode_turn(self.tokenizer, before, sent, last, template, self._rendered_with)
         turn = (
             start_over(self._messages) if ids is None else _Turn(self._messages, self._tokens, ids)
@@ -361,15 +369,16 @@ class Session:
         """
         history = turn.old if self._cache is not None else []
         kept = (self._cache if history else None) or make_cache(self.model, options.max_kv_size)
-        cache, states = (
-            list(kept),
-            kv_cache.snapshot_rows(kept),
-        )  # a copy, as quantization replaces entries of the list
-        callback, valid = options.prompt_progress_callback, False
+        # a copy, as quantization replaces entries of the list
+        cache = list(kept)
+        states = kv_cache.snapshot_rows(kept)
+        callback = options.prompt_progress_callback
+        valid = False
         source = self._source if history else self._pair.open_source()
         if history and source is not None:
             source = source.fork()
-        text, tokens = "", list[int]()
+        text = ""
+        tokens = list[int]()
 
         def progress(done: int, total: int) -> None:
             if self._cancelled:
@@ -393,7 +402,9 @@ class Session:
                 stream_text(self._pair, self.tokenizer, prompt, options, source, stops)
             ) as responses:
                 for response in responses:
-                    kept, states = [], []  # frees old arrays
+                    # frees old arrays
+                    kept = []
+                    states = []
                     tokens.append(response.token)
                     text += response.text
                     try:
@@ -404,7 +415,9 @@ class Session:
                         break
             valid = True
         except Cancelled:
-            cache, valid, source = kept, bool(history), self._source
+            cache = kept
+            valid = bool(history)
+            source = self._source
             kv_cache.restore(cache, states)
         finally:
             if tokens:
@@ -416,11 +429,13 @@ class Session:
             mx.eval([vars(c) for c in kv_cache.leaves(cache)] if valid else [])
             evaluate(self.model)
             if valid:
-                self._cache, self._source = cache, None if self._pair.drafter is None else source
+                self._source = None if self._pair.drafter is None else source
+                self._cache = cache
 
     def _drop_drafter(self, on_failure: Callable[[Exception], None], error: Exception) -> None:
         """Continues this and all later turns without the drafter, which has failed."""
-        self._pair, self._source = Pair(self.model), None
+        self._pair = Pair(self.model)
+        self._source = None
         on_failure(error)
 
 

@@ -88,10 +88,13 @@ def decode_rows(
         most_rows: how many rows are decoded together, see `find_batch_size`.
     """
     ends = mx.array([-1, *end_tokens])  # never empty
-    rows, cache, tokens = list[Row](), list[Any](), mx.zeros((0,), mx.int32)
+    rows = list[Row]()
+    cache = list[Any]()
+    tokens = mx.zeros((0,), mx.int32)
     # What the step before computes: the arrays, and (index in the arrays, row, position) of the
     # states to keep.
-    computing, places = tuple[mx.array, ...](), list[tuple[int, Row, int]]()
+    computing = tuple[mx.array, ...]()
+    places = list[tuple[int, Row, int]]()
     while True:
         if len(rows) <= most_rows * 3 // 4 and (new := take(most_rows - len(rows))):
             new, cache = prefill(model, new, cache if rows else None, is_batch=most_rows > 1)
@@ -109,8 +112,10 @@ def decode_rows(
         next_states = (hidden[:, -1], ids, find_probs(largest, logits)) if learned else ()
         mx.async_eval(following, *next_states)
         store(computing, places)
-        computing, places = next_states, [(at, rows[at], len(rows[at].ids)) for at in learned]
-        is_stopped, keep = should_stop(len(rows)), list[int]()
+        computing = next_states
+        places = [(at, rows[at], len(rows[at].ids)) for at in learned]
+        is_stopped = should_stop(len(rows))
+        keep = list[int]()
         for at, (row, token) in enumerate(zip(rows, cast(list[int], tokens.tolist()), strict=True)):
             row.ids.append(token)
             size = len(row.ids) - row.offset
@@ -125,7 +130,8 @@ def decode_rows(
             return
         if len(keep) < len(rows):
             places = [place for place in places if place[0] in keep]
-            rows, following = [rows[at] for at in keep], following[mx.array(keep, mx.int32)]
+            rows = [rows[at] for at in keep]
+            following = following[mx.array(keep, mx.int32)]
             for each in cache if rows else []:
                 each.filter(keep)
         tokens = following
@@ -149,7 +155,8 @@ def prefill(
         cache: of other rows, which come first; None for none.
         is_batch: whether the cache is of mlx-lm's batch types, not that of a single row.
     """
-    order, kind = list[Row](), make_row_dtype(find_model_sizes(model)[0])
+    order = list[Row]()
+    kind = make_row_dtype(find_model_sizes(model)[0])
     for group in group_by_length([len(row.ids) - 1 for row in rows]):
         part = [rows[i] for i in group]
         made = [make_prompt_cache(model) for _ in part]
@@ -165,7 +172,8 @@ def prefill(
         for one, other in zip(cache or own, own, strict=True):
             if one is not other:
                 one.extend(other)
-        cache, order = cache or own, order + part
+        cache = cache or own
+        order = order + part
     assert cache is not None
     mx.clear_cache()  # of buffers of the sizes before
     return order, cache

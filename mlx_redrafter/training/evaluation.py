@@ -34,16 +34,20 @@ def measure_guesses(
         The loss (see `DraftLoss`, with equal weights for all depths), and (K, R) the share of
         positions where the guess of each rank is the target's likeliest token.
     """
-    loss, positions = 0.0, 0
-    hits, tried = np.zeros((args.draft_depth, N_RANKS)), np.zeros((args.draft_depth, 1))
+    loss = 0.0
+    positions = 0
+    hits = np.zeros((args.draft_depth, N_RANKS))
+    tried = np.zeros((args.draft_depth, 1))
     by_length = sorted(texts, key=lambda text: len(text.ids))
     for start in range(0, len(by_length), args.batch_size):
         targets = make_targets(
             embedding, by_length[start : start + args.batch_size], drafter.get("draft_ids")
         )
         found = draft_loss(drafter, targets, args.draft_depth, [1.0] * args.draft_depth)
-        ranks, size = np.array(found.ranks), int((np.array(targets.positions) >= 0).sum())
-        loss, positions = loss + size * float(np.array(found.loss)), positions + size
+        ranks = np.array(found.ranks)
+        size = int((np.array(targets.positions) >= 0).sum())
+        loss = loss + size * float(np.array(found.loss))
+        positions = positions + size
         hits += (ranks[:, :, None] == np.arange(N_RANKS)).sum(axis=1)
         tried += (ranks >= 0).sum(axis=1, keepdims=True)
     return loss / max(positions, 1), (hits / np.maximum(tried, 1)).tolist()
@@ -62,18 +66,22 @@ def count_rounds(
             generate, the right guess is the target's likeliest token; otherwise it is the text's
             own token.
     """
-    depth, size = args.draft_depth, len(text.ids)
+    depth = args.draft_depth
+    size = len(text.ids)
     targets = make_targets(embedding, [text], drafter.get("draft_ids"), of_text=not args.data)
     ranks = np.array(draft_loss(drafter, targets, depth, [1.0] * depth).ranks)
-    positions, right = np.array(targets.positions), np.zeros((depth, size + depth), bool)
+    positions = np.array(targets.positions)
+    right = np.zeros((depth, size + depth), bool)
     right[:, positions[positions >= 0]] = ranks[:, positions >= 0] == 0
     # After the token at c the draft's root is at c + 1, and the guess of depth k at c + k + 1.
     accepted = np.cumprod([right[k, k + 1 : k + 1 + size] for k in range(depth)], axis=0).sum(
         axis=0
     )
-    rounds, at = 0, max(text.offset, 1)
+    rounds = 0
+    at = max(text.offset, 1)
     while at < size - 1:
-        rounds, at = rounds + 1, at + 1 + int(accepted[at - 1])
+        rounds = rounds + 1
+        at = at + 1 + int(accepted[at - 1])
     return Stats(rounds=rounds, accepted=size - 1 - max(text.offset, 1) - rounds)
 
 
@@ -145,7 +153,8 @@ def format_results(results: Sequence[SpeedResult]) -> str:
     lines = [f"{'held-out prompts':<24}  tokens/round  against plain  same"]
     for row in results:
         ratio = "busy" if row.against_plain is None else f"{row.against_plain:.2f}"
-        name, same = f"{row.kind}, {row.prompts}", "yes" if row.same_tokens else "NO"
+        name = f"{row.kind}, {row.prompts}"
+        same = "yes" if row.same_tokens else "NO"
         lines.append(f"{name:<24}  {row.tokens_per_round:>12.2f}  {ratio:>13}  {same:>4}")
     if any(row.against_plain is None for row in results):
         lines.append("busy: not measured, as other work on the machine disturbed the times")

@@ -123,7 +123,9 @@ def draft_loss(
         ) + 1e-6
     reached = mx.ones(tokens.size)
     state: State = None
-    total, mass, ranks = mx.zeros(()), mx.zeros(()), []
+    total = mx.zeros(())
+    mass = mx.zeros(())
+    ranks = []
     # An array for all depths, not a number for each: the compiler would make separate kernels.
     columns = mx.where(targets.positions < 0, -1, targets.positions % tokens.shape[1])
     is_guess = columns >= mx.arange(1, depth + 1)[:, None]
@@ -139,7 +141,8 @@ def draft_loss(
         if weights is None:
             factors = mx.where(is_guess[k], mx.stop_gradient(overlap), 1.0)
             reached = mx.roll(reached.at[targets.positions].multiply(factors), 1)
-        total, mass = total + loss, mass + each.sum()
+        total = total + loss
+        mass = mass + each.sum()
         if wanted is not None:
             distance = mx.square(features[:, : wanted.shape[1]].astype(mx.float32) - wanted).sum(
                 axis=-1
@@ -176,7 +179,8 @@ def head_loss(
 
     @mx.custom_function
     def compute(features: mx.array, head: mx.array) -> tuple[mx.array, ...]:
-        loss, head_grad = mx.zeros(()), mx.zeros(head.shape)
+        loss = mx.zeros(())
+        head_grad = mx.zeros(head.shape)
         done: list[tuple[mx.array, ...]] = []
         gate = [after]
         for start in range(0, features.shape[0], chunk):

@@ -30,7 +30,8 @@ VISITS = 8
 Measured, see docs/log.md.
 """
 
-COMPARISON_SHARE, MAX_TEXT_SHARE = 0.08, 0.75
+COMPARISON_SHARE = 0.08
+MAX_TEXT_SHARE = 0.75
 """The largest share of a run's time for the comparison at the end, and of the rest for making
 texts.
 """
@@ -47,12 +48,10 @@ class Clock:
     """
 
     def __init__(self, seconds: float, say: Say) -> None:
-        self.seconds, self.reserve, self._say, self._started = (
-            seconds,
-            0.0,
-            say,
-            time.perf_counter(),
-        )
+        self.seconds = seconds
+        self.reserve = 0.0
+        self._say = say
+        self._started = time.perf_counter()
         interval = 0.5 if sys.stderr.isatty() else 30.0
         shown = "{percentage:3.0f}%|{bar:20}| {desc}"
         self._bar = tqdm(
@@ -125,17 +124,20 @@ def measure_speed(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, leng
         sizes: the drafter's config.
         length: tokens.
     """
-    tokens, row = mx.zeros((MAX_BATCH_SIZE, 1), mx.int32), [0] * TOKENS_AT_ONCE
+    tokens = mx.zeros((MAX_BATCH_SIZE, 1), mx.int32)
+    row = [0] * TOKENS_AT_ONCE
     forwards = {
         TOKENS_AT_ONCE: lambda: read_rows(model, [row], [1]),
         MAX_BATCH_SIZE: lambda: mx.eval(model(tokens)),
     }
     count = TOKENS_AT_ONCE if args.data else MAX_BATCH_SIZE
     milliseconds = time_calls({count: forwards[count]}, 0.0, min_turns=2)[count][-1]
-    drafter, ends = make_drafter(sizes), list[float]()
+    drafter = make_drafter(sizes)
+    ends = list[float]()
     assert isinstance(drafter, TrainableDrafter)
     states = np.zeros(length - 1, make_row_dtype(sizes.hidden_size))
-    states["ids"], states["probs"] = np.arange(TOP_K) % sizes.vocab_size, 1 / TOP_K
+    states["ids"] = np.arange(TOP_K) % sizes.vocab_size
+    states["probs"] = 1 / TOP_K
     batch = [Text(np.zeros(length, np.int32), 0, states)] * args.batch_size
 
     def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:

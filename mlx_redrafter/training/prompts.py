@@ -30,7 +30,8 @@ that kind.
 and the target completes it.
 """
 
-TEMPERATURE, MIN_P = 0.7, 0.05
+TEMPERATURE = 0.7
+MIN_P = 0.05
 """How prompts are sampled: tokens of less than `MIN_P` of the likeliest one's probability are left
 out.
 """
@@ -71,7 +72,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             found.append(line)
             continue
         value = parse_object(line, place)
-        prompt, messages = value.get("prompt"), value.get("messages")
+        prompt = value.get("prompt")
+        messages = value.get("messages")
         if isinstance(prompt, str) and prompt:
             found.append(prompt)
         elif (
@@ -128,15 +130,14 @@ class PromptWriter:
     def __init__(
         self, model: nn.Module, tokenizer: Any, seed: int, most_rows: int, drafts: int
     ) -> None:
-        self.model, self.tokenizer, self.most_rows, self.drafts = (
-            model,
-            tokenizer,
-            most_rows,
-            drafts,
-        )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.most_rows = most_rows
+        self.drafts = drafts
         self.head, self.tail = split_template(tokenizer)
         self.ends = {*self.tail[:1], *tokenizer.eos_token_ids}
-        self._rng, self._seen = np.random.default_rng(seed), set[tuple[str, ...]]()
+        self._rng = np.random.default_rng(seed)
+        self._seen = set[tuple[str, ...]]()
 
     def write(self, should_stop: ShouldStop) -> list[tuple[str, str]]:
         """(kind, text) of some new prompts, of all kinds."""
@@ -152,11 +153,13 @@ class PromptWriter:
 
         sampler = make_sampler(TEMPERATURE, min_p=MIN_P)
         for row in decode_rows(self.model, take, sampler, self.ends, should_stop, self.most_rows):
-            draft, made = row.tag, row.ids[row.offset :]
+            draft = row.tag
+            made = row.ids[row.offset :]
             is_ended = made[-1] in self.ends
             text = (draft.text + self.tokenizer.decode(made[:-1] if is_ended else made)).strip()
             if not is_ended and row.least > 1 and ". " in text:
-                text, is_ended = text[: text.rindex(". ") + 1], True
+                text = text[: text.rindex(". ") + 1]
+                is_ended = True
             if is_ended and draft.needs_question:
                 waiting.append(self.ask(draft.kind, text))
             elif is_ended and is_good(text) and self.is_new(text):

@@ -53,16 +53,19 @@ from .trainer import load_checkpoint, train_drafter
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
 
-MAX_VISITS, MIN_MEASURED = 30, 16
+MAX_VISITS = 30
+MIN_MEASURED = 16
 """How often a run learns each text at most, and the texts after which their own time counts, not
 the estimate.
 """
 
-VALIDATIONS, COUNTED_TEXTS = 8, 24
+VALIDATIONS = 8
+COUNTED_TEXTS = 24
 """How often a drafter is validated and saved, and the held-out texts whose rounds are then counted.
 """
 
-MAX_COMPARED, COMPARED_TOKENS = 48, 64
+MAX_COMPARED = 48
+COMPARED_TOKENS = 64
 """The prompts of the comparison at the end, if there is time, and the tokens decoded after each."""
 
 
@@ -148,7 +151,8 @@ def run_steps(
     clock.reserve = loading + min(
         COMPARISON_SHARE * clock.seconds, 2 * MAX_COMPARED * COMPARED_TOKENS * step
     )
-    known, visits = len(store.texts), args.batch_size * load_checkpoint(files.checkpoint)
+    known = len(store.texts)
+    visits = args.batch_size * load_checkpoint(files.checkpoint)
     texts = min(source.count, speed.count_wanted(clock.left_to_train, known, visits))
     if known + texts <= args.batch_size < known + source.count:
         least = args.batch_size + 1 - known
@@ -157,10 +161,8 @@ def run_steps(
         raise RedrafterError(
             f"expected --minutes {minutes} or more for {least} texts here, got {args.minutes:g}"
         )
-    making, size = (
-        texts * speed.text,
-        (store.nbytes + texts * source.length * store.kind.itemsize) / 1e9,
-    )
+    making = texts * speed.text
+    size = (store.nbytes + texts * source.length * store.kind.itemsize) / 1e9
     clock.say(
         f"in {format_time(clock.left)}: about {texts} texts{f' besides {known}' if known else ''} "
         f"({format_time(making)}, {size:.1f} GB of disk), training ({format_time(clock.left_to_train - making)}), "
@@ -185,10 +187,8 @@ def run_steps(
             )
         if not args.mask_prompt:
             training = [text._replace(offset=0) for text in training]
-        drafter, embedding = (
-            make_new_drafter(args, model, sizes, training, clock),
-            find_parts(model).embedding,
-        )
+        drafter = make_new_drafter(args, model, sizes, training, clock)
+        embedding = find_parts(model).embedding
         del model  # not needed until the end
         mx.clear_cache()
         run = Run(
@@ -233,13 +233,17 @@ def make_texts(
     Args:
         visits: as for `count_wanted`.
     """
-    known, tokens, began, seconds = len(store.texts), 0, time.perf_counter(), clock.left_to_train
+    known = len(store.texts)
+    tokens = 0
+    began = time.perf_counter()
+    seconds = clock.left_to_train
 
     def should_stop(more_tokens: int) -> bool:
         """Plans again with the speed so far."""
         nonlocal tokens
         tokens += more_tokens
-        made, spent = len(store.texts) - known, time.perf_counter() - began
+        made = len(store.texts) - known
+        spent = time.perf_counter() - began
         half_made = 0 if source.args.data else MAX_BATCH_SIZE / 2
         measured = (
             speed._replace(text=spent / (made + half_made)) if made >= MIN_MEASURED else speed
@@ -263,7 +267,8 @@ def make_new_drafter(
 ) -> TrainableDrafter:
     """An untrained drafter. A draft vocabulary has the most frequent tokens of the texts."""
     mx.random.seed(args.seed)
-    count, ids = sizes.draft_vocab_size, None
+    count = sizes.draft_vocab_size
+    ids = None
     if count is not None:
         ids = find_most_frequent(texts, count, sizes.vocab_size)
         learned = np.concatenate([text.ids[text.offset :] for text in texts])
@@ -278,14 +283,15 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> None:
 
     Each validation saves a usable drafter.
     """
-    args, record = run.args, run.record
-    before, most = (
-        load_checkpoint(run.files.checkpoint),
-        max(1, MAX_VISITS * len(run.training) // args.batch_size),
-    )
+    args = run.args
+    record = run.record
+    before = load_checkpoint(run.files.checkpoint)
+    most = max(1, MAX_VISITS * len(run.training) // args.batch_size)
     seconds = max(run.clock.left_to_train, 1e-9)
     share_before = before / (before + seconds / run.speed.visit / args.batch_size)
-    began, validated, validating = time.perf_counter(), share_before, 0.0
+    began = time.perf_counter()
+    validated = share_before
+    validating = 0.0
     # Those after the checkpoint are made again.
     record.validations = [entry for entry in record.validations if entry["iteration"] <= before]
 
@@ -303,16 +309,15 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> None:
         )
         is_last = share >= 1 or interrupted.is_set()
         if is_last or int(share * VALIDATIONS) > int(validated * VALIDATIONS):
-            validated, started = share, time.perf_counter()
+            validated = share
+            started = time.perf_counter()
             record.validations.append(validate(run, done))
             record.save(run.files.record)
             validating = time.perf_counter() - started
         return is_last
 
-    batches, checkpoint = (
-        make_batches(run.training, args.batch_size, args.seed),
-        run.files.checkpoint,
-    )
+    batches = make_batches(run.training, args.batch_size, args.seed)
+    checkpoint = run.files.checkpoint
     train_drafter(
         run.embedding,
         run.drafter,
@@ -336,10 +341,8 @@ def validate(run: Run, done: int) -> dict[str, Any]:
         f"iteration {done}: validation loss {loss:.3f}, right at depth 1, 2, ...: {first}; "
         f"{tokens:.2f} tokens per round at 1 x {args.draft_depth} on held-out texts: {len(counted)}"
     )
-    base, rounded = (
-        args.model and strip_folders(args.model),
-        [[round(share, 4) for share in row] for row in acceptance],
-    )
+    base = args.model and strip_folders(args.model)
+    rounded = [[round(share, 4) for share in row] for row in acceptance]
     run.drafter.args = replace(run.drafter.args, base_model=base, acceptance=rounded)
     save_drafter(run.files.directory, run.drafter, dtype=find_dtype(args))
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
@@ -347,14 +350,15 @@ def validate(run: Run, done: int) -> dict[str, Any]:
 
 def finish(run: Run) -> None:
     """Measures and describes the finished drafter."""
-    args, record, clock, place = run.args, run.record, run.clock, run.files.directory
+    args = run.args
+    record = run.record
+    clock = run.clock
+    place = run.files.directory
     clock.show("loading the model to compare speeds")
     model, tokenizer = load_target(args, args.model)
     pair = Pair(model, load_fast_drafter(place, model), run.findings)
-    prompts, began = (
-        [make_prompt(text) for text in run.validation[:MAX_COMPARED]],
-        time.perf_counter(),
-    )
+    prompts = [make_prompt(text) for text in run.validation[:MAX_COMPARED]]
+    began = time.perf_counter()
 
     def should_stop(done: int) -> bool:
         """Whether there is no time for one more prompt."""

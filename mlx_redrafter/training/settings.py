@@ -61,7 +61,8 @@ class TrainingArgs:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, least = getattr(self, each.name), each.metadata["least"]
+            value = getattr(self, each.name)
+            least = each.metadata["least"]
             if least is not None and value is not None and not value >= least:
                 raise RedrafterError(f"{each.name} must be at least {least}, got {value}")
 

@@ -20,15 +20,18 @@ from .hidden_states import add_hidden_states
 from .prompts import KINDS, PromptWriter, encode_prompts, read_prompts
 from .settings import TrainingArgs
 
-READ_TOGETHER, MAX_DRAFTS = 64, 64
+READ_TOGETHER = 64
+MAX_DRAFTS = 64
 """Given texts among which those of similar length are read together, and prompts that are written
 together at most.
 """
 
-MAX_TEXTS, PROMPT_TOKENS = 10_000, 60
+MAX_TEXTS = 10_000
+PROMPT_TOKENS = 60
 """The most texts of a run, and the assumed length of prompts that are not written yet."""
 
-HELD_OUT_EVERY, MAX_HELD_OUT = 20, 100
+HELD_OUT_EVERY = 20
+MAX_HELD_OUT = 100
 """The interval at which texts are held out, and the most that are."""
 
 FREE = "free text"
@@ -50,12 +53,17 @@ class TextSource:
     """
 
     def __init__(self, args: TrainingArgs, tokenizer: Any, known: Sequence[Text]) -> None:
-        self.args, self.tokenizer, self.known = args, tokenizer, known
-        self.texts, self.prompts, self.has_held_out = list[Text](), list[list[int]](), False
+        self.args = args
+        self.tokenizer = tokenizer
+        self.known = known
+        self.texts = list[Text]()
+        self.prompts = list[list[int]]()
+        self.has_held_out = False
         rng = np.random.default_rng(args.seed)
         if args.data:
             training, held_out = load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt)
-            self.has_held_out, held_out = bool(held_out), held_out[:MAX_HELD_OUT]
+            self.has_held_out = bool(held_out)
+            held_out = held_out[:MAX_HELD_OUT]
             made = {tuple(text.ids.tolist()) for text in known}
             given = [
                 self.cut(text)
@@ -136,7 +144,8 @@ class TextSource:
         for row in decode_rows(
             model, take, sampler, self.tokenizer.eos_token_ids, should_stop, most_rows
         ):
-            ids, offset = np.array(row.ids, np.int32), 0 if row.tag == FREE else row.offset
+            ids = np.array(row.ids, np.int32)
+            offset = 0 if row.tag == FREE else row.offset
             text = Text(ids, offset, row.states, kind=row.tag)
             if self.is_long_enough(text):
                 yield text

@@ -19,7 +19,8 @@ from ..engine.model_parts import find_parts
 from .data import Text
 from .loss import TrainingTargets
 
-PAD_TO, PAD_POSITIONS_TO = 32, 128
+PAD_TO = 32
+PAD_POSITIONS_TO = 128
 """Texts in a batch are padded to a multiple of the first, learned positions to a multiple of the
 second, so that few shapes occur."""
 
@@ -59,7 +60,8 @@ def make_targets(
     hidden = np.zeros((len(texts), width, read[0]["hidden"].shape[-1]), np.float16)
     columns: list[np.ndarray] = []
     for row, (text, states) in enumerate(zip(texts, read, strict=True)):
-        tokens[row, : len(states)], hidden[row, : len(states)] = text.ids[:-1], states["hidden"]
+        tokens[row, : len(states)] = text.ids[:-1]
+        hidden[row, : len(states)] = states["hidden"]
         columns.append(np.arange(text.first_learned, len(states)))
     positions = np.concatenate([row * width + each for row, each in enumerate(columns)])
     padding = (0, pad(len(positions), PAD_POSITIONS_TO) - len(positions))
@@ -116,10 +118,12 @@ def find_components(embedding: Any, drafter: TrainableDrafter) -> tuple[mx.array
     """
     args = drafter.args
     guessed = drafter.draft_ids if "draft_ids" in drafter else mx.arange(args.vocab_size)
-    mean, square = mx.zeros((args.hidden_size,)), mx.zeros((args.hidden_size, args.hidden_size))
+    mean = mx.zeros((args.hidden_size,))
+    square = mx.zeros((args.hidden_size, args.hidden_size))
     for part in split_tokens(guessed):
         rows = embedding(part).astype(mx.float32)
-        mean, square = mean + rows.sum(axis=0), square + rows.T @ rows
+        mean = mean + rows.sum(axis=0)
+        square = square + rows.T @ rows
         mx.eval(mean, square)
     mean /= guessed.size  # the mean does not distinguish tokens
     _, axes = mx.linalg.eigh(square - guessed.size * mx.outer(mean, mean), stream=mx.cpu)

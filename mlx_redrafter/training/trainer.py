@@ -27,7 +27,8 @@ from .targets import make_targets
 WARMUP = 0.1
 """The share of the training in which the learning rate rises."""
 
-SAVE_EVERY, SAVE_SECONDS = 100, 60.0
+SAVE_EVERY = 100
+SAVE_SECONDS = 60.0
 """Iterations after which a checkpoint is saved, and seconds, if these iterations take longer."""
 
 OnIteration = Callable[[int, float, dict[str, float]], bool]
@@ -61,10 +62,8 @@ def train_drafter(
     optimizer = optim.AdamW(args.learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
     optimizer.init(drafter.trainable_parameters())
     done = load_checkpoint(checkpoint, drafter, optimizer) if checkpoint else 0
-    loss_and_grads, state = (
-        nn.value_and_grad(drafter, make_loss(drafter, args)),
-        [drafter.state, optimizer.state],
-    )
+    loss_and_grads = nn.value_and_grad(drafter, make_loss(drafter, args))
+    state = [drafter.state, optimizer.state]
 
     @partial(mx.compile, inputs=state, outputs=state)
     def update(*arrays: mx.array) -> dict[str, mx.array]:
@@ -74,7 +73,9 @@ def train_drafter(
         optimizer.update(drafter, grads)
         return shown | {"gradient": norm}
 
-    share, stop, saved = progress(done), False, time.perf_counter()
+    share = progress(done)
+    stop = False
+    saved = time.perf_counter()
     while share < 1 and not stop:
         optimizer.learning_rate = args.learning_rate * find_rate_factor(share)
         found = update(*make_targets(embedding, batches(done), drafter.get("draft_ids")))
@@ -110,7 +111,8 @@ def make_loss(
     def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
         axes = drafter.axes  # read here, as an update replaces all arrays of the drafter
         found = draft_loss(drafter, TrainingTargets(*arrays), args.draft_depth, axes=axes)
-        is_guess, is_right = found.ranks[0] >= 0, found.ranks[0] == 0
+        is_guess = found.ranks[0] >= 0
+        is_right = found.ranks[0] == 0
         return found.loss, {
             "loss": found.loss,
             "first": is_right.sum() / mx.maximum(is_guess.sum(), 1),

@@ -51,14 +51,16 @@ class Clock:
     """A clock that only contestants advance."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.now, self.turns = 0.0, list[str]()
+        self.now = 0.0
+        self.turns = list[str]()
         patch.setattr(contestants, "perf_counter", lambda: self.now)
 
     def make_side(
         self, kind: str, paces: list[float], texts: list[tuple[int, ...]] | None = None
     ) -> Contestant:
         """A contestant whose n-th run takes `paces[n]` seconds per token."""
-        left, said = iter(paces), iter(texts or [(1, 2, 3)] * len(paces))
+        left = iter(paces)
+        said = iter(texts or [(1, 2, 3)] * len(paces))
 
         def decode(prompt: list[int], max_tokens: int) -> Iterator[tuple[int, Stats | None]]:
             self.turns.append(kind)
@@ -85,7 +87,8 @@ def test_every_contestant_stops_at_the_end_token() -> None:
 def test_each_turn_begins_with_another_contestant(
     repeats: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, kinds = Clock(monkeypatch), [PLAIN, MLX_LM, MLX_LM_DRAFT]
+    clock = Clock(monkeypatch)
+    kinds = [PLAIN, MLX_LM, MLX_LM_DRAFT]
     sides = [clock.make_side(kind, [1.0] * 9) for kind in kinds]
     list(compare_contestants(make_workload(), sides, Settings(max_tokens=3, repeats=repeats)))
     turns = [clock.turns[i : i + 3] for i in range(0, len(clock.turns), 3)]
@@ -108,7 +111,8 @@ def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, texts = Clock(monkeypatch), [(1, 2, 3)] * 3
+    clock = Clock(monkeypatch)
+    texts = [(1, 2, 3)] * 3
     texts[turn] = (1, 2, 9)
     sides = [clock.make_side(PLAIN, [1.0] * 3), clock.make_side(DRAFTED, [1.0] * 3, texts)]
     workload = replace(make_workload(), prompts=PROMPTS[:1])

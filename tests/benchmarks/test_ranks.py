@@ -24,7 +24,8 @@ def test_a_wire_forwards_all_bytes_in_order() -> None:
         threading.Thread(target=echo, daemon=True).start()
         with socket.create_connection(("127.0.0.1", link.port)) as client:
             client.settimeout(120)
-            sent, got = bytes(range(256)) * 50, b""
+            sent = bytes(range(256)) * 50
+            got = b""
             for start in range(0, len(sent), 100):
                 client.sendall(sent[start : start + 100])
             while len(got) < len(sent):

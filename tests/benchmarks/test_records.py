@@ -25,10 +25,8 @@ from mlx_redrafter.errors import RedrafterError
 
 
 def test_records_survive_a_round_trip(tmp_path: Path) -> None:
-    path, lines = (
-        tmp_path / "new" / "results.jsonl",
-        [make_line(make_costs()), make_line(make_speed())],
-    )
+    path = tmp_path / "new" / "results.jsonl"
+    lines = [make_line(make_costs()), make_line(make_speed())]
     write_records(path, lines)
     assert read_records(path) == lines
     with pytest.raises(ValueError, match="not JSON compliant"):

@@ -85,7 +85,8 @@ def test_a_second_turn_follows_the_plain_first_answer(file: Path, tokenizer: Any
 def test_measured_questions_are_skipped(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, plot = tmp_path / "records.jsonl", tmp_path / "plot.png"
+    output = tmp_path / "records.jsonl"
+    plot = tmp_path / "plot.png"
     words = (
         "--questions",
         str(file),

@@ -68,7 +68,8 @@ def decode(found: Workload, plan: Any, count: int) -> tuple[list[int], Stats]:
 
 
 def count_rounds(oracle: Oracle, plan: tuple[int, ...], count: int) -> Stats:
-    model, drafter = small_llama(vocab=V, layers=1), small_drafter(vocab=V)
+    model = small_llama(vocab=V, layers=1)
+    drafter = small_drafter(vocab=V)
     *_, last = decode_steps(
         [1, 2, 3], model, drafter, Options(plan=plan, max_tokens=count, sampler=oracle)
     )

@@ -54,7 +54,8 @@ class Terminal:
             command, **streams, env=environment | {"TERM": "xterm-256color"}
         )
         os.close(slave)
-        self._seen, self._decoder = "", getincrementaldecoder("utf-8")(errors="replace")
+        self._seen = ""
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def read_until(self, pattern: str) -> str:
         """Reads up to the end of the first match, with newlines as the program wrote them."""
@@ -66,7 +67,8 @@ class Terminal:
                 os.read(self.master, 4096)
             )  # which may end within a character
             self._seen = re.sub(BAR, "", self._seen + piece.replace("\r\n", "\n"))
-        text, self._seen = self._seen[: found.end()], self._seen[found.end() :]
+        text = self._seen[: found.end()]
+        self._seen = self._seen[found.end() :]
         return text
 
     def ask(self, text: str) -> str:
@@ -121,11 +123,9 @@ def make_screen(args: argparse.Namespace | None = None, *, interactive: bool = F
 def test_ctrl_c_stops_an_answer_then_the_chat(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session, screen, before = (
-        make_session(max_tokens=-1),
-        make_screen(),
-        signal.getsignal(signal.SIGINT),
-    )
+    session = make_session(max_tokens=-1)
+    screen = make_screen()
+    before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(screen, "show_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
     chat.answer(session, screen, "hello")
     assert "the conversation continues" in capsys.readouterr().out and len(session.messages) == 2
@@ -174,7 +174,8 @@ def test_an_error_ends_the_turn_or_the_pipe(
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("[malloc] Unable to allocate 8 bytes.")
 
-    session, screen = make_session(), make_screen(interactive=True)
+    session = make_session()
+    screen = make_screen(interactive=True)
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "decode", fail)
         chat.answer(session, screen, "hello")
@@ -191,5 +192,6 @@ def test_an_error_ends_the_turn_or_the_pipe(
 
 
 def test_flags_match_mlx_lms_chat() -> None:
-    ours, theirs = vars(chat.make_parser().parse_args([])), vars(setup_arg_parser().parse_args([]))
+    ours = vars(chat.make_parser().parse_args([]))
+    theirs = vars(setup_arg_parser().parse_args([]))
     assert {name: ours[name] for name in theirs} == theirs | {"model": None}

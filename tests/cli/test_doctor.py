@@ -28,7 +28,8 @@ class Measured:
     """A fake measurement; `trees` records each call."""
 
     def __init__(self) -> None:
-        self.costs, self.trees = make_costs("a cliff at 6"), list[bool]()
+        self.costs = make_costs("a cliff at 6")
+        self.trees = list[bool]()
 
     def measure(self, model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
         self.trees.append(trees)
@@ -68,7 +69,8 @@ def make_tried_drafter(model: nn.Module, *, is_right: bool) -> Any:
     """
     drafter: Any = make_head("medusa", 64, 3)
     for block in drafter.blocks:
-        block[0].linear.weight, block[0].linear.bias = mx.zeros((64, 64)), mx.zeros((64,))
+        block[0].linear.weight = mx.zeros((64, 64))
+        block[0].linear.bias = mx.zeros((64,))
     for output in drafter.output:
         output.weight = (
             model.model.embed_tokens.weight if is_right else -model.model.embed_tokens.weight
@@ -88,10 +90,12 @@ def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(
     measured: Measured, curve: str, pays: bool
 ) -> None:
     measured.costs = make_costs(curve)
-    model, tokenizer = make_model(vocab=3), make_trial_tokenizer()
+    model = make_model(vocab=3)
+    tokenizer = make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
     assert report["drafter"]["states"] == "the hidden state after the final norm"
-    chain, shares = report["fastest"], report["trial"]["acceptance_per_depth"]
+    chain = report["fastest"]
+    shares = report["trial"]["acceptance_per_depth"]
     assert (
         chain["tokens_per_round"] == pytest.approx(1 + sum(shares[: chain["depth"]]))
         and shares[0] > 0.1
@@ -134,7 +138,8 @@ def test_times_that_contradict_each_other_give_no_numbers(
         verify=tuple((row[0], *(2.02 * ms for ms in row[1:])) for row in measured.costs.verify)
     )
     measured.costs = busy._replace(overhead_ms=(-1.2, -1.2))
-    model, tokenizer = make_model(vocab=3), make_trial_tokenizer()
+    model = make_model(vocab=3)
+    tokenizer = make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
     assert len(measured.trees) == 2 and "measuring again" in capsys.readouterr().err
     assert report["chains"] == [] and report["fastest"] is None and report["trial"]
@@ -145,7 +150,8 @@ def test_times_that_contradict_each_other_give_no_numbers(
 
 
 def test_a_drafter_that_is_never_right_is_found(measured: Measured) -> None:
-    model, tokenizer = make_model(vocab=3), make_trial_tokenizer()
+    model = make_model(vocab=3)
+    tokenizer = make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=False))
     assert (
         "first guess is hardly ever right" in report["notes"][0]

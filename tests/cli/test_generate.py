@@ -33,7 +33,8 @@ def run_json(run: Run, *flags: str) -> dict[str, Any]:
 
 
 def test_flags_have_mlx_lms_names_and_defaults() -> None:
-    ours, theirs = vars(make_parser().parse_args([])), vars(setup_arg_parser().parse_args([]))
+    ours = vars(make_parser().parse_args([]))
+    theirs = vars(setup_arg_parser().parse_args([]))
     missing = {"num_draft_tokens", "image"}  # num_draft_tokens sets draft_depth
     assert missing == set(theirs) - set(ours)
     assert {name: ours[name] for name in ours if name in theirs} == {

@@ -139,7 +139,8 @@ def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str) -> None:
-    model, tokenizer = make_model(), make_tokenizer()
+    model = make_model()
+    tokenizer = make_tokenizer()
     with pytest.warns(UserWarning, match=slow_blas):
         text = mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4)
     assert mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4) == text, "only one warning"

@@ -85,7 +85,8 @@ def test_mlx_launch_generates_what_one_process_does(
         command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert len(done.stdout.splitlines()) == 1, done
-    alone, together = json.loads(out), json.loads(done.stdout)
+    alone = json.loads(out)
+    together = json.loads(done.stdout)
     assert (
         status == 0 and together["tokens"] == alone["tokens"] and together["text"] == alone["text"]
     )

@@ -59,7 +59,8 @@ def test_command_runs_from_clone_and_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_command_runs_from_a_wheel(tmp_path: Path) -> None:
-    copy, site = tmp_path / "copy", tmp_path / "site"
+    copy = tmp_path / "copy"
+    site = tmp_path / "site"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)

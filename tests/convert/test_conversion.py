@@ -251,7 +251,8 @@ def compute_logits(drafter: Drafter) -> np.ndarray:
 @pytest.mark.parametrize("form", ["ids", "counts"])
 @pytest.mark.parametrize("name", ["medusa", "dspark"])
 def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_path: Path) -> None:
-    source, file = publish(name, tmp_path / "in"), tmp_path / "tokens.json"
+    source = publish(name, tmp_path / "in")
+    file = tmp_path / "tokens.json"
     ids = np.random.default_rng(1).permutation(97).tolist()
     file.write_text(
         json.dumps(
@@ -263,7 +264,8 @@ def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_pa
     assert done.difference[0] < 1e-5 and done.args.draft_vocab_size == 20
     assert drafter.draft_ids.tolist() == sorted(ids[:20])
     if name != "dspark":
-        found, whole = compute_logits(drafter), compute_logits(load_drafter(source))
+        found = compute_logits(drafter)
+        whole = compute_logits(load_drafter(source))
         np.testing.assert_allclose(found[..., ids[:20]], whole[..., ids[:20]], atol=1e-4)
         assert np.isinf(np.delete(found, ids[:20], axis=-1)).all()
     flags = ("--draft-vocab-size", "10", "--token-counts", str(file))

@@ -90,10 +90,8 @@ def medusa_logits(directory: Path) -> np.ndarray:
 
 
 def test_vllms_config_of_medusa_heads_is_read(tmp_path: Path) -> None:
-    arrays, sound = (
-        vllm(read_golden("medusa")[0]),
-        medusa_logits(publish("medusa", tmp_path / "sound")),
-    )
+    arrays = vllm(read_golden("medusa")[0])
+    sound = medusa_logits(publish("medusa", tmp_path / "sound"))
     directory = publish("medusa", tmp_path / "in", arrays=arrays, **VLLM)
     (directory / "medusa_lm_head.safetensors").rename(directory / "model.safetensors")
     np.testing.assert_allclose(medusa_logits(directory), sound, atol=1e-5)
@@ -106,7 +104,8 @@ def test_vllms_config_of_medusa_heads_is_read(tmp_path: Path) -> None:
 
 
 def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path) -> None:
-    ids, arrays = np.random.default_rng(0).permutation(97)[:20], vllm(read_golden("medusa")[0])
+    ids = np.random.default_rng(0).permutation(97)[:20]
+    arrays = vllm(read_golden("medusa")[0])
     arrays = {k: x[mx.array(ids)] if "lm_heads" in k else x for k, x in arrays.items()} | {
         "token_map": mx.array(ids)
     }
@@ -188,7 +187,8 @@ def test_unspecified_settings_are_false(name: str, tmp_path: Path) -> None:
 
 def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path: Path) -> None:
     """Baidu's own server applies the target's norm to the feature; others do not."""
-    drafter, golden = load_golden("ernie4_5_mtp", tmp_path), read_golden("ernie4_5_mtp")[1]
+    drafter = load_golden("ernie4_5_mtp", tmp_path)
+    golden = read_golden("ernie4_5_mtp")[1]
     drafter.args = replace(drafter.args, norm_output=False)  # type: ignore[call-arg]
     source: Any = drafter.open(make_target("ernie4_5_mtp", drafter))
     feed_states(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
@@ -293,10 +293,8 @@ def test_a_target_supplies_a_missing_vocabulary_size(tmp_path: Path) -> None:
 
 def test_gemma_values_may_have_their_own_projection(tmp_path: Path) -> None:
     """A scaled copy of the key projection changes nothing; a different projection does."""
-    weights, sound = (
-        read_golden("dspark_gemma4")[0],
-        load_golden("dspark_gemma4", tmp_path).sample_logits(),
-    )
+    weights = read_golden("dspark_gemma4")[0]
+    sound = load_golden("dspark_gemma4", tmp_path).sample_logits()
     keys = {name: array for name, array in weights.items() if name.endswith("k_proj.weight")}
     for factor, is_same in ((2.0, True), (None, False)):
         values = {

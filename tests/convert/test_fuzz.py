@@ -32,7 +32,8 @@ Change = Callable[[bytes], bytes]
 def check(write: Callable[[Path], Any]) -> bool:
     """Whether a checkpoint converts. Asserts that any output loads."""
     with tempfile.TemporaryDirectory() as scratch:
-        source, into = Path(scratch, "in"), Path(scratch, "result")
+        source = Path(scratch, "in")
+        into = Path(scratch, "result")
         into.mkdir()
         write(source)
         status, out, said = command("--hf-path", source, "--mlx-path", into / "out")
@@ -49,7 +50,8 @@ def check(write: Callable[[Path], Any]) -> bool:
 def cuts_and_flips(draw: Any) -> Change:
     """Truncates, extends or overwrites a file, mostly near its start."""
     kind = draw(st.sampled_from(["cut", "lengthen", "flip", "flip"]))
-    where, value = draw(st.floats(0, 1)) ** 2, draw(st.integers(1, 255))
+    where = draw(st.floats(0, 1)) ** 2
+    value = draw(st.integers(1, 255))
 
     def change(sound: bytes) -> bytes:
         at = int(where * (len(sound) - 1))

@@ -51,7 +51,8 @@ def test_a_converted_head_equals_the_published_one(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["eagle3_mlx", "dflash_mlx"])
 def test_a_quantized_head_stays_quantized(name: str, tmp_path: Path) -> None:
     source = publish(name, tmp_path / "in")
-    drafter, said = load_drafter(source), read_golden(name)[2]["quantization"]
+    drafter = load_drafter(source)
+    said = read_golden(name)[2]["quantization"]
     layers = {key: layer.bits for key, layer in drafter.named_modules() if hasattr(layer, "bits")}
     own = [entry["bits"] for entry in said.values() if isinstance(entry, dict)]
     assert "fc" in layers and sorted(
@@ -65,7 +66,8 @@ def test_a_quantized_head_stays_quantized(name: str, tmp_path: Path) -> None:
 
 def compute_logits(drafter: Drafter, golden: Arrays) -> np.ndarray:
     """(N, 2, P, V) the logits of a head without a cache, arranged as in the golden file."""
-    hidden, expected = golden["hidden_states"], golden["logits"]
+    hidden = golden["hidden_states"]
+    expected = golden["logits"]
     heads, texts, places = expected.shape[:3]
     read = mx.zeros((texts * places, heads), mx.int32)
     return np.array(
@@ -77,7 +79,8 @@ def compute_logits(drafter: Drafter, golden: Arrays) -> np.ndarray:
 def test_logits_match_the_original(name: str, medusa_target: Path, tmp_path: Path) -> None:
     base_model = str(medusa_target) if name == "medusa_v2" else None
     done = convert(publish(name, tmp_path / "in"), tmp_path / "out", base_model=base_model)
-    drafter, golden = load_drafter(done.path), read_golden(name)[1]
+    drafter = load_drafter(done.path)
+    golden = read_golden(name)[1]
     assert done.args.hidden_state == "after_norm" and done.difference[0] == 0
     np.testing.assert_allclose(compute_logits(drafter, golden), golden["logits"], atol=1e-4, rtol=0)
     # Negative control: states of another text.
@@ -87,10 +90,12 @@ def test_logits_match_the_original(name: str, medusa_target: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_drafts_of_pairs_match_the_original(name: str, tmp_path: Path) -> None:
-    drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
+    drafter = load_golden(name, tmp_path)
+    golden = read_golden(name)[1]
     source: Any = drafter.open(make_target(name, drafter))
     guessed = drafter.draft_ids if "draft_ids" in drafter else mx.arange(drafter.args.vocab_size)
-    n, tokens = len(golden["context_hidden"]), golden["context_tokens"]
+    n = len(golden["context_hidden"])
+    tokens = golden["context_tokens"]
 
     def expect(logits: mx.array, name: str, row: int) -> None:
         np.testing.assert_allclose(logits[0, guessed], golden[name][row], atol=1e-4, rtol=0)
@@ -121,7 +126,9 @@ def feed_block_states(source: Any, states: mx.array, position: int) -> None:
 
 def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
     """(D, V) logits of a block's guesses along a path."""
-    root, found, state = golden[f"{part}block_tokens"][0].astype(mx.int32), [], None
+    root = golden[f"{part}block_tokens"][0].astype(mx.int32)
+    found = []
+    state = None
     advance = source.begin(root, len(path))
     for tokens in [root.reshape(1), *path.astype(mx.int32).reshape(-1, 1)][:-1]:
         logits, state = advance(tokens, state)
@@ -131,7 +138,8 @@ def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path) -> None:
-    drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
+    drafter = load_golden(name, tmp_path)
+    golden = read_golden(name)[1]
     source: Any = drafter.open(make_target(name, drafter))
     kind = next(kind for kind in ("scores", "corrected_logits", "logits") if kind in golden)
 
@@ -175,12 +183,15 @@ def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_wrong_states_change_the_guesses(name: str, tmp_path: Path) -> None:
     """Negative controls: shifted positions, reversed layers, and a missing last position."""
-    drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
-    states, path = golden["context_hidden"], golden["draft_tokens"]
+    drafter = load_golden(name, tmp_path)
+    golden = read_golden(name)[1]
+    states = golden["context_hidden"]
+    path = golden["draft_tokens"]
     count = len(drafter.args.capture_layers or [])  # type: ignore[attr-defined]
     swapped = mx.concatenate(mx.split(states, count, axis=1)[::-1], axis=1)
     rolled = mx.concatenate([states[1:], states[:1]])
-    target, found = make_target(name, drafter), []
+    target = make_target(name, drafter)
+    found = []
     for told in (states, rolled, swapped, states[:-1]):
         source: Any = drafter.open(target)
         feed_block_states(source, told, 0)

@@ -48,7 +48,8 @@ def published(kind: str, **more: Any) -> tuple[Any, dict[str, Any]]:
 
 def close(drafter: nn.Module, other: nn.Module, tolerance: float = 1e-6) -> bool:
     """Whether two layers have the same weights."""
-    mine, theirs = tensors(drafter), tensors(other)
+    mine = tensors(drafter)
+    theirs = tensors(other)
     return mine.keys() == theirs.keys() and all(
         np.allclose(mine[k], theirs[k], atol=tolerance) for k in mine
     )
@@ -66,7 +67,9 @@ def test_a_models_own_layer_drafts_for_it(
     config = json.loads(json.dumps(CONFIGS[name]))
     config.get("text_config", config)["vocab_size"] = FEW
     monkeypatch.setitem(CONFIGS, name, config)
-    model, layer, accepted = make_family(name), layer_of(config), 0
+    model = make_family(name)
+    layer = layer_of(config)
+    accepted = 0
     directory = save_base(
         tmp_path / "in", config, name_as_published(layer, fused=name == "qwen3_5_moe")
     )
@@ -102,7 +105,8 @@ def test_experts_in_half_precision_are_refused_on_a_cpu(
     is_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu if is_cpu else mx.gpu))
-    layer, model = layer_of(CONFIGS["qwen3_next"]), make_family("qwen3_next")
+    layer = layer_of(CONFIGS["qwen3_next"])
+    model = make_family("qwen3_next")
     layer.open(model)
     layer.set_dtype(mx.bfloat16)
     if is_cpu:
@@ -119,7 +123,9 @@ def test_experts_in_half_precision_are_refused_on_a_cpu(
 
 def decode_e4m3(codes: np.ndarray) -> np.ndarray:
     """Decodes FP8 codes to float64: 4 exponent and 3 mantissa bits (arXiv 2209.05433)."""
-    sign, exponent, mantissa = codes >> 7, (codes >> 3) & 15, codes & 7
+    sign = codes >> 7
+    exponent = (codes >> 3) & 15
+    mantissa = codes & 7
     sizes = np.where(
         exponent > 0, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0), mantissa / 8 * 2.0**-6
     )
@@ -142,7 +148,8 @@ def pack(array: mx.array, rows: int, columns: int) -> tuple[mx.array, mx.array, 
 @pytest.mark.parametrize(("kind", "fused"), [("mtp deepseek_v3", False), ("mtp qwen3_next", True)])
 def test_blocks_of_fp8_are_dequantized(kind: str, fused: bool, tmp_path: Path) -> None:
     layer, config = published(kind, quantization_config={"weight_block_size": [24, 16]})
-    arrays, meant = Arrays(), dict[str, np.ndarray]()
+    arrays = Arrays()
+    meant = dict[str, np.ndarray]()
     for name, array in name_as_published(layer, fused=fused).items():
         arrays[name] = array
         if array.ndim > 1 and "fc." not in name:  # some stay unquantized
@@ -180,7 +187,8 @@ def test_the_first_of_several_layers_is_used(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind: str, tmp_path: Path) -> None:
     layer, config = published(kind)
-    alone, whole = tmp_path / "alone", tmp_path / "whole"
+    alone = tmp_path / "alone"
+    whole = tmp_path / "whole"
     for directory, more in ((alone, Arrays()), (whole, base(hidden=64, vocab=40))):
         save(directory / "model.safetensors", name_as_published(layer) | more)
         (directory / "config.json").write_text(json.dumps(config))
@@ -218,7 +226,8 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
 
 def test_mimo_heads_have_the_size_of_their_tensors(tmp_path: Path) -> None:
     """Two of four heads, which equal all four with zero columns in place of the others' output."""
-    weights, at = read_golden("mimo_mtp")[0], "model.mtp_layers.0.self_attn."
+    weights = read_golden("mimo_mtp")[0]
+    at = "model.mtp_layers.0.self_attn."
     zeroed = weights | {
         f"{at}o_proj.weight": mx.where(mx.arange(32) < 16, weights[f"{at}o_proj.weight"], 0)
     }

@@ -58,7 +58,8 @@ EXISTING: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("case", EXISTING)
 def test_what_exists_is_never_replaced(case: str, tmp_path: Path) -> None:
-    source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
+    source = apple(tmp_path / "in", tensors(make()))
+    place = tmp_path / "out"
     if case == "a drafter":
         place.mkdir()
     EXISTING[case](place)
@@ -104,7 +105,8 @@ convert(sys.argv[1], sys.argv[2])
 
 
 def test_a_killed_run_leaves_nothing_loadable(tmp_path: Path) -> None:
-    source, into = apple(tmp_path / "in", tensors(make())), tmp_path / "result"
+    source = apple(tmp_path / "in", tensors(make()))
+    into = tmp_path / "result"
     into.mkdir()
     with subprocess.Popen(
         [sys.executable, "-c", SLOW, str(source), str(into / "out")],

@@ -142,7 +142,8 @@ def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("function", [os.system, eval])
 @pytest.mark.parametrize("how", ["pickle", "legacy", "zip", "nested"])
 def test_no_pickle_is_executed(function: Any, how: str, torch: Any, tmp_path: Path) -> None:
-    mark, path = tmp_path / "executed", tmp_path / "in.pt"
+    mark = tmp_path / "executed"
+    path = tmp_path / "in.pt"
     arguments = {os.system: f"touch {mark}", eval: f"open({str(mark)!r}, 'w').close()"}
     value: Any = {"rnn_w.weight": Trap(function, arguments[function])}
     if how == "nested":

@@ -204,7 +204,8 @@ def test_settings_without_an_effect_are_read(
     name: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
     """Negative control."""
-    found, sound = publish(name, tmp_path / "in", **config), publish(name, tmp_path / "sound")
+    found = publish(name, tmp_path / "in", **config)
+    sound = publish(name, tmp_path / "sound")
     assert mx.array_equal(load_drafter(found).sample_logits(), load_drafter(sound).sample_logits())
 
 
@@ -225,7 +226,9 @@ def vary(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
      "deepseek_v3_mtp", "qwen3_next_mtp"],
 )  # fmt: skip
 def test_any_config_is_read_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    source, loaded, refusals = publish(name, tmp_path / "in"), 0, 0
+    source = publish(name, tmp_path / "in")
+    loaded = 0
+    refusals = 0
     for config in vary(json.loads((source / CONFIG).read_text())):
         (source / CONFIG).write_text(json.dumps(config))
         try:
@@ -404,7 +407,8 @@ def test_damaged_quantized_layers_are_refused(
 def test_models_without_such_a_layer_or_its_files_are_refused(tmp_path: Path) -> None:
     """mlx-lm's conversions, with and without an index; and a model without one of its shards."""
     for index in (False, True):
-        directory, arrays = tmp_path / f"{index}", base()
+        directory = tmp_path / f"{index}"
+        arrays = base()
         save(directory / WEIGHTS, arrays)
         if index:
             (directory / INDEX).write_text(

@@ -85,7 +85,8 @@ class Hub:
     def _copy_downloaded(self, repo: str, revision: str | None) -> str:
         if not self.ever_downloaded:
             raise LocalEntryNotFoundError("it was never downloaded")
-        place, copy = self.root / repo / (revision or "main"), self.root / "downloaded"
+        place = self.root / repo / (revision or "main")
+        copy = self.root / "downloaded"
         for name in self.ever_downloaded:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(place / name, copy / name)

@@ -38,7 +38,9 @@ def guess_after(
     reading = Reading(source, model, make_prompt(size))
     for start, stop in told:
         reading.feed(source, start, stop)
-    advance, state, found = source.begin(mx.array(5), depth), None, []
+    advance = source.begin(mx.array(5), depth)
+    state = None
+    found = []
     for token in [5, *[0] * (depth - 1)]:
         logits, state = advance(mx.array([token]), state)
         found.append(logits)
@@ -54,7 +56,8 @@ def test_windows_count_positions_and_drop_older_rows() -> None:
     """The widest window of `dflash 2` is 7: six positions before the root, however many rows there
     are.
     """
-    drafter, size = make_cached("dflash 2"), MAX_EXCESS + 100
+    drafter = make_cached("dflash 2")
+    size = MAX_EXCESS + 100
     whole = guess_after(drafter, [(0, 300), (300, size)], size=size)
     assert not differ(whole, guess_after(drafter, [(size - 6, size)], size=size))
     assert differ(whole, guess_after(drafter, [(size - 5, size)], size=size))
@@ -72,7 +75,8 @@ def test_windows_count_positions_and_drop_older_rows() -> None:
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_a_window_bounds_the_cache(kind: str) -> None:
-    drafter, model = make_cached(kind), make_model()
+    drafter = make_cached(kind)
+    model = make_model()
     source: Any = drafter.open(model)
     steps = run(
         model, make_prompt(2 * MAX_EXCESS), source, max_tokens=6, plan=(2, 3), prefill_step_size=100
@@ -86,10 +90,12 @@ def test_a_window_bounds_the_cache(kind: str) -> None:
 def test_rows_of_a_block_attend_to_each_other(kind: str) -> None:
     """So a shorter draft has different guesses, unless all layers are causal."""
     drafter: Any = make_cached(kind)
-    short, long = guess_after(drafter, [(0, 9)], depth=2), guess_after(drafter, [(0, 9)], depth=5)
+    short = guess_after(drafter, [(0, 9)], depth=2)
+    long = guess_after(drafter, [(0, 9)], depth=5)
     assert differ(short, long[:2])
     drafter.args = replace(drafter.args, layer_causal=[True, True])
-    short, long = guess_after(drafter, [(0, 9)], depth=2), guess_after(drafter, [(0, 9)], depth=5)
+    short = guess_after(drafter, [(0, 9)], depth=2)
+    long = guess_after(drafter, [(0, 9)], depth=5)
     assert not differ(short, long[:2])
 
 
@@ -123,7 +129,8 @@ def test_embeddings_are_scaled_as_the_target_does(name: str) -> None:
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_states_of_a_target_in_float16_do_not_overflow_in_bfloat16(dtype: mx.Dtype) -> None:
     """They overflow in float16."""
-    model, drafter = small_llama(hidden=64, vocab=40), make_cached("dspark")
+    model = small_llama(hidden=64, vocab=40)
+    drafter = make_cached("dspark")
     model.set_dtype(mx.float16)
     drafter.set_dtype(dtype)
     source: Any = drafter.open(model)

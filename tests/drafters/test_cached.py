@@ -34,7 +34,8 @@ class Watched:
     """A drafter whose sources record each draft and the text length before it."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter, self.drafts = drafter, list[tuple[int, Plan, mx.array]]()
+        self._drafter = drafter
+        self.drafts = list[tuple[int, Plan, mx.array]]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
@@ -42,7 +43,8 @@ class Watched:
     def open(self, model: Any) -> Source:
         """A source of the drafter's own class that records its drafts."""
         source: Any = self._drafter.open(model)
-        propose, end = source.propose, 0
+        propose = source.propose
+        end = 0
 
         def keep_end(kept: Kept) -> None:
             nonlocal end
@@ -54,7 +56,8 @@ class Watched:
             self.drafts.append((end, plan, tree.tokens))
             return tree
 
-        source.keep, source.propose = keep_end, note
+        source.keep = keep_end
+        source.propose = note
         return source
 
 
@@ -78,12 +81,14 @@ def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> l
 def test_drafts_do_not_depend_on_how_the_text_was_read(plan: tuple[int, ...], kind: str) -> None:
     """Chunked prefill, plain steps and partly accepted rounds give the drafts of a single read."""
     model = make_model(vocab=3)
-    drafter, prompt = fit(kind, model), make_prompt(80, vocab=3)
+    drafter = fit(kind, model)
+    prompt = make_prompt(80, vocab=3)
     watched: Any = Watched(drafter)
     steps = run(model, prompt, watched, max_tokens=40, plan=plan, prefill_step_size=70)
     text = [*prompt, *ids(steps)]
     assert steps[-1].stats.accepted > 4
-    reading, checked = Reading(drafter.open(model), model, text), 0
+    reading = Reading(drafter.open(model), model, text)
+    checked = 0
     for end, made, tokens in watched.drafts:
         length = int(end.item()) if isinstance(end, mx.array) else end
         if length < len(text):
@@ -97,15 +102,18 @@ def test_drafts_do_not_depend_on_how_the_text_was_read(plan: tuple[int, ...], ki
 @pytest.mark.parametrize("kind", CACHED_KINDS)
 def test_a_source_continues_after_an_early_end_and_a_fork(kind: str) -> None:
     model = make_model(vocab=FEW)
-    drafter, prompt = fit(kind, model), make_prompt(12, vocab=FEW)
+    drafter = fit(kind, model)
+    prompt = make_prompt(12, vocab=FEW)
     plan = Plan(2, 3, 7)
     for count in (1, 2, 4, 7):
-        source, cache = drafter.open(model), make_prompt_cache(model)
+        source = drafter.open(model)
+        cache = make_prompt_cache(model)
         text = [
             *prompt,
             *ids(run(model, prompt, source, max_tokens=count, plan=plan, prompt_cache=cache)),
         ]
-        fork, more = source.fork(), make_prompt(3, vocab=FEW, seed=count)
+        fork = source.fork()
+        more = make_prompt(3, vocab=FEW, seed=count)
         for each in (
             fork,
             source,
@@ -127,7 +135,9 @@ def test_a_source_continues_after_an_early_end_and_a_fork(kind: str) -> None:
 @pytest.mark.parametrize("kind", CACHED_KINDS)
 def test_rewinding_a_plain_step_keeps_earlier_ones(kind: str) -> None:
     model = make_model(vocab=FEW)
-    drafter, tokens, plan = fit(kind, model), make_prompt(14, vocab=FEW), Plan(2, 3, 7)
+    drafter = fit(kind, model)
+    tokens = make_prompt(14, vocab=FEW)
+    plan = Plan(2, 3, 7)
     source: Any = drafter.open(model)
     # As if decoding had run ahead with a wrong token.
     ahead = Reading(source, model, [*tokens[:12], (tokens[12] + 1) % FEW])
@@ -143,7 +153,8 @@ def test_rewinding_a_plain_step_keeps_earlier_ones(kind: str) -> None:
 def test_rows_fill_no_more_than_the_window(kind: str, is_known: bool) -> None:
     """After a gap, and in rounds drafted from the context alone, where the head drafts nothing."""
     model = make_model(vocab=FEW)
-    drafter, size = fit(kind, model), MAX_EXCESS + 200
+    drafter = fit(kind, model)
+    size = MAX_EXCESS + 200
     source: Any = drafter.open(model)
     source.max_kv_size = 20
     reading = Reading(source, model, make_prompt(size, vocab=FEW))

@@ -103,14 +103,16 @@ def test_proposes_what_followed_the_same_tokens(
 def test_proposals_continue_actual_matches(seed: int) -> None:
     generator = random.Random(seed)
     text = [generator.randrange(4) for _ in range(150)]
-    made, cut = ContextSource(), generator.randrange(100)
+    made = ContextSource()
+    cut = generator.randrange(100)
     for start in range(0, cut, 37):
         made.read(text[start : min(cut, start + 37)])
     whole = propose(index(text[:cut]))
     assert propose(made) == whole, "chunked reads give the same proposal"
     for length in range(cut, len(text)):
         made.confirm([text[length]])
-        so_far, proposal = text[: length + 1], propose(made)
+        so_far = text[: length + 1]
+        proposal = propose(made)
         match = made._matches.match
         assert match <= min(longest_earlier_match(so_far), MAX_MATCH)
         assert (proposal is None) is (match < 1)
@@ -127,7 +129,8 @@ def test_rates_are_learned_from_decoded_tokens() -> None:
         "prompts do not change the rates"
     )
     made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
-    forecast, proposal = made.forecast(2), propose(made)
+    forecast = made.forecast(2)
+    proposal = propose(made)
     assert forecast is not None and proposal is not None
     assert (
         forecast.chance == pytest.approx(proposal[1][1])
@@ -170,7 +173,8 @@ def use_index(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_text_matches_plain_decoding(
     plan: str, right: float, options: dict[str, Any], use_index: Any
 ) -> None:
-    model, prompt = make_model(), make_prompt(9)
+    model = make_model()
+    prompt = make_prompt(9)
     plain, drafter = with_plain(model, prompt, 60, "mixed", width=PLANS[plan]["plan"][0], **options)
     text = [*prompt, *ids(run(model, prompt, max_tokens=80, **options))]
     use_index(partial(ScriptedContext, text, right))
@@ -185,7 +189,8 @@ def test_text_matches_plain_decoding(
         **options,
     )
     assert_same_steps(steps, plain)
-    stats, sources = steps[-1].stats, [step.draft_source for step in steps]
+    stats = steps[-1].stats
+    sources = [step.draft_source for step in steps]
     assert 1 + stats.rounds + stats.accepted == 60
     assert sources.count("context") == stats.context_accepted > (20 if right == 1 else -1)
     assert sources.count("drafter") == stats.accepted - stats.context_accepted
@@ -194,7 +199,8 @@ def test_text_matches_plain_decoding(
 
 
 def test_a_processor_sees_its_own_path(use_index: Any) -> None:
-    model, prompt = make_model(), make_prompt(9)
+    model = make_model()
+    prompt = make_prompt(9)
     options: dict[str, Any] = {
         "logits_processors": [lambda history, logits: logits + 3.0 * (history[-1] % 2)]
     }
@@ -207,10 +213,12 @@ def test_a_processor_sees_its_own_path(use_index: Any) -> None:
 
 @pytest.mark.parametrize("taken", [1, 6, 8, 20])
 def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> None:
-    model, prompt = make_model(), make_prompt(9)
+    model = make_model()
+    prompt = make_prompt(9)
     plain = run(model, prompt, max_tokens=60)
     use_index(partial(ScriptedContext, [*prompt, *ids(plain)], 0.9))
-    cache, other = make_prompt_cache(model), make_prompt_cache(model)
+    cache = make_prompt_cache(model)
+    other = make_prompt_cache(model)
     steps = decode_steps(
         prompt, model, None, Options(prompt_cache=cache, context=True, plan=(1, 1))
     )
@@ -221,7 +229,9 @@ def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> Non
 
 
 def test_a_continued_cache_is_drafted_from_its_history(use_index: Any) -> None:
-    model, cache, read = make_model(), make_prompt_cache(make_model()), []
+    model = make_model()
+    cache = make_prompt_cache(make_model())
+    read = []
 
     class Recorder(ContextSource):
         def read(self, tokens: Sequence[int]) -> None:
@@ -243,7 +253,8 @@ def test_a_continued_cache_is_drafted_from_its_history(use_index: Any) -> None:
 
 
 def test_context_is_on_by_default() -> None:
-    model, prompt = make_model(), make_prompt(9)
+    model = make_model()
+    prompt = make_prompt(9)
 
     def drafted(**options: Any) -> int:
         return list(decode_steps(prompt, model, None, Options(max_tokens=120, **options)))[

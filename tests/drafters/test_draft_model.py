@@ -72,8 +72,11 @@ class Watched(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.layers = model.model, model.layers
-        self._whole, self.n_read, self.fails = model, 0, False
+        self.model = model.model
+        self.layers = model.layers
+        self._whole = model
+        self.n_read = 0
+        self.fails = False
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
         if self.fails:
@@ -100,7 +103,8 @@ def ban_repeats(history: mx.array, logits: mx.array) -> mx.array:
 @pytest.mark.parametrize("plan", [(1, 4), (2, 3)], ids=str)
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]) -> None:
-    model, prompt = make_model(vocab=40), make_prompt(9, vocab=40)
+    model = make_model(vocab=40)
+    prompt = make_prompt(9, vocab=40)
     options: dict[str, Any] = {
         "max_tokens": 30,
         "temp": temp,
@@ -123,11 +127,10 @@ def test_a_target_drafting_for_itself_is_nearly_always_right(name: str) -> None:
     """
     model = make_family(name)
     for size, temp, plans in ((3, 0.8, ((1, 3), (2, 3))), (50, 0.0, ((1, 3), (3, 3, 7)))):
-        prompt, options = (
-            random_text(vocab_of(model), size),
-            {"temp": temp, "seed": 3, "prefill_step_size": 9},
-        )
-        plain, expected = run(model, prompt, max_tokens=25, **options), make_prompt_cache(model)
+        prompt = random_text(vocab_of(model), size)
+        options = {"temp": temp, "seed": 3, "prefill_step_size": 9}
+        plain = run(model, prompt, max_tokens=25, **options)
+        expected = make_prompt_cache(model)
         run(model, [*prompt, *ids(plain)], max_tokens=0, prompt_cache=expected)
         for plan in plans:
             cache = make_prompt_cache(model)
@@ -164,14 +167,16 @@ def test_it_continues_a_text_that_was_closed_early(family: str, taken: int) -> N
     model = make_shared(family)
     prompt = random_text(50, 11)
     text = [*prompt, *decode_plainly(family, tuple(prompt), 34)]
-    cache, drafter = make_prompt_cache(model), DraftModel(model)
+    cache = make_prompt_cache(model)
+    drafter = DraftModel(model)
     source = drafter.open(model)
     steps = decode_steps(
         prompt, model, source, Options(prompt_cache=cache, plan=(1, 3), max_tokens=40)
     )
     assert [next(steps).token for _ in range(taken)] == text[11 : 11 + taken]
     steps.close()
-    left, fork = text[: 11 + taken], source.fork()
+    left = text[: 11 + taken]
+    fork = source.fork()
     other_prompt = [*left, 7, 9, 11]
     other = run(model, other_prompt, fork, max_tokens=20, plan=(1, 3))
     assert (
@@ -191,7 +196,8 @@ def test_it_continues_a_text_that_was_closed_early(family: str, taken: int) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sessions_keep_its_cache(family: str) -> None:
-    model, turns = make_shared(family), ("abc", "de", "fghij")
+    model = make_shared(family)
+    turns = ("abc", "de", "fghij")
     plain = Session(model, chat_tokenizer(), plan="off", max_tokens=12)
     session = Session(
         model, chat_tokenizer(), DraftModel(model), plan=(1, 3), max_tokens=12, prefill_step_size=3
@@ -209,8 +215,11 @@ def test_sessions_keep_its_cache(family: str) -> None:
 
 
 def test_it_reads_only_when_it_drafts_and_recovers_after_a_failure() -> None:
-    model, prompt, errors = make_model(), make_prompt(90), list[Exception]()
-    watched, plain = Watched(model), run(model, prompt, max_tokens=20)
+    model = make_model()
+    prompt = make_prompt(90)
+    errors = list[Exception]()
+    watched = Watched(model)
+    plain = run(model, prompt, max_tokens=20)
     source = DraftModel(watched).open(model)
     run(model, prompt, source, max_tokens=0)
     watched.n_read = 0  # some are read while its vocabulary is looked up
@@ -229,7 +238,9 @@ def test_it_reads_only_when_it_drafts_and_recovers_after_a_failure() -> None:
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, other, prompt = make_model(), make_model(seed=2), make_prompt(9)
+    model = make_model()
+    other = make_model(seed=2)
+    prompt = make_prompt(9)
     plain = run(model, prompt, max_tokens=60)
     monkeypatch.setattr(pair, "ContextSource", partial(ScriptedContext, [*prompt, *ids(plain)]))
     for draft in (model, other):
@@ -244,7 +255,9 @@ def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("vocab", [32, 48])
 def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int) -> None:
     """Includes tokens that the draft model has no embedding for."""
-    model, draft, prompt = make_model(), make_model(vocab=vocab), make_prompt(30)
+    model = make_model()
+    draft = make_model(vocab=vocab)
+    prompt = make_prompt(30)
     assert vocab > 40 or max(prompt) >= vocab
     for options in ({}, {"temp": 0.8, "top_p": 0.9, "min_p": 0.01, "top_k": 20, "seed": 2}):
         plain = run(model, prompt, max_tokens=30, **options)
@@ -264,7 +277,8 @@ def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int) -> None:
 
 
 def test_max_kv_size_bounds_its_cache() -> None:
-    model, prompt = make_model("qwen3"), make_prompt(60)
+    model = make_model("qwen3")
+    prompt = make_prompt(60)
     source = DraftModel(model).open(model)
     plain = run(model, prompt, max_tokens=40, max_kv_size=16)
     steps = run(model, prompt, source, max_tokens=40, max_kv_size=16, plan=(1, 3))
@@ -273,7 +287,9 @@ def test_max_kv_size_bounds_its_cache() -> None:
 
 
 def test_mlx_lms_keywords() -> None:
-    model, tokenizer, prompt = make_model(), make_tokenizer(), make_prompt(9)
+    model = make_model()
+    tokenizer = make_tokenizer()
+    prompt = make_prompt(9)
     expected = [
         (step.token, step.from_draft)
         for step in run(model, prompt, DraftModel(model), max_tokens=20, plan=(1, 3))
@@ -320,7 +336,9 @@ def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mamba", "gemma3_text"])
 def test_auto_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, drafter, reads = make_model(), DraftModel(make_family(name)), list[int]()
+    target = make_model()
+    drafter = DraftModel(make_family(name))
+    reads = list[int]()
     flat = make_costs()
     monkeypatch.setattr(
         store,
@@ -349,8 +367,11 @@ def test_unusable_draft_models_are_refused() -> None:
 
 def test_mlx_lms_joint_prompt_cache_is_accepted() -> None:
     """The draft model prefills its own cache: the target's layers come first in the joint cache."""
-    model, draft, prompt = make_model(), make_model(seed=2), make_prompt(30)
-    joint, own = make_prompt_cache(model) + make_prompt_cache(draft), make_prompt_cache(model)
+    model = make_model()
+    draft = make_model(seed=2)
+    prompt = make_prompt(30)
+    joint = make_prompt_cache(model) + make_prompt_cache(draft)
+    own = make_prompt_cache(model)
     for cache in (joint[: len(own)], own):
         run(model, prompt[:20], max_tokens=0, prompt_cache=cache)
     given: dict[str, Any] = {"max_tokens": 12, "plan": (1, 3), "history": prompt[:20]}

@@ -63,10 +63,8 @@ def decode_plainly(
 ) -> tuple[list[int], dict[str, Any], list[Step], Any]:
     """(prompt, options, plain steps, the cache after them) of a model, the same for all heads."""
     model = find_model(name)
-    prompt, expected = (
-        make_prompt(size, vocab=min(50, find_model_sizes(model)[1])),
-        make_prompt_cache(model),
-    )
+    prompt = make_prompt(size, vocab=min(50, find_model_sizes(model)[1]))
+    expected = make_prompt_cache(model)
     count = 24 if name == "few tokens" else 16
     options = {"max_tokens": count, "temp": temp, "top_p": 0.95, "seed": 3, "prefill_step_size": 8}
     return prompt, options, run(model, prompt, prompt_cache=expected, **options), expected
@@ -79,7 +77,8 @@ def decode_plainly(
     + [*zip(("qwen3", "mamba2", "gemma3n"), (*KINDS, "draft vocabulary"), strict=True)],
 )
 def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
-    model, accepted = find_model(name), 0
+    model = find_model(name)
+    accepted = 0
     drafter = make_drafter(kind, model)
     for size, plan, temp in ((5, (3, 3), 0.0), (19, (1, 4), 0.9), (7, (3, 4, 9), 0.9)):
         prompt, options, plain, expected = decode_plainly(name, size, temp)
@@ -104,8 +103,10 @@ def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCK_KINDS])
 def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
-    model, depths = find_model("few tokens"), [0]
-    drafter, prompt = make_drafter(kind, model), make_prompt(9, vocab=FEW)
+    model = find_model("few tokens")
+    depths = [0]
+    drafter = make_drafter(kind, model)
+    prompt = make_prompt(9, vocab=FEW)
     most = drafter.args.max_depth
     on_round = {"on_round": lambda tree, path, chosen: depths.append(tree.depths.max().item())}
     steps = run(model, prompt, drafter, max_tokens=60, context=False, **on_round)
@@ -137,7 +138,8 @@ def medusa(model: nn.Module, hidden_state: str) -> Drafter:
 def test_a_head_is_given_the_state_it_reads(
     name: str, plan: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompt = find_model(name), make_prompt(6)
+    model = find_model(name)
+    prompt = make_prompt(6)
     given: dict[str, list[mx.array]] = {"after_norm": [], "before_norm": []}
     for where, states in given.items():
         drafter = medusa(model, where)

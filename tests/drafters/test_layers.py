@@ -47,7 +47,8 @@ def test_each_name_has_a_function() -> None:
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_an_mlp_uses_the_named_activation(name: str) -> None:
-    mlp, rows = MLP(8, 16, name), mx.random.normal((5, 8), key=mx.random.key(0)) * 12
+    mlp = MLP(8, 16, name)
+    rows = mx.random.normal((5, 8), key=mx.random.key(0)) * 12
     gate, up, down = (
         np.array(layer.weight).T for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     )
@@ -73,10 +74,8 @@ def test_a_proportional_rope_rotates_whole_pairs(dims: int, factor: float, pairs
 
 def test_yarn_may_have_its_own_factor_of_cosines_and_sines() -> None:
     """By default it is 0.1 ln(factor) + 1."""
-    yarn, rows = (
-        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16},
-        mx.ones((1, 1, 1, 8)),
-    )
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    rows = mx.ones((1, 1, 1, 8))
     plain, own = (
         make_rope(8, 1e4, False, yarn | more)(rows, offset=3)
         for more in ({}, {"attention_factor": 3.0})

@@ -68,7 +68,8 @@ def test_teacher_forced_logits_match_apples(name: str, tmp_path: Path) -> None:
     drafter, golden = load_golden(name, tmp_path)
     state = None
     for t in range(4):
-        tokens, embed = golden["chain_tokens"][:, t], golden["embedding"].__getitem__
+        tokens = golden["chain_tokens"][:, t]
+        embed = golden["embedding"].__getitem__
         state = drafter.read_token(tokens, embed, golden["hidden"], state, 0)
         logits = drafter.logits(golden["hidden"], state)
         np.testing.assert_allclose(logits, golden["chain_logits"][:, t], atol=2e-5, rtol=1e-5)
@@ -117,7 +118,8 @@ def test_other_tokens_have_logits_of_minus_infinity() -> None:
     drafter = partial_drafter(whole, GUESSED)
     rng = np.random.default_rng(0)
     hidden, state = (mx.array(rng.normal(size=(2, 3, 32)).astype(np.float32)) for _ in range(2))
-    logits, expected = drafter.logits(hidden, state), whole.logits(hidden, state)
+    logits = drafter.logits(hidden, state)
+    expected = whole.logits(hidden, state)
     assert logits.shape == expected.shape == (2, 3, VOCAB) and logits.dtype == mx.float32
     others = np.setdiff1d(np.arange(VOCAB), GUESSED)
     assert mx.allclose(logits[..., mx.array(GUESSED)], expected[..., mx.array(GUESSED)], atol=1e-5)

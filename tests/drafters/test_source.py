@@ -19,7 +19,8 @@ def make_pair(family: str, **options: Any) -> tuple[Session, Session, int]:
     """Returns (a plain session after all turns, a session whose drafter knows its text, the beam
     width).
     """
-    model, width = make_model(family), 2 if family in ("qwen3", "gemma3_text") else 1
+    model = make_model(family)
+    width = 2 if family in ("qwen3", "gemma3_text") else 1
     plain = Session(model, chat_tokenizer(), plan="off", **options)
     for turn in TURNS:
         plain.send(turn)
@@ -71,7 +72,8 @@ def test_a_turn_that_fails_or_is_cancelled_leaves_no_rows() -> None:
 
 def test_positions_never_seen_lower_only_acceptance() -> None:
     """As after a batch, or after a prompt prefix that another request prefilled."""
-    model, prompt = make_llama(), make_prompt(9)
+    model = make_llama()
+    prompt = make_prompt(9)
     text = [*prompt, *ids(run(model, prompt, max_tokens=60))]
     for holes in (True, False):
         source: Any = CachingDrafter(model, text, 2, holes=holes).open(model)
@@ -96,10 +98,12 @@ def test_rejected_rows_are_dropped_in_every_round() -> None:
         def keep(self, kept: Any) -> None:
             super().keep(kept._replace(n_kept=kept.rows(kept.tokens).shape[0]))
 
-    model, prompt = make_llama(), make_prompt(9)
+    model = make_llama()
+    prompt = make_prompt(9)
     plain = run(model, prompt, max_tokens=40)
     drafter: Any = CachingDrafter(model, [*prompt, *ids(plain)], 2)
-    good, bad = drafter.open(model), Forgetful(drafter)
+    good = drafter.open(model)
+    bad = Forgetful(drafter)
     counts = []
     for source in (good, bad):
         steps = run(model, prompt, source, max_tokens=32, plan=(2, 3))

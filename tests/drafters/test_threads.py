@@ -47,7 +47,8 @@ def turns() -> Iterator[Iterator[ThreadPoolExecutor]]:
 def test_each_token_may_come_from_another_thread(
     kind: str, turns: Iterator[ThreadPoolExecutor]
 ) -> None:
-    model, drafter = small_llama(hidden=64, vocab=VOCAB), make_drafter(kind)
+    model = small_llama(hidden=64, vocab=VOCAB)
+    drafter = make_drafter(kind)
     plain = [token for token, *_ in generate_step(PROMPT, model, max_tokens=16, plan="off")]
     for plan, count in (((1, 3), 16), ((2, 3), 7)):
         cache = make_prompt_cache(model)
@@ -62,7 +63,8 @@ def test_each_token_may_come_from_another_thread(
 def test_each_turn_and_fork_may_use_another_thread(
     kind: str, turns: Iterator[ThreadPoolExecutor]
 ) -> None:
-    model, tokenizer = small_llama(hidden=64, vocab=VOCAB), make_tokenizer(vocab=VOCAB)
+    model = small_llama(hidden=64, vocab=VOCAB)
+    tokenizer = make_tokenizer(vocab=VOCAB)
     plain = Session(model, tokenizer, max_tokens=8, plan="off")
     session = Session(
         model, tokenizer, make_drafter(kind), max_tokens=8, plan=(1, 3), context=False

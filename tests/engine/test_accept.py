@@ -19,7 +19,8 @@ TREES = list(product(*(range(max(1, node)) for node in range(5))))
 
 def expected_path(tree: Tree, choices: list[int], limit: int) -> list[int]:
     """Path to the deepest node whose ancestors all match the choices; ties go to the first node."""
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    tokens = tree.tokens.tolist()
+    parents = tree.parents.tolist()
     paths = {0: [0]}
     for node in range(1, len(tokens)):
         if parents[node] in paths and tokens[node] == choices[parents[node]]:
@@ -52,7 +53,8 @@ def trees_and_choices(parents: tuple[int, ...]) -> Iterator[tuple[Tree, list[int
 
 @pytest.mark.parametrize("parents", TREES, ids=str)
 def test_acceptance_for_all_trees_and_choices(parents: tuple[int, ...]) -> None:
-    accepted, generator = set(), random.Random(0)
+    accepted = set()
+    generator = random.Random(0)
     for tree, choices in trees_and_choices(parents):
         depth = max(tree.depths.tolist())
         limit = generator.randrange(depth + 1)
@@ -64,7 +66,8 @@ def test_acceptance_for_all_trees_and_choices(parents: tuple[int, ...]) -> None:
 
 
 def test_the_check_rejects_wrong_verdicts() -> None:
-    tree, choices = make_tree([7, 11, 12, 13, 14], [0, 0, 0, 1, 1]), [11, 14, 11, 11, 15]
+    tree = make_tree([7, 11, 12, 13, 14], [0, 0, 0, 1, 1])
+    choices = [11, 14, 11, 11, 15]
     right = accept(tree, mx.array(choices), 2, 2)
     # Negative controls: ignored limit, truncated path, sibling's path, path padded with the root.
     for wrong, limit in (

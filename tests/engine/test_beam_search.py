@@ -54,7 +54,9 @@ def test_the_check_rejects_wrong_indices() -> None:
 def test_a_beam_of_one_is_greedy(seed: int) -> None:
     advance = random_advance(seed, 200)
     beams = search(advance, mx.array(5), 1, 6)
-    token, state, score = mx.array([5]), None, 0.0
+    token = mx.array([5])
+    state = None
+    score = 0.0
     for level in range(6):
         logits, state = advance(token, state)
         token = mx.argmax(logits, axis=-1)
@@ -65,7 +67,8 @@ def test_a_beam_of_one_is_greedy(seed: int) -> None:
 
 
 def test_logits_are_adjusted_before_they_are_ranked() -> None:
-    advance, forced = random_advance(0, 50), [3, 1, 4, 1]
+    advance = random_advance(0, 50)
+    forced = [3, 1, 4, 1]
 
     def adjust(logits: mx.array, level: int, paths: mx.array) -> mx.array:
         assert paths.shape[1] == level + 1 and paths[0].tolist() == [5, *forced[:level]]

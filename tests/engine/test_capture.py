@@ -81,10 +81,8 @@ def test_captured_layers_match_layers_run_by_hand(name: str) -> None:
     layers = sorted({0, count // 2, count - 1})
     check_states(model, layers)
     target = Target(model, capture=[*layers, AFTER_NORM])
-    read, verified = (
-        target.forward(mx.array(prompt)).hidden,
-        target.verify(tree, is_tree=name in TREES).hidden,
-    )
+    read = target.forward(mx.array(prompt)).hidden
+    verified = target.verify(tree, is_tree=name in TREES).hidden
     assert list(read) == list(verified) == [*layers, AFTER_NORM]
     expected = run_by_hand(model, prompt, [], layers)
     for layer in layers:
@@ -93,7 +91,8 @@ def test_captured_layers_match_layers_run_by_hand(name: str) -> None:
             < CLOSE * mx.abs(expected[layer]).max().item()
         ), layer
     for node in range(len(parents)):
-        path, at = [node], node
+        path = [node]
+        at = node
         while at:
             path.append(at := parents[at])
         tokens: Any = [tree.tokens[n].item() for n in reversed(path)]

@@ -170,13 +170,15 @@ def test_refused_by_name_and_reason(name: str) -> None:
 @pytest.mark.parametrize(("size", "width", "keep"), pairs((3, 15, 40), (1, 2), (0, 4)))
 def test_ring_buffers_work_as_a_prompt_cache(keep: int, width: int, size: int) -> None:
     """Ring buffers of 12 rows; with `max_kv_size` they keep the first 4."""
-    model, prompt = make_family("qwen2"), [(7 * i + 3) % 50 for i in range(size)]
+    model = make_family("qwen2")
+    prompt = [(7 * i + 3) % 50 for i in range(size)]
 
     def rings() -> list[RotatingKVCache]:
         return [RotatingKVCache(12, keep=keep) for _ in model.layers]
 
     plain, text, recorded, expected = decode_recorded(model, prompt, 30, 6, prompt_cache=rings())
-    drafter, cache = make_follower(model, text, recorded, "mixed", width), rings()
+    drafter = make_follower(model, text, recorded, "mixed", width)
+    cache = rings()
     steps = run(model, prompt, drafter, max_tokens=30, prompt_cache=cache, plan=(width, 4))
     assert_same_steps(steps, plain, tolerance=CLOSE)
     assert_same_cache(cache, expected, tolerance=CLOSE)
@@ -194,12 +196,11 @@ def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> Non
 
     Other layers keep their own caches, and drafts stay exact.
     """
-    model, prompt, width = (
-        make_family(name),
-        [(7 * i + 3) % 50 for i in range(15)],
-        2 if name in TREES else 1,
-    )
-    own, cache = make_prompt_cache(model), make_cache(model, 12)
+    model = make_family(name)
+    prompt = [(7 * i + 3) % 50 for i in range(15)]
+    width = 2 if name in TREES else 1
+    own = make_prompt_cache(model)
+    cache = make_cache(model, 12)
     kept = [type(c) is KVCache and name not in NO_RINGS for c in own]
     assert [
         isinstance(c, RotatingKVCache) and (c.max_size, c.keep) == (12, 4) for c in cache
@@ -228,7 +229,9 @@ def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> Non
 @pytest.mark.parametrize("name", RUNNING)
 def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
     """Quantized from the 14th token on, in the middle of a round."""
-    model, size, count = make_family(name), 9, 14
+    model = make_family(name)
+    size = 9
+    count = 14
     options: dict[str, Any] = {
         "kv_bits": 8,
         "kv_group_size": 32,
@@ -241,7 +244,8 @@ def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
     except Exception as error:  # mlx-lm's models raise various errors for a quantized cache
         pytest.skip(f"mlx-lm cannot quantize this model's cache: {type(error).__name__}")
     width = 2 if name in TREES else 1
-    drafter, cache = make_follower(model, text, recorded, "mixed", width), make_prompt_cache(model)
+    drafter = make_follower(model, text, recorded, "mixed", width)
+    cache = make_prompt_cache(model)
     steps = run(
         model, prompt, drafter, max_tokens=count, prompt_cache=cache, plan=(width, 3), **options
     )
@@ -268,10 +272,9 @@ def test_every_node_sees_only_its_path(name: str) -> None:
             mx.array([generator.randrange(vocab) for _ in range(size)]), want_hidden=False
         )
         target.evaluate()
-        caches, expected = (
-            [target.cache],
-            [],
-        )  # the cache of the prefix, then the cache after each node
+        # the cache of the prefix, then the cache after each node
+        caches = [target.cache]
+        expected = []
         for node, token in enumerate(tree.tokens.tolist()):
             caches.append(copy.deepcopy(caches[parents[node] + 1 if node else 0]))
             expected.append(model(mx.array([[token]]), cache=caches[-1])[0, -1])

@@ -61,15 +61,19 @@ class Changing(Planner):
 def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, Any]) -> None:
     """For any plans; the planner observes each round's tokens and replays."""
     if name == "llama":
-        model, planner = make_model(), Changing(TREES)
+        model = make_model()
+        planner = Changing(TREES)
         plain, drafter = with_plain(
             model, PROMPT, COUNT, "mixed", width=3, script_seed=1, **options
         )
     else:
-        model, planner = make_family(name), Changing(CHAINS)
+        model = make_family(name)
+        planner = Changing(CHAINS)
         plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=1, **options)
     sampler = make_sampler(**options) if options else Sampler()
-    rounds, tokens, source = [], [], drafter.open(model)
+    rounds = []
+    tokens = []
+    source = drafter.open(model)
     decoder = Decoder(
         Target(model, capture=source.capture), TokenChooser(sampler), planner, [source]
     )
@@ -119,7 +123,8 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
 def test_decoding_continues_after_a_drafter_fails(
     name: str, plan: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    model, count = make_family(name), 20
+    model = make_family(name)
+    count = 20
     plain, drafter = with_plain(model, PROMPT, count, "mixed", width=plan[0], **options)
     expected = make_prompt_cache(model)
     run(model, PROMPT, max_tokens=count, prompt_cache=expected, **options)
@@ -167,9 +172,11 @@ def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
 def test_freed_buffers_are_released_as_often_as_in_plain_decoding(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, count = make_model(), 800
+    model = make_model()
+    count = 800
     plain, drafter = with_plain(model, PROMPT, count, "right", width=1)
-    made, releases = list[int](), [0]
+    made = list[int]()
+    releases = [0]
     monkeypatch.setattr(mx, "clear_cache", lambda: releases.append(len(made)))
     options = Options(context=False, max_tokens=count, plan=(1, depth) if depth else "off")
     for step in decode_steps(PROMPT, model, drafter if depth else None, options):

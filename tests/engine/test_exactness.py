@@ -46,7 +46,8 @@ class ByRow(nn.Module):
 
     def __init__(self, change: Callable[[int, int], int]) -> None:
         super().__init__()
-        self.inner, self._change = small_llama(max_position_embeddings=4096), change
+        self.inner = small_llama(max_position_embeddings=4096)
+        self._change = change
         self.args = self.inner.args
 
     @property
@@ -127,12 +128,10 @@ def test_every_forward_has_an_allowed_number_of_rows(
     processors.
     """
     monkeypatch.setattr(Pair, "choose_row_counts", lambda *args: counts)
-    model, drafter, prompt, seen = (
-        make_model("llama"),
-        small_drafter(hidden=64, vocab=40),
-        make_prompt(20),
-        set[int](),
-    )
+    model = make_model("llama")
+    drafter = small_drafter(hidden=64, vocab=40)
+    prompt = make_prompt(20)
+    seen = set[int]()
     options: dict[str, Any] = {"max_tokens": 24, "temp": 0.7, "seed": 5, "kv_bits": kv_bits}
     options |= {"kv_group_size": 32, "quantized_kv_start": 30}
     plain = run(model, prompt, **options)
@@ -162,7 +161,8 @@ def test_the_fastest_class_is_chosen() -> None:
     costs = CostTable(
         (64,), (1, 2, 3, 4), ((10.0, 11.0, 11.0, 12.0),), (10.0,), (1,), (0.1,), (0.0, 0.0)
     )
-    good, bad = ((0.9,),), ((0.05,),)
+    good = ((0.9,),)
+    bad = ((0.05,),)
     assert choose_row_counts(costs, good, [(1,), (2, 3, 4)]) == (2, 3, 4), (
         "plain steps are padded to two rows"
     )
@@ -179,7 +179,8 @@ def test_the_fastest_class_is_chosen() -> None:
 
 def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: ((1,), (2, 3)))
-    model, prompt = small_llama(), [1, 2, 3, 1, 2, 3]
+    model = small_llama()
+    prompt = [1, 2, 3, 1, 2, 3]
     options = Options(exact=True, max_tokens=8)
     only = Pair(model)
     assert only.choose_row_counts(options) == (1,)
@@ -241,7 +242,8 @@ def test_the_chosen_class_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         Pair, "find_row_classes", lambda *args, **options: ((1,), (2, 3, 4), (5, 6))
     )
     monkeypatch.setattr(Pair, "costs", lambda *args, **options: None)
-    model, drafter = small_llama(), small_drafter()
+    model = small_llama()
+    drafter = small_drafter()
     for expected in ((2, 3, 4), (5, 6)):
         monkeypatch.setattr(
             "mlx_redrafter.pair.choose_row_counts", lambda *args, found=expected: found
@@ -256,7 +258,8 @@ def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: ((1, 2), (3, 4)))
     monkeypatch.setattr(Pair, "costs", fail)
-    model, failures = small_llama(), list[Exception]()
+    model = small_llama()
+    failures = list[Exception]()
     options = {"exact": True, "context": True, "max_tokens": 6}
     steps = run(
         model, [1, 2, 3], small_drafter(seed=8), on_drafter_failure=failures.append, **options
@@ -268,7 +271,8 @@ def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.Monkey
 
 def test_other_threads_attend_as_before() -> None:
     """While a padded forward is built, another thread's forward of as many rows is not padded."""
-    model, tokens = small_llama(), mx.array([[5, 9, 7]])
+    model = small_llama()
+    tokens = mx.array([[5, 9, 7]])
     expected = model(tokens, cache=make_prompt_cache(model))
     with attend_by_row(3, 1), ThreadPoolExecutor(1) as other:
         found = other.submit(
@@ -279,7 +283,8 @@ def test_other_threads_attend_as_before() -> None:
 
 def test_a_chain_within_a_ring_is_computed_as_single_rows() -> None:
     """Only until the ring is full, as it then has its rows in another order."""
-    model, tokens = make_model("qwen2"), mx.array(make_prompt(20))
+    model = make_model("qwen2")
+    tokens = mx.array(make_prompt(20))
     target = Target(model, make_prompt_cache(model, 24), row_counts=(1, 2, 3, 4))
     target.forward(tokens)
     assert target.has_room(4) and not target.has_room(5)

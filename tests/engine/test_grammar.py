@@ -14,7 +14,8 @@ from grids import pairs
 from mlx_lm.sample_utils import make_logits_processors
 from toys import make_follower, make_model, make_prompt, record_hidden_states
 
-PROMPT, COUNT = make_prompt(9), 60
+PROMPT = make_prompt(9)
+COUNT = 60
 SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "seed": 4}
 QUANTIZED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}
 PENALTIES: Any = make_logits_processors(repetition_penalty=1.3, logit_bias={3: 2.0})
@@ -96,7 +97,8 @@ def test_plain_steps_follow_the_grammar() -> None:
 @pytest.mark.parametrize("stuck_at", range(18, 27, 2))
 def test_a_grammar_without_a_next_token_raises(stuck_at: int) -> None:
     """All tokens before that point are still produced."""
-    model, made = make_model(), list[int]()
+    model = make_model()
+    made = list[int]()
     plain, drafter = with_drafter(model, "right", 3)
     with pytest.raises(Stuck):
         for each in start_rounds(
@@ -110,7 +112,8 @@ def test_the_host_reads_the_tree_once_the_forward_is_enqueued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Masks are computed during the forward, after a read that waits only for the draft."""
-    model, events = make_model(), list[str]()
+    model = make_model()
+    events = list[str]()
     _, drafter = with_drafter(model, "right", 3)
     for owner, name in ((mx, "async_eval"), (mx.array, "tolist"), (ToyGrammar, "find_mask")):
         real = getattr(owner, name)

@@ -83,8 +83,10 @@ def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
-    (model, plain, drafter), (_, plan, size, bits) = prepare(kind), CACHES[kind]
-    before, inside = snapshot(model), 0
+    model, plain, drafter = prepare(kind)
+    _, plan, size, bits = CACHES[kind]
+    before = snapshot(model)
+    inside = 0
     for count in (*range(1, 9), 12, 13):
         cache = make_prompt_cache(model, size)
         ends = count % 3 == 0  # ends at max_tokens; otherwise it is closed or abandoned
@@ -154,7 +156,8 @@ def test_deep_drafts_after_short_prompts_in_rings(
     count: int, size: int, plan: tuple[int, int]
 ) -> None:
     """The first rows of a ring buffer stay visible to every node, including the tree's first nodes."""
-    model, prompt = make_family("qwen2"), make_prompt(count)
+    model = make_family("qwen2")
+    prompt = make_prompt(count)
     plain, drafter = with_plain(model, prompt, 30, "right", width=plan[0], max_kv_size=size)
     assert ids(run(model, prompt, drafter, max_tokens=30, max_kv_size=size, plan=plan)) == ids(
         plain

@@ -28,7 +28,8 @@ READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__a
          "__format__")  # fmt: skip
 """Array methods that make the host wait for a value."""
 
-CHAIN, TREE = (1, 4), (4, 5)
+CHAIN = (1, 4)
+TREE = (4, 5)
 CHOICES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temp": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 3},
@@ -152,10 +153,15 @@ def test_each_node_sees_the_history_of_its_path(
     shape: tuple[int, int], length: int, chunk: int
 ) -> None:
     """Two turns on one cache: each turn's histories begin with its own prompt, as in mlx-lm."""
-    model, count, text = make_model(), 16, []
-    cache, other = make_prompt_cache(model), make_prompt_cache(model)
+    model = make_model()
+    count = 16
+    text = []
+    cache = make_prompt_cache(model)
+    other = make_prompt_cache(model)
     for prompt in (make_prompt(length), make_prompt(3, seed=2)):
-        theirs, ours, before = Recorder(), Recorder(), len(text)
+        theirs = Recorder()
+        ours = Recorder()
+        before = len(text)
         options = {"prefill_step_size": chunk, "max_tokens": count}
         own = {"logits_processors": [theirs], "prompt_cache": cache, "prefill_step_size": chunk}
         steps_of_mlx_lm = mlx_lm_generate_step(
@@ -216,7 +222,8 @@ def test_a_processor_that_returns_another_shape_is_named() -> None:
 
 def test_wrong_histories_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     # Negative control: processors see zeros instead of the node's path.
-    model, prompt = make_model(), make_prompt(6)
+    model = make_model()
+    prompt = make_prompt(6)
     options: dict[str, Any] = {"logits_processors": [Recorder()]}
     plain, drafter = with_plain(model, prompt, 24, "right", width=2, **options)
     assert ids(run(model, prompt, drafter, max_tokens=24, plan=(2, 3), **options)) == ids(plain)

@@ -16,7 +16,8 @@ KEYS = 80
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[mx.Dtype]:
     """The dtypes in which MLX's own attention is called, on a machine that seems to have CUDA."""
-    attention, seen = mx.fast.scaled_dot_product_attention, list[mx.Dtype]()
+    attention = mx.fast.scaled_dot_product_attention
+    seen = list[mx.Dtype]()
 
     def record(queries: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         seen.append(queries.dtype)
@@ -84,7 +85,8 @@ def test_nothing_is_replaced_without_cuda(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("plan", [(1, 3), (3, 3)], ids=str)
 def test_drafted_forwards_attend_by_row(recorded: list[mx.Dtype], plan: Any) -> None:
-    model, attention = small_llama(), mx.fast.scaled_dot_product_attention
+    model = small_llama()
+    attention = mx.fast.scaled_dot_product_attention
     model.set_dtype(mx.bfloat16)
     assert (
         len(list(generate_step([1, 2, 3, 4], model, small_drafter(), plan=plan, max_tokens=8))) == 8

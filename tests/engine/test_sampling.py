@@ -16,7 +16,8 @@ from toys import make_model, make_prompt, run
 
 from mlx_redrafter.engine.sampling import Sampler, make_sampler
 
-VOCAB, DRAWS = 6, 4000
+VOCAB = 6
+DRAWS = 4000
 LIMIT = 3.7
 """In standard deviations: one in ten thousand correct samplers would exceed it."""
 LOGPROBS = mx.log(mx.array([[0.4, 0.04, 0.25, 0.11, 0.02, 0.18]]))
@@ -63,7 +64,8 @@ def deviation(counts: np.ndarray, probabilities: np.ndarray) -> float:
 @pytest.mark.parametrize("name", FILTERS)
 def test_tokens_have_the_filtered_distribution(name: str, temp: float) -> None:
     options, apply = FILTERS[name]
-    one, other = expected(temp, apply), expected(2 * temp, apply)
+    one = expected(temp, apply)
+    other = expected(2 * temp, apply)
     tokens = np.concatenate(
         [choose(make_sampler(seed=seed, temp=temp, **options), DRAWS // 4) for seed in range(4)]
     )
@@ -77,14 +79,17 @@ def test_tokens_have_the_filtered_distribution(name: str, temp: float) -> None:
 
 def test_xtc_is_applied_as_often_as_asked() -> None:
     sampler = make_sampler(seed=0, temp=1.0, xtc_probability=0.3, xtc_threshold=0.15)
-    always, never = expected(1.0, FILTERS["xtc"][1]), expected(1.0, FILTERS["none"][1])
+    always = expected(1.0, FILTERS["xtc"][1])
+    never = expected(1.0, FILTERS["none"][1])
     counts = np.bincount(choose(sampler, DRAWS), minlength=VOCAB)
     assert deviation(counts, 0.3 * always + 0.7 * never) < LIMIT < deviation(counts, never)
 
 
 @pytest.mark.parametrize("seed", [0, 7, -1])
 def test_each_position_is_drawn_with_its_own_noise(seed: int) -> None:
-    model, prompt, sampler = make_model(), make_prompt(5), make_sampler(seed=seed, temp=1.3)
+    model = make_model()
+    prompt = make_prompt(5)
+    sampler = make_sampler(seed=seed, temp=1.3)
     together = sampler.draw(mx.array(len(prompt)), 20, model.args.vocab_size)
     for row, step in enumerate(run(model, prompt, max_tokens=20, temp=1.3, seed=seed)):
         alone = sampler.draw(mx.array(len(prompt) + row), 1, model.args.vocab_size)

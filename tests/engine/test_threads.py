@@ -53,7 +53,8 @@ JOBS: dict[str, dict[str, Any]] = {
 @functools.cache
 def prepare(name: str) -> tuple[list[int], Scripted | None]:
     """Returns (the job's plain tokens from one thread, its drafter)."""
-    model, options = make_model(), dict(JOBS[name])
+    model = make_model()
+    options = dict(JOBS[name])
     width = options.pop("plan", (0,))[0]
     plain = ids(run(model, PROMPT, max_tokens=COUNT + 8, **options))
     return plain[:COUNT], scripted(model, PROMPT + plain, "mixed", width=width) if width else None
@@ -61,7 +62,8 @@ def prepare(name: str) -> tuple[list[int], Scripted | None]:
 
 def make_job(name: str, **more: Any) -> tuple[list[int], Iterator[Any], Any]:
     """Returns (the job's plain tokens, the same generation not yet started, its cache)."""
-    model, (plain, drafter) = make_model(), prepare(name)
+    model = make_model()
+    plain, drafter = prepare(name)
     options = {"max_tokens": COUNT, "prompt_cache": make_prompt_cache(model)} | JOBS[name] | more
     return plain, generate_step(PROMPT, model, drafter, **options), options["prompt_cache"]
 
@@ -95,7 +97,8 @@ def test_next_and_close_may_change_threads(name: str, count: int) -> None:
     ids=" and ".join,
 )
 def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
-    before, interval = snapshot(make_model()), sys.getswitchinterval()
+    before = snapshot(make_model())
+    interval = sys.getswitchinterval()
     barrier = threading.Barrier(2)
 
     def decode(name: str) -> tuple[list[int], list[int]]:
@@ -145,7 +148,8 @@ class Waiting(nn.Module):
         self["layer"] = layers[-1]
         self._is_captured = lambda: type(layers[0]) is Recorder
         self._owner = threading.get_ident()
-        self.entered, self._left = threading.Event(), threading.Event()
+        self.entered = threading.Event()
+        self._left = threading.Event()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (
@@ -163,7 +167,8 @@ class Waiting(nn.Module):
 
 @pytest.mark.parametrize("task", ["new session", "end of a turn"])
 def test_a_model_is_not_looked_at_while_another_thread_builds_a_forward(task: str) -> None:
-    model, tokenizer = make_model(layers=4), make_tokenizer()
+    model = make_model(layers=4)
+    tokenizer = make_tokenizer()
     drafter = make_cached("eagle 3", 64, VOCAB, layers=4)
     evaluate(model, drafter)
     turn = Session(model, tokenizer, plan="off", max_tokens=4).stream("ab")

@@ -26,7 +26,8 @@ def check_tree(tree: Tree, tokens: Sequence[int], parents: Sequence[int]) -> Non
 def all_nodes(beams: Beams) -> tuple[list[int], list[int]]:
     """(tokens, parents) of the root and every node of `beams`, level by level."""
     depth, width = beams.tokens.shape
-    tokens, parents = [THE], [0]
+    tokens = [THE]
+    parents = [0]
     for level in range(depth):
         for rank in range(width):
             tokens.append(beams.tokens[level, rank].item())
@@ -40,7 +41,8 @@ def check_pruned(pruned: Tree, beams: Beams, count: int) -> None:
     tokens, parents = all_nodes(beams)
     scores = [float("inf"), *np.array(beams.scores).reshape(-1).tolist()]
     best = sorted(range(len(scores)), key=lambda node: (-scores[node], node))[:count]
-    at, leading = len(scores) - beams.tokens.shape[1], []
+    at = len(scores) - beams.tokens.shape[1]
+    leading = []
     while at:
         leading.insert(0, at)
         at = parents[at]
@@ -66,7 +68,8 @@ def test_running_example() -> None:
     other = chain(ROOT, mx.array([CAT, RAN]))
     check_tree(other, [THE, CAT, RAN], [0, 0, 1])
     check_tree(merge([tree, other]), [THE, CAT, DOG, SAT, RAN, CAT, RAN], [0, 0, 0, 1, 1, 0, 5])
-    tokens, parents = [THE, CAT, RAN, CAT, DOG, SAT, RAN, CAT, RAN], [0, 0, 1, 0, 0, 3, 3, 0, 7]
+    tokens = [THE, CAT, RAN, CAT, DOG, SAT, RAN, CAT, RAN]
+    parents = [0, 0, 1, 0, 0, 3, 3, 0, 7]
     check_tree(merge([other, tree, other]), tokens, parents)
 
 
@@ -94,7 +97,8 @@ def test_trees_hold_all_hypotheses_or_the_likeliest(
 
 def test_the_checks_reject_wrong_trees() -> None:
     beams = random_beams(1, 3, 3)
-    tree, nodes = grow(ROOT, beams), all_nodes(beams)
+    tree = grow(ROOT, beams)
+    nodes = all_nodes(beams)
     # Negative controls: a chain's mask on a tree, node numbers as depths, a wrong parent, other
     # beams.
     for wrong in (

@@ -57,7 +57,8 @@ def paths(tree: Tree) -> list[list[int]]:
 
 def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -> mx.array:
     """(N,) distance of each node's logits and hidden state from a plain forward over its path."""
-    model, target = make_model(kind), prefilled(kind, prefix, bits, seed)
+    model = make_model(kind)
+    target = prefilled(kind, prefix, bits, seed)
     cache = copy.deepcopy(target.cache)
     logits = [model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
     states = [

@@ -13,8 +13,10 @@ from mlx_redrafter.engine.wired_limit import wired_limit
 
 def test_last_of_two_threads_restores_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fake GPU whose limit is 7; the first thread fails while decoding."""
-    limits, recommended = [7], 1 << 40
-    inside, leave = threading.Event(), threading.Event()
+    limits = [7]
+    recommended = 1 << 40
+    inside = threading.Event()
+    leave = threading.Event()
 
     def set_wired_limit(limit: int) -> int:
         limits.append(limit)

@@ -37,7 +37,8 @@ def test_a_bad_drafter_leaves_budget_for_the_context() -> None:
 
 
 def test_a_drafter_outdone_by_the_context_is_abandoned() -> None:
-    costs, plan = make_costs("gentle"), Plan(1, 3, 4)
+    costs = make_costs("gentle")
+    plan = Plan(1, 3, 4)
     good, behind = (AutoPlanner(costs, ACCEPTANCE, [plan], can_merge=True) for _ in range(2))
     decode_rounds(good, 60, tokens=3)
     decode_rounds(behind, 60, tokens=3, from_context=True)

@@ -76,7 +76,8 @@ def test_costs_between_contexts_are_interpolated() -> None:
     ]
     assert interpolate((64, 1024), (2.0, 1.0), 5000) == 1.0
     assert interpolate((64,), (2.0,), 5000) == 2.0
-    costs, plan = make_costs("gentle"), chain_plan(3)
+    costs = make_costs("gentle")
+    plan = chain_plan(3)
     assert [costs.plain_ms(length) for length in (64, 544, 1024)] == pytest.approx([1.0, 1.1, 1.2])
     unverified = costs.draft_ms(plan) + costs.overhead_ms[0]
     verified = [costs.round_ms(plan, length) - unverified for length in (64, 544, 1024)]
@@ -85,7 +86,8 @@ def test_costs_between_contexts_are_interpolated() -> None:
 
 def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
     costs = make_costs("a cliff at 6", replay=0.1)
-    plan, row = Plan(1, 3, 4), costs.verify[0]
+    plan = Plan(1, 3, 4)
+    row = costs.verify[0]
     alone = costs.round_ms(plan, 64)
     assert costs.round_ms(plan, 64, 1) - alone == pytest.approx(row[4] - row[3])
     assert costs.round_ms(plan, 64, 2) - alone == pytest.approx(row[5] - row[3])
@@ -158,7 +160,8 @@ def test_levels_are_measured_at_the_depth_of_the_block(
 
 
 def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, rows = make_pair(), []
+    pair = make_pair()
+    rows = []
     call = type(pair[0]).__call__
 
     def count(model: Any, tokens: mx.array, *args: Any, **options: Any) -> mx.array:
@@ -229,7 +232,9 @@ def test_a_disturbed_measurement_is_repeated_twice_at_most(
 
 
 def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    measuring, counted, pair = threading.Event(), [], Pair(*make_pair())
+    measuring = threading.Event()
+    counted = []
+    pair = Pair(*make_pair())
 
     def measure_slowly(*args: Any, **options: Any) -> CostTable:
         counted.append(1)

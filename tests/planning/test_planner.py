@@ -90,17 +90,19 @@ def test_expected_tokens_of_the_running_example() -> None:
     [(Plan(1, 1, 2), 0.9), (Plan(1, 8, 9), 1.3), (Plan(2, 3, 5), 0.3), (Plan(4, 5, 12), 0.8)],
 )
 def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float) -> None:
-    generator, rounds = random.Random(0), 40000
-    made, replayed, total = 0, 0, 0
+    generator = random.Random(0)
+    rounds = 40000
+    made = 0
+    replayed = 0
+    total = 0
     for _ in range(rounds):
         count = 1 + draw_accepted(plan, scale, generator)
         if replayed > MAX_REPLAY:  # replayed by a plain step
-            total, replayed = total + replayed, 0
-        total, replayed, made = (
-            total + replayed,
-            replayed + count if count <= plan.depth else 0,
-            made + count,
-        )
+            total = total + replayed
+            replayed = 0
+        total = total + replayed
+        replayed = replayed + count if count <= plan.depth else 0
+        made = made + count
     assert made / rounds == pytest.approx(predict_tokens(ACCEPTANCE, plan, scale), abs=0.03)
     assert predict_replay(cumulative_acceptance(ACCEPTANCE, plan, scale)) == pytest.approx(
         total / rounds, rel=0.02
@@ -148,7 +150,8 @@ def test_the_starting_plan_is_the_fastest_affordable() -> None:
     for curve, first in (("gentle", fastest.plan), ("every row", None)):
         planner = AutoPlanner(make_costs(curve), ACCEPTANCE)
         assert [planner.next_plan(START) for _ in range(WARM_UP + 1)][-1] == first
-    acceptance, plans = ((MAX_RATE,),), (chain_plan(1), chain_plan(15))
+    acceptance = ((MAX_RATE,),)
+    plans = (chain_plan(1), chain_plan(15))
     dear = costs._replace(
         verify=tuple((row[0], 1.5, *(9.0 for _ in row[2:])) for row in costs.verify)
     )
@@ -181,7 +184,8 @@ def test_a_planner_that_always_drafts_breaks_the_bound() -> None:
 
 @pytest.mark.parametrize(("curve", "replay", "text"), pairs(CURVES, (0.0, 0.05), ("most", "all")))
 def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, text: str) -> None:
-    costs, scale = make_costs(curve, replay=replay), TEXTS[text]
+    costs = make_costs(curve, replay=replay)
+    scale = TEXTS[text]
     mean = fmean(simulate_auto(costs, scale, 1500, seed) for seed in range(3))
     fixed = [
         fmean(simulate(decode.Planner(plan), costs, scale, 1500, seed) for seed in range(3))
@@ -216,7 +220,8 @@ def test_better_text_is_noticed_in_spite_of_stalls() -> None:
 
 
 def test_the_pause_between_probes_doubles() -> None:
-    planner, plans = AutoPlanner(make_costs("gentle"), ACCEPTANCE), []
+    planner = AutoPlanner(make_costs("gentle"), ACCEPTANCE)
+    plans = []
     for at in range(3000):
         plans.append(planner.next_plan(START + at))
         planner.observe(plans[-1], 1, START + at, 0, None)
@@ -237,10 +242,8 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
     costs = make_costs("a step, a cliff at 16")
 
     def decode_text(history: History, seed: int) -> tuple[float, tuple[Plan, ...]]:
-        generator, planner = (
-            random.Random(seed),
-            AutoPlanner(costs, UNKNOWN_ACCEPTANCE, history=history),
-        )
+        generator = random.Random(seed)
+        planner = AutoPlanner(costs, UNKNOWN_ACCEPTANCE, history=history)
 
         def draw(plan: Plan, made: int) -> int:
             drawn = generator.random()
@@ -250,7 +253,8 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
         planner.finish()
         return speed, planner.plans
 
-    firsts, lasts = [], []
+    firsts = []
+    lasts = []
     for seed in range(6):
         history = History()
         speeds, plans = zip(*(decode_text(history, 10 * seed + at) for at in range(5)), strict=True)
@@ -271,7 +275,8 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
 )
 def test_many_short_texts_lose_little_together(truth: float, scale: str) -> None:
     """Later texts make up for earlier losses and know actual round times from the start."""
-    costs, history = make_costs("half of every row"), History()
+    costs = make_costs("half of every row")
+    history = History()
     seconds = []
     for seed in range(40):
         planner = AutoPlanner(costs, ACCEPTANCE, history=history)
@@ -282,7 +287,8 @@ def test_many_short_texts_lose_little_together(truth: float, scale: str) -> None
 
 
 def test_a_good_drafter_drafts_from_the_next_texts_first_token() -> None:
-    history, costs = History(), make_costs("gentle")
+    history = History()
+    costs = make_costs("gentle")
     for is_first in (True, False):
         planner = AutoPlanner(costs, ACCEPTANCE, history=history)
         assert (planner.next_plan(START) is None) is is_first

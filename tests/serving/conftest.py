@@ -43,7 +43,9 @@ def scripted_server(chat_tokenizer: Any) -> Iterator[Scripted]:
 def scripted(scripted_server: Scripted) -> Iterator[Scripted]:
     """The scripted server, reset to its initial state."""
     server, engine = scripted_server
-    engine.texts, engine.refusal, engine.requests = [["hello"]], None, []
+    engine.texts = [["hello"]]
+    engine.refusal = None
+    engine.requests = []
     engine.gate.set()
     yield server, engine
     engine.gate.set()

@@ -125,11 +125,10 @@ SHOWN = """<tools>
 {"type": "function", "function": {"name": "page", "description": "Reads.", "parameters": {"type": "object"}}}
 </tools>
 """
-AVAILABLE, NOT_AVAILABLE = "The tool page is available.\n", "The tool page is not available.\n"
-BY_NAME, BY_VALUE = (
-    {"type": "tool_reference", "name": "page"},
-    {"type": "tool_definition", "definition": PAGE},
-)
+AVAILABLE = "The tool page is available.\n"
+NOT_AVAILABLE = "The tool page is not available.\n"
+BY_NAME = {"type": "tool_reference", "name": "page"}
+BY_VALUE = {"type": "tool_definition", "definition": PAGE}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
 
     Unless `bits` is 0, matrices whose rows allow it are quantized.
     """
-    model, (dtype, bits) = copy.deepcopy(model), precision
+    model = copy.deepcopy(model)
+    dtype, bits = precision
     parameters = model.parameters()
     model.update(
         tree_map(

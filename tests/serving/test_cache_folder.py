@@ -42,7 +42,8 @@ def files_of(folder: Path) -> list[Path]:
 
 def answer(model: Any, folder: Path, prompt: list[int], **more: Any) -> int:
     """Number of tokens that a new server finds cached. Asserts plain decoding's text."""
-    request, options = ask(prompt, 8), more.pop("options", {})
+    request = ask(prompt, 8)
+    options = more.pop("options", {})
     with running(model, prompt_cache_dir=folder, options=options, **more) as server:
         (events,) = generate(server, request)
         assert tokens_of(events) == plain(request, model, **options)
@@ -85,7 +86,8 @@ def test_files_of_other_models_are_ignored(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(make_model(), tmp_path, PROMPT)
-    model, options = make_model(seed=changed == "weights"), {}
+    model = make_model(seed=changed == "weights")
+    options = {}
     if changed == "quantization":
         options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}
     if changed == "version":
@@ -138,7 +140,8 @@ def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def make_text(model: Any, token: int) -> tuple[list[int], Any]:
     """Twenty times the same token, and the cache that holds them."""
-    tokens, cache = [token] * 20, make_prompt_cache(model)
+    tokens = [token] * 20
+    cache = make_prompt_cache(model)
     mx.eval(model(mx.array([tokens]), cache=cache))
     return tokens, cache
 
@@ -159,7 +162,8 @@ def find(cache: PromptCache, *tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("saves", [False, True], ids=["saved at shutdown", "saved when idle"])
 def test_a_restart_keeps_the_order_of_use(saves: bool, tmp_path: Path) -> None:
-    first, size = open_folder(tmp_path), sum(c.nbytes for c in make_text(make_model(), 1)[1])
+    first = open_folder(tmp_path)
+    size = sum(c.nbytes for c in make_text(make_model(), 1)[1])
     for token in (1, 2, 3, 4):
         first.store(*make_text(make_model(), token))
         if saves:
@@ -181,7 +185,8 @@ def test_a_longer_text_replaces_only_its_own_file(tmp_path: Path) -> None:
 
 
 def test_disk_usage_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, other = make_model(), make_model(seed=1)
+    own = make_model()
+    other = make_model(seed=1)
     most = 3 * sum(c.nbytes for c in make_text(own, 1)[1]) + 20_000
     for model, tokens in ((other, [1]), (own, [1, 2, 3, 4])):
         kept = open_folder(tmp_path, most, model)

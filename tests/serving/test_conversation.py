@@ -355,7 +355,8 @@ def test_a_forced_call_is_one_object(scripted: Scripted, path: str, tool: Any, c
 def test_tools_stay_in_the_prompt_if_none_may_be_called(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch, path: str, tool: Any, none: Any
 ) -> None:
-    mark, bias = 7, {8: 1.0}
+    mark = 7
+    bias = {8: 1.0}
     monkeypatch.setattr(type(scripted[1].tokenizer), "tool_call_start_tokens", (mark,))
     scripted[1].texts = [[f"</think>{CALL % ('f', '{}')}"]]
     prompts = list[str]()

@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("npm") is None, reason="npm installs the agents"),
 ]
 SERVER_GUIDE = Path(__file__).parents[2] / "docs" / "server.md"
-BROKEN, RIGHT = "def add(a, b):\n    return a - b\n", "def add(a, b):\n    return a + b\n"
+BROKEN = "def add(a, b):\n    return a - b\n"
+RIGHT = "def add(a, b):\n    return a + b\n"
 PRINT = "\n\nprint(add(2, 3))\n"
 
 
@@ -56,7 +57,8 @@ class Task:
 
     def __init__(self, engine: ScriptedWorker, folder: Path) -> None:
         self._engine = engine
-        self.home, self.work = folder / "home", folder / "work"
+        self.home = folder / "home"
+        self.work = folder / "work"
         self.home.mkdir()
         self.work.mkdir()
         self.file = self.work / "add.py"
@@ -116,7 +118,8 @@ def read_settings(language: str, url: str) -> str:
 
 def test_claude_code_edits_and_runs_a_file(scripted: Scripted, packages: Path, task: Task) -> None:
     (binary,) = packages.glob("@anthropic-ai/claude-code-*/claude")
-    run, file = f"{sys.executable} add.py", str(task.file)
+    run = f"{sys.executable} add.py"
+    file = str(task.file)
     settings = shlex.split(read_settings("bash", scripted[0].url))
     printed = task.run(
         [

@@ -209,7 +209,8 @@ LONG = "it goes on " * 50_000
 def test_most_of_a_prompt_far_too_long_is_not_encoded(
     scripted: Scripted, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, encoded = type(scripted[0].service.tokenizer._tokenizer), list[str]()
+    kind = type(scripted[0].service.tokenizer._tokenizer)
+    encoded = list[str]()
     encode = kind.encode
 
     def record(tokenizer: Any, text: str, **options: Any) -> Any:

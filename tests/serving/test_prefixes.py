@@ -20,10 +20,8 @@ from mlx_redrafter.session.chat_template import render
 
 LAWS = " ".join(f"Law {i}: keep {i * 7 % 101}." for i in range(40))
 CALL = {"type": "function", "function": {"name": "read", "arguments": {"path": "a"}}}
-SYSTEM, QUESTION = (
-    {"role": "system", "content": LAWS},
-    {"role": "user", "content": f"What of {LAWS[:200]}"},
-)
+SYSTEM = {"role": "system", "content": LAWS}
+QUESTION = {"role": "user", "content": f"What of {LAWS[:200]}"}
 AFTER_A_CALL = [
     {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
     {"role": "tool", "content": LAWS},
@@ -84,7 +82,8 @@ def test_calls_may_begin_with_different_tokens_than_answers(
     messages = [SYSTEM, QUESTION]
     text, prompt = encode()
     lengths = find_prefix_lengths(chat_tokenizer, prompt, text, messages, args, prefilled=False)
-    answer, call = {"role": "assistant", "content": "It is."}, AFTER_A_CALL[0] | {"content": ""}
+    answer = {"role": "assistant", "content": "It is."}
+    call = AFTER_A_CALL[0] | {"content": ""}
     for following, is_shared in ([answer, QUESTION], True), ([call, AFTER_A_CALL[1]], has_tools):
         later = encode(*following)[1]
         assert (max(n for n in lengths if later[:n] == prompt[:n]) > len(prompt) - 8) is is_shared
@@ -114,9 +113,11 @@ def test_shared_tokens_of_long_texts_are_counted(chat_tokenizer: Any, seed: int)
         choose.choice(["law", " keeps", "\n\n", "  ", "1234", "é", "\n", " the"])
         for _ in range(4000)
     ]
-    text, size = "".join(words), choose.randrange(6000, 9000)
+    text = "".join(words)
+    size = choose.randrange(6000, 9000)
     other = text[:size] + choose.choice(["x", "\n", "  8"]) * 3 + text
-    expected, prompt = 0, chat_tokenizer.encode(text, add_special_tokens=False)
+    expected = 0
+    prompt = chat_tokenizer.encode(text, add_special_tokens=False)
     for ours, theirs in zip(
         prompt, chat_tokenizer.encode(other, add_special_tokens=False), strict=False
     ):

@@ -73,7 +73,8 @@ def test_a_signal_lets_answers_finish() -> None:
 
 
 def test_a_signal_saves_the_prompt_cache(tmp_path: Path) -> None:
-    prompt, found = "def add(first, second):\n    return first", list[int]()
+    prompt = "def add(first, second):\n    return first"
+    found = list[int]()
     for _ in range(2):
         with start("mlx_redrafter.server", "--prompt-cache-dir", str(tmp_path / "caches")) as (
             running,

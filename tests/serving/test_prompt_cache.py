@@ -65,7 +65,8 @@ def test_longest_common_prefix_is_found(wanted: list[int], held: int) -> None:
 
 
 def test_fetched_caches_are_copies() -> None:
-    cache, model = PromptCache(BIG), make_model()
+    cache = PromptCache(BIG)
+    model = make_model()
     cache.store([1, 2, 3], read([1, 2, 3]))
     first, _ = cache.fetch([1, 2, 3, 4])
     mx.eval(model(mx.array([[7, 8, 9]]), cache=first))
@@ -74,7 +75,8 @@ def test_fetched_caches_are_copies() -> None:
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_fetched_cache_has_only_the_shared_rows(bits: int | None) -> None:
-    cache, tokens = PromptCache(BIG), [token % 40 for token in range(600)]
+    cache = PromptCache(BIG)
+    tokens = [token % 40 for token in range(600)]
     states = read(tokens)
     cache.store(tokens, [c.to_quantized(32, bits) for c in states] if bits else states)
     found, count = cache.fetch([*tokens[:60], 41, 42])
@@ -188,7 +190,8 @@ def test_caches_from_a_batch_take_what_is_counted(name: str) -> None:
 @pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize("name", ["llama", "falcon_h1", "rwkv7"])
 def test_a_prefilled_cache_takes_what_is_counted(name: str) -> None:
-    cache, tokens = PromptCache(BIG), [token % 40 for token in range(500)]
+    cache = PromptCache(BIG)
+    tokens = [token % 40 for token in range(500)]
     states = read(tokens, make_family(name))
     cache.store(tokens, states)
     cache.fetch([*tokens, 0])  # waits for the copies

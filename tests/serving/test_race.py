@@ -125,7 +125,8 @@ def test_the_page_gets_every_draft(demo_models: Any) -> None:
     assert any("tree" in each for each in drafts)
     for at, each in enumerate(drafts):
         if "tree" in each:  # its path is what follows
-            tree, path = each["tree"], each["tree"]["path"]
+            tree = each["tree"]
+            path = each["tree"]["path"]
             assert path[0] == 0 and [tree["parents"][node] for node in path[1:]] == path[:-1]
             following = "".join(token["text"] for later in drafts[at:] for token in later["tokens"])
             assert following.startswith(

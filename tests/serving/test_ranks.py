@@ -69,7 +69,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags for a byte-level target that mlx-lm can shard both ways, and its drafter."""
-    root, tokenizer = tmp_path_factory.mktemp("pair"), make_byte_tokenizer()
+    root = tmp_path_factory.mktemp("pair")
+    tokenizer = make_byte_tokenizer()
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
     target: Any = make_family("qwen2", vocab_size=VOCAB, max_position_embeddings=4096, **heads)
     save_target(root / "target", target, tokenizer, eos_token_id=0)

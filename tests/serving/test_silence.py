@@ -23,7 +23,8 @@ class Pauses:
     """
 
     def __init__(self, engine: ScriptedWorker) -> None:
-        self.gates, self.empty = [engine.gate, threading.Event()], 0
+        self.gates = [engine.gate, threading.Event()]
+        self.empty = 0
         engine.gate.clear()
         engine.texts = [["Hm.</think>I look.", self.gates[1], CALL, CALL]]
 
@@ -121,7 +122,8 @@ def test_comments_and_log_report_prefill_progress(
     caplog.set_level(logging.INFO)
     with send_request(server, path, stream=True) as connection:
         until(lambda: len(engine.requests) == 1)
-        engine.requests[0].n_prefilled, found = 2, b""
+        engine.requests[0].n_prefilled = 2
+        found = b""
         progress = f"2/{len(engine.requests[0].prompt)}"
         while f": keepalive {progress}\n\n".encode() not in found:
             found += connection.recv(1 << 16)

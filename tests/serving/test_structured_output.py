@@ -64,8 +64,10 @@ def test_a_schema_holds_after_the_reasoning(
 
 def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any) -> None:
     """Allowed tokens do not depend on earlier forks, nor on rejected tokens in them."""
-    answer, chance = encode('{"name": "Ada Lo", "works":\n true}'), random.Random(3)
-    tried, untouched = compiler.compile(PERSON)(), compiler.compile(PERSON)()
+    answer = encode('{"name": "Ada Lo", "works":\n true}')
+    chance = random.Random(3)
+    tried = compiler.compile(PERSON)()
+    untouched = compiler.compile(PERSON)()
     for token in answer:
         for _ in range(3):
             fork = tried.fork()
@@ -97,7 +99,8 @@ def test_an_answer_may_begin_with_a_tool_marker_instead(
 ) -> None:
     mark = encode("<tool>")
     make = compiler.compile(PERSON, unless=tuple(mark))
-    start, without = find_allowed(make()) or [], find_allowed(compiler.compile(PERSON)()) or []
+    start = find_allowed(make()) or []
+    without = find_allowed(compiler.compile(PERSON)()) or []
     assert len(mark) > 2 and set(start) == {*without, mark[0]} and mark[0] not in without
     assert make().find_forced() == []
     marked = make()

@@ -18,14 +18,16 @@ def read(
 ) -> Any:
     """Streams the pieces. Returns (text, reasoning, calls, raw text, stream)."""
     stream = TextStream(tokenizer, state, stops, TOOLS)
-    segments, raw = [], ""
+    segments = []
+    raw = ""
     for token in [
         *(token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)),
         None,
     ]:
         if stream.stopped_by is None:
             shown, more = stream.add(token, is_last=token is None)
-            segments, raw = segments + more, raw + shown
+            segments = segments + more
+            raw = raw + shown
     text, reasoning = (
         "".join(each.text for each in segments if each.kind == kind)
         for kind in ("text", "reasoning")

@@ -63,7 +63,8 @@ async def finish(awaitable: Awaitable[Any]) -> Any:
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> None:
-    prompt, length = PROMPTS[0], 60
+    prompt = PROMPTS[0]
+    length = 60
     _, drafter = with_plain(make_model(), prompt, length, "mixed", width=3, **sampling)
     own = {"beam_width": 3, "draft_depth": 3, "context": True}
     request = ask(prompt, length, top_logprobs=0, **sampling)
@@ -74,7 +75,8 @@ def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> 
         assert [event.draft_source for event in events] == [step.draft_source for step in steps]
         for event, step in zip(events, steps, strict=True):
             assert event.logprob == pytest.approx(step.logprobs[event.token].item(), abs=1e-5)
-        accepted, expected = count_tokens(worker, "accepted"), steps[-1].stats
+        accepted = count_tokens(worker, "accepted")
+        expected = steps[-1].stats
         assert count_tokens(worker, "generated") == length and accepted > 0
         assert (
             accepted - count_tokens(worker, "context_accepted")
@@ -138,16 +140,15 @@ async def decode_around_a_batch(
 )
 def test_a_request_continues_after_a_batch(name: str, kind: str, sampling: dict[str, Any]) -> None:
     """A draft model reads the batch's tokens; in the cache of a head their positions are a gap."""
-    model, drafter, options = (
-        make_model() if name == "llama" else make_family(name),
-        None,
-        {"plan": (1, 3)},
-    )
+    model = make_model() if name == "llama" else make_family(name)
+    drafter = None
+    options = {"plan": (1, 3)}
     if kind == "context":
         options = {"context": True}
     else:
         drafter = DraftModel(model) if kind == "draft model" else make_cached(kind)
-    long, short = ask(PROMPTS[0], 150, **sampling), ask(PROMPTS[1], 20, **sampling)
+    long = ask(PROMPTS[0], 150, **sampling)
+    short = ask(PROMPTS[1], 20, **sampling)
     with running(model, drafter, options=options) as worker:
         events, first = asyncio.run(finish(decode_around_a_batch(worker, long, short, 10)))
         assert tokens_of(events) == plain(long, model)
@@ -165,7 +166,8 @@ def test_a_request_continues_after_a_batch(name: str, kind: str, sampling: dict[
 def test_a_drafter_that_failed_is_not_used_after_a_batch() -> None:
     """The context continues drafting."""
     drafter = fail_at(make_drafter(model := make_model()), 20)
-    long, short = ask(PROMPTS[0], 150), ask(PROMPTS[1], 20)
+    long = ask(PROMPTS[0], 150)
+    short = ask(PROMPTS[1], 20)
     with running(model, drafter, options={"plan": (1, 3), "context": True}) as worker:
         events, _ = asyncio.run(finish(decode_around_a_batch(worker, long, short, 40)))
         assert tokens_of(events) == plain(long, model)
@@ -175,7 +177,8 @@ def test_a_drafter_that_failed_is_not_used_after_a_batch() -> None:
 
 
 def test_a_request_joins_a_batch_during_prefill() -> None:
-    long, short = ask(make_prompt(300), 8), ask(PROMPTS[0], 8)
+    long = ask(make_prompt(300), 8)
+    short = ask(PROMPTS[0], 8)
 
     async def main(worker: Worker) -> list[list[TokenEvent]]:
         first = worker.submit(**long)
@@ -386,7 +389,8 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
 
 
 def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, fails = rows.Batch.step, iter([False] * 5 + [True])
+    step = rows.Batch.step
+    fails = iter([False] * 5 + [True])
 
     def fail_once(batch: rows.Batch) -> Any:
         if next(fails, False):
@@ -420,10 +424,8 @@ def test_requests_can_be_cancelled_at_any_stage() -> None:
         waiting = worker.submit(**ask(PROMPTS[1], -1))
         second = waiting.read_events()
         await anext(second)  # both are in the batch now
-        third, fourth = (
-            worker.submit(**ask(make_prompt(400), -1)),
-            worker.submit(**ask(PROMPTS[2], 10)),
-        )
+        third = worker.submit(**ask(make_prompt(400), -1))
+        fourth = worker.submit(**ask(PROMPTS[2], 10))
         third.cancel()  # queued or during prefill
         fourth_events = asyncio.create_task(collect(fourth))
         waiting.cancel()
@@ -489,7 +491,8 @@ def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -
 def test_a_prompt_with_several_choices_is_prefilled_once(
     kind: str, options: dict[str, Any]
 ) -> None:
-    model, prompt = make_family(kind) if kind in FAMILIES else make_model(kind), make_prompt(200)
+    model = make_family(kind) if kind in FAMILIES else make_model(kind)
+    prompt = make_prompt(200)
     options = options | {"prefill_step_size": 32}
     requests = [ask(prompt, 12, **(SAMPLED | {"seed": seed})) for seed in range(4)]
     with running(model, options=options) as worker:
@@ -524,7 +527,8 @@ def test_a_prompt_is_cached_before_its_answer_ends(kind: str) -> None:
 def test_states_are_copied_at_shared_prefixes(
     name: str, sampling: dict[str, Any], together: int
 ) -> None:
-    model, text = make_family(name), make_prompt(150)
+    model = make_family(name)
+    text = make_prompt(150)
     first = ask([*text, 7], 8, prefix_lengths=(150, 60), **sampling)
     others = [ask(PROMPTS[0], 8)] * (together - 1)
     later = [ask([*text[:shared], 9, 8, 9], 8, **sampling) for shared in (149, 150, 60, 59)]
@@ -541,7 +545,8 @@ def test_states_are_copied_at_shared_prefixes(
 
 
 def test_requests_wait_for_their_longest_shared_prefix() -> None:
-    model, text = make_family("mamba2"), make_prompt(400)
+    model = make_family("mamba2")
+    text = make_prompt(400)
     first = ask(text, 4, prefix_lengths=(100, 200, 399))
     second, third = (ask([*text[:shared], 9, 8, 9], 4) for shared in (210, 120))
     with running(model, options={"prefill_step_size": 16}) as worker:
@@ -557,7 +562,8 @@ def test_requests_wait_for_their_longest_shared_prefix() -> None:
 )
 def test_requests_wait_only_for_shared_prefixes(kind: str, options: dict[str, Any]) -> None:
     options = options | {"prefill_step_size": 16}
-    begin, order = make_prompt(300), list[int]()
+    begin = make_prompt(300)
+    order = list[int]()
     requests = [
         ask([*begin, *make_prompt(1200)[::-1]], 4),
         ask([*begin, 1, 2, 3], 4),
@@ -586,7 +592,8 @@ def test_others_continue_if_the_prefilling_request_ends(
     name: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model() if name == "llama" else make_family(name)
-    step, request = rows.Loops.step, ask(make_prompt(600), 4)
+    step = rows.Loops.step
+    request = ask(make_prompt(600), 4)
     first: list[Request] = []
 
     def end_first(loops: rows.Loops, row: Request) -> Any:

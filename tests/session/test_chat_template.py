@@ -50,7 +50,8 @@ def sentencepiece(kind: str, template: str | None = None) -> Any:
     inner = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
     wrapped: Any = TokenizerWrapper(inner, eos_token_ids=[999])
     if template is not None:
-        wrapped._tokenizer.chat_template, wrapped.has_chat_template = template, True
+        wrapped._tokenizer.chat_template = template
+        wrapped.has_chat_template = True
     return wrapped
 
 
@@ -58,7 +59,8 @@ def sentencepiece(kind: str, template: str | None = None) -> Any:
 @pytest.mark.parametrize("template", [None, TEMPLATE, TIGHT])
 def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | None) -> None:
     tokenizer = sentencepiece(kind, template)
-    before, answer = [{"role": "user", "content": "def ma"}], "in"
+    before = [{"role": "user", "content": "def ma"}]
+    answer = "in"
     for text in ("cd", " cd", "():", "\nab", ".", "  two"):
         new = [{"role": "user", "content": text}]
         read = [*encode_conversation(tokenizer, before), *encode_continuation(tokenizer, answer)]

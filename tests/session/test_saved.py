@@ -66,7 +66,8 @@ def test_damaged_or_inconsistent_file_is_refused(file: Path) -> None:
     session = make_session()
     session.send("hello")
     session.save(file)
-    content, other = file.read_bytes(), file.with_name("other.safetensors")
+    content = file.read_bytes()
+    other = file.with_name("other.safetensors")
     with pytest.raises(
         RedrafterError, match=r"cannot read the session .* was saved with another model"
     ):

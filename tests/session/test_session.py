@@ -51,7 +51,8 @@ def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]) -> 
 
 
 def test_send_stream_and_callbacks_agree() -> None:
-    session, other = make_session(**SAMPLED), make_session(**SAMPLED)
+    session = make_session(**SAMPLED)
+    other = make_session(**SAMPLED)
     texts: list[str] = []
     tokens: list[int] = []
     answer = session.send(
@@ -132,7 +133,8 @@ frequencies, slopes.
     ("family", "place"), [*product(FAMILIES, (1, 6, 11)), *product(OWN_ARRAYS, (6,))]
 )
 def test_a_turn_after_an_interrupt_may_use_another_thread(family: str, place: int) -> None:
-    session, calls = plain_session(family, max_tokens=20), []
+    session = plain_session(family, max_tokens=20)
+    calls = []
 
     def interrupt(history: mx.array, logits: mx.array) -> mx.array:
         calls.append(1)
@@ -170,7 +172,8 @@ def test_use_by_two_threads_at_once_is_refused() -> None:
 def test_forks_are_independent(family: str) -> None:
     session = make_session(family)
     session.send("hello")
-    other, common = session.fork(), session.tokens
+    other = session.fork()
+    common = session.tokens
     for one, text in ((session, "left"), (other, "right"), (session, "again"), (other, "again")):
         assert_fresh(one, one.send(text))
     assert session.tokens != other.tokens

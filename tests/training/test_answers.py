@@ -39,7 +39,8 @@ def decode(
     steps: int = 1000,
 ) -> list[Row]:
     """The rows in the order in which they end."""
-    waiting, left = list(rows), [steps]
+    waiting = list(rows)
+    left = [steps]
 
     def should_stop(tokens: int) -> bool:
         left[0] -= 1
@@ -75,7 +76,8 @@ def test_answers_are_those_of_decoding_alone(demo: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("name", ["llama", "cohere", "qwen3_5", "gemma2", "mamba", "phixtral"])
 def test_states_are_those_of_a_second_reading(name: str) -> None:
     """Also of hybrids, and of models that mlx-lm does not batch correctly."""
-    model, rng = make_family(name), np.random.default_rng(0)
+    model = make_family(name)
+    rng = np.random.default_rng(0)
     mx.random.seed(0)
     sizes = zip(rng.integers(1, 12, 9).tolist(), rng.integers(2, 14, 9).tolist(), strict=True)
     rows = [Row(rng.integers(0, 20, size).tolist(), most, first_learned=1) for size, most in sizes]

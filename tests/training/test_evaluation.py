@@ -33,11 +33,14 @@ def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
     read = add_hidden_states(model, texts)
     settings = TrainingArgs(draft_depth=2, batch_size=4)
     loss, shares = measure_guesses(model.model.embed_tokens, drafter, read, settings)
-    hits, tried = np.zeros((2, 8)), np.zeros(2)
+    hits = np.zeros((2, 8))
+    tried = np.zeros(2)
     for ids, offset, *_ in texts:
-        hidden, logits = model.model(mx.array(ids[None]))[0], model(mx.array(ids[None]))[0]
+        hidden = model.model(mx.array(ids[None]))[0]
+        logits = model(mx.array(ids[None]))[0]
         for last in range(max(offset, 2) - 1, len(ids) - 1):
-            wanted, state = int(mx.argmax(logits[last]).item()), None
+            wanted = int(mx.argmax(logits[last]).item())
+            state = None
             for k in (1, 2):
                 if last < k:
                     continue
@@ -56,13 +59,13 @@ def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
 @pytest.mark.parametrize("depth", [1, 3])
 def test_counted_rounds_match_decoding(depth: int) -> None:
     """Greedy texts: rounds counted on a finished text equal those of decoding it with chains."""
-    model, drafter = small_llama(vocab=12), small_drafter(vocab=12)
-    embedding, (known,) = (
-        model.model.embed_tokens,
-        add_hidden_states(model, [Text(np.arange(40) % 12, 1)]),
-    )
+    model = small_llama(vocab=12)
+    drafter = small_drafter(vocab=12)
+    embedding = model.model.embed_tokens
+    (known,) = add_hidden_states(model, [Text(np.arange(40) % 12, 1)])
     train_drafter(embedding, drafter, lambda at: [known], TrainingArgs(), lambda done: done / 60)
-    args, accepted = TrainingArgs(draft_depth=depth), 0
+    args = TrainingArgs(draft_depth=depth)
+    accepted = 0
     for at in range(6):
         prompt = [at, 3, at + 5]
         run = decode_prompts(
@@ -76,10 +79,8 @@ def test_counted_rounds_match_decoding(depth: int) -> None:
 
 
 def test_each_kind_is_compared_with_plain_decoding() -> None:
-    pair, options = (
-        Pair(small_llama(), small_drafter()),
-        Options(max_tokens=12, seed=0, plan=(1, 2)),
-    )
+    pair = Pair(small_llama(), small_drafter())
+    options = Options(max_tokens=12, seed=0, plan=(1, 2))
     prompts = [("maths", [1, 2, 3]), ("code", [4, 5, 6]), ("maths", [7, 8, 9])]
     found = compare_speed(pair, prompts, options, set())
     assert [(row.kind, row.prompts) for row in found] == [("code", 1), ("maths", 2), ("all", 3)]

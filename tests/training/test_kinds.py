@@ -28,13 +28,17 @@ from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import initialize_drafter, make_targets
 from mlx_redrafter.training.trainer import load_checkpoint, train_drafter
 
-HIDDEN, VOCAB, DEPTH = 16, 23, 4
+HIDDEN = 16
+VOCAB = 23
+DEPTH = 4
 
 
 def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array:
     """(DEPTH, V) logits of a draft from a position of a text, fed the text's own tokens."""
     hidden = model.model(mx.array(ids[None]))[0]
-    advance, state, rows = drafter.begin(hidden[start], model.model.embed_tokens), None, []
+    advance = drafter.begin(hidden[start], model.model.embed_tokens)
+    state = None
+    rows = []
     for token in ids[start + 1 : start + 1 + DEPTH]:
         logits, state = advance(mx.array([int(token)]), state)
         rows.append(logits[0])
@@ -48,14 +52,16 @@ def test_the_loss_matches_its_drafts(kind: str, model: Any, texts: list[Text]) -
     value, grads = nn.value_and_grad(
         drafter, lambda: draft_loss(drafter, targets, DEPTH, [1.0] * DEPTH).loss
     )()
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for ids, offset, *_ in texts[:2]:
         wanted = mx.softmax(model(mx.array(ids[None]))[0], axis=-1)
         for start in range(len(ids) - 1):
             rows = nn.log_softmax(draft(drafter, model, ids, start), axis=-1)
             for k, row in enumerate(rows):
                 if max(offset, 2) - 1 <= (last := start + 1 + k) < len(ids) - 1:
-                    total, count = total - float(np.array((wanted[last] * row).sum())), count + 1
+                    total = total - float(np.array((wanted[last] * row).sum()))
+                    count = count + 1
     assert count and value.item() == pytest.approx(total / count, rel=1e-3)
     flat: Any = tree_flatten(grads)
     assert all(mx.abs(grad).max().item() > 0 for _, grad in flat), "all parameters learn"
@@ -67,7 +73,8 @@ def test_it_learns_and_resumes_to_the_same_weights(
 ) -> None:
     args = TrainingArgs(draft_depth=3, learning_rate=1e-2)
     own = {"exit_dim": 32} if kind == "recurrent" else {}
-    batches, drafters = make_batches(add_hidden_states(model, texts), 2, seed=1), []
+    batches = make_batches(add_hidden_states(model, texts), 2, seed=1)
+    drafters = []
     made = TRAINABLE[kind].for_training(HIDDEN, VOCAB, depth=3, draft_vocab_size=None, **own)
     for _ in range(4):
         mx.random.seed(5)

@@ -14,7 +14,11 @@ from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.training import loss
 from mlx_redrafter.training.loss import REGRESSION_WEIGHT, TrainingTargets, draft_loss
 
-HIDDEN, VOCAB, TEXTS, LENGTH, DEPTH = 8, 11, 2, 7, 3
+HIDDEN = 8
+VOCAB = 11
+TEXTS = 2
+LENGTH = 7
+DEPTH = 3
 LEARNED = [1, 3, 4, 5, 6, 9, 10, 11, 13, -1]  # of 2 x 7 positions; -1 is padding
 Arrays = dict[str, np.ndarray]
 
@@ -161,7 +165,8 @@ def test_the_gradient_matches_finite_differences(weights: list[float] | None) ->
     rng = np.random.default_rng(0)
     flat: Any = tree_flatten(grads)
     for name, grad in flat:
-        direction, step = rng.normal(size=grad.shape), 1e-6
+        direction = rng.normal(size=grad.shape)
+        step = 1e-6
         ahead, back = (
             Reference(
                 before | {name: before[name] + sign * step * direction},

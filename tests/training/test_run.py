@@ -160,7 +160,8 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
 ) -> None:
     """It makes no text again. The number of iterations does not depend on the time here."""
     place = tmp_path / "drafter"
-    code, flags = script.replace("{patch}", patch), ("--prompts", prompts)
+    code = script.replace("{patch}", patch)
+    flags = ("--prompts", prompts)
     found, _, said = execute("-c", code, "--model", target, *flags, "--output", place, *FLAGS)
     assert found == status, said
     assert (place / "training" / "checkpoint.safetensors").exists()
@@ -194,7 +195,8 @@ def add(store, text):
         os.kill(os.getpid(), signal.SIGKILL)
 TextStore.add = add
 """
-    code, flags = script.replace("{patch}", patch), ("--prompts", prompts)
+    code = script.replace("{patch}", patch)
+    flags = ("--prompts", prompts)
     place = tmp_path / "drafter"
     status, _, said = execute("-c", code, "--model", target, *flags, "--output", place, *FLAGS)
     assert status == -signal.SIGKILL, said
@@ -231,8 +233,10 @@ def test_a_dry_run_writes_nothing(train: Any, prompts: str, tmp_path: Path) -> N
 def test_the_target_is_not_in_memory_while_it_trains(
     train: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded, seen = list[weakref.ref[Any]](), list[bool]()
-    load_target, train_drafter = run.load_target, run.train_drafter
+    loaded = list[weakref.ref[Any]]()
+    seen = list[bool]()
+    load_target = run.load_target
+    train_drafter = run.train_drafter
 
     def load(*given: Any) -> Any:
         model, tokenizer = load_target(*given)
@@ -333,7 +337,9 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
 
     Each ends as planned.
     """
-    seconds, real, add = {"now": 0.0}, run.validate, TextStore.add
+    seconds = {"now": 0.0}
+    real = run.validate
+    add = TextStore.add
 
     def add_text(store: TextStore, text: Text) -> None:
         spend("text", 10.0)

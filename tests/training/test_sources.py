@@ -131,7 +131,8 @@ def test_the_target_writes_its_own_prompts(
     is_masked: bool, model: Any, demo: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ones after those that are known, and no more than are wanted at a time."""
-    begun, begin = list[str](), PromptWriter.begin
+    begun = list[str]()
+    begin = PromptWriter.begin
 
     def watch(writer: PromptWriter, kind: str) -> Any:
         begun.append(kind)

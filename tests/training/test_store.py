@@ -15,7 +15,8 @@ from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.store import TextStore
 
-ARGS, WIDTH = TrainingArgs(), 16
+ARGS = TrainingArgs()
+WIDTH = 16
 
 
 @pytest.fixture

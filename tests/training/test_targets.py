@@ -15,7 +15,8 @@ from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.loss import TrainingTargets
 from mlx_redrafter.training.targets import initialize_drafter, make_targets
 
-VOCAB, HIDDEN = 23, 16
+VOCAB = 23
+HIDDEN = 16
 GUESSED = np.array([2, 3, 5, 7, 11, 13])
 
 
@@ -47,7 +48,8 @@ def test_states_and_labels_match_the_target(model: Any, read: list[Text]) -> Non
     own, text = (
         make_targets(model.model.embed_tokens, read, of_text=of_text) for of_text in (False, True)
     )
-    learned, law = np.array(own.positions) >= 0, find_law(model, own)
+    learned = np.array(own.positions) >= 0
+    law = find_law(model, own)
     assert np.allclose(spread(own, VOCAB)[learned], law[learned], atol=2e-3)
     assert np.array_equal(np.array(own.choices)[learned], law.argmax(axis=-1)[learned])
     assert np.array_equal(np.array(text.choices)[learned], find_next(read))
@@ -76,12 +78,14 @@ def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Text]) -
         found = make_targets(
             model.model.embed_tokens, read, drafter.get("draft_ids"), of_text=of_text
         )
-        learned, law = np.array(found.positions) >= 0, find_law(model, found)
+        learned = np.array(found.positions) >= 0
+        law = find_law(model, found)
         assert np.allclose(
             spread(found, len(GUESSED))[learned], law[:, GUESSED][learned], atol=2e-3
         )
         wanted = find_next(read) if of_text else law.argmax(axis=-1)[learned]
-        choices, known = np.array(found.choices)[learned], np.isin(wanted, GUESSED)
+        choices = np.array(found.choices)[learned]
+        known = np.isin(wanted, GUESSED)
         assert np.array_equal(
             np.where(choices < 0, -1, GUESSED[choices]), np.where(known, wanted, -1)
         )

@@ -27,7 +27,8 @@ from mlx_redrafter.training.trainer import (
     train_drafter,
 )
 
-HIDDEN, VOCAB = 16, 23
+HIDDEN = 16
+VOCAB = 23
 
 Batches = Callable[[int], list[Text]]
 
@@ -59,11 +60,9 @@ def test_resuming_changes_nothing(
     model: Any, batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "SAVE_EVERY", 4)
-    checkpoint, seen, embedding = (
-        tmp_path / "checkpoint.safetensors",
-        list[int](),
-        model.model.embed_tokens,
-    )
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    seen = list[int]()
+    embedding = model.model.embed_tokens
 
     def watched(iteration: int) -> list[Text]:
         seen.append(iteration)
@@ -75,7 +74,9 @@ def test_resuming_changes_nothing(
             raise Stopped
         return False
 
-    whole, stopped, resumed = untrained(), untrained(), untrained()
+    whole = untrained()
+    stopped = untrained()
+    resumed = untrained()
     train_drafter(embedding, whole, batches, settings(), in_eight)
     with pytest.raises(Stopped):
         train_drafter(
@@ -141,7 +142,9 @@ def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
         file.write_bytes(bytes(1000))
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    drafter, optimizer, path = untrained(), optim.AdamW(1e-3), tmp_path / "checkpoint.safetensors"
+    drafter = untrained()
+    optimizer = optim.AdamW(1e-3)
+    path = tmp_path / "checkpoint.safetensors"
     optimizer.init(drafter.trainable_parameters())
     save_checkpoint(path, drafter, optimizer, 1)
     before = path.read_bytes()
@@ -154,7 +157,8 @@ def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
 def test_another_drafters_checkpoint_is_refused(
     model: Any, batches: Batches, tmp_path: Path
 ) -> None:
-    path, other = tmp_path / "checkpoint.safetensors", Drafter(DrafterArgs(HIDDEN, VOCAB, 8, 1))
+    path = tmp_path / "checkpoint.safetensors"
+    other = Drafter(DrafterArgs(HIDDEN, VOCAB, 8, 1))
     train_drafter(
         model.model.embed_tokens,
         untrained(),

@@ -17,7 +17,8 @@ from recurrent_drafting.modeling_drafter import BeamShape, Drafter
 from safetensors.torch import save_file
 
 SEED = 7
-VOCAB, HIDDEN = 64, 16
+VOCAB = 64
+HIDDEN = 16
 DRAFTERS = {
     "rnn": {"exit_dim": 32, "num_draft_layers": 2, "rnn": True},
     "rnn-input-proj": {"exit_dim": 24, "num_draft_layers": 1, "rnn": True},
@@ -68,7 +69,8 @@ def chain(
     """
     tokens = torch.cat([token[:, None], torch.randint(VOCAB, (3, 3))], dim=1)
     state = torch.zeros_like(hidden)
-    logits, log_probs = [], []
+    logits = []
+    log_probs = []
     for fed in tokens.unbind(dim=1):
         if drafter.config.rnn:
             state = torch.nn.functional.silu(drafter.rnn_w(embedding(fed)) + drafter.rnn_u(state))
