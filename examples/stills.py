@@ -106,9 +106,8 @@ def picture_chat(output: Path, models: list[str], line: str) -> None:
 
     `models` as for the race.
     """
-    screen = Console(
-        record=True, width=CHAT_COLUMNS, file=open(os.devnull, "w"), force_terminal=True
-    )  # noqa: SIM115
+    nowhere = open(os.devnull, "w")  # noqa: SIM115
+    screen = Console(record=True, width=CHAT_COLUMNS, file=nowhere, force_terminal=True)
     screen.print(Text.from_ansi(run_chat(models, line)))
     page = output.with_suffix(".html")
     screen.save_html(str(page), theme=SVG_EXPORT_THEME)

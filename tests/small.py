@@ -44,7 +44,8 @@ def make_tree(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
     ancestors = [[False] * size for _ in range(size)]
     for node, parent in enumerate(parents):
         if node:
-            depths[node], ancestors[node] = depths[parent] + 1, list(ancestors[parent])
+            depths[node] = depths[parent] + 1
+            ancestors[node] = list(ancestors[parent])
         ancestors[node][node] = True
     return Tree(mx.array(tokens), mx.array(parents), mx.array(depths), mx.array(ancestors))
 

@@ -116,7 +116,8 @@ class Matches:
         """
         end = len(self.tokens)
         if self.match and self.next_token == token:
-            self.end, self.match = self.end + 1, min(self.match + 1, MAX_MATCH)
+            self.end += 1
+            self.match = min(self.match + 1, MAX_MATCH)
         else:
             self.match = 0
         self.tokens.append(token)

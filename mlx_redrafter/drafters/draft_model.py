@@ -169,19 +169,19 @@ class DraftModelSource(Source):
 
         def advance(tokens: mx.array, paths: State) -> tuple[mx.array, State]:
             """The state of a hypothesis is its path (L,), including the root."""
-            mx.async_eval(
-                logits if paths is None else tokens
-            )  # computed while the next level is built
+            # Computed while the next level is built.
+            mx.async_eval(logits if paths is None else tokens)
             if paths is None:
                 return logits, tokens[:, None]
             paths = mx.concatenate([paths, tokens[:, None]], axis=1)
-            return self._fit(
-                self._run(tokens, cache) if plan.width == 1 else self._read_paths(paths, cache)
-            ), paths
+            is_chain = plan.width == 1
+            read = self._run(tokens, cache) if is_chain else self._read_paths(paths, cache)
+            return self._fit(read), paths
 
         tree = draft(advance, root, plan, adjust, in_level_order=in_level_order)
         kv_cache.restore(cache, states)
-        self._cache, self._held = cache, len(self._text)
+        self._cache = cache
+        self._held = len(self._text)
         return tree
 
     def fork(self) -> DraftModelSource:

@@ -91,7 +91,8 @@ def snapshot_rows(cache: Cache) -> list[dict[str, Any]]:
     states = snapshot(cache)
     for c, state in zip(leaves(cache), states, strict=True):
         if isinstance(c, RotatingKVCache) and c.keys is not None and c.values is not None:
-            state["keys"], state["values"] = mx.array(c.keys), mx.array(c.values)
+            state["keys"] = mx.array(c.keys)
+            state["values"] = mx.array(c.values)
     return states
 
 
@@ -140,7 +141,8 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
             for x in (*_arrays(c.keys), *_arrays(c.values)):
                 x[..., first + in_place : end, :] = mx.take(x, rows, axis=-2)
         if exact:
-            c.keys, c.values = c.keys[..., :end, :], c.values[..., :end, :]
+            c.keys = c.keys[..., :end, :]
+            c.values = c.values[..., :end, :]
         if isinstance(c, RotatingKVCache):
             c._idx = end
         c.offset += len(path) - count

@@ -169,7 +169,8 @@ class Acceptance:
                 then unknown.
         """
         rates = self._rates[plan]
-        self._hits, self._expected = DECAY * self._hits, DECAY * self._expected
+        self._hits *= DECAY
+        self._expected *= DECAY
         if context_won:
             self._expected += CONTEXT_WON_WEIGHT * rates[0]
         else:

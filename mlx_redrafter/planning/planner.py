@@ -267,7 +267,8 @@ class AutoPlanner(Planner):
             if plans is None
             else tuple(plans)
         )
-        self._costs, self._acceptance = costs, Acceptance(table, self.plans, history.counts)
+        self._costs = costs
+        self._acceptance = Acceptance(table, self.plans, history.counts)
         self._slowdown = Slowdown(least_slowdown, history.slowdown)
         self._steps: dict[
             tuple[Plan, int], float

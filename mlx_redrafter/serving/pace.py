@@ -57,11 +57,9 @@ class Pace:
 
     def observe_rounds(self, rows: int, tokens: int, seconds: float) -> bool:
         """Records one round of every row. Returns whether to continue with turns."""
-        self._n_rounds, self._tokens, self._seconds = (
-            self._n_rounds + 1,
-            self._tokens + tokens,
-            self._seconds + seconds,
-        )
+        self._n_rounds += 1
+        self._tokens += tokens
+        self._seconds += seconds
         if self._n_rounds < WINDOW:
             return True
         self._turns_speed = self._tokens / self._seconds

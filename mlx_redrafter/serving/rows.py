@@ -146,7 +146,8 @@ class RowSampler:
         chosen = self._sampler.choose(logprobs, self._draws, mx.array([self._row])).astype(
             mx.uint32
         )
-        self._position, self._row = self._position + 1, (self._row + 1) % DRAWS_AT_ONCE
+        self._position += 1
+        self._row = (self._row + 1) % DRAWS_AT_ONCE
         return chosen
 
 

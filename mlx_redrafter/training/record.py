@@ -29,7 +29,8 @@ class Files:
     def __init__(self, output: str) -> None:
         self.directory = expand_path(output)
         self.work = self.directory / "training"
-        self.record, self.lock = self.directory / "training.json", self.work / "lock"
+        self.record = self.directory / "training.json"
+        self.lock = self.work / "lock"
         self.checkpoint = self.work / "checkpoint.safetensors"
 
 

@@ -42,9 +42,10 @@ def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
         )
     )
     if bits:
-        takes_bits = lambda _, layer: (
-            hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
-        )  # noqa: E731
+
+        def takes_bits(_: str, layer: Any) -> bool:
+            return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0
+
         nn.quantize(model, 32, bits, class_predicate=takes_bits)
     mx.eval(model)
     return model
