@@ -19,10 +19,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.cli.generate import find_first_difference
+from mlx_redrafter.cli.generate import get_first_difference
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
+from mlx_redrafter.setup import open_generation
 from mlx_redrafter.trials import decode_prompts
 
 from .command import add_json, parse_positive, parse_shape
@@ -38,18 +39,14 @@ def count_differences(pair: Pair, prompts: Sequence[list[int]], options: Options
     """
     differ = rows_differ = 0
     for prompt in prompts:
-        plain, drafted = (
-            [
-                step
-                for done in pair.open(prompt, each, pair.open_source())
-                for step in zip(done.tokens, done.logprobs, strict=True)
-            ]
-            for each in (replace(options, plan="off"), options)
+        plain = list(
+            open_generation(pair, prompt, replace(options, plan="off"), pair.open_source())
         )
-        at = find_first_difference([token for token, _ in plain], [token for token, _ in drafted])
+        drafted = list(open_generation(pair, prompt, options, pair.open_source()))
+        at = get_first_difference([each.token for each in plain], [each.token for each in drafted])
         differ += at is not None
         rows_differ += sum(
-            not mx.array_equal(one[1], other[1])
+            not mx.array_equal(one.logprobs, other.logprobs)
             for one, other in zip(plain[:at], drafted, strict=False)
         )
     return {"texts": len(prompts), "differ": differ, "rows differ": rows_differ}

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from mlx_redrafter.cli.generate import find_first_difference
+from mlx_redrafter.cli.generate import get_first_difference
 from mlx_redrafter.engine.model_checks import check_draftable
-from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.machine.wired_limit import wired_limit
 from mlx_redrafter.pair import Pair
-from mlx_redrafter.planning.acceptance import find_acceptance
+from mlx_redrafter.planning.acceptance import get_acceptance
 from mlx_redrafter.planning.costs import is_disturbed
 from mlx_redrafter.planning.planner import list_candidate_plans
 
@@ -101,7 +101,7 @@ def describe_runs(
     stats = middle.stats
     is_compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not settings.temp
     places = (
-        [find_first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
+        [get_first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
     )
     differs = min((place for place in places if place is not None), default=None)
     forwards = stats.rounds if stats else made
@@ -181,11 +181,11 @@ def measure_costs(workload: Workload) -> Record:
     """
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None
-    costs = Pair(workload.model, drafter).costs(trees=trees, refresh=True)
+    costs = Pair(workload.model, drafter).measure_costs(trees=trees, refresh=True)
     if is_disturbed(costs):
         why = "the measured times contradict each other: the machine was busy with other work"
         print(f"{workload.name}: {why}. Run this again when it is idle", file=sys.stderr)
-    acceptance = find_acceptance(drafter)
+    acceptance = get_acceptance(drafter)
     return workload.describe() | {
         "schema": SCHEMA,
         "kind": "costs",

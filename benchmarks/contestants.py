@@ -5,6 +5,7 @@ plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import count
@@ -22,10 +23,10 @@ from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
-from mlx_redrafter.engine.wired_limit import wired_limit
-from mlx_redrafter.generate import decode_tokens
+from mlx_redrafter.machine.wired_limit import wired_limit
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
+from mlx_redrafter.setup import fit_plan, open_generation
 
 from .models import Prompt, Workload
 from .tables import (
@@ -180,13 +181,13 @@ def make_ours(
     found = options.resolve_plan(drafter)
     pair = Pair(workload.model, drafter)
     if isinstance(found, Plan):
-        plan = list(pair.fit_plan(found).shape)
+        plan = list(fit_plan(pair, found).shape)
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
-        for step in decode_tokens(
-            pair, prompt, replace(options, max_tokens=max_tokens), pair.open_source()
-        ):
-            yield step.token, step.stats
+        own = replace(options, max_tokens=max_tokens)
+        with closing(open_generation(pair, prompt, own, pair.open_source())) as generation:
+            for each in generation:
+                yield each.token, each.stats
 
     return Contestant(kind, plan, decode)
 

@@ -21,7 +21,7 @@ from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import encode_chat
+from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training.prompts import encode_prompts, read_prompts
 
 PROMPTS = Path(__file__).parent / "prompts"

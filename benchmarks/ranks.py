@@ -37,9 +37,9 @@ import mlx.core as mx
 
 from mlx_redrafter import ranks
 from mlx_redrafter.engine.stats import Stats
-from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.costs import find_lower_quartile
+from mlx_redrafter.machine.wired_limit import wired_limit
+from mlx_redrafter.planning.costs import compute_lower_quartile
 
 from .command import add_json, parse_plan, parse_positive
 from .contest import measure_costs
@@ -184,7 +184,7 @@ def run_rank(args: argparse.Namespace) -> None:
         if any(text != texts[sides[0].label] for text in texts.values()):
             raise RedrafterError("a plan's text differs from plain decoding")
         for plan, ms in times.items():
-            row = {"plan": plan, "ms/round": find_lower_quartile(ms), "tokens/round": made[plan]}
+            row = {"plan": plan, "ms/round": compute_lower_quartile(ms), "tokens/round": made[plan]}
             if ranks.get_rank() == 0:
                 print(json.dumps(row), flush=True)
     ranks.gather(None)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from mlx_redrafter import __version__
 from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.errors import RedrafterError, join_lines
-from mlx_redrafter.planning.machine import describe_machine
+from mlx_redrafter.machine.description import describe_machine
 
 SCHEMA = 1
 """The format version of records."""

@@ -36,9 +36,9 @@ from mlx_lm.utils import save_config, save_model
 from mlx_redrafter import load_demo
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
-from mlx_redrafter.engine.model_parts import find_compute_dtype
+from mlx_redrafter.engine.model_parts import get_compute_dtype
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import generate, stream_generate
+from mlx_redrafter.generation import generate, stream_generate
 
 from .command import add_json, parse_positive
 from .tables import show_rows
@@ -275,7 +275,7 @@ def time_other_clients(port: int, demo: Any) -> float:
         time.sleep(HEAD_START)
         for other in [pool.submit(ask, port, prompt, 32) for prompt in others]:
             other.result()
-    is_exact = find_compute_dtype(model) == mx.float32
+    is_exact = get_compute_dtype(model) == mx.float32
     if is_exact and answer.result().text != generate(
         model, tokenizer, long, max_tokens=LONG_ANSWER
     ):

@@ -36,7 +36,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import load, load_demo
 from mlx_redrafter.demo import demo_prompts
-from mlx_redrafter.generate import generate
+from mlx_redrafter.generation import generate
 from mlx_redrafter.serving.command import parse_size
 
 from .command import add_json, parse_above_zero, parse_positive

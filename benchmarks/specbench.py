@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import encode_chat
 from mlx_redrafter.json_objects import parse_object
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
+from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training.prompts import read_lines
 from mlx_redrafter.trials import decode_prompts
 

@@ -29,8 +29,8 @@ from mlx_redrafter.drafters import block, eagle, make_drafter, medusa, mtp
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.machine.description import get_usable_bytes
 from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable
-from mlx_redrafter.planning.machine import find_usable_bytes
 from mlx_redrafter.planning.sizing import MAX_DRAFT_COST, count_weights, list_candidates
 
 from .command import parse_plan, parse_positive
@@ -254,7 +254,7 @@ def build_workload(
     model = make_target(shape | {"num_hidden_layers": layers}, bits, dtype)
     # nothing is computed yet
     needed = 1.25 * count_bytes(model)
-    memory = find_usable_bytes()
+    memory = get_usable_bytes()
     if needed > memory:
         raise RedrafterError(
             f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, more than "

@@ -18,8 +18,8 @@ from mlx_lm.utils import dequantize_model
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import (
     DTYPES,
-    find_not_finite,
     format_dtype,
+    get_not_finite,
     list_weights,
     load,
     load_drafter,
@@ -28,7 +28,7 @@ from mlx_redrafter.checkpoints import (
 from mlx_redrafter.checkpoints import is_quantized as has_quantized_layers
 from mlx_redrafter.drafters.checkpoint import MODES, count_bytes
 from mlx_redrafter.drafters.config import DrafterArgs
-from mlx_redrafter.drafters.loading import find_files, read_drafter
+from mlx_redrafter.drafters.loading import locate_files, read_drafter
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError, join_lines
 from mlx_redrafter.options import Options, check_option
@@ -141,7 +141,7 @@ def convert(
     place = expand_path(mlx_path).absolute()
     if os.path.lexists(place):
         raise RedrafterError(f"{place} exists already: delete it, or give another --mlx-path")
-    source = find_files(origin, revision, choose_files, is_base=from_base is not None)
+    source = locate_files(origin, revision, choose_files, is_base=from_base is not None)
     models = load(base_model) if base_model is not None else None
     checkpoint = read_checkpoint(source)
     drafter = read_drafter(checkpoint, models[0] if models else None)
@@ -182,12 +182,12 @@ def convert(
         before = (before[0][:, ids], before[1])
         args = drafter.args
     drafter.set_dtype(getattr(mx, dtype))
-    if (name := find_not_finite(list_weights(drafter))) is not None:
+    if (name := get_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
     n_weights = sum(array.size for array in list_weights(drafter).values())
     if quantize:
         present = {
-            drafter.find_part(name)
+            drafter.name_part(name)
             for name, each in drafter.named_modules()
             if hasattr(each, "to_quantized")
         }
@@ -288,7 +288,7 @@ def quantize_layers(
     notes: list[str] = []
 
     def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
-        part = drafter.find_part(name) if hasattr(layer, "to_quantized") else "router"
+        part = drafter.name_part(name) if hasattr(layer, "to_quantized") else "router"
         own = (
             0 if part == "router" else parts.get(part, bits)
         )  # routers are small, and sensitive to rounding

@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .engine.blas import load_openblas
-from .engine.cuda import disable_thrashing_check
+from .machine.blas import load_openblas
+from .machine.cuda import disable_thrashing_check
 
 if TYPE_CHECKING:
     from .checkpoints import load, load_demo, load_draft_model, load_drafter
     from .errors import CheckpointError, RedrafterError, UnsupportedModelError
-    from .generate import GenerationResponse, generate, generate_step, stream_generate
+    from .generation import GenerationResponse, generate, generate_step, stream_generate
     from .session.session import Answer, Session
 
 __version__ = "0.4.0"
@@ -19,7 +19,7 @@ __version__ = "0.4.0"
 disable_thrashing_check()
 load_openblas()
 
-_MODULES = ("errors", "checkpoints", "generate", "session")
+_MODULES = ("errors", "checkpoints", "generation", "session")
 """Where the public names are, in the order in which they are searched."""
 
 __all__ = [

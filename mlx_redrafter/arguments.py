@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES, find_drafter_name, load_pair
+from .checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES, get_drafter_name, load_pair
 from .drafters.protocol import Drafter
 from .errors import Parser, RedrafterError
 from .json_objects import parse_object
@@ -111,7 +111,7 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
     options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS if flag.name in args}
     checked = Options(**options).require_tokens()
     if args.no_drafter and (
-        find_drafter_name(args) is not None or checked.shape not in (AUTO, None)
+        get_drafter_name(args) is not None or checked.shape not in (AUTO, None)
     ):
         drafting = ", ".join(
             f"--{name.replace('_', '-')}" for name in ("drafter", "draft_model", *PLAN_OPTIONS[1:])

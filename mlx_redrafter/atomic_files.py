@@ -37,7 +37,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def find_final_name(name: str) -> str:
+def get_final_name(name: str) -> str:
     """The final name for a temporary name; other names are returned unchanged."""
     return re.sub(f"^{re.escape(PARTIAL)}-[0-9a-f]{{8}}-", "", name)
 

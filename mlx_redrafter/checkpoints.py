@@ -20,18 +20,18 @@ from mlx_lm.utils import dequantize_model
 from . import ranks
 from .atomic_files import expand_path, replace_file
 from .demo import DIRECTORY as DEMO
-from .drafters.checkpoint import find_not_finite as find_not_finite
+from .drafters.checkpoint import get_not_finite as get_not_finite
 from .drafters.checkpoint import list_weights as list_weights
 from .drafters.draft_model import DraftModel
 from .drafters.loading import PACKAGED as PACKAGED
-from .drafters.loading import check_hub_id, find_files, read_checkpoint, read_drafter
+from .drafters.loading import check_hub_id, locate_files, read_checkpoint, read_drafter
 from .drafters.loading import read_object as read_object
 from .drafters.protocol import Drafter
 from .engine import kv_cache
-from .engine.blas import choose_threads, warn_of_slow_blas
 from .engine.model_checks import explain_chains
 from .engine.tree_attention import MODEL_LOCK
 from .errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
+from .machine.blas import choose_threads, warn_of_slow_blas
 
 DRAFTER_HELP = "directory, file or Hugging Face repo of the drafter; 'smollm2' is the packaged one for SmolLM2-135M-Instruct"
 """The help of `--drafter`."""
@@ -107,7 +107,7 @@ def load_shards(
         ) from error
     evaluate(model)
     kinds = ranks.gather(
-        [kv_cache.find_unknown_types(make_prompt_cache(model), ()), explain_chains(model)]
+        [kv_cache.list_unknown_types(make_prompt_cache(model), ()), explain_chains(model)]
     )
     if any(kind != kinds[0] for kind in kinds):  # they would draft and roll back differently
         raise UnsupportedModelError(
@@ -169,7 +169,7 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
         CheckpointError: it is missing, damaged or not a drafter, does not fit `model`, or holds
         NaN.
     """
-    files = find_files(path_or_hf_repo)
+    files = locate_files(path_or_hf_repo)
     if not (
         config := files.tensors[0].with_name("config.json")
     ).is_file():  # written last; `convert` needs none
@@ -321,7 +321,7 @@ def make_card_header(base: str | None) -> str:
     )
 
 
-def find_drafter_name(args: Any) -> str | None:
+def get_drafter_name(args: Any) -> str | None:
     """The drafter or draft model in a command's flags; None if neither is given."""
     name: str | None = args.drafter or getattr(args, "draft_model", None)
     return name
@@ -393,7 +393,7 @@ def cast(model: nn.Module, args: Any) -> None:
     model.set_dtype(dtype)
     model.load_weights(list(kept.items()), strict=False)
     evaluate(model)
-    if dtype == mx.float16 and (odd := find_not_finite(list_weights(model))) is not None:
+    if dtype == mx.float16 and (odd := get_not_finite(list_weights(model))) is not None:
         raise RedrafterError(f"{odd} does not fit into {name}: give --dtype float32 or bfloat16")
 
 
@@ -414,7 +414,7 @@ def load_pair(
         tokenizer_config: see `load_target`.
     """
     model, tokenizer = load_target(args, name, tokenizer_config)
-    kind = find_dtype(model)
+    kind = get_dtype(model)
     advice = "--dtype float32 is faster, and takes twice the memory"
     if is_quantized(model):
         kind = "quantized"
@@ -438,7 +438,7 @@ def load_pair(
     return model, tokenizer, drafter
 
 
-def find_dtype(module: nn.Module) -> str:
+def get_dtype(module: nn.Module) -> str:
     """The name of the largest array's dtype, which most of the computation uses."""
     return format_dtype(max(list_weights(module).values(), key=lambda array: array.size).dtype)
 
@@ -448,7 +448,7 @@ def load_fast_drafter(path_or_hf_repo: str | Path, model: nn.Module) -> Drafter:
     slow.
     """
     drafter = load_drafter(path_or_hf_repo, model)
-    if mx.default_device().type == mx.cpu and find_dtype(model) == "float32":
+    if mx.default_device().type == mx.cpu and get_dtype(model) == "float32":
         drafter.weights.set_dtype(mx.float32)
         evaluate(drafter)
     return drafter

@@ -259,7 +259,7 @@ class Options:
         if self.shape == AUTO:
             return AUTO
         width, depth, size = self.shape
-        depth = find_default_depth(drafter) if depth is None else depth
+        depth = get_default_depth(drafter) if depth is None else depth
         most = drafter.args.max_depth
         if most is not None and depth > most:
             raise RedrafterError(
@@ -271,7 +271,7 @@ class Options:
         )
 
 
-def find_default_depth(drafter: Any) -> int:
+def get_default_depth(drafter: Any) -> int:
     """A drafter's default draft depth K."""
     args = drafter.args
     return min(args.draft_depth or DRAFT_DEPTH, args.max_depth or MAX_DRAFT_DEPTH)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import socket
 import stat
 import sys
@@ -77,17 +78,19 @@ def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
     """
     rows = mx.distributed.all_gather(row)
     mx.eval(rows)
-    for stream in (
-        generation_stream,
-        mx.default_stream(mx.cpu),
-    ):  # on Metal messages use the second
-        mx.synchronize(stream)
+    mx.synchronize(generation_stream)
+    mx.synchronize(mx.default_stream(mx.cpu))  # which messages use on Metal
     return np.array(rows)
 
 
 def share(value: Any) -> Any:
     """Returns the value of rank 0; see `gather`."""
     return gather(value if get_rank() == 0 else None)[0]
+
+
+def draw_seed() -> int:
+    """Returns a random seed, the same on all ranks."""
+    return int(share(secrets.randbits(32)))
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:

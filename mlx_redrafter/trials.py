@@ -8,9 +8,10 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from .engine.stats import Stats
-from .generate import encode_chat
 from .options import Options
 from .pair import Pair
+from .setup import open_generation
+from .text.encoding import encode_chat
 
 TRIAL_PROMPTS = (
     "Write a function that reverses a linked list.\n\ndef reverse(",
@@ -67,14 +68,17 @@ def decode_prompts(
     texts = []
     seconds = 0.0
     for prompt in prompts:
-        with closing(pair.open(prompt, options, pair.open_source(), end_tokens=end_tokens)) as text:
-            started = time.perf_counter()
-            for _ in text:
-                if len(text.output.tokens) == 1:
+        generation = open_generation(
+            pair, prompt, options, pair.open_source(), end_tokens=end_tokens
+        )
+        started = time.perf_counter()
+        with closing(generation):
+            for count, _ in enumerate(generation, 1):
+                if count == 1:
                     started = time.perf_counter()
             seconds += time.perf_counter() - started
-        stats += text.output.stats
-        texts.append(tuple(text.output.tokens))
+        stats += generation.output.stats
+        texts.append(tuple(generation.output.tokens))
     return PromptRuns(stats, tuple(texts), seconds)
 
 

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from mlx_redrafter.drafters.context import ContextSource
-from mlx_redrafter.engine.decode import Planner
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan
+from mlx_redrafter.engine.planner import ObservedRound, Planner
 from mlx_redrafter.planning.acceptance import cumulative_acceptance
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import AutoPlanner
@@ -132,13 +132,15 @@ def simulate_text(
                 ms += costs.draft_ms(current) if current.depth else max(0.0, costs.overhead_ms[0])
         tokens = text[made : made + 1 + max(own, copied)]
         planner.observe(
-            current,
-            len(tokens),
-            length,
-            replayed,
-            disturb(ms),
-            verified=verified,
-            from_context=copied > own,
+            ObservedRound(
+                current,
+                len(tokens),
+                length,
+                replayed,
+                disturb(ms),
+                verified=verified,
+                from_context=copied > own,
+            )
         )
         index.confirm(tokens)
         made = made + len(tokens)

@@ -17,10 +17,11 @@ import mlx.nn as nn
 from families import CONFIGS, make_family
 from toys import ScriptedContext, ids, make_prompt, run
 
-from mlx_redrafter import pair
+from mlx_redrafter import setup
 from mlx_redrafter.engine.exactness import RowCounts
 from mlx_redrafter.engine.supported_models import CHAINS, REPLAYED, TREES
 from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 LENGTHS = {9: 40, 1010: 30}
@@ -58,11 +59,11 @@ def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
     row counts.
     """
     found = []
-    for counts in pair.Pair(model).find_row_classes(Options()):
+    for counts in setup.get_row_classes(Pair(model), Options()):
         if counts == (1,):
             continue  # nothing drafts
         rows = differ = accepted = 0
-        with mock.patch.object(pair.Pair, "choose_row_counts", lambda *args, counts=counts: counts):
+        with mock.patch.object(setup, "choose_row_counts", lambda *args, counts=counts: counts):
             for number, (size, count) in enumerate(LENGTHS.items()):
                 prompt = make_prompt(size, vocab=48, seed=seed)
                 options = {
@@ -74,7 +75,7 @@ def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
                 plain = run(model, prompt, **options)
                 text = prompt + ids(run(model, prompt, **options | {"max_tokens": count + 8}))
                 with mock.patch.object(
-                    pair, "ContextSource", partial(ScriptedContext, text, seed=seed)
+                    setup, "ContextSource", partial(ScriptedContext, text, seed=seed)
                 ):
                     steps = run(model, prompt, context=True, **options)
                 assert ids(steps) == ids(plain), (counts, size)

@@ -13,7 +13,8 @@ from toys import VOCAB, ids, run
 from mlx_redrafter.engine.decode import Round
 from mlx_redrafter.engine.output import Generation
 from mlx_redrafter.options import Options
-from mlx_redrafter.pair import find_pair
+from mlx_redrafter.pair import get_pair
+from mlx_redrafter.setup import open_generation
 
 
 class Stuck(Exception):
@@ -92,8 +93,10 @@ def start_rounds(
     model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, **options: Any
 ) -> Generation:
     """Endless rounds after a prompt with the grammar."""
-    pair, source = find_pair(model, drafter)
-    return pair.open(prompt, Options(**options | {"max_tokens": -1}), source, grammar=grammar)
+    pair, source = get_pair(model, drafter)
+    return open_generation(
+        pair, prompt, Options(**options | {"max_tokens": -1}), source, grammar=grammar
+    )
 
 
 def decode_rounds(
@@ -108,6 +111,8 @@ def decode_rounds(
     rounds = start_rounds(model, prompt, drafter, grammar, **options)
     made = list[Round]()
     while sum(len(each.tokens) for each in made) < count:
-        made.append(next(rounds))
+        done = rounds.next_round()
+        assert done is not None
+        made.append(done)
     rounds.close()
     return made

@@ -22,7 +22,7 @@ from toys import CachingDrafter, Scripted, ids, make_ranks, run
 
 from mlx_redrafter import RedrafterError, UnsupportedModelError, ranks
 from mlx_redrafter.drafters.draft_model import DraftModel
-from mlx_redrafter.engine.model_parts import find_head
+from mlx_redrafter.engine.model_parts import get_head
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning import measure
 
@@ -61,7 +61,7 @@ def decode(kind: str, how: str, length: int) -> dict[str, Any]:
     whole, model = (make_family(kind, **HEADS, **config) for _ in range(2))
     divide(model, how)
     hidden = mx.random.normal((2, 64), key=mx.random.key(3))
-    assert mx.allclose(find_head(model)(hidden), find_head(whole)(hidden), atol=1e-4)
+    assert mx.allclose(get_head(model)(hidden), get_head(whole)(hidden), atol=1e-4)
     found: dict[str, Any] = {}
     ways: dict[str, dict[str, Any]] = {
         "greedy": {"sampler": choose_among_few},

@@ -11,7 +11,7 @@ from toys import make_tokenizer
 
 from mlx_redrafter import Answer, Session, generate_step
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.model_parts import find_model_sizes
+from mlx_redrafter.engine.model_parts import get_model_sizes
 
 CHAT = (
     "{% for m in messages %}{{ 'S' if m.role == 'system' else 'U' if m.role == 'user' else 'A' }}"
@@ -32,7 +32,7 @@ def make_model(family: str) -> nn.Module:
 
 def make_drafter(model: nn.Module, **more: Any) -> Drafter:
     """A random, unevaluated drafter; `more` goes to its arguments."""
-    return Drafter(DrafterArgs(*find_model_sizes(model), exit_dim=16, num_draft_layers=1, **more))
+    return Drafter(DrafterArgs(*get_model_sizes(model), exit_dim=16, num_draft_layers=1, **more))
 
 
 def chat_tokenizer(template: str = CHAT) -> Any:

@@ -18,8 +18,8 @@ from mlx_redrafter import generate_step, load, load_demo, stream_generate
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.model_parts import find_compute_dtype, find_model_sizes
-from mlx_redrafter.generate import encode
+from mlx_redrafter.engine.model_parts import get_compute_dtype, get_model_sizes
+from mlx_redrafter.text.encoding import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 README = Path(__file__).parent.parent / "README.md"
@@ -34,10 +34,10 @@ def demo() -> tuple[Any, Any, Any]:
 
 
 def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_path: Path) -> None:
-    other = Drafter(DrafterArgs(*find_model_sizes(demo[0]), exit_dim=32, num_draft_layers=0))
+    other = Drafter(DrafterArgs(*get_model_sizes(demo[0]), exit_dim=32, num_draft_layers=0))
     save_drafter(tmp_path, other, dtype=mx.bfloat16)
     model, _, drafter = load_demo(tmp_path)
-    assert drafter.args.exit_dim == 32 and drafter.dtype == find_compute_dtype(model) == mx.float32
+    assert drafter.args.exit_dim == 32 and drafter.dtype == get_compute_dtype(model) == mx.float32
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def tokens(responses: Iterable[GenerationResponse]) -> list[int]:
 @pytest.fixture
 def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes auto draft at once, whatever the machine's speed."""
-    monkeypatch.setattr(Pair, "costs", lambda pair, **how: make_costs())
+    monkeypatch.setattr(Pair, "measure_costs", lambda pair, **how: make_costs())
 
 
 @pytest.mark.parametrize(("calls", "plan", "temp"), pairs((0, 1, 9), PLANS, (0.0, 0.8)))

@@ -28,7 +28,7 @@ from toys import (
 
 from mlx_redrafter import GenerationResponse, RedrafterError, generate, stream_generate
 from mlx_redrafter.engine.types import Tree
-from mlx_redrafter.generate import format_summary
+from mlx_redrafter.generation import format_summary
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.trials import decode_prompts

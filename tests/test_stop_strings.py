@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import StopStrings
+from mlx_redrafter.text.stop_strings import StopStrings
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:

@@ -10,7 +10,7 @@ import copy
 import functools
 import random
 import string
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -27,14 +27,15 @@ from mlx_redrafter.drafters.protocol import Drafter, Embed, StepwiseSource
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.beam_search import Adjust, Advance
-from mlx_redrafter.engine.model_parts import Recorder, find_parts
+from mlx_redrafter.engine.model_parts import Recorder, get_parts
+from mlx_redrafter.engine.output import DecodedToken, Generation
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.source import Forecast, Source
 from mlx_redrafter.engine.tree import chain, grow, prune
 from mlx_redrafter.engine.types import Beams, Kept, Tree
-from mlx_redrafter.generate import Step, decode_tokens
 from mlx_redrafter.options import Options
-from mlx_redrafter.pair import find_pair
+from mlx_redrafter.pair import get_pair
+from mlx_redrafter.setup import open_generation
 
 VOCAB = 40
 HEADS_OF_32 = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -103,7 +104,7 @@ def make_prompt(length: int, *, vocab: int = VOCAB, seed: int = 0) -> list[int]:
 
 def run(
     model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None, **options: Any
-) -> list[Step]:
+) -> list[DecodedToken]:
     """All steps of one generation. Without a drafter it is plain, unless `context` is set."""
     if drafter is None:
         options = {"context": False} | options
@@ -112,18 +113,18 @@ def run(
 
 def decode_steps(
     prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Any, options: Options
-) -> Generator[Step, None, None]:
+) -> Generation:
     """Starts a generation."""
-    pair, source = find_pair(model, drafter)
-    return decode_tokens(pair, prompt, options, source)
+    pair, source = get_pair(model, drafter)
+    return open_generation(pair, prompt, options, source)
 
 
-def ids(steps: Sequence[Step]) -> list[int]:
+def ids(steps: Sequence[DecodedToken]) -> list[int]:
     return [step.token for step in steps]
 
 
 def assert_same_steps(
-    steps: Sequence[Step], plain: Sequence[Step], *, tolerance: float = 1e-3
+    steps: Sequence[DecodedToken], plain: Sequence[DecodedToken], *, tolerance: float = 1e-3
 ) -> None:
     """Asserts the same tokens and log-probabilities."""
     assert ids(steps) == ids(plain)
@@ -166,7 +167,7 @@ class Scripted:
         self._hidden = model.model(self._text[None])[0] if hidden is None else hidden
         self._width = width
         self._tokens = mx.arange(vocab)
-        self._rows = find_parts(model).embedding(self._tokens)
+        self._rows = get_parts(model).embedding(self._tokens)
         self.args = DrafterArgs(self._hidden.shape[-1], vocab, 2 * self._hidden.shape[-1], 0)
         mx.eval(self._hidden, self._tokens, self._rows, self._text, self._ranks)
 
@@ -274,7 +275,7 @@ class CachingDrafter:
         holes: bool = False,
         layers: Sequence[int] = (0,),
     ) -> None:
-        embedding = find_parts(model).embedding
+        embedding = get_parts(model).embedding
         vocab = model(mx.array([[0]])).shape[-1]
         self.args = DrafterArgs(embedding(mx.array(0)).shape[-1], vocab, 8, 0)
         self.text = list(text)
@@ -391,7 +392,7 @@ def scripted(
 @contextmanager
 def record_hidden_states(model: nn.Module) -> Iterator[list[mx.array]]:
     """Records the final norm's output of every forward, (1, T, D) each."""
-    parent, name = find_parts(model).final_norm
+    parent, name = get_parts(model).final_norm
     child = parent[name]
     recorder = parent[name] = Recorder(child)
     try:
@@ -437,7 +438,7 @@ def with_plain(
     width: int,
     script_seed: int = 5,
     **options: Any,
-) -> tuple[list[Step], Scripted]:
+) -> tuple[list[DecodedToken], Scripted]:
     """Returns (`count` plain steps, a drafter that follows `script` on that text)."""
     with record_hidden_states(model) as recorded:
         steps = run(model, prompt, max_tokens=count + 8, **options)

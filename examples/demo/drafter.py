@@ -16,7 +16,7 @@ from tqdm import tqdm
 from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.model_parts import find_parts
+from mlx_redrafter.engine.model_parts import get_parts
 from mlx_redrafter.training.data import Text, find_most_frequent, make_batches
 from mlx_redrafter.training.evaluation import measure_guesses
 from mlx_redrafter.training.hidden_states import add_hidden_states
@@ -103,7 +103,7 @@ def train(
     ids = None if count is None else find_most_frequent(texts, count, args.vocab_size)
     drafter = initialize_drafter(model, args, ids)
     batches = make_batches(add_hidden_states(model, texts), settings.batch_size, settings.seed)
-    embedding = find_parts(model).embedding
+    embedding = get_parts(model).embedding
     checkpoint = directory / "checkpoint.safetensors"
     train_drafter(
         embedding, drafter, batches, settings, lambda done: done / steps, checkpoint=checkpoint
@@ -126,7 +126,7 @@ def describe(model: nn.Module, held_out: np.ndarray, directory: Path, depth: int
     ]
     settings = TrainingArgs(draft_depth=depth, batch_size=16)
     read = add_hidden_states(model, texts)
-    acceptance = measure_guesses(find_parts(model).embedding, drafter, read, settings)[1]
+    acceptance = measure_guesses(get_parts(model).embedding, drafter, read, settings)[1]
     rounded = [[round(share, 4) for share in row] for row in acceptance]
     drafter.args = replace(drafter.args, acceptance=rounded)
     save_drafter(directory, drafter, dtype=mx.float16)

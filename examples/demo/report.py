@@ -16,7 +16,8 @@ from tqdm import tqdm
 from benchmarks.acceptance import measure
 from mlx_redrafter.demo.sources import find_library_name, split_files
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.generate import encode, stream_generate
+from mlx_redrafter.generation import stream_generate
+from mlx_redrafter.text.encoding import encode
 
 from .edits import Edit, make_edits
 

@@ -15,9 +15,9 @@ from rich.markup import escape
 
 from .. import ranks
 from ..arguments import load_models, make_text_parser, read_options
-from ..checkpoints import find_drafter_name
+from ..checkpoints import get_drafter_name
 from ..errors import Parser, RedrafterError, join_lines
-from ..generate import GenerationResponse
+from ..generation import GenerationResponse
 from ..session.session import Session
 from .generate import show_prompt_progress
 
@@ -140,7 +140,7 @@ class Screen(ChatUI):
         """Prints the loaded models, settings and commands."""
         args = self._args
         demo = "the packaged demo"
-        drafter = "none" if session.drafter is None else find_drafter_name(args) or f"{demo}'s"
+        drafter = "none" if session.drafter is None else get_drafter_name(args) or f"{demo}'s"
         limit = f"{args.max_tokens:,}" if args.max_tokens > 0 else "no limit"
         rows = {
             "model": args.model or demo,

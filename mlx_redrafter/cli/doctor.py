@@ -12,20 +12,21 @@ import mlx.nn as nn
 
 from .. import __version__
 from ..arguments import make_parser
-from ..checkpoints import find_drafter_name, format_dtype, is_quantized, load_pair
+from ..checkpoints import format_dtype, get_drafter_name, is_quantized, load_pair
 from ..drafters import make_drafter
 from ..drafters.checkpoint import count_bytes
 from ..drafters.protocol import Drafter
 from ..engine.exactness import format_row_counts
 from ..engine.model_checks import check_draftable
-from ..engine.model_parts import find_compute_dtype, find_module_name
+from ..engine.model_parts import get_compute_dtype, get_module_name
 from ..engine.plan import chain_plan
+from ..machine.description import describe_machine
 from ..options import Options
 from ..pair import Pair
 from ..planning.costs import CostTable, is_disturbed
-from ..planning.machine import describe_machine
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
+from ..setup import get_row_classes
 from ..trials import TRIAL_PROMPTS, try_drafter
 
 TRIAL_DEPTH = 8
@@ -51,7 +52,7 @@ def run() -> int:
     args = parser.parse_args()
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter)
     report = diagnose(model, tokenizer, drafter, refresh=args.refresh)
-    demo = {} if args.model else {"model": "demo", "drafter": find_drafter_name(args) or "demo"}
+    demo = {} if args.model else {"model": "demo", "drafter": get_drafter_name(args) or "demo"}
     print(
         json.dumps(report | {"settings": vars(args) | demo}) if args.json else format_report(report)
     )
@@ -73,17 +74,17 @@ def diagnose(
             "no drafter given: measuring a random one of the size that training would choose",
             file=sys.stderr,
         )
-        choice = choose_size(model, find_compute_dtype(model))
+        choice = choose_size(model, get_compute_dtype(model))
         drafter = make_drafter(choice.args)
         stand_in = choice.reason
-        drafter.set_dtype(find_compute_dtype(model))
+        drafter.set_dtype(get_compute_dtype(model))
         mx.eval(drafter.parameters())
     no_trees = no_trees or drafter.explain_chains()
     pair = Pair(model, drafter)
-    costs = pair.costs(trees=no_trees is None, refresh=refresh)
+    costs = pair.measure_costs(trees=no_trees is None, refresh=refresh)
     if is_disturbed(costs):
         print("the measured times contradict each other: measuring again", file=sys.stderr)
-        costs = pair.costs(trees=no_trees is None, refresh=True)
+        costs = pair.measure_costs(trees=no_trees is None, refresh=True)
     if stand_in is None:
         print(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts", file=sys.stderr)
         depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
@@ -97,7 +98,7 @@ def diagnose(
     ]
     report: dict[str, Any] = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
-        "target": describe_model(model, find_module_name(model), find_compute_dtype(model)),
+        "target": describe_model(model, get_module_name(model), get_compute_dtype(model)),
         "drafter": {
             **describe_model(drafter, drafter.args.describe(), drafter.dtype),
             "stand_in": stand_in,
@@ -106,7 +107,7 @@ def diagnose(
         },
         "trial": trial,
         "no_trees": no_trees,
-        "row_classes": pair.find_row_classes(Options(), refresh=refresh),
+        "row_classes": get_row_classes(pair, Options(), refresh=refresh),
         "costs": costs._asdict(),
         "chains": chains,
         "fastest": max(tried, key=lambda chain: chain["speedup"], default=None),

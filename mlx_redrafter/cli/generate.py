@@ -24,16 +24,16 @@ from tqdm import tqdm
 
 from .. import __version__, ranks
 from ..arguments import load_models, make_text_parser, read_options
-from ..checkpoints import find_drafter_name
+from ..checkpoints import get_drafter_name
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
 from ..engine.exactness import format_row_counts
 from ..errors import Parser, RedrafterError
-from ..generate import GenerationResponse, format_summary, is_text, stream_generate
-from ..options import OFF, OPTION_NAMES, PLAN_OPTIONS, Options
-from ..pair import draw_seed, find_pair
-from ..planning.machine import PACKAGES
-from ..session.chat_template import render
+from ..generation import GenerationResponse, format_summary, stream_generate
+from ..machine.description import PACKAGES
+from ..options import OFF, PLAN_OPTIONS
+from ..text.chat_template import render
+from ..text.encoding import is_text
 from ..trials import check_speedup
 
 DEMO_MAX_TOKENS = 400
@@ -64,7 +64,7 @@ def run() -> int:
         if args.plan == OFF:
             raise RedrafterError("--compare needs something that drafts: leave out --plan off")
         if args.context is False and (
-            args.no_drafter or (args.model and not find_drafter_name(args))
+            args.no_drafter or (args.model and not get_drafter_name(args))
         ):
             raise RedrafterError(
                 "--compare needs something that drafts: leave out --no-context, or give a drafter"
@@ -84,7 +84,7 @@ def run() -> int:
     model, tokenizer, drafter = load_models(args, tokenizer_config, verbose=args.verbose)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    options["seed"] = draw_seed() if args.seed is None else args.seed
+    options["seed"] = ranks.draw_seed() if args.seed is None else args.seed
     prompt = ranks.share(make_prompt(args, tokenizer) if ranks.get_rank() == 0 else None)
     stop = [unescape(text) for text in args.stop]
     stream = partial(
@@ -108,10 +108,11 @@ def run() -> int:
         print("" if show else decoded.text)
     if args.verbose or (verdict and not args.json):
         print(format_summary(decoded.last), file=sys.stderr)
-        if args.plan != OFF and (verdict or not decoded.last.drafted):
-            pair, source = find_pair(model, drafter)
-            notes = pair.choose(Options(**options), source).notes
-            print("\n".join([NOTHING_DRAFTED][: not decoded.last.drafted] + notes), file=sys.stderr)
+        if args.plan != OFF:
+            if not decoded.last.drafted:
+                print(NOTHING_DRAFTED, file=sys.stderr)
+            if verdict or not decoded.last.drafted:
+                print("\n".join(decoded.last.notes), file=sys.stderr)
         if verdict:
             print(describe(verdict, decoded.last, may_advise=args.exact is None), file=sys.stderr)
     return 0 if verdict is None or verdict["identical"] else 1
@@ -292,7 +293,7 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     drafted = decode(
         stream, show=show, label=None if show else "drafting", expected=expected.tokens
     )
-    at = find_first_difference(expected.tokens, drafted.tokens)
+    at = get_first_difference(expected.tokens, drafted.tokens)
     difference = None
     if at is not None:
         distance = None  # if one text is only longer than the other
@@ -302,10 +303,6 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
             one, other = (each[chosen].astype(mx.float32) for each in (row, drafted.row))
             distance = float(mx.abs(one - other).max())
         difference = {"token": at, "distance": distance}
-    options = Options(
-        **{name: value for name, value in stream.keywords.items() if name in OPTION_NAMES}
-    )
-    row_counts = find_pair(model, stream.keywords["drafter"])[0].choose_row_counts(options)
     plain_tps = expected.last.generation_tps
     last = drafted.last
     return drafted, {
@@ -316,7 +313,7 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
         else None,
         "identical": difference is None,
         "difference": difference,
-        "row_counts": row_counts,
+        "row_counts": last.row_counts,
     }
 
 
@@ -348,7 +345,7 @@ def describe(verdict: dict[str, Any], last: GenerationResponse, *, may_advise: b
     return f"{text}, exact against plain steps padded to {counts[0]} rows"
 
 
-def find_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def get_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """The index of the first token at which two texts differ; None if they are equal."""
     return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
@@ -364,7 +361,7 @@ def make_record(
     }
     names = {
         "model": args.model or "demo",
-        "drafter": None if drafter is None else find_drafter_name(args) or "demo",
+        "drafter": None if drafter is None else get_drafter_name(args) or "demo",
     }
     return {
         "text": decoded.text,

@@ -21,10 +21,10 @@ from typing import IO, Any
 
 from .. import __version__
 from ..arguments import load_models, make_text_parser, read_options
-from ..checkpoints import find_drafter_name
+from ..checkpoints import get_drafter_name
 from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, join_lines
-from ..generate import GenerationResponse
+from ..generation import GenerationResponse
 from ..json_objects import parse_object
 from ..session.session import Session
 
@@ -88,7 +88,7 @@ def run() -> int:
             )
 
         server = SessionServer(stdout, make_session)
-        drafter = None if models[2] is None else find_drafter_name(args) or "demo"
+        drafter = None if models[2] is None else get_drafter_name(args) or "demo"
         model = args.model or "demo"
         server.write(
             "ready", None, protocol=PROTOCOL, version=__version__, model=model, drafter=drafter

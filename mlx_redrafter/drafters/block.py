@@ -59,7 +59,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from ..engine.beam_search import Advance, State, top_w
-from ..engine.model_parts import find_compute_dtype, find_head, find_model_sizes, find_module_name
+from ..engine.model_parts import get_compute_dtype, get_head, get_model_sizes, get_module_name
 from ..engine.source import Source
 from ..errors import CheckpointError
 from .cached import CachedSource
@@ -139,18 +139,18 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     tensors = checkpoint.tensors
     checkpoint.config = flat
     n_layers = checkpoint.count(r"layers\.(\d+)\..*")
-    layers = find_capture_layers(flat, checkpoint.where)
+    layers = get_capture_layers(flat, checkpoint.where)
     if model_type == DFLASH and "block_size" not in flat:
         flat["block_size"] = DEFAULT_BLOCK
         checkpoint.notes.append(f"config.json has no block_size: {DEFAULT_BLOCK} is used")
     by_token = ("embed_tokens.weight", "markov_w1.weight", "selector.predecessor.weight")
-    vocab_size = checkpoint.find_vocab_size(by_token)
+    vocab_size = checkpoint.get_vocab_size(by_token)
     if vocab_size is None:
         if model is None:
             raise CheckpointError(
                 f"expected vocab_size in {checkpoint.where}/config.json, got none: give --base-model"
             )
-        vocab_size = find_model_sizes(model)[1]
+        vocab_size = get_model_sizes(model)[1]
     checkpoint.add_row_numbers(vocab_size)
     if not DEEPSPEC.fullmatch(name):
         check_neutral(flat, NEUTRAL)
@@ -218,7 +218,7 @@ def find_model_type(checkpoint: Checkpoint, name: str, flat: Config) -> str:
     return DSPARK if says_so or matches_any(MARKOV, checkpoint.tensors.keys()) else DFLASH
 
 
-def find_capture_layers(flat: Config, where: str) -> list[int]:
+def get_capture_layers(flat: Config, where: str) -> list[int]:
     """The target's layers whose outputs a head reads."""
     layers = flat.get("target_layer_ids")
     entering = flat.get("aux_hidden_state_layer_ids")
@@ -619,14 +619,14 @@ class Drafter(BaseDrafter):
         own = super().output_layers
         return [*own, self.markov_w2] if own and "markov_w2" in self else own
 
-    def find_part(self, name: str) -> str:
+    def name_part(self, name: str) -> str:
         tables = ("markov_w1", "selector.predecessor", "selector.successor")
         return (
             "embedding"
             if name in tables
             else "head"
             if name == "markov_w2"
-            else super().find_part(name)
+            else super().name_part(name)
         )
 
 
@@ -652,12 +652,12 @@ class BlockSource(CachedSource):
         scale = args.embedding_scale
         if scale is None:
             scale = (
-                math.sqrt(args.hidden_size) if find_module_name(model).startswith("gemma") else 1.0
+                math.sqrt(args.hidden_size) if get_module_name(model).startswith("gemma") else 1.0
             )
         self._scale = scale
         # in its own dtype, to avoid a copy in another one
-        head = find_head(model)
-        dtype = find_compute_dtype(model)
+        head = get_head(model)
+        dtype = get_compute_dtype(model)
         self._head: Head = drafter.get("lm_head", lambda states: head(states.astype(dtype)))
 
     def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:

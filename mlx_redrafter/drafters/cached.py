@@ -22,7 +22,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from ..engine.beam_search import Advance, State
-from ..engine.model_parts import StateName, find_head, find_parts
+from ..engine.model_parts import StateName, get_head, get_parts
 from ..engine.tree_attention import Nodes, build_with_nodes
 from ..engine.types import Kept
 from .protocol import Drafter, Embed, Head, StepwiseSource
@@ -91,7 +91,7 @@ class CachedSource(StepwiseSource):
     ) -> None:
         self.drafter = drafter
         self.capture = tuple(capture)
-        self._embed = find_parts(model).embedding
+        self._embed = get_parts(model).embedding
         self._window: int | None = None  # the last positions that the drafter sees; None for all
         self._caches = [KVCache() for _ in range(n_layers)]
         self._n_rows = 0  # settled in the caches
@@ -311,7 +311,7 @@ class PairSource(CachedSource):
         self, drafter: PairDrafter, model: nn.Module, capture: Sequence[StateName]
     ) -> None:
         super().__init__(drafter, model, capture)
-        self._head = find_head(model) if drafter.needs_head else None
+        self._head = get_head(model) if drafter.needs_head else None
 
     def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; returns (R, H), the head's output."""

@@ -136,7 +136,7 @@ class Checkpoint:
             default=0,
         )
 
-    def find_vocab_size(self, names: Sequence[str]) -> Any:
+    def get_vocab_size(self, names: Sequence[str]) -> Any:
         """V of the config.
 
         Else the rows of the first of these tensors that exists, or of a full output matrix.
@@ -193,7 +193,7 @@ class Checkpoint:
                     f"{self.where}: expected {name} as {expected[name].dtype}, got {array.dtype}"
                 )
         drafter.load_weights(list(self.tensors.items()))
-        if (bad := find_not_finite(list_weights(drafter))) is not None:
+        if (bad := get_not_finite(list_weights(drafter))) is not None:
             raise CheckpointError(f"{self.where}: {bad} holds NaN or infinity")
 
 
@@ -240,7 +240,7 @@ def is_float(array: mx.array) -> bool:
     return bool(mx.issubdtype(array.dtype, mx.floating))
 
 
-def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
+def get_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
     """The name of an array that holds NaN or infinity; None if all numbers are finite."""
     for name, array in arrays.items():
         # A few rows at a time, as checking a whole head at once needs half of its memory in

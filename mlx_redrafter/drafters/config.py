@@ -234,7 +234,7 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
 
 def read_rope(config: Config) -> Config:
     """The fields of a head's RoPE, from a flat config. A factor of 1 is no scaling."""
-    rope = find_rope(config)
+    rope = parse_rope(config)
     thetas = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
     kind = find_rope_type(rope)
     if rope.get("factor") == 1 and kind != "proportional":
@@ -251,7 +251,7 @@ def read_rope(config: Config) -> Config:
     }
 
 
-def find_rope(config: Config) -> Config:
+def parse_rope(config: Config) -> Config:
     """All keys of a flat config's RoPE, that of full attention if layers differ."""
     given = get_object(config, "rope_parameters")
     return get_object(config, "rope_scaling") | (get_object(given, "full_attention") or given)
@@ -259,7 +259,7 @@ def find_rope(config: Config) -> Config:
 
 def check_neutral(config: Config, neutral: Config) -> None:
     """Refuses a flat config in which one of the keys has another value than in `neutral`."""
-    rope = find_rope(config)
+    rope = parse_rope(config)
     for key, value in neutral.items():
         got = config.get(key, rope.get(key, value))
         if got != value and not (

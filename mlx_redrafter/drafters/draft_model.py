@@ -23,11 +23,11 @@ from ..engine import kv_cache
 from ..engine.beam_search import Adjust, State
 from ..engine.model_checks import explain_chains, make_cache
 from ..engine.model_parts import (
-    find_compute_dtype,
-    find_model_sizes,
-    find_module_name,
-    find_parts,
-    find_vocab_size,
+    get_compute_dtype,
+    get_model_sizes,
+    get_module_name,
+    get_parts,
+    get_vocab_size,
 )
 from ..engine.plan import Plan, chain_plan
 from ..engine.source import Source
@@ -78,11 +78,11 @@ class DraftModel(Drafter):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if reason := REFUSED.get(find_module_name(model)):
+        if reason := REFUSED.get(get_module_name(model)):
             raise UnsupportedModelError(
-                f"{find_module_name(model)} cannot be a draft model: {reason}"
+                f"{get_module_name(model)} cannot be a draft model: {reason}"
             )
-        super().__init__(DraftModelArgs(*find_model_sizes(model), name=find_module_name(model)))
+        super().__init__(DraftModelArgs(*get_model_sizes(model), name=get_module_name(model)))
         self.model = model
         self._chains = explain_chains(model)
         self.n_cache_layers = len(make_prompt_cache(model))
@@ -93,15 +93,15 @@ class DraftModel(Drafter):
 
     @property
     def dtype(self) -> mx.Dtype:
-        return find_compute_dtype(self.model)
+        return get_compute_dtype(self.model)
 
     def open(self, model: nn.Module) -> DraftModelSource:
-        return DraftModelSource(self, find_vocab_size(model))
+        return DraftModelSource(self, get_vocab_size(model))
 
     def check_fit(self, model: nn.Module, name: str = "the draft model") -> None:
         """Compares the vocabulary sizes, except for padding of at most `MAX_PADDING`."""
         own = self.args.vocab_size
-        other = find_model_sizes(model)[1]
+        other = get_model_sizes(model)[1]
         if abs(own - other) > MAX_PADDING:
             raise CheckpointError(
                 f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}"
@@ -140,7 +140,7 @@ class DraftModelSource(Source):
         self._model = drafter.model
         self._vocab_size = vocab_size
         self._takes_trees = drafter.explain_chains() is None
-        self._n_embedded: int = find_parts(drafter.model).embedding.weight.shape[0]
+        self._n_embedded: int = get_parts(drafter.model).embedding.weight.shape[0]
         self._text: list[int] = []
         self._cache: kv_cache.Cache = []  # none yet
         self._held = 0  # tokens of the text that are in it

@@ -86,9 +86,9 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     )
     if config.get("sliding_window") and not sees_all:
         raise ValueError(f"sliding_window {config['sliding_window']!r:.40} is not supported")
-    layers = find_capture_layers(config) if version == 3 else None
+    layers = get_capture_layers(config) if version == 3 else None
     width, n_inputs = checkpoint.shape("fc.weight")
-    vocab_size = checkpoint.find_vocab_size(["embed_tokens.weight"])
+    vocab_size = checkpoint.get_vocab_size(["embed_tokens.weight"])
     if version == 1 and "embed_tokens.weight" in tensors:
         checkpoint.pop("embed_tokens.weight")
     checkpoint.add_row_numbers(vocab_size)
@@ -111,7 +111,7 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     }
 
 
-def find_capture_layers(flat: Config) -> list[int] | None:
+def get_capture_layers(flat: Config) -> list[int] | None:
     """The target's layers whose outputs a head reads; None if its config does not name them.
 
     In configs of speculators and NVIDIA, layer numbers mean the inputs of layers. In other configs,

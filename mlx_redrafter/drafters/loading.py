@@ -95,7 +95,7 @@ def choose_files(present: Iterable[str], name: str, layouts: Sequence[str] = LAY
     raise CheckpointError(f"expected *.safetensors in {name}, got {got}; {advice}")
 
 
-def find_files(
+def locate_files(
     path_or_hf_repo: str | Path,
     revision: str | None = None,
     choose: Choose = choose_files,
@@ -146,7 +146,7 @@ def check_hub_id(name: str) -> None:
 
 
 def download(name: str, revision: str | None, choose: Choose, is_base: bool) -> Path:
-    """The local copy of a hub repository: its config and weights, see `find_files`."""
+    """The local copy of a hub repository: its config and weights, see `locate_files`."""
     check_hub_id(name)
     try:
         present = list_files(name, revision)
@@ -243,7 +243,7 @@ def make_checkpoint(files: Files, tensors: Mapping[str, mx.array], n_ranks: int 
     return Checkpoint(str(files.path), files.config, found, stored, files.is_base, n_ranks)
 
 
-def find_kind(checkpoint: Checkpoint) -> ModuleType:
+def detect_kind(checkpoint: Checkpoint) -> ModuleType:
     """The module of a published drafter's kind, by the names of its tensors."""
     layers = find_layers(checkpoint.stored.values())
     where = checkpoint.where
@@ -272,7 +272,7 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
     config = checkpoint.config
     model_type = config.get("model_type", recurrent.MODEL_TYPE)
     is_ours = is_converted(config) and model_type != recurrent.MODEL_TYPE
-    kind = KINDS[model_type] if is_ours else find_kind(checkpoint)
+    kind = KINDS[model_type] if is_ours else detect_kind(checkpoint)
     try:
         if is_ours:
             fields = config

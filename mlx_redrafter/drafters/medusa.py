@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
-from ..engine.model_parts import find_output_matrix
+from ..engine.model_parts import get_output_matrix
 from ..errors import CheckpointError
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
 from .protocol import Embed
@@ -60,7 +60,7 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
         if model is None:
             message = "holds Medusa heads that use the target's output matrix: give --base-model"
             raise CheckpointError(f"{checkpoint.where} {message}")
-        tensors["output.0.weight"] = find_output_matrix(model)
+        tensors["output.0.weight"] = get_output_matrix(model)
     blocks = [name for name in tensors if name.startswith("blocks.")]
     if not any(name.endswith(".bias") for name in tensors):  # vLLM's layout may have none
         tensors |= {
@@ -155,5 +155,5 @@ class Drafter(TrainableDrafter):
     def output_layers(self) -> list[nn.Module]:
         return list(self.output)
 
-    def find_part(self, name: str) -> str:
+    def name_part(self, name: str) -> str:
         return "head" if name.startswith("output.") else "blocks"

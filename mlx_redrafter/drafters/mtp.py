@@ -406,7 +406,7 @@ class Drafter(PairDrafter):
         for gate, bias in gates:
             gate[name] = bias
 
-    def find_part(self, name: str) -> str:
+    def name_part(self, name: str) -> str:
         return "router" if name in ROUTERS else "blocks"
 
 

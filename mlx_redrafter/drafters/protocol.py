@@ -21,7 +21,7 @@ import numpy as np
 
 from ..engine import beam_search
 from ..engine.beam_search import Adjust, Advance
-from ..engine.model_parts import find_model_sizes, find_parts
+from ..engine.model_parts import get_model_sizes, get_parts
 from ..engine.plan import Plan
 from ..engine.source import Source
 from ..engine.tree import chain, grow, prune
@@ -76,7 +76,7 @@ class Drafter(nn.Module):
         """
         own = self.args.hidden_size, self.args.vocab_size
         for what, expected, got in zip(
-            ("hidden size", "vocabulary size"), own, find_model_sizes(model), strict=True
+            ("hidden size", "vocabulary size"), own, get_model_sizes(model), strict=True
         ):
             if expected != got:
                 raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
@@ -127,7 +127,7 @@ class Drafter(nn.Module):
         """
         return [self.lm_head] if "lm_head" in self else []
 
-    def find_part(self, name: str) -> str:
+    def name_part(self, name: str) -> str:
         """The part that a layer belongs to: "head", "blocks", "rnn" or "embedding".
 
         Each part may be quantized to its own number of bits. A part "router" is not quantized.
@@ -178,7 +178,7 @@ class StepwiseSource(Source):
 
     def __init__(self, drafter: Drafter, model: nn.Module) -> None:
         self.drafter = drafter
-        self._embed = find_parts(model).embedding
+        self._embed = get_parts(model).embedding
         self.capture = (drafter.args.state_name,)
         self._hidden: mx.array | None = None
 

@@ -216,7 +216,7 @@ class Drafter(TrainableDrafter):
     def output_layers(self) -> list[nn.Module]:
         return self.lm_head[-1:]
 
-    def find_part(self, name: str) -> str:
+    def name_part(self, name: str) -> str:
         if name.startswith("rnn_"):
             return "rnn"
         return "head" if name == f"lm_head.{self.args.num_draft_layers}" else "blocks"

@@ -16,12 +16,13 @@ from mlx_lm.generate import generation_stream
 
 from .. import ranks
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
+from .planner import ObservedRound, Planner
 from .round import Draft, Outcome, TokenChooser, extend, process_rows, step, verify
 from .row_attention import attend_by_row
-from .source import Forecast, Source
+from .source import Source
 from .target import Target
 from .tree import merge
-from .types import Kept, Tree
+from .types import DraftSource, Kept, Tree
 
 CLEAR_EVERY = 256
 """MLX's buffer cache is cleared after at most this many tokens plus a round, as in mlx-lm."""
@@ -50,110 +51,19 @@ class Round(NamedTuple):
     is_prompt: bool = False
     from_context: bool = False
 
+    @property
+    def draft_sources(self) -> list[DraftSource | None]:
+        """What drafted each token; None for the last one, which is the target's own."""
+        if not self.tokens:
+            return []
+        source: DraftSource = "context" if self.from_context else "drafter"
+        return [source] * (len(self.tokens) - 1) + [None]
+
 
 Rounds = Generator[Round, None, None]
 
 Report = Callable[[int, int], None]
 """Called with (prompt tokens processed, prompt tokens in all)."""
-
-
-class Planner:
-    """Chooses what each round drafts. This base class uses one plan for all rounds, and verifies
-    whole proposals.
-
-    Args:
-        plan: the drafter's plan; None without a drafter.
-        can_merge: whether one forward can verify both drafts, the drafter's and the context's: the
-            model takes trees, and there are no logits processors. If not, the better of the two is
-            verified.
-        max_rows: the most rows of a forward, at least 2; None for no limit. Drafts are not merged
-            then.
-    """
-
-    def __init__(
-        self, plan: Plan | None, *, can_merge: bool = False, max_rows: int | None = None
-    ) -> None:
-        self._plan = plan
-        self.can_merge = can_merge
-        self.max_rows = max_rows
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether the next plan may use the drafter.
-
-        If not, the plain step before it need not capture states.
-        """
-        return True
-
-    def next_plan(
-        self, length: int, replayed: int = 0, forecast: Forecast | None = None
-    ) -> Plan | None:
-        """Plans the drafter's part of the next round, while the round before is enqueued but not
-        read.
-
-        Args:
-            length: of the text before the enqueued round.
-            replayed: how many tokens the enqueued round replays.
-            forecast: the context's; None without a match.
-
-        Returns:
-            `CONTEXT_ONLY` if the next round waits for the context's proposal; None for a plain
-            step, which may be enqueued before the read.
-        """
-        return self._plan or (CONTEXT_ONLY if forecast else None)
-
-    def extend_plan(
-        self, plan: Plan | None, cumulative_acceptance: Sequence[float], length: int, replayed: int
-    ) -> Plan | None:
-        """The plan extended by the part of the context's proposal to verify; depth 0 discards the
-        drafter's draft.
-
-        Args:
-            plan: the plan of the drafter's draft; None or `CONTEXT_ONLY` if it made no draft.
-            cumulative_acceptance: of the context's proposal, made after the round before was read;
-                see `Forecast`.
-            length: of the text.
-            replayed: how many tokens the next round replays.
-        """
-        count = len(cumulative_acceptance)
-        if self.max_rows is not None:
-            count = min(count, self.max_rows - 1)
-        if plan is not None and not self.can_merge and plan.depth >= count:
-            return plan
-        return (plan if plan and self.can_merge else CONTEXT_ONLY)._replace(context=count)
-
-    def drop_drafter(self) -> None:
-        """Called when the drafter has failed: from now on only the context drafts."""
-        self._plan = None
-
-    def finish(self) -> None:
-        """Called when decoding ends."""
-
-    def observe(
-        self,
-        plan: Plan | None,
-        tokens: int,
-        length: int,
-        replayed: int,
-        milliseconds: float | None,
-        *,
-        verified: bool = True,
-        from_context: bool = False,
-    ) -> None:
-        """Called after a round's host read.
-
-        Args:
-            plan: the plan chosen for the round; None if that was a plain step.
-            tokens: how many tokens it added.
-            length: of the text before it.
-            replayed: how many tokens it replayed.
-            milliseconds: from enqueueing the round to its read. For a plain step, from one read to
-                the next; None unless it, the step before and the step after were all enqueued
-                ahead. None with several ranks.
-            verified: whether a draft was verified. False despite a plan means that there was no
-                draft, or that it was discarded, and a plain step was taken.
-            from_context: whether the accepted tokens were drafted from the context.
-        """
 
 
 class Pending(NamedTuple):
@@ -183,8 +93,9 @@ class Pending(NamedTuple):
 
 
 class Decoder:
-    """Decodes one text: enqueues rounds, reads each once, and passes its result to the sources and
-    the planner.
+    """Decodes one text.
+
+    It enqueues rounds, reads each once, and passes its result to the sources and the planner.
 
     Args:
         target: captures the hidden states that the sources read.
@@ -194,7 +105,7 @@ class Decoder:
         on_drafter_failure: see `Options`.
         may_run_ahead: called in each round; if it returns False, no plain step is enqueued before
             the read, and the cache then ends before the round's last token. None means always True.
-        stops: text lengths at which a piece of the prompt must end.
+        piece_ends: text lengths at which a piece of the prompt must end.
 
     Attributes:
         target: its `length` is the length of the text in its cache.
@@ -210,25 +121,25 @@ class Decoder:
         history: Sequence[int] = (),
         on_drafter_failure: Callable[[Exception], None] | None = None,
         may_run_ahead: Callable[[], bool] | None = None,
-        stops: Sequence[int] = (),
+        piece_ends: Sequence[int] = (),
     ) -> None:
         self.target = target
         self._chooser = chooser
         self._planner = planner
         self._history = history
-        self._stops = stops
+        self._piece_ends = piece_ends
         self._drafter = next((source for source in sources if source.drafter is not None), None)
         self._context = next((source for source in sources if source.drafter is None), None)
         self._on_drafter_failure = on_drafter_failure
         self._may_run_ahead = may_run_ahead or (lambda: True)
         self._is_timed = ranks.count_ranks() == 1  # each rank would measure different times
         self._seen: mx.array | None = None  # the text before the next root, for the processors
-        self._root = self._vocab_size = 0
+        self._root = 0
+        self._vocab_size = 0
         self._plan: Plan | None = None  # of the next round
         self._draft: Draft | None = None  # for the next round, if drafted before the read
-        self._ahead: Pending | None = (
-            None  # the next round, if it was enqueued before the last one was read
-        )
+        # The next round, if it was enqueued before the last one was read.
+        self._ahead: Pending | None = None
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
 
     def decode(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
@@ -251,18 +162,20 @@ class Decoder:
                     pending = self._ahead or self._enqueue_round()
                     self._enqueue_next(pending)
                     path, tokens = pending.outcome.read()  # the one host read
-                    done = self._commit(pending, path, tokens, 1e3 * (perf_counter() - started))
+                    milliseconds = 1e3 * (perf_counter() - started)
+                    made = self._commit(pending, path, tokens, milliseconds)
                 n_since_clear += len(tokens)
                 if n_since_clear >= CLEAR_EVERY:
                     mx.clear_cache()
                     n_since_clear = 0
-                yield done
+                yield made
         finally:
             self._planner.finish()
 
     def prefill(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
-        """Processes the prompt in pieces, yields an empty round after each, and enqueues a step on
-        its last token.
+        """Processes the prompt in pieces, and yields an empty round after each.
+
+        At the end it enqueues a step on the prompt's last token.
         """
         total = prompt.shape[0]
         done = 0
@@ -272,11 +185,8 @@ class Decoder:
         report(done, total)
         while total - done > 1:
             position = self.target.length
-            size = min(
-                prefill_step_size,
-                total - done - 1,
-                *(n - position for n in self._stops if n > position),
-            )
+            sizes = [end - position for end in self._piece_ends if end > position]
+            size = min(prefill_step_size, total - done - 1, *sizes)
             piece = prompt[done : done + size]
             with on_stream():
                 hidden = self.target.forward(piece, want_hidden=reads_all).hidden
@@ -292,17 +202,13 @@ class Decoder:
             if self._chooser.processors and done:
                 self._seen = extend(self._seen, prompt[:done])
             self._ahead = self._enqueue_step(prompt[done:])._replace(is_prompt=True)
-            text = [*self._history, *cast(list[int], prompt.tolist())]
-            self._call_drafter("read", text)  # while the step is being computed
+            tokens = [*self._history, *cast(list[int], prompt.tolist())]
+            self._call_drafter("read", tokens)  # while the step is being computed
             if self._context is not None:
-                self._context.read(text)
+                self._context.read(tokens)
             outcome = self._ahead.outcome
-            mx.eval(
-                outcome.packed,
-                outcome.logprobs,
-                self.target.list_pending_arrays(),
-                self._drafter_state(),
-            )
+            pending_arrays = self.target.list_pending_arrays()
+            mx.eval(outcome.packed, outcome.logprobs, pending_arrays, self._drafter_state())
             report(total, total)
 
     def finish(self, length: int, last_token: int) -> None:
@@ -313,9 +219,8 @@ class Decoder:
             self._call_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
             token = mx.array([last_token])
-            self._call_drafter(
-                "keep", Kept(token, self.target.forward(token).hidden, None, 1, held)
-            )
+            hidden = self.target.forward(token).hidden
+            self._call_drafter("keep", Kept(token, hidden, None, 1, held))
         self.target.finish(length, last_token)
         mx.eval(self._drafter_state())
 
@@ -328,36 +233,35 @@ class Decoder:
         is_captured = drafter is not None and (drafter.reads_all or self._planner.may_draft)
         outcome = step(target, token, self._chooser, self._seen, want_hidden=is_captured)
         self._vocab_size = outcome.logprobs[0].shape[-1]
-        self._seen = (
-            extend(self._seen, token.astype(mx.int32)) if self._chooser.processors else None
-        )
+        if self._chooser.processors:
+            self._seen = extend(self._seen, token.astype(mx.int32))
         if is_captured:
             self._call_drafter("keep", outcome.kept)
         self._enqueue(outcome, self._seen)
         return Pending(outcome, length, replayed)
 
     def _enqueue_next(self, pending: Pending) -> None:
-        """Enqueues work that does not depend on the read: the next draft, or in plain decoding the
-        next round.
+        """Enqueues work that does not depend on the read.
+
+        This is the next draft, or in plain decoding the next round.
         """
-        self._plan = self._draft = self._ahead = None
+        self._plan = None
+        self._draft = None
+        self._ahead = None
         if self.target.has_room(2) and (self._drafter or self._context):
             n_ahead = pending.plan.context if pending.draft and pending.plan else 0
             forecast = self._context.forecast(1 + n_ahead) if self._context is not None else None
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
-            if (
-                self._plan
-                and self._plan.depth
-                and self._drafter
-                and not self._drafter.proposes_after_read
-            ):
+            drafts_now = self._drafter and not self._drafter.proposes_after_read
+            if self._plan and self._plan.depth and drafts_now:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
+
+        if self._plan is not None or pending.draft is not None:
+            return
         # The first token is already computed: return it without delay. A grammar's mask depends on
         # the token.
-        may_run_ahead = (
-            not pending.is_prompt and self._chooser.grammar is None and self._may_run_ahead()
-        )
-        if self._plan is None and pending.draft is None and may_run_ahead:
+        must_wait = pending.is_prompt or self._chooser.grammar is not None
+        if not must_wait and self._may_run_ahead():
             self._ahead = self._enqueue_step(pending.outcome.packed)
 
     def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
@@ -378,12 +282,12 @@ class Decoder:
                 logits = process_rows(processors, self._seen, list(paths), logits)
             return logits if draws is None else sampler.adjust(logits, draws, level)
 
+        in_level_order = bool(self._chooser.processors)
+        is_adjusted = processors or draws is not None
         try:
-            in_level_order = bool(self._chooser.processors)
-            adjusts = processors or draws is not None
             with attend_by_row():
                 tree = drafter.propose(
-                    root, plan, adjust if adjusts else None, in_level_order=in_level_order
+                    root, plan, adjust if is_adjusted else None, in_level_order=in_level_order
                 )
             self._draft = Draft(tree, draws)
             mx.async_eval(self._draft, drafter.state)
@@ -391,8 +295,9 @@ class Decoder:
             self._drop_drafter(error)
 
     def _enqueue_round(self) -> Pending:
-        """Enqueues the next round after the read of the one before: verifies a draft, or takes a
-        plain step.
+        """Enqueues the next round after the read of the one before.
+
+        It verifies a draft, or takes a plain step.
         """
         target = self.target
         plan = self._plan
@@ -401,6 +306,7 @@ class Decoder:
             plan = self._planner.extend_plan(
                 plan, match.cumulative_acceptance, target.length, target.replayed
             )
+
         draft = None
         if plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
             draft = self._make_draft(plan)
@@ -408,6 +314,7 @@ class Decoder:
                 plan = CONTEXT_ONLY._replace(context=plan.context)
         if not draft or not plan:
             return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
+
         length = target.length
         replayed = target.replayed
         room = target.count_until_quantized()
@@ -432,53 +339,55 @@ class Decoder:
         self, pending: Pending, path: list[int], tokens: list[int], milliseconds: float
     ) -> Round:
         """Passes a round's result to the cache, the sources and the planner."""
-        verified = pending.draft is not None
-        plan = pending.plan
-        if verified:
+        if pending.draft is not None:
             accepted = [self._root, *tokens[:-1]]
             self.target.keep_path(path, accepted)
             if self._seen is not None:
                 self._seen = extend(self._seen, mx.array(accepted))
                 mx.async_eval(self._seen)
         self._root = tokens[-1]
+
         if self._chooser.grammar is not None:
             for token in tokens:
                 self._chooser.grammar.take(token)
         self._call_drafter("confirm", tokens)
         if self._context is not None:
             self._context.confirm(tokens)
+
         logprobs = pending.outcome.logprobs[: len(tokens)]
-        done = Round(tokens, logprobs, replayed=pending.replayed, is_prompt=pending.is_prompt)
-        if pending.draft is not None and plan is not None:
-            from_context = path[-1] >= plan.size
-            done = done._replace(
-                plan=plan, tree=pending.draft.tree, path=path, from_context=from_context
+        made = Round(tokens, logprobs, replayed=pending.replayed, is_prompt=pending.is_prompt)
+        if pending.draft is not None and pending.plan is not None:
+            made = made._replace(
+                plan=pending.plan,
+                tree=pending.draft.tree,
+                path=path,
+                from_context=path[-1] >= pending.plan.size,
             )
         if not pending.is_prompt:
-            is_alone = self._chooser.grammar is not None or (
-                self._n_ahead > 1 and self._ahead is not None
-            )
-            is_timed = self._is_timed and (verified or is_alone)  # other plain steps overlap
-            self._planner.observe(
-                plan,
-                len(tokens),
+            self._observe(pending, made, milliseconds)
+        self._n_ahead = self._n_ahead + 1 if self._ahead is not None else 0
+        return made
+
+    def _observe(self, pending: Pending, made: Round, milliseconds: float) -> None:
+        """Tells the planner what a round took; plain steps that overlap others are not timed."""
+        verified = pending.draft is not None
+        is_between_steps = self._n_ahead > 1 and self._ahead is not None
+        is_alone = verified or is_between_steps or self._chooser.grammar is not None
+        self._planner.observe(
+            ObservedRound(
+                pending.plan,
+                len(made.tokens),
                 pending.length,
                 pending.replayed,
-                milliseconds if is_timed else None,
+                milliseconds if self._is_timed and is_alone else None,
                 verified=verified,
-                from_context=done.from_context,
+                from_context=made.from_context,
             )
-        self._n_ahead = self._n_ahead + 1 if self._ahead is not None else 0
-        return done
+        )
 
     def _enqueue(self, outcome: Outcome, more: Any) -> None:
-        mx.async_eval(
-            outcome.packed,
-            outcome.logprobs,
-            more,
-            self.target.list_pending_arrays(),
-            self._drafter_state(),
-        )
+        pending_arrays = self.target.list_pending_arrays()
+        mx.async_eval(outcome.packed, outcome.logprobs, more, pending_arrays, self._drafter_state())
 
     def _drafter_state(self) -> Any:
         try:
@@ -504,7 +413,9 @@ class Decoder:
         """
         if self._on_drafter_failure is None:
             raise error
-        self._drafter = self._plan = self._draft = None
+        self._drafter = None
+        self._plan = None
+        self._draft = None
         self._planner.drop_drafter()
         self._on_drafter_failure(error)
 

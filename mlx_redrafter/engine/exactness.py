@@ -25,7 +25,7 @@ from tqdm import tqdm
 from .. import ranks
 from . import kv_cache
 from .model_checks import make_cache
-from .model_parts import find_context_length, find_vocab_size
+from .model_parts import get_context_length, get_vocab_size
 from .round import log_softmax
 from .row_attention import replace_attention
 from .target import Forward, KVQuantization, Target
@@ -36,19 +36,19 @@ _log = logging.getLogger(__name__)
 RowCounts = tuple[int, ...]
 """Numbers of rows, ascending."""
 
-MOST_ROWS = 16
+MAX_COMPARED_ROWS = 16
 """The largest number of rows that is compared."""
 
 LENGTHS = (60, 1100)
 """Context lengths; attention kernels change at 1,024 keys."""
 
 
-def find_row_classes(
+def compare_row_counts(
     model: nn.Module,
     quantization: KVQuantization | None = None,
     max_kv_size: int | None = None,
 ) -> tuple[RowCounts, ...]:
-    """The classes of row counts from 1 to `MOST_ROWS`, the class of 1 first.
+    """The classes of row counts from 1 to `MAX_COMPARED_ROWS`, the class of 1 first.
 
     In a class every row of a chain has the same bits as in a plain step that is padded to the least
     count of the class: of all log-probabilities, at each of `LENGTHS`, before and after the KV
@@ -63,26 +63,26 @@ def find_row_classes(
         nothing can be padded.
     """
     target = Target(model, make_cache(model, max_kv_size), row_counts=(1,))
-    most = min(filter(None, (target.limit, find_context_length(model))), default=math.inf)
-    lengths = [length for length in LENGTHS if length + MOST_ROWS <= most]
+    most = min(filter(None, (target.limit, get_context_length(model))), default=math.inf)
+    lengths = [length for length in LENGTHS if length + MAX_COMPARED_ROWS <= most]
     if (
-        kv_cache.find_unknown_types(target.cache, kv_cache.TRIMMABLE)
+        kv_cache.list_unknown_types(target.cache, kv_cache.TRIMMABLE)
         or not lengths
         or not attends_to_cache(model)
     ):
         return ((1,),)
     can_pad = (
-        not kv_cache.find_unknown_types(target.cache, kv_cache.UNBOUNDED) and target.limit is None
+        not kv_cache.list_unknown_types(target.cache, kv_cache.UNBOUNDED) and target.limit is None
     )
     _log.info(
         "comparing numbers of rows on this machine, once for these models: up to %d forwards",
-        16 * MOST_ROWS,
+        16 * MAX_COMPARED_ROWS,
     )
     states = [KVQuantization()]  # in the same order on all ranks
     if quantization is not None and quantization.bits is not None:
         states.append(quantization._replace(start=0))
     texts = [_Text(model, state, max_kv_size, length) for state in states for length in lengths]
-    left = list(range(1, MOST_ROWS + 1))
+    left = list(range(1, MAX_COMPARED_ROWS + 1))
     classes = list[RowCounts]()
     with tqdm(
         desc="comparing rows", total=len(left), leave=False, delay=1.0, disable=None, position=0
@@ -98,7 +98,7 @@ def find_row_classes(
             if least in alike:
                 classes.append(tuple(alike))
             left = [count for count in left[1:] if count not in alike]
-            bar.update(MOST_ROWS - len(left) - bar.n)
+            bar.update(MAX_COMPARED_ROWS - len(left) - bar.n)
     return tuple(classes) if classes and classes[0][0] == 1 else ((1,),)
 
 
@@ -110,7 +110,7 @@ def parse_row_classes(value: Any) -> tuple[RowCounts, ...]:
     if (
         not is_ordered
         or counts[:1] != [1]
-        or len(counts) != len({*counts} & {*range(1, MOST_ROWS + 1)})
+        or len(counts) != len({*counts} & {*range(1, MAX_COMPARED_ROWS + 1)})
     ):
         raise ValueError(f"expected classes of row counts, got {value!r:.100}")
     return classes
@@ -152,7 +152,7 @@ class _Text:
         self._quantization = quantization
         self._cache = make_cache(model, max_kv_size)
         self._chains: dict[int, list[bytes]] = {}
-        tokens = (mx.arange(length + MOST_ROWS) * 7919 + 1) % find_vocab_size(model)
+        tokens = (mx.arange(length + MAX_COMPARED_ROWS) * 7919 + 1) % get_vocab_size(model)
         self._tokens = tokens[length:]
         with mx.stream(generation_stream):
             target = Target(model, self._cache, quantization)
@@ -179,7 +179,7 @@ class _Text:
         found = []
         with mx.stream(generation_stream):
             target = self._rewind(least)
-            for token in mx.split(self._tokens, MOST_ROWS):
+            for token in mx.split(self._tokens, MAX_COMPARED_ROWS):
                 found += _digest(target.forward(token))
         return found
 

@@ -51,19 +51,19 @@ def counts_tokens(cache: Cache) -> bool:
     return any(isinstance(getattr(c, "offset", None), int) for c in leaves(cache))
 
 
-def find_unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
+def list_unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
     """The sorted class names of a cache's leaves that are not in `known`."""
     return sorted({type(c).__name__ for c in leaves(cache) if type(c) not in known})
 
 
-def find_ring_size(cache: Cache) -> int | None:
+def get_ring_size(cache: Cache) -> int | None:
     """The most rows of the smallest `RotatingKVCache`; None if there is none."""
     return min((c.max_size for c in leaves(cache) if isinstance(c, RotatingKVCache)), default=None)
 
 
 def has_ring(cache: Cache) -> bool:
     """Whether any leaf is a `RotatingKVCache`."""
-    return find_ring_size(cache) is not None
+    return get_ring_size(cache) is not None
 
 
 def has_size(cache: Cache, max_kv_size: int) -> bool:

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import UnsupportedModelError, join_lines
 from . import kv_cache
-from .model_parts import AFTER_NORM, StateName, check_states, find_module_name
+from .model_parts import AFTER_NORM, StateName, check_states, get_module_name
 from .supported_models import CHAINS, LENGTH_BOUND, NO_RINGS, REFUSED, REPLAYED, TREES
 from .tree_attention import Nodes, build_with_nodes
 
@@ -36,7 +36,7 @@ def make_cache(model: nn.Module, max_kv_size: int | None = None) -> kv_cache.Cac
             are.
     """
     cache: kv_cache.Cache = make_prompt_cache(model, max_kv_size)
-    if max_kv_size is None or find_module_name(model) in NO_RINGS:
+    if max_kv_size is None or get_module_name(model) in NO_RINGS:
         return cache
     return [RotatingKVCache(max_kv_size, N_FIRST) if type(c) is KVCache else c for c in cache]
 
@@ -46,8 +46,8 @@ def explain_rings(model: nn.Module, cache: kv_cache.Cache, max_kv_size: int) -> 
 
     Otherwise None.
     """
-    name = find_module_name(model)
-    types = ", ".join(kv_cache.find_unknown_types(cache, ()))
+    name = get_module_name(model)
+    types = ", ".join(kv_cache.list_unknown_types(cache, ()))
     if not kv_cache.has_size(cache, max_kv_size):
         return f"max_kv_size is ignored: the prompt cache of {name} ({types}) has no ring of {max_kv_size} rows"
     if hasattr(model, "make_cache"):
@@ -55,7 +55,7 @@ def explain_rings(model: nn.Module, cache: kv_cache.Cache, max_kv_size: int) -> 
     return None
 
 
-def find_exact_length(model: nn.Module) -> int | None:
+def get_exact_length(model: nn.Module) -> int | None:
     """The text length up to which several rows in one forward equal the same rows one by one; None
     for no limit.
 
@@ -77,10 +77,10 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
     Args:
         cache: the caller's prompt cache, whose rotating caches may differ from the model's own.
     """
-    name = find_module_name(model)
+    name = get_module_name(model)
     if reason := REFUSED.get(name):
         raise UnsupportedModelError(f"cannot draft for {name}: {reason}")
-    unknown = kv_cache.find_unknown_types(make_prompt_cache(model), kv_cache.KNOWN)
+    unknown = kv_cache.list_unknown_types(make_prompt_cache(model), kv_cache.KNOWN)
     if unknown and name not in REPLAYED:
         raise UnsupportedModelError(
             f"cannot draft for {name}: its cache ({', '.join(unknown)}) is not known"
@@ -114,13 +114,13 @@ def explain_chains(model: nn.Module) -> str | None:
 
     None if it verifies trees. It must have passed `check_verifiable`.
     """
-    name = find_module_name(model)
+    name = get_module_name(model)
     if reason := CHAINS.get(name):
         return reason
-    if find_exact_length(model) is not None:
+    if get_exact_length(model) is not None:
         return LENGTH_BOUND
     cache = make_prompt_cache(model)
-    if states := kv_cache.find_unknown_types(cache, kv_cache.TRIMMABLE):
+    if states := kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE):
         return f"its cache ({', '.join(states)}) takes tokens one after the other"
     if name not in TREES:
         return "trees are not tested for it"

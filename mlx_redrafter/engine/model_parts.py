@@ -76,7 +76,7 @@ class ModelParts(NamedTuple):
 
 
 @with_model_lock
-def find_parts(model: nn.Module) -> ModelParts:
+def get_parts(model: nn.Module) -> ModelParts:
     """The parts of `model`, found without computing anything."""
     for path in _walk_modules(model):
         holder = path[-1].parent[path[-1].name]
@@ -99,9 +99,9 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 @with_model_lock
-def find_output_layer(model: nn.Module) -> nn.Module:
+def get_output_layer(model: nn.Module) -> nn.Module:
     """The layer of a model's (V, D) output matrix: its head, or its embedding."""
-    embedding: Any = find_parts(model).embedding
+    embedding: Any = get_parts(model).embedding
     for name, module in model.named_modules():
         is_matrix = name.rpartition(".")[2] in HEADS and isinstance(
             module, (nn.Linear, nn.QuantizedLinear, *SHARDED)
@@ -112,21 +112,21 @@ def find_output_layer(model: nn.Module) -> nn.Module:
     return embedding
 
 
-def find_output_matrix(model: nn.Module) -> mx.array:
-    """(V, D) the dequantized matrix of `find_output_layer`."""
-    layer: Any = find_output_layer(model)
+def get_output_matrix(model: nn.Module) -> mx.array:
+    """(V, D) the dequantized matrix of `get_output_layer`."""
+    layer: Any = get_output_layer(model)
     if "scales" not in layer:
         return cast(mx.array, layer.weight)
     how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
     return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
 
 
-def find_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
+def get_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
     """The function from hidden states (..., D) after the final norm to logits (..., V).
 
     Later changes of the logits, such as a cap, are left out, as they do not change the ranking.
     """
-    layer: Any = find_output_layer(model)
+    layer: Any = get_output_layer(model)
     if isinstance(layer, SHARDED):
         return lambda hidden: gather_last_axis(layer(hidden), layer.group)
     head: Callable[[mx.array], mx.array] = layer.as_linear if _is_embedding(layer) else layer
@@ -162,7 +162,7 @@ def _is_embedding(module: Any) -> bool:
     return isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
 
 
-def find_context_length(model: nn.Module) -> int | None:
+def get_context_length(model: nn.Module) -> int | None:
     """The context length in a model's config, in tokens, with RoPE scaling; None if the config has
     none.
 
@@ -187,24 +187,24 @@ def find_context_length(model: nn.Module) -> int | None:
     return None
 
 
-def find_compute_dtype(model: nn.Module) -> mx.Dtype:
+def get_compute_dtype(model: nn.Module) -> mx.Dtype:
     """The dtype of a model's computation, which is the dtype of its embedding's rows."""
-    dtype: mx.Dtype = find_parts(model).embedding(mx.zeros((1,), mx.int32)).dtype
+    dtype: mx.Dtype = get_parts(model).embedding(mx.zeros((1,), mx.int32)).dtype
     return dtype
 
 
-def find_model_sizes(model: nn.Module) -> tuple[int, int]:
+def get_model_sizes(model: nn.Module) -> tuple[int, int]:
     """(hidden size D, vocabulary size V) of a model; nothing is computed."""
-    return find_parts(model).embedding(mx.zeros((1,), mx.int32)).shape[-1], find_vocab_size(model)
+    return get_parts(model).embedding(mx.zeros((1,), mx.int32)).shape[-1], get_vocab_size(model)
 
 
-def find_vocab_size(model: nn.Module) -> int:
+def get_vocab_size(model: nn.Module) -> int:
     """The number of a model's logits, from a forward that is built but never computed."""
     size: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
     return size
 
 
-def find_module_name(model: nn.Module) -> str:
+def get_module_name(model: nn.Module) -> str:
     """The name of a model's module in `mlx_lm.models`."""
     return type(model).__module__.rpartition(".")[2]
 
@@ -217,14 +217,14 @@ class CapturePoint(NamedTuple):
 
 
 @with_model_lock
-def find_capture_points(
+def get_capture_points(
     model: nn.Module, names: Sequence[StateName]
 ) -> dict[StateName, CapturePoint]:
     """The places where a model's hidden states are read."""
     points: dict[StateName, CapturePoint] = {}
     if not names:
         return points
-    parts = find_parts(model)
+    parts = get_parts(model)
     layers = (
         list(getattr(model, "layers", [])) if any(isinstance(name, int) for name in names) else []
     )
@@ -248,7 +248,7 @@ def find_capture_points(
         else:
             points[name] = CapturePoint(parts.final_norm, is_input=name == BEFORE_NORM)
         if reason:
-            raise UnsupportedModelError(f"cannot draft for {find_module_name(model)}: {reason}")
+            raise UnsupportedModelError(f"cannot draft for {get_module_name(model)}: {reason}")
     return points
 
 
@@ -324,13 +324,13 @@ def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
     """
     if not names:
         return
-    points = find_capture_points(model, names)
+    points = get_capture_points(model, names)
     token = mx.zeros((1, 1), mx.int32)
     cache = make_prompt_cache(model)
     _, captured = capture(
         list(points.values()), lambda: model(token, cache=cache)
     )  # built, never computed
-    width = find_parts(model).embedding(token).shape[-1]
+    width = get_parts(model).embedding(token).shape[-1]
     for name, found in zip(points, captured, strict=True):
         shape = found[-1].shape if found and isinstance(found[-1], mx.array) else None
         if shape != (1, 1, width):
@@ -339,6 +339,6 @@ def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
             )
             got = shape[-1] if shape and shape[:-1] == (1, 1) else shape
             raise UnsupportedModelError(
-                f"cannot draft for {find_module_name(model)}: expected {which} as wide as its embedding, {width}, "
+                f"cannot draft for {get_module_name(model)}: expected {which} as wide as its embedding, {width}, "
                 f"got {got}"
             )

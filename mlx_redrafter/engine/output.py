@@ -1,22 +1,47 @@
-"""The rounds of one text, cut where the text ends, and its statistics."""
+"""The tokens of one text, up to its end, and its statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from typing import Literal
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import mlx.core as mx
 
 from .decode import Decoder, Round, Rounds, on_stream
+from .exactness import RowCounts
 from .kv_cache import Cache
 from .stats import Stats
-from .types import Tree
+from .types import DraftSource, Tree
 
-DraftSource = Literal["drafter", "context"]
 FinishReason = Literal["stop", "length"]
 
 OnRound = Callable[[Tree, list[int], list[int]], None]
-"""Called with (the round's tree, the accepted nodes from the root down, the tokens chosen after
-each of them).
+"""Called with (the round's tree, the accepted nodes, the token chosen after each of them).
+
+The nodes are in order from the root down.
 """
+
+
+class DecodedToken(NamedTuple):
+    """One decoded token.
+
+    Attributes:
+        token: its id.
+        logprobs: (V,) the target's log-probabilities that it was chosen from, evaluated.
+        draft_source: what drafted it; None if it was not drafted.
+        stats: statistics of the rounds so far, including this token's.
+    """
+
+    token: int
+    logprobs: mx.array
+    draft_source: DraftSource | None
+    stats: Stats
+
+    @property
+    def from_draft(self) -> bool:
+        """Whether it was drafted."""
+        return self.draft_source is not None
 
 
 class Output:
@@ -35,25 +60,29 @@ class Output:
         self._max_tokens = max_tokens
         self._end_tokens = end_tokens
         self.tokens: list[int] = []
-        # statistics before the last round, and that round
-        self._before = Stats()
-        self._last = Round([], [])
         self.finish_reason: FinishReason | None = None
+        self._stats_before = Stats()  # before the last round
+        self._last = Round([], [])
 
-    def add(self, done: Round) -> Round:
+    def add(self, made: Round) -> Round:
         """Adds a round's tokens, up to the end of the text.
 
-        Returns the round with these tokens only.
+        Returns:
+            The round with these tokens only.
         """
-        room = len(done.tokens) if self._max_tokens < 0 else self._max_tokens - len(self.tokens)
-        tokens = done.tokens[:room]
-        size = next(
-            (i for i, token in enumerate(tokens, 1) if token in self._end_tokens), len(tokens)
+        room = len(made.tokens)
+        if self._max_tokens >= 0:
+            room = self._max_tokens - len(self.tokens)
+        size = len(made.tokens[:room])
+        for count, token in enumerate(made.tokens[:room], 1):
+            if token in self._end_tokens:
+                size = count
+                break
+        cut = made._replace(
+            tokens=made.tokens[:size], logprobs=made.logprobs[:size], path=made.path[:size]
         )
-        cut = done._replace(
-            tokens=tokens[:size], logprobs=done.logprobs[:size], path=done.path[:size]
-        )
-        self._before = self.stats
+
+        self._stats_before = self.stats
         self._last = cut
         self.tokens += cut.tokens
         if cut.tokens[-1] in self._end_tokens:
@@ -65,38 +94,61 @@ class Output:
     @property
     def stats(self) -> Stats:
         """Statistics of the rounds after the one that made the first token."""
-        return self.stats_up_to(len(self._last.tokens))
+        return self.get_stats_up_to(len(self._last.tokens))
 
-    def stats_up_to(self, count: int) -> Stats:
+    def get_stats_up_to(self, count: int) -> Stats:
         """The statistics if the last round had ended after its first `count` tokens."""
         last = self._last
         if len(self.tokens) == len(last.tokens):  # it made the first token, or there is none
-            return self._before
-        return self._before.add_round(
+            return self._stats_before
+        return self._stats_before.add_round(
             last.plan, count - 1, last.replayed, from_context=last.from_context
         )
 
 
-class Generation(Iterator[Round]):
-    """The rounds of one text: an empty one for each piece of the prompt, then those that make
-    tokens, until it ends.
+class Generation(Iterator[DecodedToken]):
+    """The tokens of one text, until it ends. Close it, or iterate to the end.
+
+    Iterate over the tokens, or call `next_round` again and again, not both.
 
     Args:
         decoder, rounds: of the text.
         output: of the text; the rounds' tokens are added to it.
+        n_prompt: how many tokens the prompt has.
         on_round: see `OnRound`.
+        keeps_cache: whether the prompt cache is to hold the prompt and every token taken, the last
+            one included, when the iteration ends or is closed. After an exception it does not.
+        notes: one line for each source that does not draft, or drafts less than it could, with the
+            reason.
+        row_counts: the numbers of rows of all forwards after the prompt with `exact`; None without.
 
     Attributes:
         output: the generated tokens, statistics, and why the text ended.
+        notes, row_counts: as given.
     """
 
     def __init__(
-        self, decoder: Decoder, rounds: Rounds, output: Output, on_round: OnRound | None = None
+        self,
+        decoder: Decoder,
+        rounds: Rounds,
+        output: Output,
+        *,
+        n_prompt: int,
+        on_round: OnRound | None = None,
+        keeps_cache: bool = False,
+        notes: Sequence[str] = (),
+        row_counts: RowCounts | None = None,
     ) -> None:
         self._decoder = decoder
         self._rounds = rounds
-        self.output = output
         self._on_round = on_round
+        self._keeps_cache = keeps_cache
+        self._length_taken = decoder.target.length + n_prompt
+        self._last_taken: int | None = None
+        self._following: deque[DecodedToken] = deque()  # of the last round
+        self.output = output
+        self.notes = tuple(notes)
+        self.row_counts = row_counts
 
     @property
     def cache(self) -> Cache:
@@ -108,23 +160,60 @@ class Generation(Iterator[Round]):
         """How many tokens of the text the prompt cache holds."""
         return self._decoder.target.length
 
-    def __next__(self) -> Round:
-        if self.output.finish_reason is not None:
+    def __next__(self) -> DecodedToken:
+        try:
+            while not self._following:
+                made = self.next_round()
+                if made is None:
+                    break
+                self._following.extend(self._list_tokens(made))
+        except BaseException:
+            self._keeps_cache = False  # its contents are undefined
+            raise
+        if not self._following:
+            self.close()
             raise StopIteration
-        done = next(self._rounds)
-        if done.tokens:
-            done = self.output.add(done)
-            if self._on_round is not None and done.tree is not None:
-                self._on_round(done.tree, list(done.path), done.tokens)
-        return done
+        following = self._following.popleft()
+        self._length_taken += 1
+        self._last_taken = following.token
+        return following
+
+    def _list_tokens(self, made: Round) -> list[DecodedToken]:
+        columns = zip(made.tokens, made.logprobs, made.draft_sources, strict=True)
+        return [
+            DecodedToken(token, logprobs, source, self.output.get_stats_up_to(count))
+            for count, (token, logprobs, source) in enumerate(columns, 1)
+        ]
+
+    def next_round(self) -> Round | None:
+        """Decodes a round, or a piece of the prompt, which is an empty round; None at the end."""
+        if self.output.finish_reason is not None:
+            return None
+        made = next(self._rounds, None)
+        if made is None or not made.tokens:
+            return made
+        made = self.output.add(made)
+        if self._on_round is not None and made.tree is not None:
+            self._on_round(made.tree, list(made.path), made.tokens)
+        return made
 
     def finish(self, length: int, last_token: int) -> None:
-        """Makes cache and drafter hold exactly `length` tokens of the text, the last of which is
-        `last_token`.
+        """Makes cache and drafter hold exactly `length` tokens of the text.
+
+        Args:
+            last_token: the last of them.
         """
         with on_stream():
             self._decoder.finish(length, last_token)
 
+    def _finish_taken(self) -> None:
+        if self._keeps_cache and self._last_taken is not None:
+            self._keeps_cache = False
+            self.finish(self._length_taken, self._last_taken)
+
     def close(self) -> None:
         """Ends decoding. It also ends the planner's observation of the text."""
-        self._rounds.close()
+        try:
+            self._finish_taken()
+        finally:
+            self._rounds.close()

@@ -90,7 +90,7 @@ def _check_layers(cache: kv_cache.Cache, own: kv_cache.Cache, quantization: KVQu
             f"the prompt cache must hold an mlx-lm cache for each layer, got {type(odd[0]).__name__}"
         )
     types = tuple({type(c) for c in kv_cache.leaves(own)})
-    if unknown := kv_cache.find_unknown_types(cache, (*kv_cache.KNOWN, *types)):
+    if unknown := kv_cache.list_unknown_types(cache, (*kv_cache.KNOWN, *types)):
         raise RedrafterError(
             f"the prompt cache must consist of mlx-lm's caches, got {', '.join(unknown)}"
         )

@@ -22,7 +22,7 @@ from mlx_lm.models import base
 
 from .tree_attention import MODEL_LOCK
 
-MOST_ROWS = 64
+MAX_DECODED_ROWS = 64
 """Attention over more rows is a prompt's, where cuDNN is worth its graph."""
 
 REPLACED = (
@@ -96,7 +96,7 @@ def _attend(
         not mx.cuda.is_available()
         or is_quantized
         or queries.dtype == mx.float32
-        or not 1 < n_rows <= MOST_ROWS
+        or not 1 < n_rows <= MAX_DECODED_ROWS
     ):
         return attention(queries, keys, values, mask=mask, **kwargs)
     wide = (array.astype(mx.float32) for array in (queries, keys, values))

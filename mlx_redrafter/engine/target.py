@@ -18,8 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import ranks
 from ..errors import RedrafterError
 from . import kv_cache
-from .model_checks import find_exact_length
-from .model_parts import StateName, capture, find_capture_points
+from .model_checks import get_exact_length
+from .model_parts import StateName, capture, get_capture_points
 from .row_attention import attend_by_row
 from .tree import chain
 from .tree_attention import Nodes, build_with_nodes
@@ -82,19 +82,19 @@ class Target:
         row_counts: Sequence[int] | None = None,
     ) -> None:
         self._model = model
-        self._capture_points = find_capture_points(model, capture)
+        self._capture_points = get_capture_points(model, capture)
         self.cache: kv_cache.Cache = make_prompt_cache(model) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv_cache.length(self.cache)
         self._row_counts = row_counts
-        self.limit = find_exact_length(model)
+        self.limit = get_exact_length(model)
         if (
             row_counts is not None
         ):  # a ring that is full has its rows in another order after several at once
             self.limit = min(
-                filter(None, (self.limit, kv_cache.find_ring_size(self.cache))), default=None
+                filter(None, (self.limit, kv_cache.get_ring_size(self.cache))), default=None
             )
-        self._trimmable = not kv_cache.find_unknown_types(self.cache, kv_cache.TRIMMABLE)
+        self._trimmable = not kv_cache.list_unknown_types(self.cache, kv_cache.TRIMMABLE)
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = kv_cache.keeps_first_rows(self.cache)
         self._feeds_logits = self._trimmable and not any(hasattr(c, "caches") for c in self.cache)

@@ -12,11 +12,14 @@ The example used in all files (W = 2, K = 2; words are tokens)::
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
 from .model_parts import StateName
+
+DraftSource = Literal["drafter", "context"]
+"""What drafted a token."""
 
 
 class Beams(NamedTuple):

@@ -37,7 +37,7 @@ PRIOR_COUNT = 8.0
 CONTEXT_WON_WEIGHT = 0.5  # weight of a miss when the context was accepted further
 
 
-def find_acceptance(drafter: Drafter) -> AcceptanceTable:
+def get_acceptance(drafter: Drafter) -> AcceptanceTable:
     """The table in a drafter's config, or the assumed one; 0 beyond the drafter's maximum depth."""
     rows = list(map(tuple, drafter.args.acceptance or UNKNOWN_ACCEPTANCE))
     most = drafter.args.max_depth

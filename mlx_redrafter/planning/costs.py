@@ -184,7 +184,7 @@ def is_disturbed(costs: CostTable) -> bool:
     return any(more < 0.9 * less for less, more in (*single, *rounds, *contexts, *pairwise(drafts)))
 
 
-def find_lower_quartile(values: Iterable[float]) -> float:
+def compute_lower_quartile(values: Iterable[float]) -> float:
     """The lower quartile, used for times: other load on the machine only makes them longer."""
     ordered = sorted(values)
     return ordered[len(ordered) // 4]

@@ -21,16 +21,17 @@ from tqdm import tqdm
 from .. import ranks
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
-from ..engine.decode import Decoder, Planner, Rounds
+from ..engine.decode import Decoder, Rounds
 from ..engine.plan import Plan, chain_plan
+from ..engine.planner import Planner
 from ..engine.round import Draft, TokenChooser, step, verify
 from ..engine.sampling import make_sampler
 from ..engine.source import Source
 from ..engine.target import Target
 from ..engine.tree import chain
 from ..engine.types import Kept
-from ..engine.wired_limit import wired_limit
-from .costs import MEASURED_NODES, CostTable, find_lower_quartile
+from ..machine.wired_limit import wired_limit
+from .costs import MEASURED_NODES, CostTable, compute_lower_quartile
 
 K = TypeVar("K", bound=Hashable)
 _log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def time_step(model: nn.Module, seconds: float = 0.0) -> float:
     chooser = TokenChooser(make_sampler(seed=0))
     calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
     return (
-        find_lower_quartile(time_calls(calls, seconds, min_turns=2, max_turns=MAX_TURNS)[1][1:])
+        compute_lower_quartile(time_calls(calls, seconds, min_turns=2, max_turns=MAX_TURNS)[1][1:])
         / 1e3
     )
 
@@ -233,7 +234,7 @@ def time_parts(
         max_turns=MAX_TURNS,
         before=prepare,
     )
-    own = [find_lower_quartile(ms or first[key]) for key, ms in times.items()]
+    own = [compute_lower_quartile(ms or first[key]) for key, ms in times.items()]
     found = dict(
         zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True)
     )  # of the slowest rank
@@ -296,7 +297,7 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
         for width in widths[:2]
     ]
     per_row = max(0.0, first["verify", counts[-1]] - first["verify", 1]) / (counts[-1] - 1)
-    must_replay = kv_cache.find_unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
+    must_replay = kv_cache.list_unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
     return CostTable(
         contexts=contexts,
         counts=counts,

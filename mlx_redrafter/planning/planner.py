@@ -15,9 +15,9 @@ from itertools import groupby, pairwise, product
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..engine.decode import Planner
 from ..engine.exactness import RowCounts
 from ..engine.plan import CONTEXT_ONLY, MAX_REPLAY, Plan, chain_plan
+from ..engine.planner import ObservedRound, Planner
 from .acceptance import (
     NO_DRAFT,
     UNKNOWN_ACCEPTANCE,
@@ -27,7 +27,7 @@ from .acceptance import (
     Cumulative,
     cumulative_acceptances,
 )
-from .costs import CostTable, assume_costs, find_lower_quartile
+from .costs import CostTable, assume_costs, compute_lower_quartile
 
 if TYPE_CHECKING:
     from ..engine.source import Forecast
@@ -160,7 +160,7 @@ def list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan
     return tuple(sorted(best))
 
 
-def choose_row_counts(
+def choose_fastest_class(
     costs: CostTable, table: AcceptanceTable, classes: Sequence[RowCounts]
 ) -> RowCounts:
     """The class of row counts whose chains decode fastest; the first, which needs no padding,
@@ -210,7 +210,7 @@ class Slowdown:
         """Adds the measured over predicted time of a round or plain step."""
         (self._rounds if is_round else self._steps).append(ratio)
         if min(len(self._rounds), len(self._steps)) >= 3:  # ignore a single stalled round
-            ratio = find_lower_quartile(self._rounds) / find_lower_quartile(self._steps)
+            ratio = compute_lower_quartile(self._rounds) / compute_lower_quartile(self._steps)
             self.value = min(max(ratio, self._least), MAX_SLOWDOWN)
 
 
@@ -331,40 +331,38 @@ class AutoPlanner(Planner):
         }
         self._on_finish()
 
-    def observe(
-        self,
-        plan: Plan | None,
-        tokens: int,
-        length: int,
-        replayed: int,
-        milliseconds: float | None,
-        *,
-        verified: bool = True,
-        from_context: bool = False,
-    ) -> None:
+    def observe(self, observed: ObservedRound) -> None:
+        plan = observed.plan
+        length = observed.length
+        replayed = observed.replayed
+        n_tokens = observed.n_tokens
         costs = self._costs
-        plain = self._costs.plain_ms(length)
-        is_round = plan is not None and verified
-        if plan is not None and verified:
+        if plan is not None and observed.verified:
             predicted = costs.round_ms(plan, length, replayed)
             if plan.depth:
                 self._acceptance.observe(
-                    plan._replace(context=0), tokens - 1, context_won=from_context
+                    plan._replace(context=0), n_tokens - 1, context_won=observed.from_context
                 )
-                if tokens > 1 and not from_context:  # an accepted draft ends the pause
+                if n_tokens > 1 and not observed.from_context:  # an accepted draft ends the pause
                     self._pause = 0
                     self._next_pause = PROBE_EVERY
         else:
             predicted = costs.step_ms(length, replayed)
             if plan is not None:  # the draft was not verified
                 predicted += costs.draft_ms(plan) if plan.depth else max(0.0, costs.overhead_ms[0])
-        if milliseconds is not None and (is_round or not (plan or replayed)):
-            self._slowdown.observe(milliseconds / predicted, is_round=is_round)
-        self._n_tokens += tokens
+
+        is_round = plan is not None and observed.verified
+        is_plain_step = plan is None and not replayed
+        if observed.milliseconds is not None and (is_round or is_plain_step):
+            self._slowdown.observe(observed.milliseconds / predicted, is_round=is_round)
+
+        self._n_tokens += n_tokens
         if plan is not None:  # a plain step's replay is charged to the round before it
             self._drafter_was_last = plan.depth > 0
-        steps = predicted / plain * (self.slowdown if plan or replayed else 1.0)
-        self._saved[self._drafter_was_last] += tokens - steps
+        steps = predicted / costs.plain_ms(length)
+        if plan is not None or replayed:
+            steps *= self.slowdown
+        self._saved[self._drafter_was_last] += n_tokens - steps
 
     def _choose_drafter_plan(self, pending: Plan | None, length: int, replayed: int) -> Plan | None:
         current = pending._replace(context=0) if pending and pending.depth else None

@@ -12,10 +12,10 @@ from ..drafters import DEFAULT, TRAINABLE, make_drafter
 from ..drafters.checkpoint import count_bytes, list_weights
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableArgs
-from ..engine.model_parts import find_model_sizes
+from ..engine.model_parts import get_model_sizes
 from ..engine.plan import DRAFT_DEPTH, chain_plan
 from ..engine.types import Kept
-from .costs import find_lower_quartile
+from .costs import compute_lower_quartile
 from .measure import time_calls, time_step
 
 MAX_DRAFT_COST = 0.05
@@ -106,7 +106,7 @@ def choose_size(
         depth: how many tokens it drafts.
     """
     plain = 1e3 * time_step(model, SECONDS)
-    sizes = list_candidates(*find_model_sizes(model), kind, depth)
+    sizes = list_candidates(*get_model_sizes(model), kind, depth)
     budget = MAX_DRAFT_COST * count_bytes(model)
     light = [args for args in sizes if count_weights(args) * dtype.size <= 1.5 * budget]
     cost = 0.0
@@ -131,4 +131,4 @@ def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps:
     mx.eval(drafter.parameters(), source.state)
     calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, in_level_order=False))}
     calls["draft"]()
-    return find_lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]) / steps
+    return compute_lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]) / steps

@@ -18,13 +18,13 @@ from .. import ranks
 from ..atomic_files import write_text
 from ..drafters.checkpoint import list_weights
 from ..drafters.protocol import Drafter
-from ..engine.exactness import RowCounts, find_row_classes, parse_row_classes
-from ..engine.model_parts import find_module_name
+from ..engine.exactness import RowCounts, compare_row_counts, parse_row_classes
+from ..engine.model_parts import get_module_name
 from ..engine.target import KVQuantization
 from ..errors import join_lines, warn
+from ..machine.description import describe_machine, get_cache_directory
 from .acceptance import Counts
 from .costs import CostTable, is_disturbed, parse_costs
-from .machine import describe_machine, find_cache_directory
 from .measure import measure_costs
 
 MIN_NEW = 32
@@ -58,10 +58,10 @@ def load_row_classes(
     quantization: KVQuantization,
     max_kv_size: int | None,
     *,
-    find: bool = True,
+    measure: bool = True,
     refresh: bool = False,
 ) -> tuple[RowCounts, ...]:
-    """See `find_row_classes`: read from disk, or found now and saved; none if `find` is false and
+    """See `compare_row_counts`: read from disk, or found now and saved; none if `find` is false and
     none are saved.
 
     Args:
@@ -71,9 +71,9 @@ def load_row_classes(
     described, file = find_file("rows", model, kv_cache=[bits, bits and group_size, max_kv_size])
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         return parse_row_classes(ranks.share({} if refresh else read_saved(file))["classes"])
-    if not find:
+    if not measure:
         return ()
-    classes = find_row_classes(model, quantization, max_kv_size)
+    classes = compare_row_counts(model, quantization, max_kv_size)
     save(file, {"of": described, "classes": classes})
     return classes
 
@@ -105,7 +105,7 @@ def find_file(folder: str, model: nn.Module, **more: Any) -> tuple[dict[str, Any
     """(what was measured on this machine for this model, the file in the cache directory that is
     named by it).
     """
-    described = {"format": 7, "machine": describe_machine(), "model": find_module_name(model)}
+    described = {"format": 7, "machine": describe_machine(), "model": get_module_name(model)}
     described |= {"model_tensors": digest_tensors(model), **more}
     if ranks.count_ranks() > 1:
         described["ranks"] = ranks.gather(describe_machine())
@@ -120,7 +120,7 @@ def save(file: Path, measured: dict[str, Any]) -> None:
     """
     if ranks.get_rank() == 0:
         try:
-            write_text(find_cache_directory() / file, json.dumps(measured, indent=1) + "\n")
+            write_text(get_cache_directory() / file, json.dumps(measured, indent=1) + "\n")
         except (OSError, RuntimeError) as error:
             warn(f"cannot save what was measured: {join_lines(error)}")
 
@@ -143,7 +143,7 @@ def save_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
     if counts.n_new >= MIN_NEW and ranks.get_rank() == 0:
         counts.n_new = 0
         with suppress(OSError, RuntimeError):
-            file = find_cache_directory() / find_counts_file(model, drafter)
+            file = get_cache_directory() / find_counts_file(model, drafter)
             write_text(file, json.dumps({"by_depth": counts.by_depth}) + "\n")
 
 
@@ -152,7 +152,7 @@ def find_counts_file(model: nn.Module, drafter: Drafter) -> Path:
     drafter's tensors.
     """
     described = [
-        find_module_name(model),
+        get_module_name(model),
         digest_tensors(model),
         digest_tensors(drafter),
         drafter.args.to_dict(),
@@ -180,6 +180,6 @@ def sample_tensors(module: Any) -> bytes:
 def read_saved(file: Path) -> Any:
     """The JSON in a file of the cache directory; an empty object if it cannot be read."""
     try:
-        return json.loads((find_cache_directory() / file).read_text(encoding="utf-8"))
+        return json.loads((get_cache_directory() / file).read_text(encoding="utf-8"))
     except (OSError, RuntimeError, ValueError):
         return {}

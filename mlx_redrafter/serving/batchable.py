@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import ranks
 from ..engine import kv_cache
 from ..engine.model_checks import make_cache
-from ..engine.model_parts import find_module_name
+from ..engine.model_parts import get_module_name
 from ..engine.round import log_softmax
 from ..options import Options
 
@@ -59,9 +59,9 @@ def count_prefill_rows(model: nn.Module, options: Options) -> int:
                 if not mx.isnan(own).any().item():
                     return rows
         except Exception as error:  # model code may raise anything
-            logging.debug(f"mlx-lm failed to batch {find_module_name(model)}", exc_info=error)
+            logging.debug(f"mlx-lm failed to batch {get_module_name(model)}", exc_info=error)
     logging.warning(
-        f"mlx-lm cannot batch {find_module_name(model)} correctly: requests take turns instead"
+        f"mlx-lm cannot batch {get_module_name(model)} correctly: requests take turns instead"
     )
     return 0
 

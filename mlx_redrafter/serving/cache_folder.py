@@ -23,9 +23,9 @@ from filelock import FileLock, Timeout
 from mlx_lm.models import cache as prompt_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from ..atomic_files import expand_path, find_final_name, replace_file
+from ..atomic_files import expand_path, get_final_name, replace_file
 from ..engine import kv_cache
-from ..engine.model_parts import find_module_name
+from ..engine.model_parts import get_module_name
 from ..errors import RedrafterError, join_lines
 from ..options import CACHE_OPTIONS, Options
 from ..planning.store import digest_tensors, sample_tensors
@@ -57,8 +57,8 @@ class CacheFolder:
             path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             self._lock.acquire()
             for each in path.iterdir():
-                if each.name != find_final_name(each.name) and FILE_NAME.fullmatch(
-                    find_final_name(each.name)
+                if each.name != get_final_name(each.name) and FILE_NAME.fullmatch(
+                    get_final_name(each.name)
                 ):
                     each.unlink()  # left by a process that was killed while writing
         except Timeout:
@@ -67,7 +67,7 @@ class CacheFolder:
             raise RedrafterError(
                 f"expected a folder for prompt caches, got {path}: {join_lines(error)}"
             ) from error
-        own = [find_module_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
+        own = [get_module_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
         own += [repr(getattr(options, each)) for each in CACHE_OPTIONS]
         own += [version(each) for each in ("mlx-redrafter", "mlx-lm", "mlx")]
         self._key = hashlib.sha256(json.dumps(own).encode() + sample_tensors(model)).hexdigest()[

@@ -21,7 +21,7 @@ from mlx_lm.server import convert_chat
 from ..engine.grammar import Grammar
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
-from ..session.chat_template import make_thinking_args, render
+from ..text.chat_template import make_thinking_args, render
 from .conversation import Message, Tool, Tools, arrange, choose_tools, describe_tools, list_variants
 from .errors import ApiError
 from .prefixes import find_prefix_lengths

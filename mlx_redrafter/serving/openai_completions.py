@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, TypeVar, cast
 
-from ..generate import encode
+from ..text.encoding import encode
 from .completion import Answer, Completion, Event, Prompt, Service
 from .conversation import Tool, read_tools
 from .request import Request, TokenEvent

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RedrafterError
-from ..session.chat_template import render
+from ..text.chat_template import render
 from .conversation import Message, make_call
 from .prompt_cache import MIN_SHARED, count_common_prefix
 

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from .. import ranks
-from ..checkpoints import find_drafter_name, load_pair, strip_folders
+from ..checkpoints import get_drafter_name, load_pair, strip_folders
 from ..errors import RedrafterError, join_lines
 from .app import make_app
 from .completion import Service
@@ -57,7 +57,7 @@ def load_service(args: argparse.Namespace) -> Service:
     }
     worker = Worker(model, tokenizer, drafter, **flags)
     worker.start()
-    drafter_name = None if drafter is None else strip_folders(find_drafter_name(args) or "demo")
+    drafter_name = None if drafter is None else strip_folders(get_drafter_name(args) or "demo")
     return Service(worker, tokenizer, args, strip_folders(args.model or "demo"), drafter_name)
 
 

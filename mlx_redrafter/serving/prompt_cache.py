@@ -21,7 +21,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from .. import ranks
 from ..engine import kv_cache
 from ..errors import RedrafterError, join_lines
-from ..planning.machine import find_usable_bytes
+from ..machine.description import get_usable_bytes
 from .cache_folder import CacheFolder
 
 MIN_SHARED = 32
@@ -46,7 +46,7 @@ class _Entry:
 
 def find_default_bytes() -> int:
     """Returns half of the memory that the weights leave, but at least 1 GiB."""
-    return max(1 << 30, (find_usable_bytes() - mx.get_active_memory()) // 2)
+    return max(1 << 30, (get_usable_bytes() - mx.get_active_memory()) // 2)
 
 
 class PromptCache:

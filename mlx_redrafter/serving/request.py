@@ -16,8 +16,9 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from ..engine.decode import Round
 from ..engine.grammar import Grammar
-from ..engine.output import DraftSource, Output
+from ..engine.output import Output
 from ..engine.source import Source
+from ..engine.types import DraftSource
 from ..options import Options
 from .text_stream import Segment
 
@@ -191,9 +192,10 @@ class Request:
         if self.time_to_first_token is None:
             self.time_to_first_token = elapsed
         self.seconds = elapsed - self.time_to_first_token
-        source: DraftSource = "context" if made.from_context else "drafter"
-        events = [TokenEvent(token, draft_source=source) for token in made.tokens]
-        events[-1].draft_source = None
+        events = [
+            TokenEvent(token, draft_source=source)
+            for token, source in zip(made.tokens, made.draft_sources, strict=True)
+        ]
         events[-1].finish_reason = self.output.finish_reason
         if self.top_logprobs is not None:
             for event, row in zip(events, made.logprobs, strict=True):

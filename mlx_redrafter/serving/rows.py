@@ -29,6 +29,7 @@ from ..engine.output import Generation
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
 from ..pair import Pair
+from ..setup import open_generation
 from .errors import SchemaNotFollowed
 from .metrics import Metrics
 from .request import Request
@@ -82,14 +83,15 @@ class Loops:
             for token in row.output.tokens[row.grammar.length :]:
                 row.grammar.take(token)
         row.may_run_ahead = True
-        self._loops[row] = self._pair.open(
+        self._loops[row] = open_generation(
+            self._pair,
             row.text[held:],
             options,
             row.source,
             output=row.output,
             grammar=row.grammar,
             may_run_ahead=lambda: row.may_run_ahead,
-            stops=row.copy_lengths,
+            piece_ends=row.copy_lengths,
         )
 
     def _drop_drafter(self, row: Request, error: Exception) -> None:
@@ -100,7 +102,8 @@ class Loops:
     def step(self, row: Request) -> Round:
         """Returns the row's next round, or an empty one after a piece of its prompt."""
         text = self._loops[row]
-        made = next(text)
+        made = text.next_round()
+        assert made is not None  # the scheduler removes a row when its text ends
         row.n_prefilled = min(max(row.n_prefilled, text.length), len(row.prompt))
         return made
 

@@ -22,9 +22,9 @@ from ..engine import kv_cache
 from ..engine.decode import Round
 from ..engine.model_checks import make_cache
 from ..engine.output import FinishReason
-from ..generate import decode_tokens
 from ..options import Options
 from ..pair import Pair
+from ..setup import open_generation
 from .batchable import count_prefill_rows
 from .errors import SchemaNotFollowed
 from .metrics import Metrics
@@ -75,7 +75,7 @@ class Scheduler:
         self.rows = dict[Request, None]()
         self.prompt_cache = prompt_cache
         fresh = make_cache(model, options.max_kv_size)
-        self._can_fork = not kv_cache.find_unknown_types(
+        self._can_fork = not kv_cache.list_unknown_types(
             fresh, kv_cache.UNBOUNDED
         )  # can be cut after any token
         can_copy = not (self._can_fork or kv_cache.keeps_first_rows(fresh))
@@ -99,7 +99,7 @@ class Scheduler:
         self._host_stream = mx.new_stream(mx.cpu)  # works beside the current forward
         options = replace(self._options, max_tokens=4)
         source = self._pair.open_source()
-        for _ in decode_tokens(self._pair, [0] * 8, options, source):
+        for _ in open_generation(self._pair, [0] * 8, options, source):
             pass
 
     def choose(self, waiting: Iterable[Request], ended: Container[Request]) -> list[Request]:

@@ -29,10 +29,10 @@ from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.decode import on_stream
 from ..engine.model_checks import make_cache
-from ..engine.model_parts import find_context_length
+from ..engine.model_parts import get_context_length
 from ..engine.request_checks import check_cache
-from ..engine.wired_limit import wired_limit
 from ..errors import join_lines
+from ..machine.wired_limit import wired_limit
 from ..options import Options
 from ..pair import Pair
 from .cache_folder import CacheFolder
@@ -112,7 +112,7 @@ class Worker:
         self._defaults = replace(options, xtc_special_tokens=special)
         size = options.max_kv_size
         drops_rows = size is not None and kv_cache.has_size(make_cache(model, size), size)
-        from_config = None if drops_rows else find_context_length(model)
+        from_config = None if drops_rows else get_context_length(model)
         self.context_length = from_config if context_length is None else context_length
         check_cache(model, None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them

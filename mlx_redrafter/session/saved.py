@@ -14,12 +14,12 @@ from transformers.utils import get_json_schema
 
 from ..atomic_files import expand_path, replace_file
 from ..engine import kv_cache
-from ..engine.model_parts import find_module_name, find_vocab_size
+from ..engine.model_parts import get_module_name, get_vocab_size
 from ..engine.request_checks import check_cache, check_prompt, check_tokens
 from ..engine.target import KVQuantization
 from ..errors import RedrafterError, join_lines
 from ..planning.store import digest_tensors
-from .chat_template import Message, parse_messages
+from ..text.chat_template import Message, parse_messages
 
 FORMAT = "1"
 """The format version of saved conversations."""
@@ -47,7 +47,7 @@ def write_conversation(
         raise RedrafterError(f"cannot save the session as {file}: there is no folder {file.parent}")
     if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
         raise RedrafterError(
-            f"mlx-lm cannot load a {odd[0]}: the cache of {find_module_name(model)} cannot be saved"
+            f"mlx-lm cannot load a {odd[0]}: the cache of {get_module_name(model)} cannot be saved"
         )
     conversation = {"tokens": tokens, "messages": messages, "template": template}
     content = {"format": FORMAT, "model": digest_tensors(model), **conversation}
@@ -76,7 +76,7 @@ def read_conversation(
         tokens = content["tokens"]
         messages = parse_messages(content["messages"])
         template = content["template"]
-        check_tokens(check_prompt(tokens), find_vocab_size(model))
+        check_tokens(check_prompt(tokens), get_vocab_size(model))
         check_cache(model, cache, KVQuantization())
         if (length := kv_cache.length(cache)) not in (0, len(tokens)):
             raise RedrafterError(f"expected a cache of {len(tokens)} tokens, got {length}")

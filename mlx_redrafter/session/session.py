@@ -24,17 +24,18 @@ from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.model_checks import make_cache
 from ..errors import RedrafterError
-from ..generate import GenerationResponse, StopStrings, stream_text
+from ..generation import GenerationResponse, stream_responses
+from ..machine.memory import get_free_bytes, measure_cache
 from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options
-from ..pair import Pair, find_pair
-from .chat_template import (
+from ..pair import Pair, get_pair
+from ..text.chat_template import (
     Message,
     encode_conversation,
     encode_turn,
     make_template_args,
     parse_messages,
 )
-from .memory import find_free_bytes, measure_cache
+from ..text.stop_strings import StopStrings
 from .saved import read_conversation, write_conversation
 
 SPARE_TOKENS = 320
@@ -131,7 +132,7 @@ class Session:
         self._cache_bytes = measure_cache(model, checked)
         self._memory_budget = memory_budget
         self._trims = when_full == "trim"
-        self._pair, _ = find_pair(model, drafter)  # `_clear` opens the source
+        self._pair, _ = get_pair(model, drafter)  # `_clear` opens the source
         evaluate(model, drafter)  # turns may come from other threads
         self._lock = threading.Lock()
         self._thread = ""
@@ -350,7 +351,7 @@ class Session:
         """The maximum number of tokens within the budget; the minimum over all ranks."""
         budget = self._memory_budget
         if budget is None:
-            budget = find_free_bytes() + sum(c.nbytes for c in self._cache or ())
+            budget = get_free_bytes() + sum(c.nbytes for c in self._cache or ())
         longest = self._cache_bytes.count_tokens(budget) - SPARE_TOKENS
         return int(min(ranks.gather(longest)))
 
@@ -399,7 +400,7 @@ class Session:
         prompt = [*turn.old[len(history) :], *turn.new]
         try:
             with closing(
-                stream_text(self._pair, self.tokenizer, prompt, options, source, stops)
+                stream_responses(self._pair, self.tokenizer, prompt, options, source, stops)
             ) as responses:
                 for response in responses:
                     # frees old arrays

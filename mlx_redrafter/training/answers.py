@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..engine.model_parts import find_model_sizes
+from ..engine.model_parts import get_model_sizes
 from .data import Text
 from .hidden_states import (
     add_hidden_states,
@@ -156,7 +156,7 @@ def prefill(
         is_batch: whether the cache is of mlx-lm's batch types, not that of a single row.
     """
     order = list[Row]()
-    kind = make_row_dtype(find_model_sizes(model)[0])
+    kind = make_row_dtype(get_model_sizes(model)[0])
     for group in group_by_length([len(row.ids) - 1 for row in rows]):
         part = [rows[i] for i in group]
         made = [make_prompt_cache(model) for _ in part]

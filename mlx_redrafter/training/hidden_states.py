@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..engine.model_parts import CapturePoint, capture, find_parts
+from ..engine.model_parts import CapturePoint, capture, get_parts
 from ..errors import CheckpointError
 from .data import Text
 
@@ -108,7 +108,7 @@ def run_forward(
     """((B, L, V) logits, (B, L, D) float16 hidden states after the final norm) of a forward, not
     computed yet.
     """
-    points = [CapturePoint(find_parts(model).final_norm)]
+    points = [CapturePoint(get_parts(model).final_norm)]
     logits, (states,) = capture(
         points, lambda: model(ids) if cache is None else model(ids, cache=cache)
     )

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_parts import AFTER_NORM, find_compute_dtype, find_parts
+from ..engine.model_parts import AFTER_NORM, get_compute_dtype, get_parts
 from ..pair import Findings, Pair
 from ..planning.measure import time_calls
 from .answers import MAX_BATCH_SIZE
@@ -144,7 +144,7 @@ def measure_speed(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, leng
         ends.append(time.perf_counter())
         return False
 
-    embedding = find_parts(model).embedding
+    embedding = get_parts(model).embedding
     train_drafter(
         embedding, drafter, lambda _: batch, args, lambda done: done / 3, on_iteration=on_iteration
     )
@@ -154,7 +154,7 @@ def measure_speed(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, leng
 def measure_rounds(model: nn.Module, sizes: DrafterArgs) -> tuple[Findings, float]:
     """(what decoding with a drafter of these sizes costs here, seconds of a plain step)."""
     drafter = make_drafter(sizes)
-    drafter.set_dtype(find_compute_dtype(model))
+    drafter.set_dtype(get_compute_dtype(model))
     pair = Pair(model, drafter)
-    costs = pair.costs(trees=pair.explain_chains(states=(AFTER_NORM,)) is None)
+    costs = pair.measure_costs(trees=pair.explain_chains(states=(AFTER_NORM,)) is None)
     return pair.findings, costs.plain[0] / 1e3

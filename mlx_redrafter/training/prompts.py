@@ -15,8 +15,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from ..atomic_files import expand_path
 from ..errors import RedrafterError, join_lines
-from ..generate import encode_chat
 from ..json_objects import parse_object
+from ..text.encoding import encode_chat
 from .answers import Row, ShouldStop, decode_rows
 
 KINDS: dict[str, dict[str, Any]] = json.loads(

@@ -23,7 +23,7 @@ from ..checkpoints import format_dtype, load_fast_drafter, load_target, save_dra
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
-from ..engine.model_parts import find_compute_dtype, find_model_sizes, find_parts
+from ..engine.model_parts import get_compute_dtype, get_model_sizes, get_parts
 from ..engine.stats import Stats
 from ..errors import RedrafterError
 from ..options import Options
@@ -137,7 +137,7 @@ def run_steps(
     args = replace(
         args,
         output=str(files.directory),
-        dtype=args.dtype or format_dtype(find_compute_dtype(model)),
+        dtype=args.dtype or format_dtype(get_compute_dtype(model)),
     )
     sizes = choose_sizes(args, record, model, clock)
     record.args = sizes.to_dict()
@@ -188,7 +188,7 @@ def run_steps(
         if not args.mask_prompt:
             training = [text._replace(offset=0) for text in training]
         drafter = make_new_drafter(args, model, sizes, training, clock)
-        embedding = find_parts(model).embedding
+        embedding = get_parts(model).embedding
         del model  # not needed until the end
         mx.clear_cache()
         run = Run(
@@ -207,10 +207,10 @@ def choose_sizes(args: TrainingArgs, record: Record, model: nn.Module, clock: Cl
         return args.kind.from_dict(record.args)
     if args.exit_dim is None and args.draft_vocab_size is None:
         clock.say("measuring which sizes of a drafter are fast enough")
-        choice = choose_size(model, find_dtype(args), args.kind, args.draft_depth)
+        choice = choose_size(model, get_dtype(args), args.kind, args.draft_depth)
         clock.say(f"size: {choice.reason}")
         return choice.args
-    hidden_size, vocab_size = find_model_sizes(model)
+    hidden_size, vocab_size = get_model_sizes(model)
     count = args.draft_vocab_size
     count = None if count is None or count >= vocab_size else count
     given = {"exit_dim": args.exit_dim, "num_draft_layers": args.num_draft_layers}
@@ -220,7 +220,7 @@ def choose_sizes(args: TrainingArgs, record: Record, model: nn.Module, clock: Cl
     )
 
 
-def find_dtype(args: TrainingArgs) -> mx.Dtype:
+def get_dtype(args: TrainingArgs) -> mx.Dtype:
     """The dtype of the finished drafter."""
     return cast(mx.Dtype, getattr(mx, str(args.dtype)))
 
@@ -344,7 +344,7 @@ def validate(run: Run, done: int) -> dict[str, Any]:
     base = args.model and strip_folders(args.model)
     rounded = [[round(share, 4) for share in row] for row in acceptance]
     run.drafter.args = replace(run.drafter.args, base_model=base, acceptance=rounded)
-    save_drafter(run.files.directory, run.drafter, dtype=find_dtype(args))
+    save_drafter(run.files.directory, run.drafter, dtype=get_dtype(args))
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_parts import find_parts
+from ..engine.model_parts import get_parts
 from .data import Text
 from .loss import TrainingTargets
 
@@ -99,7 +99,7 @@ def initialize_drafter(
     drafter = cast(TrainableDrafter, make_drafter(args))
     if ids is not None:
         drafter.draft_ids = mx.array(ids.astype(np.int32))
-    embedding = find_parts(model).embedding
+    embedding = get_parts(model).embedding
     mean, axes = find_components(embedding, drafter)
 
     def project(tokens: mx.array, width: int | None) -> mx.array:

@@ -59,7 +59,7 @@ def test_differences_are_errors_if_exact(
     words = ("--plans", "1,2", "--max-tokens", "8", "--temp", "0.8", "--compare", *flags)
     (row,) = run_json(capsys, acceptance, *words)
     assert (row["texts"], row["differ"]) == (2, 0) and (row["rows differ"] == 0 or not flags)
-    monkeypatch.setattr(acceptance, "find_first_difference", lambda one, other: 2)
+    monkeypatch.setattr(acceptance, "get_first_difference", lambda one, other: 2)
     (row,) = run_json(capsys, acceptance, *words, status=len(flags))
     assert row["differ"] == 2
 

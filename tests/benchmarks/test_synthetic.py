@@ -143,7 +143,7 @@ def test_published_shapes_have_their_published_size(name: str) -> None:
 
 
 def test_a_shape_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthetic, "find_usable_bytes", lambda: 5_000_000_000)
+    monkeypatch.setattr(synthetic, "get_usable_bytes", lambda: 5_000_000_000)
     message = "llama-3.1-8b of 32 layers at 16 bits takes about 20.1 GB, more than the 5.0 GB that MLX should use"
     with pytest.raises(RedrafterError, match=message):
         build_workload("llama-3.1-8b", 16, layers=32, acceptance=[[0.7]])

@@ -24,7 +24,7 @@ from mlx_redrafter import Session, load_demo
 from mlx_redrafter.cli import chat
 from mlx_redrafter.cli.chat import COLOURS, DEFAULT_COLOUR, Screen
 from mlx_redrafter.engine.decode import Decoder
-from mlx_redrafter.generate import GenerationResponse
+from mlx_redrafter.generation import GenerationResponse
 
 FIXED = ["--draft-depth", "3"]
 """A plan that needs no measurement."""

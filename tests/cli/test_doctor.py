@@ -227,7 +227,7 @@ def test_text_agrees_with_json_and_refreshes(
     }
     assert report["settings"]["model"] == report["settings"]["drafter"] == "demo"
     (rows,) = (line for line in out.splitlines() if line.startswith("Row counts computed alike: "))
-    monkeypatch.setattr(store, "find_row_classes", lambda *args: ((1, 16),))
+    monkeypatch.setattr(store, "compare_row_counts", lambda *args: ((1, 16),))
     assert (
         rows in run("doctor")[1]
         and "alike: 1, 16 (" in run("doctor", "--refresh")[1]

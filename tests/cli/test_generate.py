@@ -218,7 +218,7 @@ def test_compare_gives_no_speedup_from_disturbed_times(
 def test_compare_says_how_exact_it_is(
     counts: Any, words: str, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_redrafter.pair.Pair.choose_row_counts", lambda *args: counts)
+    monkeypatch.setattr("mlx_redrafter.setup.choose_row_counts", lambda *args: counts)
     flags = (
         "--model",
         pair[0],

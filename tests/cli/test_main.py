@@ -134,7 +134,7 @@ def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
     """Fakes a machine whose OpenBLAS is damaged; returns the expected warning."""
     if mx.default_device().type != mx.cpu:
         pytest.skip("a GPU computes here")
-    monkeypatch.setattr("mlx_redrafter.engine.blas._problem", ("it is damaged", "mend it"))
+    monkeypatch.setattr("mlx_redrafter.machine.blas._problem", ("it is damaged", "mend it"))
     return r"^MLX uses a slow BLAS instead of OpenBLAS \(it is damaged\); to fix it: mend it$"
 
 

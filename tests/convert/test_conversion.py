@@ -28,7 +28,7 @@ from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters import mtp
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import encode
+from mlx_redrafter.text.encoding import encode
 
 DRAFTER = DIRECTORY / "drafter"
 WIDE: dict[str, Any] = {"hidden": 64, "vocab": 96, "exit_dim": 64}

@@ -15,7 +15,7 @@ from toys import ids, make_model, make_prompt, run
 
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.model_parts import find_model_sizes
+from mlx_redrafter.engine.model_parts import get_model_sizes
 from mlx_redrafter.engine.types import Kept
 
 FEW = 8
@@ -114,7 +114,7 @@ def test_selector_and_markov_heads_depend_on_the_previous_token(kind: str) -> No
 def test_embeddings_are_scaled_as_the_target_does(name: str) -> None:
     """Gemma multiplies them by the square root of the width; a config may override the factor."""
     model = make_family(name)
-    hidden, vocab = find_model_sizes(model)
+    hidden, vocab = get_model_sizes(model)
     drafter: Any = make_cached("dflash", hidden, vocab, layers=len(model.layers))
     found = []
     for scale in (None, 1.0, hidden**0.5):

@@ -14,7 +14,7 @@ from toys import ids, make_model, make_prompt, run
 
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.model_parts import find_model_sizes
+from mlx_redrafter.engine.model_parts import get_model_sizes
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.source import Source
 from mlx_redrafter.engine.types import Kept
@@ -27,7 +27,7 @@ FEW = 8
 
 def fit(kind: str, model: Any) -> Drafter:
     """A random head for a model."""
-    return make_cached(kind, *find_model_sizes(model), layers=len(model.layers))
+    return make_cached(kind, *get_model_sizes(model), layers=len(model.layers))
 
 
 class Watched:

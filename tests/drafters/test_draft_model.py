@@ -44,7 +44,7 @@ from mlx_redrafter import (
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.options import Options
-from mlx_redrafter.pair import find_pair
+from mlx_redrafter.pair import get_pair
 from mlx_redrafter.planning import store
 
 CLASSES = [
@@ -352,7 +352,7 @@ def test_auto_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert_same_steps(steps, plain)
         assert steps[-1].stats.drafter_rounds
     assert reads[0] is (name != "mamba"), "trees only if both models support them"
-    first, second = (find_pair(target, DraftModel(drafter.model))[0] for _ in range(2))
+    first, second = (get_pair(target, DraftModel(drafter.model))[0] for _ in range(2))
     assert second.findings is first.findings, "shared by wrappers of one model"
 
 

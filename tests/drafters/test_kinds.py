@@ -23,11 +23,11 @@ from toys import assert_same_cache, assert_same_steps, ids, make_model, make_pro
 
 from mlx_redrafter.drafters.protocol import Drafter, Embed
 from mlx_redrafter.engine.beam_search import Advance
-from mlx_redrafter.engine.model_parts import find_model_sizes, find_parts
+from mlx_redrafter.engine.model_parts import get_model_sizes, get_parts
+from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
-from mlx_redrafter.generate import Step
-from mlx_redrafter.options import find_default_depth
-from mlx_redrafter.planning.acceptance import find_acceptance, scale_row
+from mlx_redrafter.options import get_default_depth
+from mlx_redrafter.planning.acceptance import get_acceptance, scale_row
 from mlx_redrafter.planning.planner import list_candidate_plans
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
@@ -42,7 +42,7 @@ FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss")
 
 def make_drafter(kind: str, model: Any) -> Drafter:
     """A random head for a model."""
-    hidden, vocab = find_model_sizes(model)
+    hidden, vocab = get_model_sizes(model)
     if kind == "draft vocabulary":
         whole = small_drafter(hidden=hidden, vocab=vocab, exit_dim=2 * hidden)
         return partial_drafter(whole, np.random.default_rng(1).permutation(vocab)[:5])
@@ -60,10 +60,10 @@ def find_model(name: str) -> Any:
 @functools.cache
 def decode_plainly(
     name: str, size: int, temp: float
-) -> tuple[list[int], dict[str, Any], list[Step], Any]:
+) -> tuple[list[int], dict[str, Any], list[DecodedToken], Any]:
     """(prompt, options, plain steps, the cache after them) of a model, the same for all heads."""
     model = find_model(name)
-    prompt = make_prompt(size, vocab=min(50, find_model_sizes(model)[1]))
+    prompt = make_prompt(size, vocab=min(50, get_model_sizes(model)[1]))
     expected = make_prompt_cache(model)
     count = 24 if name == "few tokens" else 16
     options = {"max_tokens": count, "temp": temp, "top_p": 0.95, "seed": 3, "prefill_step_size": 8}
@@ -112,9 +112,9 @@ def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
     steps = run(model, prompt, drafter, max_tokens=60, context=False, **on_round)
     assert ids(steps) == ids(run(model, prompt, max_tokens=60))
     costs = make_costs("flat")._replace(level=(1e-3,) * 3, first=(0.1,) * 3)
-    table = tuple(scale_row(row, 1.5) for row in find_acceptance(drafter))
+    table = tuple(scale_row(row, 1.5) for row in get_acceptance(drafter))
     deepest = max(plan.depth for plan in list_candidate_plans(costs, table))
-    assert find_default_depth(drafter) == min(3, most or 3)
+    assert get_default_depth(drafter) == min(3, most or 3)
     if most is None:
         assert deepest > 6
         return
@@ -126,7 +126,7 @@ def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
 
 def medusa(model: nn.Module, hidden_state: str) -> Drafter:
     """Medusa heads that read this hidden state."""
-    drafter = make_head("medusa", *find_model_sizes(model))
+    drafter = make_head("medusa", *get_model_sizes(model))
     drafter.args = type(drafter.args).from_dict(
         drafter.args.to_dict() | {"hidden_state": hidden_state}
     )
@@ -157,7 +157,7 @@ def test_a_head_is_given_the_state_it_reads(
                 run(model, prompt, drafter, max_tokens=8, plan=plan),
                 run(model, prompt, max_tokens=8),
             )
-    parent, child = find_parts(model).final_norm
+    parent, child = get_parts(model).final_norm
     norm = parent[child]
     assert len(given["before_norm"]) == len(given["after_norm"]) > 2
     for before, after in zip(given["before_norm"], given["after_norm"], strict=True):

@@ -12,18 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_redrafter.engine.blas import LIBRARY
+from mlx_redrafter.machine.blas import LIBRARY
 
 REPORT = """
-from mlx_redrafter.engine.blas import choose_threads
-from mlx_redrafter.planning.machine import describe_machine
+from mlx_redrafter.machine.blas import choose_threads
+from mlx_redrafter.machine.description import describe_machine
 choose_threads({parameters})
 machine = describe_machine()
 print("openblas" in machine["blas"], machine.get("blas_threads"))
 """
 WARN_TWICE = """
 import mlx_redrafter
-from mlx_redrafter.engine.blas import count_threads, warn_of_slow_blas
+from mlx_redrafter.machine.blas import count_threads, warn_of_slow_blas
 warn_of_slow_blas()
 warn_of_slow_blas()
 print(count_threads())
@@ -97,7 +97,7 @@ def test_mlx_calls_what_it_is_redirected_to() -> None:
     redirect = """
 from ctypes import CFUNCTYPE
 from types import SimpleNamespace
-from mlx_redrafter.engine.blas import MLX_LIBRARY, redirect_calls
+from mlx_redrafter.machine.blas import MLX_LIBRARY, redirect_calls
 import mlx.core as mx
 x, calls = mx.ones((8, 8)), []
 function = CFUNCTYPE(None)(lambda: calls.append("called"))

@@ -35,7 +35,8 @@ from mlx_redrafter import pair
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.model_checks import check_draftable, make_cache
-from mlx_redrafter.engine.model_parts import find_model_sizes
+from mlx_redrafter.engine.model_parts import get_model_sizes
+from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.engine.plan import MAX_REPLAY
 from mlx_redrafter.engine.supported_models import (
     CHAINS,
@@ -47,7 +48,6 @@ from mlx_redrafter.engine.supported_models import (
 )
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.errors import UnsupportedModelError
-from mlx_redrafter.generate import Step
 from mlx_redrafter.options import Options
 
 RUNNING = sorted({*TREES, *REPLAYED, *CHAINS})
@@ -59,12 +59,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 def decode_recorded(
     model: nn.Module, prompt: list[int], count: int, more: int, **options: Any
-) -> tuple[list[Step], list[int], list[mx.array], kv_cache.Cache]:
+) -> tuple[list[DecodedToken], list[int], list[mx.array], kv_cache.Cache]:
     """Returns (`count` plain steps, text with `more` further tokens, its hidden states, the cache
     after `count`).
     """
     cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
-    steps: list[Step] = []
+    steps: list[DecodedToken] = []
     with record_hidden_states(model) as recorded:
         plain = Options(prompt_cache=cache, max_tokens=count + more, context=False, **options)
         for step in decode_steps(prompt, model, None, plain):
@@ -123,7 +123,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
                 )
             elif script == "random":
                 drafter = Drafter(
-                    DrafterArgs(*find_model_sizes(model), exit_dim=16, num_draft_layers=1)
+                    DrafterArgs(*get_model_sizes(model), exit_dim=16, num_draft_layers=1)
                 )
             else:
                 drafter = make_follower(model, text, recorded, script, width)

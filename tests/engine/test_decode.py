@@ -22,8 +22,9 @@ from toys import (
     with_plain,
 )
 
-from mlx_redrafter.engine.decode import CLEAR_EVERY, Decoder, Planner
+from mlx_redrafter.engine.decode import CLEAR_EVERY, Decoder
 from mlx_redrafter.engine.plan import Plan, chain_plan
+from mlx_redrafter.engine.planner import ObservedRound, Planner
 from mlx_redrafter.engine.round import TokenChooser
 from mlx_redrafter.engine.sampling import Sampler, make_sampler
 from mlx_redrafter.engine.source import Forecast
@@ -44,7 +45,7 @@ class Changing(Planner):
         super().__init__(None)
         self._plans = plans
         self.chosen: list[Plan | None] = []
-        self.observed: list[tuple[Any, ...]] = []
+        self.observed: list[ObservedRound] = []
 
     def next_plan(
         self, length: int, replayed: int = 0, forecast: Forecast | None = None
@@ -52,8 +53,8 @@ class Changing(Planner):
         self.chosen.append(self._plans[len(self.chosen) % len(self._plans)])
         return self.chosen[-1]
 
-    def observe(self, *args: Any, verified: bool = True, from_context: bool = False) -> None:
-        self.observed.append((*args, verified))
+    def observe(self, observed: ObservedRound) -> None:
+        self.observed.append(observed)
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -85,24 +86,23 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     assert tokens[:COUNT] == ids(plain)
     assert [(each.tokens, each.is_prompt) for each in rounds[:3]] == [([], True)] * 3
     assert rounds[3].is_prompt and len(rounds[3].tokens) == 1
-    assert [plan for plan, *_ in planner.observed] == planner.chosen[: len(planner.observed)]
+    assert [each.plan for each in planner.observed] == planner.chosen[: len(planner.observed)]
     length = len(PROMPT)
     for (before, each), observed in zip(pairwise(rounds[3:]), planner.observed, strict=True):
-        plan, count, told_length, replayed, milliseconds, verified = observed
-        assert not each.is_prompt and (count, told_length, replayed) == (
-            len(each.tokens),
-            length,
-            each.replayed,
-        )
-        assert verified is (each.tree is not None) and each.plan == (plan if verified else None)
-        assert milliseconds is None or milliseconds > 0
+        assert not each.is_prompt
+        assert observed.n_tokens == len(each.tokens)
+        assert observed.length == length
+        assert observed.replayed == each.replayed
+        assert observed.verified is (each.tree is not None)
+        assert each.plan == (observed.plan if observed.verified else None)
+        assert observed.milliseconds is None or observed.milliseconds > 0
         assert len(each.tokens) == len(each.logprobs) == len(each.path)
         for token, logprobs in zip(each.tokens, each.logprobs, strict=True):
             assert options or token == mx.argmax(logprobs).item()
         if each.tree is not None:
             drafted = [each.tree.tokens[node].item() for node in each.path]
             assert drafted == [before.tokens[-1], *each.tokens[:-1]]
-        length += count
+        length += observed.n_tokens
     assert max(len(each.tokens) for each in rounds) > 1
     assert any(each.replayed for each in rounds) is (name == "mamba")
 

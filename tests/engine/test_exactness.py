@@ -19,11 +19,10 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from small import small_drafter, small_llama
 from toys import ScriptedContext, ids, make_model, make_prompt, run
 
-from mlx_redrafter import pair
-from mlx_redrafter.engine.cuda import THRASHING_CHECK, disable_thrashing_check
+from mlx_redrafter import setup
 from mlx_redrafter.engine.exactness import (
-    MOST_ROWS,
-    find_row_classes,
+    MAX_COMPARED_ROWS,
+    compare_row_counts,
     format_row_counts,
     parse_row_classes,
 )
@@ -31,12 +30,14 @@ from mlx_redrafter.engine.row_attention import attend_by_row
 from mlx_redrafter.engine.supported_models import CHAINS, TREES
 from mlx_redrafter.engine.target import KVQuantization, Target
 from mlx_redrafter.engine.tree import chain
+from mlx_redrafter.machine.cuda import THRASHING_CHECK, disable_thrashing_check
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.planner import choose_row_counts
+from mlx_redrafter.planning.planner import choose_fastest_class
+from mlx_redrafter.setup import choose_row_counts, choose_setup, get_row_classes
 
-ALL = tuple(range(1, MOST_ROWS + 1))
+ALL = tuple(range(1, MAX_COMPARED_ROWS + 1))
 
 
 class ByRow(nn.Module):
@@ -59,7 +60,7 @@ class ByRow(nn.Module):
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
         cache = cache or make_prompt_cache(self)
         count = tokens.shape[1]
-        if count > MOST_ROWS:
+        if count > MAX_COMPARED_ROWS:
             return self.inner(tokens, cache=cache)
         logits = mx.concatenate(
             [self.inner(tokens[:, i : i + 1], cache=cache) for i in range(count)], axis=1
@@ -83,18 +84,20 @@ def rows_attend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 ], ids=["alike", "above three", "above three after 1,024 keys", "two and five"])  # fmt: skip
 def test_classes_are_found_by_bits(change: Callable[[int, int], int], expected: Any) -> None:
     """One unit in the last place is enough, also if only long contexts show it."""
-    assert find_row_classes(ByRow(change)) == expected
+    assert compare_row_counts(ByRow(change)) == expected
 
 
 def test_row_counts_are_not_probed_where_padding_or_attention_forbid_it() -> None:
-    assert find_row_classes(make_long_family("mamba")) == ((1,),), "its cache cannot drop rows"
-    assert find_row_classes(make_long_family("deepseek_v3")) == ((1,),), (
+    assert compare_row_counts(make_long_family("mamba")) == ((1,),), "its cache cannot drop rows"
+    assert compare_row_counts(make_long_family("deepseek_v3")) == ((1,),), (
         "it computes keys from all cached rows"
     )
-    assert find_row_classes(make_model("qwen2"), max_kv_size=64) == ((1,),), (
+    assert compare_row_counts(make_model("qwen2"), max_kv_size=64) == ((1,),), (
         "the ring is full before 76 tokens"
     )
-    assert len(find_row_classes(make_model("qwen2"), max_kv_size=200)) == 1, "a ring is not padded"
+    assert len(compare_row_counts(make_model("qwen2"), max_kv_size=200)) == 1, (
+        "a ring is not padded"
+    )
 
 
 def test_row_counts_in_words() -> None:
@@ -127,7 +130,7 @@ def test_every_forward_has_an_allowed_number_of_rows(
     """Whatever is drafted: a drafter with a fixed plan, the context, both, or with logits
     processors.
     """
-    monkeypatch.setattr(Pair, "choose_row_counts", lambda *args: counts)
+    monkeypatch.setattr(setup, "choose_row_counts", lambda *args: counts)
     model = make_model("llama")
     drafter = small_drafter(hidden=64, vocab=40)
     prompt = make_prompt(20)
@@ -136,7 +139,7 @@ def test_every_forward_has_an_allowed_number_of_rows(
     options |= {"kv_group_size": 32, "quantized_kv_start": 30}
     plain = run(model, prompt, **options)
     text = prompt + ids(run(model, prompt, **options | {"max_tokens": 32}))
-    monkeypatch.setattr(pair, "ContextSource", partial(ScriptedContext, text))
+    monkeypatch.setattr(setup, "ContextSource", partial(ScriptedContext, text))
     forward = type(model).__call__
 
     def count_rows(self: Any, tokens: mx.array, cache: Any = None) -> mx.array:
@@ -163,28 +166,30 @@ def test_the_fastest_class_is_chosen() -> None:
     )
     good = ((0.9,),)
     bad = ((0.05,),)
-    assert choose_row_counts(costs, good, [(1,), (2, 3, 4)]) == (2, 3, 4), (
+    assert choose_fastest_class(costs, good, [(1,), (2, 3, 4)]) == (2, 3, 4), (
         "plain steps are padded to two rows"
     )
-    assert choose_row_counts(costs, bad, [(1,), (2, 3, 4)]) == (1,), "a drafter that does not pay"
-    assert choose_row_counts(costs, good, [(1, 2, 3), (4, 5)]) == (4, 5), "longer drafts"
-    assert choose_row_counts(costs, ((0.5,),), [(1, 2, 3), (4, 5)]) == (1, 2, 3), (
+    assert choose_fastest_class(costs, bad, [(1,), (2, 3, 4)]) == (1,), (
+        "a drafter that does not pay"
+    )
+    assert choose_fastest_class(costs, good, [(1, 2, 3), (4, 5)]) == (4, 5), "longer drafts"
+    assert choose_fastest_class(costs, ((0.5,),), [(1, 2, 3), (4, 5)]) == (1, 2, 3), (
         "and the text is mlx-lm's own"
     )
-    assert choose_row_counts(costs, good, [(1,), (5, 6)]) == (1,), "not measured"
-    assert choose_row_counts(costs, good, [(1,), (2,), (3, 4)]) == (3, 4), (
+    assert choose_fastest_class(costs, good, [(1,), (5, 6)]) == (1,), "not measured"
+    assert choose_fastest_class(costs, good, [(1,), (2,), (3, 4)]) == (3, 4), (
         "two rows have no room for the context"
     )
 
 
 def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: ((1,), (2, 3)))
+    monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1,), (2, 3)))
     model = small_llama()
     prompt = [1, 2, 3, 1, 2, 3]
     options = Options(exact=True, max_tokens=8)
     only = Pair(model)
-    assert only.choose_row_counts(options) == (1,)
-    choice = only.choose(options)
+    assert choose_row_counts(only, options) == (1,)
+    choice = choose_setup(only, options)
     assert choice.row_counts == (1,) and not choice.sources and "nothing drafts" in choice.notes[0]
     assert ids(run(model, prompt, exact=True, context=True, max_tokens=8)) == ids(
         run(model, prompt, max_tokens=8)
@@ -196,15 +201,15 @@ def test_exact_is_the_default_where_it_costs_nothing(
     classes: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All counts are known to be alike, and nothing drafts trees."""
-    monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: classes)
-    assert Pair(small_llama()).choose_row_counts(Options()) == expected
-    assert Pair(small_llama(), small_drafter()).choose_row_counts(Options()) is None, (
+    monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: classes)
+    assert choose_row_counts(Pair(small_llama()), Options()) == expected
+    assert choose_row_counts(Pair(small_llama(), small_drafter()), Options()) is None, (
         "its drafter drafts trees"
     )
-    assert Pair(small_llama()).choose_row_counts(Options(max_kv_size=64)) is None, (
+    assert choose_row_counts(Pair(small_llama()), Options(max_kv_size=64)) is None, (
         "drafts would end with a full ring"
     )
-    assert Pair(small_llama()).choose_row_counts(Options(exact=False)) is None
+    assert choose_row_counts(Pair(small_llama()), Options(exact=False)) is None
 
 
 def test_classes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,15 +220,15 @@ def test_classes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(quantization.bits)
         return ((1, 2), (3,))
 
-    monkeypatch.setattr("mlx_redrafter.planning.store.find_row_classes", find)
+    monkeypatch.setattr("mlx_redrafter.planning.store.compare_row_counts", find)
     model = small_llama()
-    assert Pair(model).find_row_classes(Options(), find=False) == () and not calls
+    assert get_row_classes(Pair(model), Options(), measure=False) == () and not calls
     for _ in range(2):
         one = Pair(model)
-        assert one.find_row_classes(Options()) == one.find_row_classes(Options()) == ((1, 2), (3,))
+        assert get_row_classes(one, Options()) == get_row_classes(one, Options()) == ((1, 2), (3,))
     assert calls == [None]
     cache = [QuantizedKVCache(64, 4) for _ in model.layers]
-    assert one.find_row_classes(Options(), cache) == one.find_row_classes(Options(kv_bits=4))
+    assert get_row_classes(one, Options(), cache) == get_row_classes(one, Options(kv_bits=4))
     assert calls == [None, 4]
 
 
@@ -238,26 +243,24 @@ def test_damaged_classes_are_found_again(damaged: Any) -> None:
 
 def test_the_chosen_class_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if costs are measured again, as the text could differ with another class."""
-    monkeypatch.setattr(
-        Pair, "find_row_classes", lambda *args, **options: ((1,), (2, 3, 4), (5, 6))
-    )
-    monkeypatch.setattr(Pair, "costs", lambda *args, **options: None)
+    monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1,), (2, 3, 4), (5, 6)))
+    monkeypatch.setattr(Pair, "measure_costs", lambda *args, **options: None)
     model = small_llama()
     drafter = small_drafter()
     for expected in ((2, 3, 4), (5, 6)):
         monkeypatch.setattr(
-            "mlx_redrafter.pair.choose_row_counts", lambda *args, found=expected: found
+            "mlx_redrafter.setup.choose_fastest_class", lambda *args, found=expected: found
         )
         for _ in range(2):
-            assert Pair(model, drafter).choose_row_counts(Options(exact=True)) == (2, 3, 4)
+            assert choose_row_counts(Pair(model, drafter), Options(exact=True)) == (2, 3, 4)
 
 
 def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> Any:
         raise OSError("no costs")
 
-    monkeypatch.setattr(Pair, "find_row_classes", lambda *args, **options: ((1, 2), (3, 4)))
-    monkeypatch.setattr(Pair, "costs", fail)
+    monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1, 2), (3, 4)))
+    monkeypatch.setattr(Pair, "measure_costs", fail)
     model = small_llama()
     failures = list[Exception]()
     options = {"exact": True, "context": True, "max_tokens": 6}

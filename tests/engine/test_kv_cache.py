@@ -26,7 +26,7 @@ from toys import (
 
 from mlx_redrafter import RedrafterError, generate_step
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.model_parts import CapturePoint, capture, find_parts
+from mlx_redrafter.engine.model_parts import CapturePoint, capture, get_parts
 
 PROMPT = make_prompt(9)
 BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
@@ -143,7 +143,7 @@ def test_checks_detect_other_caches_and_wrapped_modules() -> None:
             )
     before = snapshot(model)
     assert (
-        capture([CapturePoint(find_parts(model).final_norm)], lambda: snapshot(model))[0]
+        capture([CapturePoint(get_parts(model).final_norm)], lambda: snapshot(model))[0]
         != before
         == snapshot(model)
     )

@@ -15,7 +15,7 @@ from mlx_lm.tuner.lora import LoRAEmbedding
 from small import randomised, small_drafter, small_llama
 
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
-from mlx_redrafter.generate import generate_step
+from mlx_redrafter.generation import generate_step
 
 PROMPT = [1, 2, 3]
 XTC = {"temp": 0.8, "xtc_probability": 0.5}

@@ -20,8 +20,8 @@ from toys import decode_steps, ids, make_model, make_prompt, run, scripted, with
 from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine import round as rounds
+from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import Step
 from mlx_redrafter.options import Options
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__", "__dlpack__", "__repr__",
@@ -70,7 +70,7 @@ def reads(events: list[str]) -> list[str]:
     return [name for name in events if name not in ("async_eval", "propose", "verify")]
 
 
-def start(plan: Any = "off", **options: Any) -> Iterator[Step]:
+def start(plan: Any = "off", **options: Any) -> Iterator[DecodedToken]:
     """Decodes without end; small models with heads wide enough for a quantized cache."""
     options = {"max_tokens": -1, "plan": plan} | options
     return decode_steps(
@@ -78,7 +78,7 @@ def start(plan: Any = "off", **options: Any) -> Iterator[Step]:
     )
 
 
-def run_rounds(steps: Iterator[Step], count: int, events: list[Any]) -> None:
+def run_rounds(steps: Iterator[DecodedToken], count: int, events: list[Any]) -> None:
     """Records rounds 1 to `count` in `events`."""
     assert next(steps).stats.rounds == 0
     events.clear()

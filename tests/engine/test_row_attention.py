@@ -8,7 +8,7 @@ import pytest
 from small import small_drafter, small_llama
 
 from mlx_redrafter import generate_step
-from mlx_redrafter.engine.row_attention import MOST_ROWS, attend_by_row
+from mlx_redrafter.engine.row_attention import MAX_DECODED_ROWS, attend_by_row
 
 KEYS = 80
 
@@ -69,7 +69,7 @@ def test_few_rows_are_computed_in_float32(
     assert mx.array_equal(out, exact.astype(dtype))
 
 
-@pytest.mark.parametrize("rows", [1, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, MAX_DECODED_ROWS + 1])
 def test_one_row_and_prompts_are_left_alone(dtypes: list[mx.Dtype], rows: int) -> None:
     out, exact = attend(rows, mx.bfloat16)
     assert dtypes == [mx.bfloat16, mx.float32]

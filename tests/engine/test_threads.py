@@ -31,7 +31,7 @@ from toys import (
 
 from mlx_redrafter import Session, generate_step
 from mlx_redrafter.checkpoints import evaluate
-from mlx_redrafter.engine.model_parts import CapturePoint, Recorder, capture, find_parts
+from mlx_redrafter.engine.model_parts import CapturePoint, Recorder, capture, get_parts
 from mlx_redrafter.engine.tree_attention import Nodes, build_with_nodes
 
 COUNT = 16
@@ -132,7 +132,7 @@ def test_another_thread_may_run_a_batch_meanwhile() -> None:
     )
     with workers(1) as (other,):
         built, (recorded,) = capture(
-            [CapturePoint(find_parts(model).final_norm)],
+            [CapturePoint(get_parts(model).final_norm)],
             lambda: build_with_nodes([], nodes, lambda _: other.submit(run_batch).result()),
         )
     assert (built.result, built.calls, recorded) == (expected, [], [])

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from small import small_llama
 
-from mlx_redrafter.engine.wired_limit import wired_limit
+from mlx_redrafter.machine.wired_limit import wired_limit
 
 
 def test_last_of_two_threads_restores_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

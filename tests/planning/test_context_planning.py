@@ -6,6 +6,7 @@ from cost_curves import ACCEPTANCE, START, make_costs
 
 from mlx_redrafter.drafters.context import Forecast
 from mlx_redrafter.engine.plan import CONTEXT_ONLY, Plan
+from mlx_redrafter.engine.planner import ObservedRound
 from mlx_redrafter.planning.planner import AutoPlanner
 
 LIKELY = Forecast(1.0, [0.95**depth for depth in range(1, 9)])
@@ -22,7 +23,8 @@ def decode_rounds(
     for _ in range(count):
         plan = planner.next_plan(START)
         made = tokens if plan else 1
-        planner.observe(plan, made, START, 0, None, from_context=from_context and plan is not None)
+        is_copied = from_context and plan is not None
+        planner.observe(ObservedRound(plan, made, START, from_context=is_copied))
         plans.append(plan)
     return plans
 

@@ -24,6 +24,7 @@ from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning import measure, store
 from mlx_redrafter.planning.costs import CostTable, interpolate, is_disturbed
 from mlx_redrafter.planning.measure import CONTEXTS, measure_costs
+from mlx_redrafter.setup import make_planner
 
 SMALL = CostTable(
     (64,), (1, 2, 3, 4, 5), ((1.0, 1.1, 1.1, 1.2, 1.2),), (1.0,), (1, 2), (0.01, 0.01), (0.0, 0.0)
@@ -184,28 +185,30 @@ def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: Path) -> None:
     pair = Pair(*make_pair())
-    first = pair.costs(trees=True)
-    assert pair.costs(trees=True) is first and measured == [True]
-    assert forget(pair).costs(trees=True) == first and measured == [True], "read from the disk"
-    chains = pair.costs(trees=False)
+    first = pair.measure_costs(trees=True)
+    assert pair.measure_costs(trees=True) is first and measured == [True]
+    assert forget(pair).measure_costs(trees=True) == first and measured == [True], (
+        "read from the disk"
+    )
+    chains = pair.measure_costs(trees=False)
     assert (chains.plain, chains.widths, measured) == ((2.0,), (1,), [True, False]), (
         "chains are measured separately"
     )
-    again = pair.costs(trees=True, refresh=True)
-    assert again.plain == (3.0,) and pair.costs(trees=True) is again
-    assert forget(pair).costs(trees=True) == again
+    again = pair.measure_costs(trees=True, refresh=True)
+    assert again.plain == (3.0,) and pair.measure_costs(trees=True) is again
+    assert forget(pair).measure_costs(trees=True) == again
     assert len(list(caches.rglob("*.json"))) == 2 and not list(caches.rglob("*partial*"))
 
 
 def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
     pair = Pair(*make_pair([[0.9, 0.05]]))
     planners = [
-        pair.make_planner(trees=True, chains_only=chains) for chains in (False, True, False)
+        make_planner(pair, trees=True, chains_only=chains) for chains in (False, True, False)
     ]
     assert measured == [True]
     chains = planners[1]
     assert chains.plans and all(plan.width == 1 for plan in chains.plans)
-    assert not Pair(*make_pair([[0.0]])).make_planner(trees=True).plans, "nothing can pay"
+    assert not make_planner(Pair(*make_pair([[0.0]])), trees=True).plans, "nothing can pay"
 
 
 @pytest.mark.parametrize(
@@ -214,10 +217,10 @@ def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
 )
 def test_a_damaged_file_is_measured_again(damaged: str, measured: list[bool], caches: Path) -> None:
     pair = Pair(*make_pair())
-    pair.costs(trees=True)
+    pair.measure_costs(trees=True)
     (file,) = caches.rglob("*.json")
     file.write_text(damaged)
-    assert forget(pair).costs(trees=True).plain == (2.0,) and len(measured) == 2
+    assert forget(pair).measure_costs(trees=True).plain == (2.0,) and len(measured) == 2
     assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "the new table was saved"
 
 
@@ -226,8 +229,8 @@ def test_a_disturbed_measurement_is_repeated_twice_at_most(
 ) -> None:
     monkeypatch.setattr(store, "is_disturbed", lambda costs: True)
     pair = Pair(*make_pair())
-    assert pair.costs(trees=True) is pair.costs(trees=True)
-    found = [forget(pair).costs(trees=True).plain for _ in range(4)]
+    assert pair.measure_costs(trees=True) is pair.measure_costs(trees=True)
+    found = [forget(pair).measure_costs(trees=True).plain for _ in range(4)]
     assert found == [(2.0,), (3.0,), (3.0,), (3.0,)] and len(measured) == 3
 
 
@@ -244,6 +247,6 @@ def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(store, "measure_costs", measure_slowly)
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(pair.costs, trees=True)
+        first = threads.submit(pair.measure_costs, trees=True)
         assert measuring.wait(60)
-        assert pair.costs(trees=True) is first.result(60) and len(counted) == 1
+        assert pair.measure_costs(trees=True) is first.result(60) and len(counted) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mlx_redrafter.planning.machine import describe_machine, find_memory_bytes
+from mlx_redrafter.machine.description import describe_machine, get_memory_bytes
 
 
 def test_the_machine_is_described() -> None:
@@ -12,4 +12,4 @@ def test_the_machine_is_described() -> None:
     assert {"device", "chip", "platform", "cores", "memory_gb", "python", "mlx", "mlx-lm"} <= set(
         found
     )
-    assert find_memory_bytes() > 1 << 28 and json.dumps(found)
+    assert get_memory_bytes() > 1 << 28 and json.dumps(found)

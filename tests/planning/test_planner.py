@@ -28,6 +28,7 @@ from toys import make_model
 
 from mlx_redrafter.engine import decode
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
+from mlx_redrafter.engine.planner import ObservedRound
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.acceptance import (
     MAX_RATE,
@@ -224,11 +225,11 @@ def test_the_pause_between_probes_doubles() -> None:
     plans = []
     for at in range(3000):
         plans.append(planner.next_plan(START + at))
-        planner.observe(plans[-1], 1, START + at, 0, None)
+        planner.observe(ObservedRound(plans[-1], 1, START + at))
     probes = [at for at, plan in enumerate(plans) if plan is not None and at > 100]
     pauses = [later - earlier for earlier, later in pairwise(probes)]
     assert pauses == sorted(pauses) and 2 * PROBE_EVERY < pauses[0] < pauses[-1] < 20 * PROBE_EVERY
-    planner.observe(plans[probes[-1]], 2, START + 3000, 0, None)
+    planner.observe(ObservedRound(plans[probes[-1]], 2, START + 3000))
     assert planner.next_plan(START + 3000) is not None, "a successful probe is followed by another"
 
 
@@ -304,9 +305,9 @@ def test_counts_are_saved_for_the_next_process(
     drafter = make_drafter(model)
 
     def read(own: Any) -> Any:
-        return Pair(model, own).history(drafted=True).counts.by_depth
+        return Pair(model, own).get_history(drafted=True).counts.by_depth
 
-    counts = Pair(model, drafter).history(drafted=True).counts
+    counts = Pair(model, drafter).get_history(drafted=True).counts
     assert not counts.by_depth
     for _ in range(40):
         counts.add([0.5, 0.5], 2)

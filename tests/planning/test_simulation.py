@@ -7,7 +7,7 @@ from cost_curves import simulate_text
 from families import make_family
 from toys import ids, make_prompt, run
 
-from mlx_redrafter.engine.decode import Planner
+from mlx_redrafter.engine.planner import Planner
 from mlx_redrafter.planning.costs import CostTable
 
 FREE = CostTable((1,), tuple(range(1, 17)), ((1.0,) * 16,), (1.0,), (1,), (1e-9,), (0.0, 0.0))

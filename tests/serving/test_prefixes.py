@@ -16,7 +16,7 @@ from mlx_redrafter.options import Options
 from mlx_redrafter.serving.completion import Service
 from mlx_redrafter.serving.prefixes import count_shared, find_prefix_lengths
 from mlx_redrafter.serving.worker import Worker
-from mlx_redrafter.session.chat_template import render
+from mlx_redrafter.text.chat_template import render
 
 LAWS = " ".join(f"Law {i}: keep {i * 7 % 101}." for i in range(40))
 CALL = {"type": "function", "function": {"name": "read", "arguments": {"path": "a"}}}

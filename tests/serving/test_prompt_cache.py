@@ -156,7 +156,7 @@ def test_the_newest_is_kept_even_if_it_is_too_large() -> None:
 def test_the_default_limit_is_half_of_the_remaining_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for usable, expected in ((100 << 30, 50 << 30), (1 << 30, 1 << 30)):
         monkeypatch.setattr(
-            prompt_cache, "find_usable_bytes", lambda usable=usable: usable + mx.get_active_memory()
+            prompt_cache, "get_usable_bytes", lambda usable=usable: usable + mx.get_active_memory()
         )
         assert find_default_bytes() == pytest.approx(expected, rel=1e-3)
 

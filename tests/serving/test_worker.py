@@ -34,7 +34,7 @@ from workers import (
 )
 
 from mlx_redrafter.drafters.draft_model import DraftModel
-from mlx_redrafter.engine.model_parts import find_context_length
+from mlx_redrafter.engine.model_parts import get_context_length
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving import rows, scheduler
 from mlx_redrafter.serving.errors import ApiError, GenerationFailed
@@ -635,8 +635,8 @@ def test_without_a_prompt_cache_everything_is_prefilled() -> None:
     [("llama", 512), ("llama-linear", 1024), ("llama-dynamic", 32), ("llama-yarn", 512)],
 )
 def test_the_context_length_comes_from_the_config(kind: str, length: int) -> None:
-    assert find_context_length(make_model(kind)) == length
-    assert find_context_length(make_family("mamba2")) is None
+    assert get_context_length(make_model(kind)) == length
+    assert get_context_length(make_family("mamba2")) is None
 
 
 def test_the_context_length_limits_prompt_and_answer() -> None:

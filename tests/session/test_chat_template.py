@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter import RedrafterError, Session
-from mlx_redrafter.session.chat_template import (
+from mlx_redrafter.text.chat_template import (
     encode_continuation,
     encode_conversation,
     encode_turn,

@@ -11,8 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from sessions import assert_fresh, make_model, make_session, plain_session
 
 from mlx_redrafter import RedrafterError
+from mlx_redrafter.machine.memory import measure_cache
 from mlx_redrafter.options import Options
-from mlx_redrafter.session.memory import measure_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -93,7 +93,7 @@ def test_the_system_message_is_never_trimmed() -> None:
 
 def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     session = plain_session(max_tokens=4)
-    monkeypatch.setattr("mlx_redrafter.session.session.find_free_bytes", lambda: budget(100))
+    monkeypatch.setattr("mlx_redrafter.session.session.get_free_bytes", lambda: budget(100))
     for _ in range(8):  # the session's own cache counts as available
         session.send("a" * 30)
     assert len(session.tokens) == 8 * 34

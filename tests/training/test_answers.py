@@ -16,7 +16,7 @@ from families import make_family
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import generate_step
-from mlx_redrafter.generate import encode_chat
+from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training import answers
 from mlx_redrafter.training.answers import Row, decode_rows, find_batch_size
 from mlx_redrafter.training.data import Text

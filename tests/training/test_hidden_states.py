@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from families import make_family
 
-from mlx_redrafter.engine.model_parts import CapturePoint, capture, find_parts
+from mlx_redrafter.engine.model_parts import CapturePoint, capture, get_parts
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training import hidden_states
 from mlx_redrafter.training.data import Text
@@ -26,7 +26,7 @@ def test_states_match_a_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     for text, given in zip(add_hidden_states(model, texts), texts, strict=True):
         assert text.ids is given.ids and text.offset == given.offset and text.states is not None
         call = partial(model, mx.array(given.ids[None, :-1]))
-        logits, (hidden,) = capture([CapturePoint(find_parts(model).final_norm)], call)
+        logits, (hidden,) = capture([CapturePoint(get_parts(model).final_norm)], call)
         assert np.allclose(text.states["hidden"], np.array(hidden[-1][0]), rtol=2e-3, atol=1e-3)
         law = np.array(mx.softmax(logits[0], axis=-1))[text.first_learned :]
         probs, ids = (text.states[name][text.first_learned :] for name in ("probs", "ids"))

@@ -20,7 +20,7 @@ from mlx_redrafter import generate_step, load_drafter
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters import TRAINABLE
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.generate import encode
+from mlx_redrafter.text.encoding import encode
 from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.loss import draft_loss

@@ -12,7 +12,7 @@ from small import CHAT, add_chat_template
 
 from mlx_redrafter import load_demo
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import encode_chat
+from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training import prompts
 from mlx_redrafter.training.answers import Row
 from mlx_redrafter.training.prompts import (

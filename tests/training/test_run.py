@@ -27,8 +27,8 @@ from mlx_redrafter.atomic_files import lock_file
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.engine.supported_models import REFUSED
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import encode
 from mlx_redrafter.pair import Findings
+from mlx_redrafter.text.encoding import encode
 from mlx_redrafter.training import data, plan, run, sources
 from mlx_redrafter.training.answers import MAX_BATCH_SIZE
 from mlx_redrafter.training.data import Text

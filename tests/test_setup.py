@@ -14,6 +14,7 @@ from small import small_drafter, small_llama
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.costs import CostTable
+from mlx_redrafter.setup import choose_setup, open_generation, prepare_cache
 
 COSTS = CostTable((64,), (1, 2, 4), ((1.0, 3.0, 5.0),), (1.0,), (1,), (1.0,), (0.0, 0.0))
 
@@ -35,22 +36,22 @@ COSTS = CostTable((64,), (1, 2, 4), ((1.0, 3.0, 5.0),), (1.0,), (1,), (1.0,), (0
 def test_notes_give_the_reason_for_not_drafting(
     options: dict[str, Any], notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pair, "costs", lambda self, **_: COSTS)
+    monkeypatch.setattr(Pair, "measure_costs", lambda self, **_: COSTS)
     pair = Pair(small_llama(), small_drafter())
-    found = pair.choose(Options(**options), pair.open_source()).notes
+    found = choose_setup(pair, Options(**options), pair.open_source()).notes
     assert len(found) == len(notes) and all(map(str.startswith, found, notes))
 
 
 def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     cheap = COSTS._replace(verify=((1.0, 1.0, 1.0),), level=(0.01,))
-    monkeypatch.setattr(Pair, "costs", lambda self, **_: cheap)
+    monkeypatch.setattr(Pair, "measure_costs", lambda self, **_: cheap)
     chains = make_family("qwen3_next")
     pair = Pair(chains, make_drafter(chains))
-    (note,) = pair.choose(Options(), pair.open_source()).notes
+    (note,) = choose_setup(pair, Options(), pair.open_source()).notes
     assert note.startswith(
         "chains, not trees: its cache (ArraysCache) takes tokens one after the other"
     )
-    (note,) = Pair(make_family("phi3small")).choose(Options()).notes
+    (note,) = choose_setup(Pair(make_family("phi3small")), Options()).notes
     assert note.startswith(
         "the context does not draft: cannot draft for phi3small: its block-sparse layers"
     )
@@ -64,19 +65,19 @@ def test_notes_name_the_ring_that_limits_exact_drafts(
     size: int, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        Pair, "find_row_classes", lambda *args, **_: ((1,),) if size < 76 else ((1, 2, 3),)
+        Pair, "get_row_classes", lambda *args, **_: ((1,),) if size < 76 else ((1, 2, 3),)
     )
     pair = Pair(small_llama())
     options = Options(exact=True, max_kv_size=size)
-    assert re.match(note, pair.choose(options).notes[0])
-    assert re.match(
-        note, pair.choose(Options(exact=True, prompt_cache=pair.find_cache(options))).notes[0]
-    )
+    given = Options(exact=True, prompt_cache=prepare_cache(pair, options))
+    assert re.match(note, choose_setup(pair, options).notes[0])
+    assert re.match(note, choose_setup(pair, given).notes[0])
 
 
 def decode(name: str, **options: Any) -> None:
     """Decodes three tokens."""
-    list(Pair(make_family(name)).open([1, 2, 3], Options(max_tokens=3, plan="off", **options)))
+    own = Options(max_tokens=3, plan="off", **options)
+    list(open_generation(Pair(make_family(name)), [1, 2, 3], own))
 
 
 @pytest.mark.parametrize(

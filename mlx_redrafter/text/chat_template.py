@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import RedrafterError, join_lines
-from ..generate import encode, is_text
+from .encoding import encode, is_text
 
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and other keys that the template supports."""

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from platformdirs import user_cache_path
 
-from ..engine.blas import LIBRARY, count_threads
+from .blas import LIBRARY, count_threads
 
 PACKAGES = ("mlx", "mlx-lm")
 KERNEL_VARIABLES = ("MLX_ENABLE_", "MLX_CUDA_", "MLX_METAL_", "MLX_SDPA_", "OPENBLAS_", "OMP_")
@@ -27,7 +27,7 @@ def describe_machine() -> dict[str, Any]:
         "chip": str(info.get("device_name") or info.get("architecture") or platform.processor()),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "memory_gb": round(find_memory_bytes() / 1e9, 1),
+        "memory_gb": round(get_memory_bytes() / 1e9, 1),
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
     }
@@ -41,22 +41,22 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def find_memory_bytes() -> int:
+def get_memory_bytes() -> int:
     """Bytes of device memory, or of system memory if MLX does not report it."""
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
     size = info.get("memory_size") or info.get("total_memory")
     return int(size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def find_usable_bytes() -> int:
+def get_usable_bytes() -> int:
     """Bytes that MLX can use without slowing down:
 
-    Metal's recommended working set, or else `find_memory_bytes`.
+    Metal's recommended working set, or else `get_memory_bytes`.
     """
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
-    return int(info.get("max_recommended_working_set_size") or find_memory_bytes())
+    return int(info.get("max_recommended_working_set_size") or get_memory_bytes())
 
 
-def find_cache_directory() -> Path:
+def get_cache_directory() -> Path:
     """The cache directory of this package; fails if the user has no home directory."""
     return user_cache_path("mlx_redrafter")

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from ..engine import kv_cache
 from ..engine.model_checks import make_cache
 from ..options import Options
-from ..planning.machine import find_usable_bytes
+from .description import get_usable_bytes
 
 MAX_LENGTH = 2**31
 """An upper limit on the tokens of a text."""
@@ -69,6 +69,6 @@ def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
     return CacheBytes(fixed, per_token, quantized, options.quantized_kv_start)
 
 
-def find_free_bytes() -> int:
+def get_free_bytes() -> int:
     """Bytes that MLX can still allocate on its default device without slowing down."""
-    return max(0, find_usable_bytes() - mx.get_active_memory())
+    return max(0, get_usable_bytes() - mx.get_active_memory())

@@ -1,0 +1,44 @@
+"""Encodes prompts as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ..engine.request_checks import check_prompt
+from ..errors import RedrafterError
+
+Prompt = str | Sequence[int] | mx.array
+"""A text, or token ids."""
+
+
+def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt.
+
+    Special tokens are added to a text unless it begins with the beginning-of-text token.
+    """
+    if not isinstance(prompt, str):
+        return cast(list[int], check_prompt(prompt).tolist())
+    if not is_text(prompt):
+        raise RedrafterError("the prompt is not UTF-8")
+    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+    return list(tokenizer.encode(prompt, add_special_tokens=special))
+
+
+def encode_chat(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+    """Token ids of a user message, or of messages, with the chat template if there is one."""
+    if not tokenizer.has_chat_template:
+        if not isinstance(prompt, str):
+            prompt = "\n".join(str(message.get("content", "")) for message in prompt)
+        return encode(tokenizer, prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    )
+
+
+def is_text(text: str) -> bool:
+    """Whether a text can be encoded as UTF-8; a shell may pass other bytes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
