@@ -14,9 +14,9 @@ from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
-from families import CONFIGS, make_family
-from toys import ScriptedContext, ids, make_prompt, run
 
+from helpers.families import CONFIGS, make_family
+from helpers.toys import ScriptedContext, ids, make_prompt, run
 from mlx_redrafter import setup
 from mlx_redrafter.engine.exactness import RowCounts
 from mlx_redrafter.engine.supported_models import CHAINS, REPLAYED, TREES

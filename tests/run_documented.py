@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from shell_blocks import ROOT, Block, shell_blocks
+from helpers.shell_blocks import ROOT, Block, shell_blocks
 
 DEMO = ROOT / "mlx_redrafter" / "demo"
 TARGET = "./demo-float32"  # in the copy of the checkout

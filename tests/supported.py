@@ -8,8 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from families import modules
-
+from helpers.families import modules
 from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

@@ -10,12 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from checkpoints import CONFIG, WEIGHTS, same, tensors
-from heads import KINDS, make_head
 from mlx_lm import utils
-from small import save_target, small_drafter, small_llama
-from toys import make_model, make_tokenizer
 
+from helpers.checkpoints import CONFIG, WEIGHTS, same, tensors
+from helpers.heads import KINDS, make_head
+from helpers.small import save_target, small_drafter, small_llama
+from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter import checkpoints
 from mlx_redrafter.checkpoints import load, load_drafter, save_drafter
 from mlx_redrafter.drafters.protocol import Drafter

@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
-from small import save_target, small_drafter, small_llama
-from toys import make_tokenizer
 
+from helpers.small import save_target, small_drafter, small_llama
+from helpers.toys import make_tokenizer
 from mlx_redrafter.arguments import make_parser
 from mlx_redrafter.checkpoints import list_weights, load_pair, load_target, save_drafter
 from mlx_redrafter.demo import DIRECTORY

@@ -8,7 +8,8 @@ import shutil
 import subprocess
 
 import pytest
-from shell_blocks import Block, shell_blocks
+
+from helpers.shell_blocks import Block, shell_blocks
 
 BLOCKS = shell_blocks()
 ZSH = shutil.which("zsh")

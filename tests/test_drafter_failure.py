@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from cost_curves import make_costs
-from grids import pairs
-from small import small_drafter
-from toys import Broken, fail_at, make_model, make_prompt, make_tokenizer
 
+from helpers.cost_curves import make_costs
+from helpers.grids import pairs
+from helpers.small import small_drafter
+from helpers.toys import Broken, fail_at, make_model, make_prompt, make_tokenizer
 from mlx_redrafter import GenerationResponse, Session, stream_generate
 from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.pair import Pair

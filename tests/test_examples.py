@@ -15,10 +15,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.utils import load_model
-from small import small_llama
 
 from examples import side_by_side, terminal_ui, timer
 from examples.demo import corpus, drafter, edits, report
+from helpers.small import small_llama
 from mlx_redrafter import Session, load_demo, load_drafter
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs

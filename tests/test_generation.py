@@ -12,8 +12,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from small import small_drafter
-from toys import (
+
+from helpers.small import small_drafter
+from helpers.toys import (
     BEAMS,
     SCRIPTS,
     VOCAB,
@@ -25,7 +26,6 @@ from toys import (
     run,
     with_plain,
 )
-
 from mlx_redrafter import GenerationResponse, RedrafterError, generate, stream_generate
 from mlx_redrafter.engine.types import Tree
 from mlx_redrafter.generation import format_summary

@@ -17,7 +17,19 @@ from mlx_redrafter.drafters import TRAINABLE
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {"cli", "serving", "training"}
-ABOVE = {"planning", "session", "generate", "options", "checkpoints", "arguments", *COMMANDS}
+ABOVE = {
+    "arguments",
+    "checkpoints",
+    "generation",
+    "machine",
+    "options",
+    "pair",
+    "planning",
+    "session",
+    "setup",
+    "text",
+    *COMMANDS,
+}
 Imports = dict[str, set[str]]
 
 

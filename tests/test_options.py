@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from small import small_drafter
-from toys import make_model, make_tokenizer
 
+from helpers.small import small_drafter
+from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter import RedrafterError, Session, generate, generate_step
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.options import AUTO, OPTION_FLAGS, Options, add_options

@@ -6,11 +6,11 @@ import re
 from typing import Any
 
 import pytest
-from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
-from sessions import make_drafter
-from small import small_drafter, small_llama
 
+from helpers.families import make_family
+from helpers.sessions import make_drafter
+from helpers.small import small_drafter, small_llama
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.costs import CostTable

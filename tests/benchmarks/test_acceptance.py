@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from bench_records import MACHINE, parse_flags
-from small import small_drafter, small_llama
 
 from benchmarks import acceptance, run, tables
 from benchmarks.models import Prompt, Workload
+from helpers.bench_records import MACHINE, parse_flags
+from helpers.small import small_drafter, small_llama
 from mlx_redrafter.errors import RedrafterError
 
 PROMPTS = [[1, 2, 3], [4, 5]]

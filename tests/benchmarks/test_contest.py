@@ -10,8 +10,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from bench_records import MACHINE, make_costs, parse_flags
-from small import small_drafter, small_llama
 
 from benchmarks import contest, contestants, run
 from benchmarks.contest import compare_contestants
@@ -19,6 +17,8 @@ from benchmarks.contestants import Contestant, Settings, make_contestants, make_
 from benchmarks.models import Prompt, Workload, count_bytes
 from benchmarks.records import find_problem, read_records
 from benchmarks.tables import CONTEXT, DRAFT_MODEL, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
+from helpers.bench_records import MACHINE, make_costs, parse_flags
+from helpers.small import small_drafter, small_llama
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
 

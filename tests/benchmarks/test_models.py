@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
-from bench_records import parse_flags
-from small import small_llama
 
 from benchmarks import run
 from benchmarks.models import count_bytes, count_bytes_read, find_prompts, open_workload
+from helpers.bench_records import parse_flags
+from helpers.small import small_llama
 from mlx_redrafter import load_demo
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_records import MACHINE, make_costs, make_line, make_speed
 
 from benchmarks import records
 from benchmarks.records import (
@@ -21,6 +20,7 @@ from benchmarks.records import (
     stamp,
     write_records,
 )
+from helpers.bench_records import MACHINE, make_costs, make_line, make_speed
 from mlx_redrafter.errors import RedrafterError
 
 

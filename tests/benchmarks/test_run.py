@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_records import MACHINE, make_costs
 
 from benchmarks import run
 from benchmarks.records import find_problem
 from benchmarks.run import run_suite
+from helpers.bench_records import MACHINE, make_costs
 from mlx_redrafter.errors import RedrafterError
 
 

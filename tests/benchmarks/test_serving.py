@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small import save_target, small_llama
-from toys import make_tokenizer
 
 from benchmarks.serving import OURS, THEIRS, start_server
+from helpers.small import save_target, small_llama
+from helpers.toys import make_tokenizer
 from mlx_redrafter.errors import RedrafterError
 
 

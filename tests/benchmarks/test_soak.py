@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from bench_records import parse_flags
 
 from benchmarks import soak
 from benchmarks.soak import decode_expected, find_growth
+from helpers.bench_records import parse_flags
 
 
 @pytest.mark.slow

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_records import MACHINE, make_costs, make_speed, parse_flags
-from small import make_byte_tokenizer, small_drafter, small_llama
 
 from benchmarks import specbench
 from benchmarks.models import Workload
 from benchmarks.records import read_records
 from benchmarks.specbench import choose_questions, make_kind_rows, make_prompts, read_questions
+from helpers.bench_records import MACHINE, make_costs, make_speed, parse_flags
+from helpers.small import make_byte_tokenizer, small_drafter, small_llama
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},

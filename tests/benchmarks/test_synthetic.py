@@ -8,10 +8,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import pytest
-from bench_records import make_costs, parse_flags
 from mlx.utils import tree_flatten
-from small import small_drafter, small_llama
-from toys import decode_steps
 
 from benchmarks import contest, synthetic
 from benchmarks.models import Workload
@@ -25,6 +22,9 @@ from benchmarks.synthetic import (
     make_config,
     make_target,
 )
+from helpers.bench_records import make_costs, parse_flags
+from helpers.small import small_drafter, small_llama
+from helpers.toys import decode_steps
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError

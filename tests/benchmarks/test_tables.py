@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from bench_records import MACHINE, make_costs, make_line, make_speed
 
 from benchmarks.records import Results
 from benchmarks.report import TABLES, find_limit, place_tables
 from benchmarks.tables import format_cell, format_markdown, format_text
+from helpers.bench_records import MACHINE, make_costs, make_line, make_speed
 from mlx_redrafter.errors import RedrafterError
 
 PLAIN = make_line(make_speed("plain", "off", 1.0))

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small import make_byte_tokenizer, save_target, small_drafter, small_llama
 
+from helpers.small import make_byte_tokenizer, save_target, small_drafter, small_llama
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.main import main
 

@@ -18,8 +18,8 @@ from unittest.mock import Mock
 
 import pytest
 from mlx_lm.chat import setup_arg_parser
-from sessions import make_session
 
+from helpers.sessions import make_session
 from mlx_redrafter import Session, load_demo
 from mlx_redrafter.cli import chat
 from mlx_redrafter.cli.chat import COLOURS, DEFAULT_COLOUR, Screen

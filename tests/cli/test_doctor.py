@@ -9,13 +9,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from cost_curves import make_costs
-from families import make_family
-from heads import make_head
-from sessions import make_drafter
-from small import small_drafter, small_llama
-from toys import make_model, make_tokenizer
 
+from helpers.cost_curves import make_costs
+from helpers.families import make_family
+from helpers.heads import make_head
+from helpers.sessions import make_drafter
+from helpers.small import small_drafter, small_llama
+from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.doctor import diagnose, format_report
 from mlx_redrafter.drafters.draft_model import DraftModel

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
-from toys import make_model, make_tokenizer
 
 import mlx_redrafter
 from benchmarks.records import stamp
+from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter.cli import generate
 from mlx_redrafter.cli import main as cli
 

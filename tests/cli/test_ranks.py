@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import PATIENCE, TESTS, start_ranks, wait_for_ranks
+
+from helpers.launch import PATIENCE, TESTS, start_ranks, wait_for_ranks
 
 Run = Callable[..., tuple[int, str, str]]
 FLAGS = ["--max-tokens", "24", "--draft-depth", "2", "--context"]

@@ -10,8 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from checkpoints import apple, make, same, tensors
 
+from helpers.checkpoints import apple, make, same, tensors
 from mlx_redrafter.checkpoints import load_drafter
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,12 +14,22 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from cached import CACHED_KINDS, make_cached
-from checkpoints import CONFIG, WEIGHTS, apple, command, is_identical, make, refused, same, tensors
-from heads import KINDS, draft_logits, make_head
 from mlx_lm.utils import dequantize_model
-from published import publish
 
+from helpers.cached import CACHED_KINDS, make_cached
+from helpers.checkpoints import (
+    CONFIG,
+    WEIGHTS,
+    apple,
+    command,
+    is_identical,
+    make,
+    refused,
+    same,
+    tensors,
+)
+from helpers.heads import KINDS, draft_logits, make_head
+from helpers.published import publish
 from mlx_redrafter import generate_step, load_demo, load_drafter
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.convert import conversion

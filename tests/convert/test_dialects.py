@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cached import feed_states, make_target
-from checkpoints import base, load_golden, prefixed, same, tensors
-from heads import draft_logits
 from mlx.utils import tree_flatten
-from published import Arrays, publish, read_golden
 
+from helpers.cached import feed_states, make_target
+from helpers.checkpoints import base, load_golden, prefixed, same, tensors
+from helpers.heads import draft_logits
+from helpers.published import Arrays, publish, read_golden
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.block import find_architecture, find_layer_masks

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import CONFIG, WEIGHTS, apple, command, make, ranks, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.checkpoints import CONFIG, WEIGHTS, apple, command, make, ranks, tensors
 from mlx_redrafter.checkpoints import load_drafter
 
 TINY = tensors(make(hidden=4, vocab=6, exit_dim=8))

@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cached import feed_states, make_target
-from checkpoints import load_golden, refused, same, tensors
-from heads import draft_logits
-from published import GOLDEN, Arrays, list_golden, publish, read_golden
-from small import save_target, small_llama
-from toys import make_tokenizer
 
+from helpers.cached import feed_states, make_target
+from helpers.checkpoints import load_golden, refused, same, tensors
+from helpers.heads import draft_logits
+from helpers.published import GOLDEN, Arrays, list_golden, publish, read_golden
+from helpers.small import save_target, small_llama
+from helpers.toys import make_tokenizer
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.protocol import Drafter

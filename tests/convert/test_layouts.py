@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import (
+
+from helpers.checkpoints import (
     CONFIG,
     FORMS,
     VARIANTS,
@@ -26,9 +27,8 @@ from checkpoints import (
     shard,
     tensors,
 )
-from published import publish
-from small import partial_drafter, small_drafter
-
+from helpers.published import publish
+from helpers.small import partial_drafter, small_drafter
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 

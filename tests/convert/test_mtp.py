@@ -12,13 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from cached import LAYERS, make_cached, name_as_published, save_base
-from checkpoints import INDEX, base, refused, same, save, tensors
-from families import CONFIGS, make_family
-from published import Arrays, publish, read_golden
-from small import randomised
-from toys import assert_same_steps, make_prompt, run
 
+from helpers.cached import LAYERS, make_cached, name_as_published, save_base
+from helpers.checkpoints import INDEX, base, refused, same, save, tensors
+from helpers.families import CONFIGS, make_family
+from helpers.published import Arrays, publish, read_golden
+from helpers.small import randomised
+from helpers.toys import assert_same_steps, make_prompt, run
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters import mtp

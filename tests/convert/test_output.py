@@ -15,8 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import CONFIG, WEIGHTS, apple, command, is_identical, make, refused, tensors
 
+from helpers.checkpoints import (
+    CONFIG,
+    WEIGHTS,
+    apple,
+    command,
+    is_identical,
+    make,
+    refused,
+    tensors,
+)
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.convert import output
 from mlx_redrafter.convert.conversion import convert

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import (
+
+from helpers.checkpoints import (
     WEIGHTS,
     Arrays,
     Trap,
@@ -28,7 +29,6 @@ from checkpoints import (
     trainer,
     trap,
 )
-
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError
 

@@ -13,8 +13,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cached import make_cached, name_as_published, save_base
-from checkpoints import (
+
+from helpers.cached import make_cached, name_as_published, save_base
+from helpers.checkpoints import (
     CONFIG,
     INDEX,
     WEIGHTS,
@@ -28,9 +29,8 @@ from checkpoints import (
     save,
     tensors,
 )
-from published import publish, read_golden
-from small import partial_drafter, small_drafter
-
+from helpers.published import publish, read_golden
+from helpers.small import partial_drafter, small_drafter
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.errors import RedrafterError
 

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cached import make_cached, name_as_published, save_base
-from checkpoints import (
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from helpers.cached import make_cached, name_as_published, save_base
+from helpers.checkpoints import (
     CONFIG,
     FORMS,
     INDEX,
@@ -26,9 +28,7 @@ from checkpoints import (
     tensors,
     trap,
 )
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-from published import publish
-
+from helpers.published import publish
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters import loading

@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cached import BLOCK_KINDS, Reading, make_cached
-from families import make_family
-from small import small_llama
-from toys import ids, make_model, make_prompt, run
 
+from helpers.cached import BLOCK_KINDS, Reading, make_cached
+from helpers.families import make_family
+from helpers.small import small_llama
+from helpers.toys import ids, make_model, make_prompt, run
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import get_model_sizes

@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cached import CACHED_KINDS, Reading, make_cached
 from mlx_lm.models.cache import make_prompt_cache
-from toys import ids, make_model, make_prompt, run
 
+from helpers.cached import CACHED_KINDS, Reading, make_cached
+from helpers.toys import ids, make_model, make_prompt, run
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import get_model_sizes

@@ -12,10 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import make_family
-from grids import pairs
 from mlx_lm.models.cache import make_prompt_cache
-from toys import (
+
+from helpers.families import make_family
+from helpers.grids import pairs
+from helpers.toys import (
     ScriptedContext,
     assert_same_cache,
     assert_same_steps,
@@ -26,7 +27,6 @@ from toys import (
     run,
     with_plain,
 )
-
 from mlx_redrafter import pair
 from mlx_redrafter.drafters import context
 from mlx_redrafter.drafters.context import MAX_MATCH, MAX_PROPOSAL, ContextSource

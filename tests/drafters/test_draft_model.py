@@ -12,13 +12,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from cost_curves import make_costs
-from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
-from sessions import FAMILIES, chat_tokenizer
-from sessions import make_model as make_shared
-from small import save_target, small_llama
-from toys import (
+
+from helpers.cost_curves import make_costs
+from helpers.families import make_family
+from helpers.sessions import FAMILIES, chat_tokenizer
+from helpers.sessions import make_model as make_shared
+from helpers.small import save_target, small_llama
+from helpers.toys import (
     ScriptedContext,
     assert_same_cache,
     assert_same_steps,
@@ -29,7 +30,6 @@ from toys import (
     make_tokenizer,
     run,
 )
-
 from mlx_redrafter import (
     CheckpointError,
     RedrafterError,

@@ -13,14 +13,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from cached import BLOCK_KINDS, CACHED_KINDS, make_cached
-from cost_curves import make_costs
-from families import make_family
-from heads import KINDS, make_head
 from mlx_lm.models.cache import make_prompt_cache
-from small import partial_drafter, small_drafter
-from toys import assert_same_cache, assert_same_steps, ids, make_model, make_prompt, run
 
+from helpers.cached import BLOCK_KINDS, CACHED_KINDS, make_cached
+from helpers.cost_curves import make_costs
+from helpers.families import make_family
+from helpers.heads import KINDS, make_head
+from helpers.small import partial_drafter, small_drafter
+from helpers.toys import assert_same_cache, assert_same_steps, ids, make_model, make_prompt, run
 from mlx_redrafter.drafters.protocol import Drafter, Embed
 from mlx_redrafter.engine.beam_search import Advance
 from mlx_redrafter.engine.model_parts import get_model_sizes, get_parts

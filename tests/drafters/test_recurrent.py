@@ -8,8 +8,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from small import hypotheses, partial_drafter, small_drafter, small_llama
 
+from helpers.small import hypotheses, partial_drafter, small_drafter, small_llama
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.beam_search import search

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from sessions import FAMILIES, chat_tokenizer, make_model
-from toys import CachingDrafter, CachingSource, ids, make_prompt, run
-from toys import make_model as make_llama
 
+from helpers.sessions import FAMILIES, chat_tokenizer, make_model
+from helpers.toys import CachingDrafter, CachingSource, ids, make_prompt, run
+from helpers.toys import make_model as make_llama
 from mlx_redrafter import Session
 
 TURNS = ("abc", "de", "fghij")

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 
 import pytest
-from cached import CACHED_KINDS, make_cached
-from heads import KINDS, make_head
 from mlx_lm.models.cache import make_prompt_cache
-from small import small_llama
-from threads import workers
-from toys import make_tokenizer
 
+from helpers.cached import CACHED_KINDS, make_cached
+from helpers.heads import KINDS, make_head
+from helpers.small import small_llama
+from helpers.threads import workers
+from helpers.toys import make_tokenizer
 from mlx_redrafter import Session, generate_step
 from mlx_redrafter.checkpoints import evaluate
 from mlx_redrafter.drafters.draft_model import DraftModel

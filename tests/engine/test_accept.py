@@ -8,8 +8,8 @@ from itertools import product
 
 import mlx.core as mx
 import pytest
-from small import make_tree
 
+from helpers.small import make_tree
 from mlx_redrafter.engine.accept import accept, accept_chain
 from mlx_redrafter.engine.types import Accepted, Tree
 

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from small import hypotheses, random_advance
 
+from helpers.small import hypotheses, random_advance
 from mlx_redrafter.engine.beam_search import BLOCK, draft_chain, search, top_w
 
 

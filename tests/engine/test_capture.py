@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import WIDE_STREAMS, make_family
 from mlx_lm.models.cache import make_prompt_cache
-from small import make_tree
-from toys import make_model
 
+from helpers.families import WIDE_STREAMS, make_family
+from helpers.small import make_tree
+from helpers.toys import make_model
 from mlx_redrafter.engine.model_parts import AFTER_NORM, BEFORE_NORM, check_states
 from mlx_redrafter.engine.supported_models import REPLAYED, TREES
 from mlx_redrafter.engine.target import Target

@@ -14,12 +14,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import CONFIGS, WIDE_STREAMS, make_family, modules
-from grids import pairs
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from small import make_tree
 from supported import PAGE, insert_table, rows
-from toys import (
+
+from helpers.families import CONFIGS, WIDE_STREAMS, make_family, modules
+from helpers.grids import pairs
+from helpers.small import make_tree
+from helpers.toys import (
     CachingDrafter,
     ScriptedContext,
     assert_same_cache,
@@ -30,7 +31,6 @@ from toys import (
     record_hidden_states,
     run,
 )
-
 from mlx_redrafter import pair
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import kv_cache

@@ -7,10 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from toys import (
+
+from helpers.families import make_family
+from helpers.toys import (
     Broken,
     assert_same_cache,
     decode_steps,
@@ -21,7 +22,6 @@ from toys import (
     run,
     with_plain,
 )
-
 from mlx_redrafter.engine.decode import CLEAR_EVERY, Decoder
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.planner import ObservedRound, Planner

@@ -16,9 +16,9 @@ import mlx.nn as nn
 import pytest
 from exact import DTYPES, compare_rows, make_long_family
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
-from small import small_drafter, small_llama
-from toys import ScriptedContext, ids, make_model, make_prompt, run
 
+from helpers.small import small_drafter, small_llama
+from helpers.toys import ScriptedContext, ids, make_model, make_prompt, run
 from mlx_redrafter import setup
 from mlx_redrafter.engine.exactness import (
     MAX_COMPARED_ROWS,

@@ -8,11 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import make_family
-from grammars import Stuck, ToyGrammar, decode_plainly, decode_rounds, start_rounds
-from grids import pairs
 from mlx_lm.sample_utils import make_logits_processors
-from toys import make_follower, make_model, make_prompt, record_hidden_states
+
+from helpers.families import make_family
+from helpers.grammars import Stuck, ToyGrammar, decode_plainly, decode_rounds, start_rounds
+from helpers.grids import pairs
+from helpers.toys import make_follower, make_model, make_prompt, record_hidden_states
 
 PROMPT = make_prompt(9)
 COUNT = 60

@@ -9,11 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import make_family
-from grids import pairs
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from toys import (
+
+from helpers.families import make_family
+from helpers.grids import pairs
+from helpers.toys import (
     Scripted,
     assert_same_cache,
     ids,
@@ -23,7 +24,6 @@ from toys import (
     snapshot,
     with_plain,
 )
-
 from mlx_redrafter import RedrafterError, generate_step
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.model_parts import CapturePoint, capture, get_parts

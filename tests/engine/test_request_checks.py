@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.lora import LoRAEmbedding
-from small import randomised, small_drafter, small_llama
 
+from helpers.small import randomised, small_drafter, small_llama
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.generation import generate_step
 

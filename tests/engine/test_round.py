@@ -11,12 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cached import CACHED_KINDS, make_cached
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from small import small_drafter, small_llama
-from toys import decode_steps, ids, make_model, make_prompt, run, scripted, with_plain
 
+from helpers.cached import CACHED_KINDS, make_cached
+from helpers.small import small_drafter, small_llama
+from helpers.toys import decode_steps, ids, make_model, make_prompt, run, scripted, with_plain
 from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine import round as rounds

@@ -5,8 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from small import small_drafter, small_llama
 
+from helpers.small import small_drafter, small_llama
 from mlx_redrafter import generate_step
 from mlx_redrafter.engine.row_attention import MAX_DECODED_ROWS, attend_by_row
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
-from toys import make_model, make_prompt, run
 
+from helpers.toys import make_model, make_prompt, run
 from mlx_redrafter.engine.sampling import Sampler, make_sampler
 
 VOCAB = 6

@@ -12,11 +12,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from cached import make_cached
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from threads import workers
-from toys import (
+
+from helpers.cached import make_cached
+from helpers.threads import workers
+from helpers.toys import (
     VOCAB,
     Scripted,
     assert_same_cache,
@@ -28,7 +29,6 @@ from toys import (
     scripted,
     snapshot,
 )
-
 from mlx_redrafter import Session, generate_step
 from mlx_redrafter.checkpoints import evaluate
 from mlx_redrafter.engine.model_parts import CapturePoint, Recorder, capture, get_parts

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
-from small import CAT, DOG, RAN, SAT, THE, example_beams, make_tree, random_advance
 
+from helpers.small import CAT, DOG, RAN, SAT, THE, example_beams, make_tree, random_advance
 from mlx_redrafter.engine.beam_search import search
 from mlx_redrafter.engine.tree import chain, grow, merge, prune
 from mlx_redrafter.engine.types import Beams, Tree

@@ -9,9 +9,9 @@ from itertools import product
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
-from small import make_tree
-from toys import KINDS, VOCAB, make_model, make_prompt
 
+from helpers.small import make_tree
+from helpers.toys import KINDS, VOCAB, make_model, make_prompt
 from mlx_redrafter.engine.target import KVQuantization, Target
 from mlx_redrafter.engine.types import Tree
 

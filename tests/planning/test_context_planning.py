@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cost_curves import ACCEPTANCE, START, make_costs
-
+from helpers.cost_curves import ACCEPTANCE, START, make_costs
 from mlx_redrafter.drafters.context import Forecast
 from mlx_redrafter.engine.plan import CONTEXT_ONLY, Plan
 from mlx_redrafter.engine.planner import ObservedRound

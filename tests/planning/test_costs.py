@@ -11,12 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cached import make_cached
-from cost_curves import CURVES, make_costs
-from families import make_family
-from sessions import make_drafter
-from toys import make_model
 
+from helpers.cached import make_cached
+from helpers.cost_curves import CURVES, make_costs
+from helpers.families import make_family
+from helpers.sessions import make_drafter
+from helpers.toys import make_model
 from mlx_redrafter.drafters.block import BlockSource
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan, chain_plan

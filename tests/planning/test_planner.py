@@ -9,7 +9,9 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from cost_curves import (
+from mlx.utils import tree_map
+
+from helpers.cost_curves import (
     ACCEPTANCE,
     CURVES,
     START,
@@ -21,11 +23,9 @@ from cost_curves import (
     simulate_auto,
     simulate_text,
 )
-from grids import pairs
-from mlx.utils import tree_map
-from sessions import make_drafter
-from toys import make_model
-
+from helpers.grids import pairs
+from helpers.sessions import make_drafter
+from helpers.toys import make_model
 from mlx_redrafter.engine import decode
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
 from mlx_redrafter.engine.planner import ObservedRound

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from cost_curves import simulate_text
-from families import make_family
-from toys import ids, make_prompt, run
 
+from helpers.cost_curves import simulate_text
+from helpers.families import make_family
+from helpers.toys import ids, make_prompt, run
 from mlx_redrafter.engine.planner import Planner
 from mlx_redrafter.planning.costs import CostTable
 

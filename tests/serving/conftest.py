@@ -8,8 +8,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from servers import PATIENCE, Running, Scripted, save_tokenizer, start_demo, start_scripted
 
+from helpers.servers import PATIENCE, Running, Scripted, save_tokenizer, start_demo, start_scripted
 from mlx_redrafter import load_demo
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from servers import Scripted, ask, events_of
+
+from helpers.servers import Scripted, ask, events_of
 
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -6,7 +6,8 @@ from typing import Any
 
 import anthropic
 import pytest
-from servers import USER, Scripted, ask
+
+from helpers.servers import USER, Scripted, ask
 
 SHELL: Any = {"name": "shell", "description": "Run it.", "input_schema": {"type": "object"}}
 CALL = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>'

@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import make_family
-from grids import pairs
 from mlx.utils import tree_flatten, tree_map
-from toys import make_model
 
+from helpers.families import make_family
+from helpers.grids import pairs
+from helpers.toys import make_model
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.batchable import PREFILL_ROWS, count_prefill_rows
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
-from servers import until
-from toys import make_model, make_prompt
-from workers import (
+
+from helpers.families import make_family
+from helpers.servers import until
+from helpers.toys import make_model, make_prompt
+from helpers.workers import (
     FAMILIES,
     SHARING,
     ask,
@@ -24,7 +25,6 @@ from workers import (
     running,
     tokens_of,
 )
-
 from mlx_redrafter import RedrafterError
 from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.options import Options

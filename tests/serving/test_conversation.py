@@ -8,8 +8,17 @@ from typing import Any
 
 import openai
 import pytest
-from servers import BODIES, USER, Reply, Running, Scripted, ask, save_tokenizer, start_scripted
 
+from helpers.servers import (
+    BODIES,
+    USER,
+    Reply,
+    Running,
+    Scripted,
+    ask,
+    save_tokenizer,
+    start_scripted,
+)
 from mlx_redrafter.serving.conversation import arrange
 
 IMAGE: dict[str, dict[str, Any]] = {

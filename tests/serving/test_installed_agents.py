@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Scripted, ScriptedRequest, ScriptedWorker
+
+from helpers.servers import Scripted, ScriptedRequest, ScriptedWorker
 
 pytestmark = [
     pytest.mark.npm,

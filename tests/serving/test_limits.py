@@ -10,7 +10,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from servers import (
+
+from helpers.servers import (
     BODIES,
     PATIENCE,
     USER,
@@ -25,8 +26,7 @@ from servers import (
     start_scripted,
     until,
 )
-from workers import count
-
+from helpers.workers import count
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving import app
 from mlx_redrafter.serving.command import make_parser

@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from servers import USER, Running, Scripted, ask, start_scripted
-from workers import count
 
+from helpers.servers import USER, Running, Scripted, ask, start_scripted
+from helpers.workers import count
 from mlx_redrafter import stream_generate
 
 TEXT = "/v1/completions"

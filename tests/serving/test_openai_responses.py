@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import openai
-from servers import Scripted
+
+from helpers.servers import Scripted
 
 SHELL = {
     "type": "function",

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from families import make_family
-from servers import Running, ask, parse_flags, start_server
-from sessions import chat_tokenizer as letter_tokenizer
 
+from helpers.families import make_family
+from helpers.servers import Running, ask, parse_flags, start_server
+from helpers.sessions import chat_tokenizer as letter_tokenizer
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.completion import Service
 from mlx_redrafter.serving.prefixes import count_shared, find_prefix_lengths

@@ -17,7 +17,8 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from servers import PATIENCE
+
+from helpers.servers import PATIENCE
 
 ROOT = Path(__file__).parent.parent.parent
 ENDLESS = {"stream": True, "max_tokens": 1800, "logit_bias": {"0": -100}}

@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from families import make_family
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
-from toys import assert_same_cache, make_model
 
+from helpers.families import make_family
+from helpers.toys import assert_same_cache, make_model
 from mlx_redrafter.serving import prompt_cache
 from mlx_redrafter.serving.prompt_cache import PromptCache, find_default_bytes
 

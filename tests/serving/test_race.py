@@ -17,7 +17,8 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from servers import (
+
+from helpers.servers import (
     Running,
     Scripted,
     ask,
@@ -27,7 +28,6 @@ from servers import (
     start_server,
     until,
 )
-
 from mlx_redrafter import stream_generate
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.serving import race

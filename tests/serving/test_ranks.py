@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import make_family
-from launch import start_ranks, wait_for_ranks
-from servers import (
+
+from helpers.families import make_family
+from helpers.launch import start_ranks, wait_for_ranks
+from helpers.servers import (
     PATIENCE,
     Running,
     ask,
@@ -26,8 +27,7 @@ from servers import (
     start_server,
     until,
 )
-from small import make_byte_tokenizer, save_target, small_drafter
-
+from helpers.small import make_byte_tokenizer, save_target, small_drafter
 from mlx_redrafter import ranks
 from mlx_redrafter.checkpoints import list_weights, save_drafter
 from mlx_redrafter.serving.process import load_service

@@ -7,15 +7,15 @@ import math
 from typing import Any
 
 import pytest
-import servers
 from anthropic.types.beta import message_create_params as beta_message_params
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
-from servers import USER, Running, Scripted, ask
 
+from helpers import servers
+from helpers.servers import USER, Running, Scripted, ask
 from mlx_redrafter.serving.app import APIS
 
 CHAT: dict[str, Any] = {"messages": USER}

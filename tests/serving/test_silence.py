@@ -9,8 +9,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from servers import BODIES, USER, Scripted, ScriptedWorker, send_request, until
 
+from helpers.servers import BODIES, USER, Scripted, ScriptedWorker, send_request, until
 from mlx_redrafter.serving import app
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

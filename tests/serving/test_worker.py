@@ -10,14 +10,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cached import make_cached
-from families import make_family
-from grammars import ToyGrammar, mask_history
-from grids import pairs
 from mlx_lm.sample_utils import make_logits_processors
-from sessions import make_drafter
-from toys import VOCAB, fail_at, ids, make_model, make_prompt, run, with_plain
-from workers import (
+
+from helpers.cached import make_cached
+from helpers.families import make_family
+from helpers.grammars import ToyGrammar, mask_history
+from helpers.grids import pairs
+from helpers.sessions import make_drafter
+from helpers.toys import VOCAB, fail_at, ids, make_model, make_prompt, run, with_plain
+from helpers.workers import (
     FAMILIES,
     SHARING,
     TURNS,
@@ -32,7 +33,6 @@ from workers import (
     running,
     tokens_of,
 )
-
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import get_context_length
 from mlx_redrafter.options import Options

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
-from sessions import FAMILIES, make_model, make_session
 
+from helpers.sessions import FAMILIES, make_model, make_session
 from mlx_redrafter import RedrafterError, Session
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")

@@ -13,12 +13,19 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
-import toys
 from mlx_lm.sample_utils import make_logits_processors
-from sessions import FAMILIES, assert_fresh, chat_tokenizer, make_model, make_session, plain_session
-from small import save_target
-from threads import workers
 
+from helpers import toys
+from helpers.sessions import (
+    FAMILIES,
+    assert_fresh,
+    chat_tokenizer,
+    make_model,
+    make_session,
+    plain_session,
+)
+from helpers.small import save_target
+from helpers.threads import workers
 from mlx_redrafter import RedrafterError, Session, load, load_demo, stream_generate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")

@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from small import make_byte_tokenizer, save_target, small_llama
 
+from helpers.small import make_byte_tokenizer, save_target, small_llama
 from mlx_redrafter import load_demo
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.training import run, sources, trainer

@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from families import make_family
 from mlx_lm.sample_utils import make_sampler
 
+from helpers.families import make_family
 from mlx_redrafter import generate_step
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training import answers

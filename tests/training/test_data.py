@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small import add_chat_template
 
+from helpers.small import add_chat_template
 from mlx_redrafter import load_demo
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training.data import (

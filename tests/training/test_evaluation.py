@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from small import small_drafter, small_llama
 
+from helpers.small import small_drafter, small_llama
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair

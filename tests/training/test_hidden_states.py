@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from families import make_family
 
+from helpers.families import make_family
 from mlx_redrafter.engine.model_parts import CapturePoint, capture, get_parts
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training import hidden_states

@@ -11,11 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from checkpoints import same, tensors
-from heads import KINDS, make_head
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load
 
+from helpers.checkpoints import same, tensors
+from helpers.heads import KINDS, make_head
 from mlx_redrafter import generate_step, load_drafter
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters import TRAINABLE

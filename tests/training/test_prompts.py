@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import CHAT, add_chat_template
 
+from helpers.small import CHAT, add_chat_template
 from mlx_redrafter import load_demo
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.text.encoding import encode_chat

@@ -19,9 +19,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import same, tensors
 from mlx_lm.utils import load
 
+from helpers.checkpoints import same, tensors
 from mlx_redrafter import load_drafter
 from mlx_redrafter.atomic_files import lock_file
 from mlx_redrafter.demo import demo_prompts

@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from small import add_chat_template, make_byte_tokenizer, small_llama
 
+from helpers.small import add_chat_template, make_byte_tokenizer, small_llama
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training import prompts, sources
 from mlx_redrafter.training.data import GIVEN, Text

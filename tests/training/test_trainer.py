@@ -12,8 +12,8 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from checkpoints import same, tensors
 
+from helpers.checkpoints import same, tensors
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.training import trainer

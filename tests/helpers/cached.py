@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from published import Arrays, read_golden
-from small import randomised, small_llama
 
+from helpers.published import Arrays, read_golden
+from helpers.small import randomised, small_llama
 from mlx_redrafter.drafters import block as blocks
 from mlx_redrafter.drafters import eagle, mtp
 from mlx_redrafter.drafters.protocol import Drafter

@@ -6,8 +6,8 @@ import threading
 
 import mlx.core as mx
 import pytest
-from small import small_llama
 
+from helpers.small import small_llama
 from mlx_redrafter.machine.wired_limit import wired_limit
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sessions import chat_tokenizer, make_model, plain_session
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from helpers.sessions import chat_tokenizer, make_model, plain_session
 from mlx_redrafter import RedrafterError, Session
 from mlx_redrafter.text.chat_template import (
     encode_continuation,

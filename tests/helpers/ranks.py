@@ -1,6 +1,6 @@
 """Prints what each rank of a sharded model decodes, as JSON. test_sharded.py runs it.
 
-    python tests/ranks.py FOLDER
+    python tests/helpers/ranks.py FOLDER
 
 FOLDER holds one cache folder per rank.
 """
@@ -16,10 +16,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from cost_curves import make_costs
-from families import make_family
-from toys import CachingDrafter, Scripted, ids, make_ranks, run
 
+from helpers.cost_curves import make_costs
+from helpers.families import make_family
+from helpers.toys import CachingDrafter, Scripted, ids, make_ranks, run
 from mlx_redrafter import RedrafterError, UnsupportedModelError, ranks
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import get_head
@@ -100,7 +100,7 @@ def measure_together() -> dict[str, Any]:
     drafter = DraftModel(whole)
     texts = [ids(run(each, PROMPT, drafter, max_tokens=12)) for each in (model, model)]
     alone = ids(run(whole, PROMPT, max_tokens=12))
-    costs = Pair(model, drafter).costs(trees=True)
+    costs = Pair(model, drafter).measure_costs(trees=True)
     unseeded = ids(run(model, PROMPT, max_tokens=8, temp=1.0))
     return {"costs": costs._asdict(), "texts": texts, "alone": alone, "unseeded": unseeded}
 
@@ -132,7 +132,7 @@ def main() -> None:
     if ranks.count_ranks() == 2:
         found["measured"] = measure_together()
     costs: Any = lambda pair, **how: make_costs(replay=float(how["trees"] is False))  # noqa: E731
-    Pair.costs = costs  # type: ignore[method-assign]
+    Pair.measure_costs = costs  # type: ignore[method-assign]
     ways = ("tensor", "pipeline")
     cases = product(KINDS, ways) if ranks.count_ranks() == 2 else zip(KINDS, ways, strict=False)
     found["texts"] = {

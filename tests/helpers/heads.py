@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from small import randomised
 
+from helpers.small import randomised
 from mlx_redrafter.drafters import medusa, recurrent
 from mlx_redrafter.drafters.protocol import Drafter
 

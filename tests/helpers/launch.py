@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 PATIENCE = 600.0
 """Timeout in seconds, generous for busy machines."""
 

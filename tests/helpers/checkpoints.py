@@ -19,9 +19,9 @@ from unittest import mock
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from published import publish
-from small import small_drafter
 
+from helpers.published import publish
+from helpers.small import small_drafter
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.cli.main import run_module
 from mlx_redrafter.convert.conversion import Conversion, convert

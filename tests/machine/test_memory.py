@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
-from sessions import assert_fresh, make_model, make_session, plain_session
 
+from helpers.sessions import assert_fresh, make_model, make_session, plain_session
 from mlx_redrafter import RedrafterError
 from mlx_redrafter.machine.memory import measure_cache
 from mlx_redrafter.options import Options

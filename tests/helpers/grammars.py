@@ -8,8 +8,8 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from toys import VOCAB, ids, run
 
+from helpers.toys import VOCAB, ids, run
 from mlx_redrafter.engine.decode import Round
 from mlx_redrafter.engine.output import Generation
 from mlx_redrafter.options import Options

@@ -11,7 +11,8 @@ import mlx.core as mx
 Arrays = dict[str, mx.array]
 
 GOLDEN = {
-    file.stem: file for file in sorted((Path(__file__).parent / "golden").glob("*/*.safetensors"))
+    file.stem: file
+    for file in sorted((Path(__file__).parents[1] / "golden").glob("*/*.safetensors"))
 }
 
 

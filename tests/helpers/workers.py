@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from toys import ids, make_model, make_tokenizer, run
-
+from helpers.toys import ids, make_model, make_tokenizer, run
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.request import Request, TokenEvent
 from mlx_redrafter.serving.worker import Worker

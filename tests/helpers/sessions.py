@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import mlx.nn as nn
-from families import make_family
-from toys import make_tokenizer
 
+from helpers.families import make_family
+from helpers.toys import make_tokenizer
 from mlx_redrafter import Answer, Session, generate_step
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.model_parts import get_model_sizes
