@@ -25,7 +25,7 @@ from .settings import TrainingArgs
 from .trainer import train_drafter
 
 VISITS = 8
-"""How often each text is learned: in the rest of the time more texts are made. Measured, see docs/log.md."""
+"""How often each text is learned: in the rest of the time more texts are made. Measured, see notes/training.md."""
 
 COMPARISON_SHARE, MAX_TEXT_SHARE = 0.08, 0.75
 """The largest share of a run's time for the comparison at the end, and of the rest for making texts."""
