@@ -100,12 +100,12 @@ def make_row(name: str, records: list[Record]) -> Row:
 
 def make_demo_table(results: Results) -> str:
     """Every contestant on the demo's own prompts: edits, then fresh code."""
-    rows, settings = list[Row](), ""
+    parts = []
     for file, text in DEMO_FILES.items():
-        records = results.files.get(file, [])
-        rows += [{"text": text} | make_row(name, own) for name, own in group_by_contestant(records).items()]
-        settings += describe_setting(records)
-    return f"{format_markdown(rows)}\n{settings}" if rows else ""
+        if records := results.files.get(file):
+            rows = [make_row(name, own) for name, own in group_by_contestant(records).items()]
+            parts.append(f"{text}:\n\n{format_markdown(rows)}\n{describe_setting(records)}")
+    return "\n".join(parts)
 
 
 def split_temps(results: Results) -> dict[str, list[Record]]:
