@@ -1,12 +1,11 @@
 """Tokens per round by beam shape, and a check of exactness.
 
-    python -m benchmarks acceptance --plans 1,4 4,5 --temp 0.8
-    python -m benchmarks acceptance --plans 1,3 --compare
+    python -m benchmarks acceptance --plans 1,4 4,5 --temp 0.8 python -m benchmarks acceptance
+    --plans 1,3 --compare
 
 Tokens per round are pooled over all prompts: 1 + accepted / rounds. `--compare` also decodes every
-prompt plainly, and
-counts texts that differ and log-probabilities with differing bits. With `--exact` there must be
-none (exit status 1).
+prompt plainly, and counts texts that differ and log-probabilities with differing bits. With
+`--exact` there must be none (exit status 1).
 """
 
 from __future__ import annotations

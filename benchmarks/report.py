@@ -1,8 +1,7 @@
 """Makes the tables and plots of the documentation from stored results.
 
-    python -m benchmarks report
-    python -m benchmarks report --results my-results
-    python -m benchmarks report --write
+    python -m benchmarks report python -m benchmarks report --results my-results python -m
+    benchmarks report --write
 
 Prints the tables in Markdown. `--write` inserts them into the documentation of this repository,
 between the lines `<!-- results: NAME -->` and `<!-- results: end -->`, and draws the plots. Rows in
@@ -31,6 +30,7 @@ from .tables import (
     CONTEXT,
     PLAIN,
     Row,
+    describe_machine,
     describe_setting,
     format_cell,
     format_markdown,
@@ -41,8 +41,7 @@ from .tables import (
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = tuple(
-    ROOT / name
-    for name in ("README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/training.md")
+    ROOT / name for name in ("CONTRIBUTING.md", "docs/performance.md", "benchmarks/README.md")
 )
 PLOTS = ROOT / "docs" / "plots"
 SPREAD = "{x plain:.2f} ({least:.2f} to {most:.2f})"
@@ -111,16 +110,12 @@ def make_row(name: str, records: list[Record]) -> Row:
 
 def make_demo_table(results: Results) -> str:
     """Every contestant on the demo's own prompts: edits, then fresh code."""
-    rows = list[Row]()
-    settings = ""
+    parts = []
     for file, text in DEMO_FILES.items():
-        records = results.files.get(file, [])
-        rows += [
-            {"text": text} | make_row(name, own)
-            for name, own in group_by_contestant(records).items()
-        ]
-        settings += describe_setting(records)
-    return f"{format_markdown(rows)}\n{settings}" if rows else ""
+        if records := results.files.get(file):
+            rows = [make_row(name, own) for name, own in group_by_contestant(records).items()]
+            parts.append(f"{text}:\n\n{format_markdown(rows)}\n{describe_setting(records)}")
+    return "\n".join(parts)
 
 
 def split_temps(results: Results) -> dict[str, list[Record]]:
@@ -146,12 +141,16 @@ def make_summary_rows(results: Results, what: str) -> list[Row]:
 
 
 def join_rows(rows: list[Row], others: list[Row]) -> list[Row]:
-    """Rows with the numbers of `others`, which have the same columns, in brackets."""
+    """Rows with the numbers of `others`, which have the same columns, in brackets where there are
+    two.
+    """
+
+    def join(cell: Any, other: Any) -> Any:
+        both = isinstance(cell, float) and isinstance(other, float)
+        return f"{cell:.2f} ({other:.2f})" if both else cell
+
     return [
-        {
-            name: f"{cell:.2f} ({other[name]:.2f})" if isinstance(cell, float) else cell
-            for name, cell in row.items()
-        }
+        {name: join(cell, other[name]) for name, cell in row.items()}
         for row, other in zip(rows, others, strict=True)
     ]
 
@@ -164,16 +163,14 @@ def make_summary_table(results: Results) -> str:
 
 
 def make_chat_table(results: Results) -> str:
-    """Every contestant on a chat model's answers, by kind of text: speed, then tokens per round."""
+    """Every contestant on a chat model's answers, by kind of text: speed, and tokens per round in
+    brackets.
+    """
     parts = []
     for temp, records in split_temps(results).items():
-        for what, name in (
-            ("x plain", "times plain decoding"),
-            ("tokens/round", "tokens per round"),
-        ):
-            parts.append(f"{temp}, {name}:\n\n{format_markdown(make_kind_rows(records, what))}\n")
-        parts.append(describe_setting(records))
-    return "".join(parts)
+        rows = join_rows(*(make_kind_rows(records, what) for what in ("x plain", "tokens/round")))
+        parts.append(f"{temp}:\n\n{format_markdown(rows)}\n{describe_setting(records)}")
+    return "\n".join(parts)
 
 
 def make_drafter_rows(results: Results, what: str) -> list[Row]:
@@ -281,22 +278,58 @@ def make_predicted_table(results: Results) -> str:
     )
 
 
+def describe_hardware(machine: Record) -> str:
+    """Chip, GPU cores, memory and power source, as far as they are known."""
+    cores = machine.get("gpu_cores")
+    memory = machine["memory_gb"]
+    parts = [
+        machine["chip"],
+        cores and f"{cores} GPU cores",
+        memory and f"{memory:g} GB",
+        machine.get("power"),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
 def make_contributed_table(results: Results) -> str:
     """Contributed results with their machines."""
     rows = []
     for suite in results.contributed:
-        machine = suite["machine"]
-        cores = machine.get("gpu_cores")
-        memory = machine["memory_gb"]
-        parts = [
-            machine["chip"],
-            cores and f"{cores} GPU cores",
-            memory and f"{memory:g} GB",
-            machine.get("power"),
-        ]
-        who = {"measured by": suite["contributor"], "on": ", ".join(part for part in parts if part)}
+        who = {"measured by": suite["contributor"], "on": describe_hardware(suite["machine"])}
         rows += [who | row for row in make_size_rows(suite["records"])]
     return format_markdown(rows)
+
+
+def make_forward_rows(records: Iterable[Record]) -> Iterator[Row]:
+    """A row for each costs record: forwards over several nodes in plain steps, at the shortest
+    context.
+    """
+    for record in records:
+        if record["kind"] == "costs":
+            costs = record["costs"]
+            plain = costs["plain"][0]
+            forwards = zip(costs["counts"], costs["verify"][0], strict=True)
+            yield {
+                "target": f"{record['model']}, {record['model_bits']:.3g} bits",
+                "plain step, ms": plain,
+                "nodes: forward in plain steps": ", ".join(
+                    f"{count}: {ms / plain:.2f}" for count, ms in forwards
+                ),
+            }
+
+
+def format_suite(suite: Record) -> str:
+    """A suite as Markdown to paste into an issue: the machine, forwards, every contestant, and what
+    was skipped.
+    """
+    machine = suite["machine"]
+    parts = [
+        f"{describe_hardware(machine)}\n{describe_machine(machine)}; {machine['when'][:10]}\n",
+        format_markdown(list(make_forward_rows(suite["records"]))),
+        format_markdown(list(make_size_rows(suite["records"]))),
+        "".join(f"- skipped: {each['name']}: {each['why']}\n" for each in suite["skipped"]),
+    ]
+    return "\n".join(filter(None, parts))
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
@@ -339,8 +372,6 @@ def run(args: argparse.Namespace) -> int:
         write_text(path, text)
     if speeds := make_summary_rows(results, "x plain"):
         draw_bars(PLOTS / "speed.png", speeds, SPEED_LABEL, has_line=True)
-    if tokens := make_drafter_rows(results, "tokens/round"):
-        draw_bars(PLOTS / "drafters.png", tokens, "tokens per round")
     return 0
 
 

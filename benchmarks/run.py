@@ -1,19 +1,18 @@
 """Decodes prompts with alternating contestants: plain decoding, mlx-lm, and our loop with each
 plan.
 
-    python -m benchmarks run --quick
-    python -m benchmarks run --plans auto 1,3 2,3 --output demo.jsonl
-    python -m benchmarks run --suite mac --output my-mac.json
+    python -m benchmarks run --quick python -m benchmarks run --plans auto 1,3 2,3 --output
+    demo.jsonl python -m benchmarks run --suite mac --output my-mac.json
 
 Prints a row for each contestant: medians over prompts, and ratios to plain decoding in the same
 repeat. `--output`
 writes one JSON object per line: the times of the parts of a round on this machine, then one per
     prompt and contestant.
 
-`--suite mac` makes a file to contribute: the demo on one prompt per category, then published shapes
-with random
-weights, from small to large. Shapes that do not fit into memory or time are listed as skipped;
-their measurements so far are kept.
+`--suite mac` makes a file to contribute, and prints its tables as text to paste: the demo on one
+prompt per category,
+then published shapes with random weights, from small to large. Shapes that do not fit into memory
+or time are listed as skipped; their measurements so far are kept.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ from .contest import (
 from .contestants import Settings, make_contestants, warm_up
 from .models import Workload, add_workload, open_workload
 from .records import SCHEMA, Record, stamp
+from .report import format_suite
 from .synthetic import SHAPES, build_workload, make_acceptance
 
 MINUTES = 10.0
@@ -145,8 +145,9 @@ def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: f
         raise RedrafterError(
             f"nothing could be measured, {skipped[0]['name']}: {skipped[0]['why']}"
         )
+    print(format_suite(suite), end="")
     print(
-        f"{len(records)} records in {output}; CONTRIBUTING.md says how to contribute it",
+        f"{len(records)} records in {output}; CONTRIBUTING.md says how to send them in",
         file=sys.stderr,
     )
     return find_status(records)

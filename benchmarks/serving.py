@@ -1,7 +1,6 @@
 """Concurrent clients: mlx_lm.server, which batches, against this package's server.
 
-    python -m benchmarks serving --clients 1 4 16
-    python -m benchmarks serving --dtype float16
+    python -m benchmarks serving --clients 1 4 16 python -m benchmarks serving --dtype float16
 
 Each server runs in its own process with the packaged demo. They alternate on the same prompts, each
 sent once, greedy and streamed. Prints the tokens per second of all clients together and the seconds

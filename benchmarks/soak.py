@@ -1,7 +1,6 @@
 """Soak test of the server: checks answers and memory growth under mixed load for a given time.
 
-    python -m benchmarks soak --minutes 60
-    python -m benchmarks soak --requests 200 --clients 16
+    python -m benchmarks soak --minutes 60 python -m benchmarks soak --requests 200 --clients 16
     python -m benchmarks soak --minutes 20 --model HYBRID
 
 The server runs in its own process with the packaged demo in float32. Each client sends one request

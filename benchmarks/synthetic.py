@@ -144,10 +144,9 @@ class Oracle(Sampler):
     probability.
 
     The token at each position depends on the position, not on the logits: random weights produce
-    meaningless text that
-    no drafter could learn. A random draw per position decides the rank of the right token among the
-    drafter's guesses, or that it is not among them; all other guesses are wrong. A beam search then
-    keeps the same nodes as for a drafter with that acceptance.
+    meaningless text that no drafter could learn. A random draw per position decides the rank of the
+    right token among the drafter's guesses, or that it is not among them; all other guesses are
+    wrong. A beam search then keeps the same nodes as for a drafter with that acceptance.
 
     Args:
         acceptance: (K, R) probabilities by depth and rank; the last depth also applies to deeper

@@ -113,8 +113,7 @@ def convert(
 
     Raises:
         RedrafterError: settings contradict each other, or the directory exists or cannot be
-        written.
-        CheckpointError: the source cannot be converted.
+        written. CheckpointError: the source cannot be converted.
     """
     given = {"head": head_bits, "blocks": blocks_bits, "rnn": rnn_bits}
     parts = {part: bits for part, bits in given.items() if bits is not None}

@@ -196,8 +196,7 @@ def load_draft_model(
 
     Raises:
         CheckpointError: see `load`; also if it is a drafter, or its vocabulary differs from the
-        target's.
-        UnsupportedModelError: see `DraftModel`.
+        target's. UnsupportedModelError: see `DraftModel`.
     """
     try:
         loaded, own = load(path_or_hf_repo)

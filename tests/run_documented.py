@@ -64,7 +64,6 @@ def prepare(folder: Path) -> None:
     shutil.copytree(
         ROOT, folder, ignore=shutil.ignore_patterns(".*", "*.egg-info"), dirs_exist_ok=True
     )
-    (folder / "FILE.py").write_text("def double(x):\n    return 2 * x\n", encoding="utf-8")
     texts = [f'{{"prompt": "def f_{i}(x):"}}\n' for i in range(40)]
     (folder / "prompts.jsonl").write_text("".join(texts), encoding="utf-8")
     given = [

@@ -1,4 +1,4 @@
-"""Every shell block of the documentation can be pasted into bash and zsh (the macOS default)."""
+"""Shell blocks of the documentation can be pasted into bash and zsh (the macOS default); files that it names exist."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from helpers.shell_blocks import Block, shell_blocks
+from helpers.shell_blocks import ROOT, Block, find_pages, shell_blocks
 
 BLOCKS = shell_blocks()
 ZSH = shutil.which("zsh")
@@ -48,3 +49,29 @@ def test_zsh_errors_are_detected() -> None:
     assert "\\#" in paste('pip install -e ".[server]"  # macOS\n')[0]
     (error,) = paste("pip install -e .[server]\n")[1]
     assert error.endswith("no matches found: .[server]")
+
+
+FOLDERS = ("mlx_redrafter", "convert", "benchmarks", "docs", "examples", "notes", "tests")
+FILES = [
+    f"/{file.relative_to(ROOT)}" for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")
+]
+
+
+def find_missing(page: Path, text: str) -> list[str]:
+    """Files named in a page's text that do not exist: targets of links, and Python and Markdown files in code marks."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    names = re.findall(r"`([\w./]+\.(?:py|md))`", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    return missing + [
+        name for name in names if not any(file.endswith(f"/{name}") for file in FILES)
+    ]
+
+
+@pytest.mark.parametrize("page", find_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_exist(page: Path) -> None:
+    assert find_missing(page, page.read_text(encoding="utf-8")) == []
+    # Negative control.
+    assert find_missing(page, "[a](no/page.md#top), `engine/nothing.py`, `test_docs.py`") == [
+        "no/page.md",
+        "engine/nothing.py",
+    ]

@@ -2,8 +2,7 @@
 edited source.
 
 An edit is left out where it would not be clear what to change: for example where a variable's name
-is also a word in a
-string of the function.
+is also a word in a string of the function.
 """
 
 from __future__ import annotations
@@ -388,8 +387,8 @@ def pack_rows(
     ended by `end`.
 
     The weight of a token as the next one: 1 in an answer, CHANGED_WEIGHT where that is not what the
-    source says,
-    `prompt_weight` in a prompt, 0 in the padding. Edits that are longer than a row are left out.
+    source says, `prompt_weight` in a prompt, 0 in the padding. Edits that are longer than a row are
+    left out.
     """
     rows: list[tuple[list[int], list[float]]] = []
     open_rows: list[tuple[list[int], list[float]]] = []

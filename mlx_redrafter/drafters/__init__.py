@@ -1,9 +1,8 @@
 """The kinds of drafters, one file each, and drafting from the context.
 
 Modules shared by the kinds: config.py (configs), checkpoint.py (tensors), layers.py (activations,
-RoPE), protocol.py
-(the interface for decoding), trainable.py (the interface for training), cached.py (heads with a KV
-cache).
+RoPE), protocol.py (the interface for decoding), trainable.py (the interface for training),
+cached.py (heads with a KV cache).
 """
 
 from types import ModuleType

@@ -41,8 +41,8 @@ left out, as the plan fixes the length of a draft before anything is computed. A
 file's, but bfloat16 for float16, not the target's.
 
 Source: z-lab/dflash, dflash/model.py, arXiv 2602.06036; deepseek-ai/DeepSpec,
-deepspec/modeling/dspark/, arXiv
-2607.05147. Tensors are named as there, except the selector's codebooks.
+deepspec/modeling/dspark/, arXiv 2607.05147. Tensors are named as there, except the selector's
+codebooks.
 """
 
 from __future__ import annotations

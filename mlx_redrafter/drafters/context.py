@@ -6,9 +6,8 @@ prompt and output. The longest match with the end of the text is followed while 
 tokens after it are the proposal.
 
 Measured in tokens per round: a second, different continuation adds less than 0.3%. Dictionaries of
-8, 5, 3 and 2 tokens
-are no better than those of 4 and 2. Without 2-grams it is 4 to 6% less, without single tokens 6%
-(docs/log.md).
+8, 5, 3 and 2 tokens are no better than those of 4 and 2. Without 2-grams it is 4 to 6% less,
+without single tokens 6% (notes/drafters.md).
 
 Source: Saxena, prompt lookup decoding, 2023; vLLM's n-gram proposer.
 """

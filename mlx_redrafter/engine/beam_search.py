@@ -35,8 +35,7 @@ def top_w(values: mx.array, width: int) -> mx.array:
     sorting M entries.
 
     The top W entries lie in the W blocks with the largest maxima: any other block has W blocks
-    above all of it.
-    So only the block maxima and the entries of W blocks are sorted.
+    above all of it. So only the block maxima and the entries of W blocks are sorted.
     """
     if width == 1:
         return mx.argmax(values, axis=-1, keepdims=True).astype(mx.int32)

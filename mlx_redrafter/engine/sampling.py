@@ -1,9 +1,9 @@
 """Samplers, which choose the target's next token.
 
 Noise belongs to a position, not to a step: the noise for the token at absolute position p is a
-function of (seed, p)
-only. All nodes at one depth of a tree therefore share the noise that plain decoding would use
-there, and the same seed gives the same text with and without a drafter, at any temperature.
+function of (seed, p) only. All nodes at one depth of a tree therefore share the noise that plain
+decoding would use there, and the same seed gives the same text with and without a drafter, at any
+temperature.
 """
 
 from __future__ import annotations

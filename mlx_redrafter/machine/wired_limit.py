@@ -23,9 +23,8 @@ def wired_limit(model: nn.Module) -> Iterator[None]:
     """Keeps the weights wired on a GPU within the context, as mlx-lm's `stream_generate` does.
 
     The limit belongs to the process: the first user raises it, and the last restores it. With
-    mlx-lm's context manager,
-    each of two threads would restore the limit that it found. The warning about large models goes
-    to stderr.
+    mlx-lm's context manager, each of two threads would restore the limit that it found. The warning
+    about large models goes to stderr.
     """
     global _users
     with _lock:

@@ -1,8 +1,7 @@
 """Acceptance rates of a drafter: the table in its config, corrected by the texts it has drafted.
 
 An acceptance table has one row per depth: the rates at which the guesses of rank 1, 2, ... are
-right if everything
-before them was.
+right if everything before them was.
 """
 
 from __future__ import annotations

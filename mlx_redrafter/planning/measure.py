@@ -133,11 +133,10 @@ def time_parts(
     """Milliseconds of the parts of decoding at a context length.
 
     Keys:
-        ("plain", 1): a plain step of a decoder.
-        ("round", width): a round of a decoder, of depth 2.
-        ("first", width): a draft of one level, which also reads a plain step.
-        ("level", width): each further level.
-        ("verify", nodes): a forward; slow models are measured up to fewer nodes.
+        ("plain", 1): a plain step of a decoder. ("round", width): a round of a decoder, of depth 2.
+        ("first", width): a draft of one level, which also reads a plain step. ("level", width):
+        each further level. ("verify", nodes): a forward; slow models are measured up to fewer
+        nodes.
 
     Args:
         is_slow: one run per part may be enough, as compiling kernels is a small part of its time.

@@ -1,8 +1,7 @@
 """Checks whether mlx-lm decodes a model's rows in a batch as it decodes each alone.
 
 For some architectures it does not: their states or masks ignore the padding of shorter prompts, or
-assume that all rows
-are at the same position.
+assume that all rows are at the same position.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def count_prefill_rows(model: nn.Module, options: Options) -> int:
     batch the model.
 
     Two short prompts in a batch are compared with each alone, in float32: in 16 bits, forwards of
-    different shapes
-    differ by as much as some wrong batches do. In the model's own dtype a batch only has to run
-    without NaN.
+    different shapes differ by as much as some wrong batches do. In the model's own dtype a batch
+    only has to run without NaN.
     """
     cache = make_cache(model, options.max_kv_size)
     # mlx-lm's batches support neither quantized caches nor ring caches that keep their first rows.

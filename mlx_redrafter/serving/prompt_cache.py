@@ -213,8 +213,7 @@ def copy_cache(cache: kv_cache.Cache) -> kv_cache.Cache:
     """Returns a copy of a cache whose arrays hold `nbytes` of memory.
 
     A slice holds the whole array that it was cut from: mlx-lm extracts from a batch slices of all
-    rows' states, and a
-    recurrent state may be a slice of everything that its layer has just read.
+    rows' states, and a recurrent state may be a slice of everything that its layer has just read.
     """
     copied = copy.deepcopy(cache)  # shares the arrays
     for c in kv_cache.leaves(copied):

@@ -93,8 +93,7 @@ class Session:
             allowed.
 
     Raises:
-        TypeError: an option is unknown.
-        RedrafterError: an option is not allowed or out of range.
+        TypeError: an option is unknown. RedrafterError: an option is not allowed or out of range.
     """
 
     def __init__(
@@ -168,8 +167,8 @@ class Session:
                 is prefilled again.
 
         Raises:
-            TypeError: an option is unknown.
-            RedrafterError: another thread is using the session, the turn does not fit, a cache
+            TypeError: an option is unknown. RedrafterError: another thread is using the session,
+            the turn does not fit, a cache
                 option is given, which only `Session` takes, or `stream_generate` rejects the
                 request.
         """

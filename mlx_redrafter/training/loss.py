@@ -79,14 +79,13 @@ def draft_loss(
     it.
 
     By default a guess is weighted by the probability that a draft reaches it: the product, over the
-    guesses before it,
-    of sum_v min(p_v, q_v), the acceptance rate of speculative sampling. Neither these weights nor
-    the targets receive gradients.
+    guesses before it, of sum_v min(p_v, q_v), the acceptance rate of speculative sampling. Neither
+    these weights nor the targets receive gradients.
 
     With `axes` the loss has a second term: the squared distance of each guess's features from the
-    target's hidden state
-    after the same tokens, relative to the mean square of these states, with the weight of the guess
-    times `REGRESSION_WEIGHT`. With few texts, hidden states carry more information than tokens.
+    target's hidden state after the same tokens, relative to the mean square of these states, with
+    the weight of the guess times `REGRESSION_WEIGHT`. With few texts, hidden states carry more
+    information than tokens.
 
     Args:
         targets: T > depth.

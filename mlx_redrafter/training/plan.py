@@ -27,7 +27,7 @@ from .trainer import train_drafter
 VISITS = 8
 """How often each text is learned: in the rest of the time more texts are made.
 
-Measured, see docs/log.md.
+Measured, see notes/training.md.
 """
 
 COMPARISON_SHARE = 0.08

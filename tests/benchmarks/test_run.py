@@ -56,7 +56,9 @@ def read_names(path: Path) -> list[str]:
     return [each["model"] for each in found["records"]]
 
 
-def test_failed_and_skipped_items_are_named(suite: Suite, tmp_path: Path) -> None:
+def test_failed_and_skipped_items_are_named(
+    suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     items = {
         "one": suite.make_item("one"),
         "two": suite.make_item("two", RedrafterError("it takes 50 GB,\nthis machine has 8 GB")),
@@ -74,6 +76,12 @@ def test_failed_and_skipped_items_are_named(suite: Suite, tmp_path: Path) -> Non
         {"name": "four", "why": "MemoryError"},
         {"name": "six", "why": "no time was left"},
     ]
+    text = capsys.readouterr().out
+    assert text.startswith("Some Chip, 16 GB\nSome Chip, 4 cores, Some-OS-1.0, mlx 0.32.4, ")
+    assert (
+        "| one, 32 bits | 10.00 | 1: 1.10, 2: 1.20, " in text
+        and "- skipped: six: no time was left\n" in text
+    )
     before = path.read_bytes()
     with pytest.raises(RedrafterError, match=r"mine.json exists already: give another --output"):
         run_suite(items, path, 1.0)

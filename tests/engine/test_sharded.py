@@ -29,7 +29,9 @@ from mlx_redrafter import ranks
 def test_ranks_decode_what_one_process_decodes(count: int, texts: set[str], tmp_path: Path) -> None:
     """Each rank compares its reads with the others and raises if they differ."""
     ended = wait_for_ranks(
-        start_ranks(count, str(TESTS / "helpers" / "ranks.py"), str(tmp_path), **{ranks.CHECK_VARIABLE: "1"})
+        start_ranks(
+            count, str(TESTS / "helpers" / "ranks.py"), str(tmp_path), **{ranks.CHECK_VARIABLE: "1"}
+        )
     )
     assert [each.status for each in ended] == [0] * count, ended
     decoded = [json.loads(each.out.partition("RANK ")[2]) for each in ended]

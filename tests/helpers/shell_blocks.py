@@ -21,12 +21,21 @@ class Block(NamedTuple):
     text: str
 
 
+def find_pages() -> list[Path]:
+    """The project's Markdown files."""
+    folders = ("docs", "notes", "benchmarks", "examples")
+    return sorted(
+        [
+            *ROOT.glob("*.md"),
+            *(page for folder in folders for page in (ROOT / folder).rglob("*.md")),
+        ]
+    )
+
+
 def shell_blocks() -> list[Block]:
     """All shell blocks of the project's Markdown files."""
     found = list[Block]()
-    for page in sorted(
-        [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
-    ):
+    for page in find_pages():
         text = page.read_text(encoding="utf-8")
         for block in re.finditer(r"(?ms)^ *```bash\n(.*?)^ *```$", text):
             found.append(

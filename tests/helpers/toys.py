@@ -136,8 +136,7 @@ class Scripted:
     """A drafter that knows the target's text and is right exactly where its script says so.
 
     Its state is the path so far: it finds tokens by their embeddings, and the start of a draft by
-    the hidden state. On
-    the text `width` candidates score high; elsewhere all scores are equal.
+    the hidden state. On the text `width` candidates score high; elsewhere all scores are equal.
 
     Args:
         model: the target.
