@@ -25,12 +25,13 @@ from ..text.chat_template import make_thinking_args, render
 from .conversation import Message, Tool, Tools, arrange, choose_tools, describe_tools, list_variants
 from .errors import ApiError
 from .prefixes import find_prefix_lengths
-from .request import ApiFinishReason, Request, TokenEvent
+from .request import Request, TokenEvent
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
 from .structured_output import Constraint
 from .text_stream import Segment, TextStream
 from .worker import Worker, check_length
 
+ApiFinishReason = Literal["stop", "length", "tool_calls"]
 Event = dict[str, Any]
 
 
@@ -252,6 +253,21 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
     return Prompt(prompt.tokens, prompt.state, grammar, prompt.prefix_lengths)
 
 
+@dataclass(slots=True)
+class AnswerEvent:
+    """A token of an answer, and the text that it completes.
+
+    Attributes:
+        segments: the text, divided by kind.
+        finish_reason: that of the token, or "stop" for a stop string, or "tool_calls" after a call.
+    """
+
+    token: TokenEvent
+    text: str
+    segments: list[Segment]
+    finish_reason: ApiFinishReason | None
+
+
 class Answer:
     """The submitted requests of a completion, one for each choice, and their texts. It must be
     closed.
@@ -293,28 +309,27 @@ class Answer:
             )
             self.requests.append(service.worker.submit(prompt.tokens, **asked | seed))
 
-    async def read_events(self) -> AsyncIterator[TokenEvent]:
+    async def read_events(self) -> AsyncIterator[AnswerEvent]:
         """Yields the tokens of one choice after the other, with their text.
 
         A stop string ends a choice.
         """
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
             self.choice = choice
-            async for event in request.read_events():
+            async for token in request.read_events():
                 self.n_tokens += 1
                 self.n_reasoning += text.is_reasoning
-                token = None if event.finish_reason == "stop" else event.token
-                event.text, event.segments = text.add(
-                    token, is_last=event.finish_reason is not None
-                )
+                reason: ApiFinishReason | None = token.finish_reason
+                is_end = reason == "stop"
+                added = text.add(None if is_end else token.token, is_last=reason is not None)
                 if text.stopped_by is not None:
-                    event.finish_reason = "stop"
+                    reason = "stop"
                     request.cancel()
-                if event.finish_reason == "stop" and text.has_tool_calls:
-                    event.finish_reason = "tool_calls"
-                self.finish_reason = event.finish_reason
-                yield event
-                if event.finish_reason is not None:
+                if reason == "stop" and text.has_tool_calls:
+                    reason = "tool_calls"
+                self.finish_reason = reason
+                yield AnswerEvent(token, *added, reason)
+                if reason is not None:
                     break
 
     async def read_blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:

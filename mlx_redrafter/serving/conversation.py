@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from .errors import ApiError
-from .schemas import log_once
+from .errors import ApiError, log_once
 
 Message = dict[str, Any]
 

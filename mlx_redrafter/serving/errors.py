@@ -1,8 +1,10 @@
-"""Errors of the server."""
+"""Errors and log lines of the server."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from functools import lru_cache
 
 from ..errors import RedrafterError
 
@@ -41,3 +43,9 @@ class SchemaNotFollowed(GenerationFailed):
     """During generation a schema proved too complex for llguidance."""
 
     status = 400
+
+
+@lru_cache(256)
+def log_once(message: str) -> None:
+    """Logs a message once, even if clients cause it repeatedly."""
+    logging.info(message)

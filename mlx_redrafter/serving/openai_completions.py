@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar, TypeVar, cast
 
 from ..text.encoding import encode
-from .completion import Answer, Completion, Event, Prompt, Service
+from .completion import Answer, AnswerEvent, Completion, Event, Prompt, Service
 from .conversation import Tool, read_tools
 from .request import Request, TokenEvent
 from .schemas import ChatBody, CompletionBody, OpenAIBody
@@ -62,7 +62,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         async for event in answer.read_events():
             segments += event.segments
             if self.top_logprobs is not None:
-                logprobs.append(self._describe_token(event))
+                logprobs.append(self._describe_token(event.token))
             if self.service.shows_drafts:
                 self._note_drafts(drafts, event, answer.requests[answer.choice])
             if event.finish_reason is None and not (segments and self.body.stream):
@@ -98,9 +98,9 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         top = [describe(*each) for each in event.top_logprobs]
         return describe(event.token, event.logprob) | {"top_logprobs": top}
 
-    def _note_drafts(self, noted: Event, event: TokenEvent, request: Request) -> None:
-        source = event.draft_source
-        made = event.round
+    def _note_drafts(self, noted: Event, event: AnswerEvent, request: Request) -> None:
+        source = event.token.draft_source
+        made = event.token.round
         decode = self.service.tokenizer.decode
         token = {"text": event.text, "from_draft": source is not None, "draft_source": source}
         noted.setdefault("tokens", []).append(token)

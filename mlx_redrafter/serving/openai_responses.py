@@ -13,9 +13,9 @@ from typing import Any
 
 from .completion import Answer, Completion, Event, Service
 from .conversation import Message, join_name, join_parts, make_call, read_reasoning, read_tools
-from .errors import ApiError
+from .errors import ApiError, log_once
 from .openai_completions import read_input
-from .schemas import ResponsesBody, log_once
+from .schemas import ResponsesBody
 from .text_stream import Segment
 
 MAX_ITEMS = 1000

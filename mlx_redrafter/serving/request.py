@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequen
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -16,13 +16,10 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from ..engine.decode import Round
 from ..engine.grammar import Grammar
-from ..engine.output import Output
+from ..engine.output import FinishReason, Output
 from ..engine.source import Source
 from ..engine.types import DraftSource
 from ..options import Options
-from .text_stream import Segment
-
-ApiFinishReason = Literal["stop", "length", "tool_calls"]
 
 PENALTIES = signature(make_logits_processors).parameters.keys()
 
@@ -37,22 +34,17 @@ class TokenEvent:
             first.
         draft_source: what drafted it; None if the target chose it itself.
         finish_reason: why the answer ends with it: "stop" for an end-of-text token, which is not
-            part of the text, or a stop string, "length" for the last of `max_tokens`, "tool_calls"
-            after a call; None if it continues.
+            part of the text, "length" for the last of `max_tokens`; None if it continues.
         round: the round that it begins, if that was drafted and the request includes drafts;
             otherwise None.
-        text: the text that it completes.
-        segments: the same text, divided by kind.
     """
 
     token: int
     logprob: float = 0.0
     top_logprobs: Sequence[tuple[int, float]] = ()
     draft_source: DraftSource | None = None
-    finish_reason: ApiFinishReason | None = None
+    finish_reason: FinishReason | None = None
     round: Round | None = None
-    text: str = ""
-    segments: Sequence[Segment] = ()
 
 
 Item = list[TokenEvent] | Exception | None

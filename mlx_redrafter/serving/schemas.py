@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
-from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from ..json_objects import parse_object
 from ..options import OPTION_NAMES
-from .errors import ApiError
+from .errors import ApiError, log_once
 from .request import PENALTIES
 
 DEFAULT_MODEL = "default_model"
@@ -182,12 +180,6 @@ class MessagesBody(CountTokensBody):
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
-
-
-@lru_cache(256)
-def log_once(message: str) -> None:
-    """Logs a message once, even if clients cause it repeatedly."""
-    logging.info(message)
 
 
 def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_redrafter.serving.errors import ApiError
-from mlx_redrafter.serving.schemas import log_once
+from mlx_redrafter.serving.errors import ApiError, log_once
 from mlx_redrafter.serving.structured_output import GrammarCompiler, SchemaGrammar
 
 PERSON = {
