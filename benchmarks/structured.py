@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_redrafter import load_demo
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving.request import Request
+from mlx_redrafter.serving.scheduling.request import Request
 from mlx_redrafter.trials import check_speedup
 
 from .command import add_json, parse_positive
 from .tables import show_rows
 
 if TYPE_CHECKING:
-    from mlx_redrafter.serving.worker import Worker
+    from mlx_redrafter.serving.scheduling.worker import Worker
 
 
 def make_object(**properties: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
     Returns exit status 1 if a drafted text differs from the plain one.
     """
-    from mlx_redrafter.serving.worker import Worker  # needs llguidance, unlike --help
+    from mlx_redrafter.serving.scheduling.worker import Worker  # needs llguidance, unlike --help
 
     model, tokenizer, drafter = load_demo()
     engine = Worker(

@@ -81,6 +81,10 @@ def test_no_module_imports_a_layer_above() -> None:
         assert not importers(
             f"{package}.{folder}", *(f"{package}.{other}" for other in COMMANDS - {folder})
         ), folder
+    rooms = [f"{package}.serving.{name}" for name in ("scheduling", "formats", "http")]
+    assert not importers(rooms[0], *rooms[1:])
+    assert not importers(rooms[1], rooms[2])
+    assert importers(rooms[1], rooms[0]) and importers(rooms[2], rooms[1]), "negative control"
     assert all(
         name.startswith("mlx_redrafter.convert")
         for name in importers(package, f"{package}.convert")

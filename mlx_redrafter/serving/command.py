@@ -31,7 +31,7 @@ REQUEST_OPTIONS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_thresho
 def run() -> int:
     """Serves until a signal; returns the exit status."""
     args = check_args(make_parser().parse_args())
-    from .process import serve  # not needed for --help
+    from .http.process import serve  # not needed for --help
 
     return serve(args)
 

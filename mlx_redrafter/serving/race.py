@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from .completion import Service
+    from .formats.completion import Service
 
 PAGE = Path(__file__).with_name("race.html").read_text(encoding="utf-8")
 PORT = 8090
@@ -29,7 +29,7 @@ PORT = 8090
 def run() -> int:
     """Serves the page and the APIs until a signal; returns the exit status."""
     args = check_args(make_race_parser().parse_args())
-    from .process import serve  # not needed for --help
+    from .http.process import serve  # not needed for --help
 
     return serve(args, make_race_app, None if args.no_browser else show_page)
 
@@ -66,7 +66,7 @@ def make_race_app(service: Service) -> Starlette:
     """
     from starlette.responses import HTMLResponse
 
-    from .app import make_app
+    from .http.app import make_app
 
     args = service.args
     service.shows_drafts = True

@@ -22,14 +22,14 @@ from transformers import AutoTokenizer
 
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.engine.stats import Stats
-from mlx_redrafter.serving.app import make_app
 from mlx_redrafter.serving.command import check_args, make_parser
-from mlx_redrafter.serving.completion import Service
 from mlx_redrafter.serving.errors import ApiError
-from mlx_redrafter.serving.metrics import Metrics
-from mlx_redrafter.serving.process import Server, bind, format_url, load_service
-from mlx_redrafter.serving.request import TokenEvent
-from mlx_redrafter.serving.structured_output import GrammarCompiler
+from mlx_redrafter.serving.formats.completion import Service
+from mlx_redrafter.serving.http.app import make_app
+from mlx_redrafter.serving.http.process import Server, bind, format_url, load_service
+from mlx_redrafter.serving.scheduling.metrics import Metrics
+from mlx_redrafter.serving.scheduling.request import TokenEvent
+from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler
 
 PATIENCE = 60.0
 """Timeout in seconds, generous for busy machines; passing tests never wait that long."""

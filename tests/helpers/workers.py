@@ -9,8 +9,8 @@ from typing import Any
 
 from helpers.toys import ids, make_model, make_tokenizer, run
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving.request import Request, TokenEvent
-from mlx_redrafter.serving.worker import Worker
+from mlx_redrafter.serving.scheduling.request import Request, TokenEvent
+from mlx_redrafter.serving.scheduling.worker import Worker
 
 Asked = dict[str, Any]
 """Keywords of `Worker.submit`."""

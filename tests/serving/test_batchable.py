@@ -15,7 +15,7 @@ from helpers.families import make_family
 from helpers.grids import pairs
 from helpers.toys import make_model
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving.batchable import PREFILL_ROWS, count_prefill_rows
+from mlx_redrafter.serving.scheduling.batchable import PREFILL_ROWS, count_prefill_rows
 
 PRECISIONS = [
     (mx.float32, 0),

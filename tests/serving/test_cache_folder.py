@@ -28,10 +28,10 @@ from helpers.workers import (
 from mlx_redrafter import RedrafterError
 from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving import cache_folder, worker
-from mlx_redrafter.serving.cache_folder import CacheFolder
-from mlx_redrafter.serving.prompt_cache import PromptCache
-from mlx_redrafter.serving.worker import Worker
+from mlx_redrafter.serving.scheduling import cache_folder, worker
+from mlx_redrafter.serving.scheduling.cache_folder import CacheFolder
+from mlx_redrafter.serving.scheduling.prompt_cache import PromptCache
+from mlx_redrafter.serving.scheduling.worker import Worker
 
 PROMPT = make_prompt(60)
 

@@ -19,7 +19,7 @@ from helpers.servers import (
     save_tokenizer,
     start_scripted,
 )
-from mlx_redrafter.serving.conversation import arrange
+from mlx_redrafter.serving.formats.conversation import arrange
 
 IMAGE: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}},

@@ -28,10 +28,10 @@ from helpers.servers import (
 )
 from helpers.workers import count
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.serving import app
 from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.errors import GenerationFailed
-from mlx_redrafter.serving.process import Server
+from mlx_redrafter.serving.http import app
+from mlx_redrafter.serving.http.process import Server
 
 KEY = "correct-horse"
 BEARER = {"Authorization": f"Bearer {KEY}"}

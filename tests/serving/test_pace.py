@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_redrafter.serving.pace import MAX_ROWS, TRIAL_EVERY, WINDOW, Pace
+from mlx_redrafter.serving.scheduling.pace import MAX_ROWS, TRIAL_EVERY, WINDOW, Pace
 
 
 def run_steps(pace: Pace, seconds: float, rows: int = 2) -> int:

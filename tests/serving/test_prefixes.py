@@ -13,9 +13,9 @@ from helpers.families import make_family
 from helpers.servers import Running, ask, parse_flags, start_server
 from helpers.sessions import chat_tokenizer as letter_tokenizer
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving.completion import Service
-from mlx_redrafter.serving.prefixes import count_shared, find_prefix_lengths
-from mlx_redrafter.serving.worker import Worker
+from mlx_redrafter.serving.formats.completion import Service
+from mlx_redrafter.serving.formats.prefixes import count_shared, find_prefix_lengths
+from mlx_redrafter.serving.scheduling.worker import Worker
 from mlx_redrafter.text.chat_template import render
 
 LAWS = " ".join(f"Law {i}: keep {i * 7 % 101}." for i in range(40))

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from helpers.families import make_family
 from helpers.toys import assert_same_cache, make_model
-from mlx_redrafter.serving import prompt_cache
-from mlx_redrafter.serving.prompt_cache import PromptCache, find_default_bytes
+from mlx_redrafter.serving.scheduling import prompt_cache
+from mlx_redrafter.serving.scheduling.prompt_cache import PromptCache, find_default_bytes
 
 BIG = 1 << 30
 

@@ -30,7 +30,7 @@ from helpers.servers import (
 from helpers.small import make_byte_tokenizer, save_target, small_drafter
 from mlx_redrafter import ranks
 from mlx_redrafter.checkpoints import list_weights, save_drafter
-from mlx_redrafter.serving.process import load_service
+from mlx_redrafter.serving.http.process import load_service
 
 PROMPT = "one two three, one two three, one two "
 SCHEMA = {

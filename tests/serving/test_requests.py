@@ -16,7 +16,7 @@ from openai.types.responses import response_create_params as response_params
 
 from helpers import servers
 from helpers.servers import USER, Running, Scripted, ask
-from mlx_redrafter.serving.app import APIS
+from mlx_redrafter.serving.http.app import APIS
 
 CHAT: dict[str, Any] = {"messages": USER}
 TOOL, OTHER_TOOL = ({"type": "function", "function": {"name": name}} for name in "fg")

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from helpers.servers import BODIES, USER, Scripted, ScriptedWorker, send_request, until
-from mlx_redrafter.serving import app
+from mlx_redrafter.serving.http import app
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_redrafter.serving.errors import ApiError, log_once
-from mlx_redrafter.serving.structured_output import GrammarCompiler, SchemaGrammar
+from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler, SchemaGrammar
 
 PERSON = {
     "type": "object",

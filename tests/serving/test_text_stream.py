@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_redrafter.serving.text_stream import TextStream
+from mlx_redrafter.serving.formats.text_stream import TextStream
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'

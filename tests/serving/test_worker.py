@@ -36,12 +36,13 @@ from helpers.workers import (
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import get_context_length
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving import rows, scheduler
 from mlx_redrafter.serving.errors import ApiError, GenerationFailed
-from mlx_redrafter.serving.pace import Pace
-from mlx_redrafter.serving.request import Request, TokenEvent
-from mlx_redrafter.serving.structured_output import GrammarCompiler
-from mlx_redrafter.serving.worker import Worker
+from mlx_redrafter.serving.scheduling import batches as rows
+from mlx_redrafter.serving.scheduling import scheduler
+from mlx_redrafter.serving.scheduling.pace import Pace
+from mlx_redrafter.serving.scheduling.request import Request, TokenEvent
+from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler
+from mlx_redrafter.serving.scheduling.worker import Worker
 
 SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "seed": 7}
 PENALTIES: dict[str, Any] = {

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
-from ..errors import join_lines
-from ..text.stop_strings import StopStrings
+from ...errors import join_lines
+from ...text.stop_strings import StopStrings
 
 KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reasoning": "reasoning"}
 """State of mlx-lm's text state machine -> kind of its text.

@@ -10,10 +10,10 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, TypeVar, cast
 
-from ..text.encoding import encode
+from ...text.encoding import encode
+from ..scheduling.request import Request, TokenEvent
 from .completion import Answer, AnswerEvent, Completion, Event, Prompt, Service
 from .conversation import Tool, read_tools
-from .request import Request, TokenEvent
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment
 

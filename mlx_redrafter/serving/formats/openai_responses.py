@@ -11,9 +11,9 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+from ..errors import ApiError, log_once
 from .completion import Answer, Completion, Event, Service
 from .conversation import Message, join_name, join_parts, make_call, read_reasoning, read_tools
-from .errors import ApiError, log_once
 from .openai_completions import read_input
 from .schemas import ResponsesBody
 from .text_stream import Segment

@@ -21,16 +21,16 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
-from .. import ranks
-from ..engine import kv_cache
-from ..engine.decode import Round
-from ..engine.grammar import mask_root
-from ..engine.output import Generation
-from ..engine.round import Processor
-from ..engine.sampling import Draws, Sampler
-from ..pair import Pair
-from ..setup import open_generation
-from .errors import SchemaNotFollowed
+from ... import ranks
+from ...engine import kv_cache
+from ...engine.decode import Round
+from ...engine.grammar import mask_root
+from ...engine.output import Generation
+from ...engine.round import Processor
+from ...engine.sampling import Draws, Sampler
+from ...pair import Pair
+from ...setup import open_generation
+from ..errors import SchemaNotFollowed
 from .metrics import Metrics
 from .request import Request
 

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
+from ..errors import ApiError
 from .completion import Answer, Completion, Event, Service
 from .conversation import (
     Message,
@@ -18,7 +19,6 @@ from .conversation import (
     read_reasoning,
     read_tools,
 )
-from .errors import ApiError
 from .schemas import CountTokensBody, MessagesBody
 from .text_stream import Segment
 

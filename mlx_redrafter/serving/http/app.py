@@ -26,13 +26,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import RedrafterError
-from .anthropic_messages import CountTokens, Messages
-from .completion import Answer, Completion, Event, Service, make_prompt
-from .errors import ApiError, GenerationFailed
-from .openai_completions import ChatCompletions, Completions
-from .openai_responses import Responses
-from .schemas import parse_body
+from ...errors import RedrafterError
+from ..errors import ApiError, GenerationFailed
+from ..formats.anthropic_messages import CountTokens, Messages
+from ..formats.completion import Answer, Completion, Event, Service, make_prompt
+from ..formats.openai_completions import ChatCompletions, Completions
+from ..formats.openai_responses import Responses
+from ..formats.schemas import parse_body
 
 APIS: dict[str, type[Completion[Any]]] = {
     "/v1/chat/completions": ChatCompletions,

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
-from ..json_objects import parse_object
-from ..options import OPTION_NAMES
-from .errors import ApiError, log_once
-from .request import PENALTIES
+from ...json_objects import parse_object
+from ...options import OPTION_NAMES
+from ..errors import ApiError, log_once
+from ..scheduling.request import PENALTIES
 
 DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model of the command line; also accepted for its drafter."""

@@ -16,12 +16,12 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from .. import ranks
-from ..checkpoints import get_drafter_name, load_pair, strip_folders
-from ..errors import RedrafterError, join_lines
+from ... import ranks
+from ...checkpoints import get_drafter_name, load_pair, strip_folders
+from ...errors import RedrafterError, join_lines
+from ..formats.completion import Service
+from ..scheduling.worker import Worker
 from .app import make_app
-from .completion import Service
-from .worker import Worker
 
 GRACE_SECONDS = 5
 """Seconds after the drain timeout in which errors can reach clients, before uvicorn cancels the

@@ -18,18 +18,18 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from mlx_lm.server import convert_chat
 
-from ..engine.grammar import Grammar
-from ..engine.stats import USAGE_FIELDS, Stats
-from ..errors import RedrafterError
-from ..text.chat_template import make_thinking_args, render
+from ...engine.grammar import Grammar
+from ...engine.stats import USAGE_FIELDS, Stats
+from ...errors import RedrafterError
+from ...text.chat_template import make_thinking_args, render
+from ..errors import ApiError
+from ..scheduling.request import Request, TokenEvent
+from ..scheduling.structured_output import Constraint
+from ..scheduling.worker import Worker, check_length
 from .conversation import Message, Tool, Tools, arrange, choose_tools, describe_tools, list_variants
-from .errors import ApiError
 from .prefixes import find_prefix_lengths
-from .request import Request, TokenEvent
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
-from .structured_output import Constraint
 from .text_stream import Segment, TextStream
-from .worker import Worker, check_length
 
 ApiFinishReason = Literal["stop", "length", "tool_calls"]
 Event = dict[str, Any]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from .errors import ApiError, log_once
+from ..errors import ApiError, log_once
 
 Message = dict[str, Any]
 

@@ -16,12 +16,12 @@ from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
-from .. import ranks
-from ..engine import kv_cache
-from ..engine.model_checks import make_cache
-from ..engine.model_parts import get_module_name
-from ..engine.round import log_softmax
-from ..options import Options
+from ... import ranks
+from ...engine import kv_cache
+from ...engine.model_checks import make_cache
+from ...engine.model_parts import get_module_name
+from ...engine.round import log_softmax
+from ...options import Options
 
 PREFILL_ROWS = 8
 """Prompts that a batch prefills together, as in mlx-lm's server."""

@@ -17,21 +17,21 @@ from typing import Literal
 
 import mlx.core as mx
 
-from .. import ranks
-from ..engine import kv_cache
-from ..engine.decode import Round
-from ..engine.model_checks import make_cache
-from ..engine.output import FinishReason
-from ..options import Options
-from ..pair import Pair
-from ..setup import open_generation
+from ... import ranks
+from ...engine import kv_cache
+from ...engine.decode import Round
+from ...engine.model_checks import make_cache
+from ...engine.output import FinishReason
+from ...options import Options
+from ...pair import Pair
+from ...setup import open_generation
+from ..errors import SchemaNotFollowed
 from .batchable import count_prefill_rows
-from .errors import SchemaNotFollowed
+from .batches import Batch, Loops
 from .metrics import Metrics
 from .pace import Pace
 from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix
 from .request import Request
-from .rows import Batch, Loops
 
 STEPS_BEFORE_LEAVING = 16
 """Tokens that the only row of a batch makes before it leaves the batch, as the next request may

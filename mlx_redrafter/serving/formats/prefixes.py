@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RedrafterError
-from ..text.chat_template import render
+from ...errors import RedrafterError
+from ...text.chat_template import render
+from ..scheduling.prompt_cache import MIN_SHARED, count_common_prefix
 from .conversation import Message, make_call
-from .prompt_cache import MIN_SHARED, count_common_prefix
 
 WINDOW = 1024
 """Characters before the first difference of two texts that are encoded to find its token."""

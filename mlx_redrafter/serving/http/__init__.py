@@ -1,0 +1,1 @@
+"""HTTP: the process, the application, access checks and streams."""
