@@ -31,7 +31,7 @@ from helpers.toys import (
     record_hidden_states,
     run,
 )
-from mlx_redrafter import pair
+from mlx_redrafter import setup
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.model_checks import check_draftable, make_cache
@@ -143,7 +143,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
             for alone in {"mixed": (True, False), "random": () if name in TREES else (False,)}.get(
                 script, ()
             ):
-                monkeypatch.setattr(pair, "ContextSource", partial(ScriptedContext, text))
+                monkeypatch.setattr(setup, "ContextSource", partial(ScriptedContext, text))
                 cache = make_prompt_cache(model)
                 with warnings.catch_warnings(action="ignore"):
                     steps = decode(None if alone else drafter, prompt_cache=cache, context=True)

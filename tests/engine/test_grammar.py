@@ -105,7 +105,7 @@ def test_a_grammar_without_a_next_token_raises(stuck_at: int) -> None:
         for each in start_rounds(
             model, PROMPT, drafter, ToyGrammar(stuck_at=stuck_at), plan=(3, 3)
         ):
-            made += each.tokens
+            made.append(each.token)
     assert made == plain[:stuck_at]
 
 
