@@ -19,14 +19,12 @@ from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import (
     DTYPES,
     format_dtype,
-    get_not_finite,
-    list_weights,
     load,
     load_drafter,
     save_drafter,
 )
 from mlx_redrafter.checkpoints import is_quantized as has_quantized_layers
-from mlx_redrafter.drafters.checkpoint import MODES, count_bytes
+from mlx_redrafter.drafters.checkpoint import MODES, count_bytes, get_not_finite, list_weights
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.loading import locate_files, read_drafter
 from mlx_redrafter.drafters.protocol import Drafter

@@ -1,4 +1,4 @@
-"""Loads models and drafters from directories, hub ids or a command's flags, and saves drafters."""
+"""Loads models and drafters from directories or hub ids, and saves drafters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,9 @@ from mlx_lm.utils import dequantize_model
 from . import ranks
 from .atomic_files import expand_path, replace_file
 from .demo import DIRECTORY as DEMO
-from .drafters.checkpoint import get_not_finite as get_not_finite
-from .drafters.checkpoint import list_weights as list_weights
+from .drafters.checkpoint import get_not_finite, is_float, list_weights
 from .drafters.draft_model import DraftModel
-from .drafters.loading import PACKAGED as PACKAGED
 from .drafters.loading import check_hub_id, locate_files, read_checkpoint, read_drafter
-from .drafters.loading import read_object as read_object
 from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.model_checks import explain_chains
@@ -33,16 +29,10 @@ from .engine.tree_attention import MODEL_LOCK
 from .errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
 from .machine.blas import choose_threads, warn_of_slow_blas
 
-DRAFTER_HELP = "directory, file or Hugging Face repo of the drafter; 'smollm2' is the packaged one for SmolLM2-135M-Instruct"
-"""The help of `--drafter`."""
-
 DTYPES = ("float16", "bfloat16", "float32")
 """The dtypes of weights and computation."""
 
-DTYPE_HELP = "cast weights to this dtype, but only scales and biases of quantized layers (default: as stored)"
-"""The help of `--dtype`."""
-
-HEADS = (
+DIVIDED = (
     "num_attention_heads",
     "num_key_value_heads",
     "linear_num_key_heads",
@@ -66,12 +56,13 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     name = os.path.expanduser(path_or_hf_repo)
     if not os.path.exists(name):
         check_hub_id(str(path_or_hf_repo))
+
     try:
         model, tokenizer, *_ = mlx_lm_utils.load(name, **options)
     except Exception as error:  # mlx-lm, transformers and the hub raise many types
-        raise CheckpointError(
-            f"cannot load the model {str(path_or_hf_repo)!r}: {join_lines(error)}"
-        ) from error
+        message = f"cannot load the model {str(path_or_hf_repo)!r}: {join_lines(error)}"
+        raise CheckpointError(message) from error
+
     if not options.get("lazy"):
         evaluate(model)
     set_blas_threads(model)
@@ -81,8 +72,7 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
 def load_shards(
     path_or_hf_repo: str | Path, *, pipeline: bool = False, **options: Any
 ) -> tuple[nn.Module, Any]:
-    """Loads this rank's part of the target, and its tokenizer, with mlx-lm's `sharded_load`;
-    evaluates every array.
+    """Loads this rank's part of the target, and its tokenizer, with mlx-lm's `sharded_load`.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
@@ -98,35 +88,33 @@ def load_shards(
             check_divisible(mlx_lm_utils.load_config(folder), group.size())
         model, tokenizer = mlx_lm_utils.sharded_load(name, *groups, **options)
     except Exception as error:  # see `load`
-        if "connection to a peer was lost" in str(error):  # MLX's message
-            raise RuntimeError(
-                f"another rank ended while {name} was loaded: {join_lines(error)}"
-            ) from error
-        raise CheckpointError(
-            f"cannot load {name!r} over {group.size()} ranks: {join_lines(error)}"
-        ) from error
+        why = join_lines(error)
+        if "connection to a peer was lost" in why:  # MLX's message
+            raise RuntimeError(f"another rank ended while {name} was loaded: {why}") from error
+        message = f"cannot load {name!r} over {group.size()} ranks: {why}"
+        raise CheckpointError(message) from error
+
     evaluate(model)
-    kinds = ranks.gather(
-        [kv_cache.list_unknown_types(make_prompt_cache(model), ()), explain_chains(model)]
-    )
+    unknown = kv_cache.list_unknown_types(make_prompt_cache(model), ())
+    kinds = ranks.gather([unknown, explain_chains(model)])
     if any(kind != kinds[0] for kind in kinds):  # they would draft and roll back differently
-        raise UnsupportedModelError(
-            f"{name}: the pipeline's ranks would have different kinds of layers: {kinds}"
-        )
+        message = f"the pipeline's ranks would have different kinds of layers: {kinds}"
+        raise UnsupportedModelError(f"{name}: {message}")
     set_blas_threads(model)
     return model, tokenizer
 
 
 def check_divisible(config: dict[str, Any], n_ranks: int) -> None:
-    """Refuses a model's config whose heads cannot be divided among ranks, which mlx-lm does not
-    check.
+    """Refuses a model's config whose heads cannot be divided among ranks.
+
+    mlx-lm does not check this.
     """
     config = config.get("text_config") or config
-    for key in HEADS:
-        if (count := config.get(key) or 0) % n_ranks:
-            raise RedrafterError(
-                f"expected {key} to be divisible by the number of ranks, {n_ranks}, got {count}"
-            )
+    for key in DIVIDED:
+        count = config.get(key) or 0
+        if count % n_ranks:
+            expected = f"expected {key} to be divisible by the number of ranks, {n_ranks}"
+            raise RedrafterError(f"{expected}, got {count}")
 
 
 def set_blas_threads(model: nn.Module) -> None:
@@ -139,8 +127,7 @@ def set_blas_threads(model: nn.Module) -> None:
 
 
 def evaluate(*models: nn.Module | None) -> None:
-    """Evaluates all arrays of models, including those that are not parameters (RoPE frequencies,
-    masks).
+    """Evaluates all arrays of models, also those that are not parameters (RoPE frequencies, masks).
 
     mlx-lm evaluates only parameters. Another thread cannot evaluate the rest, as streams belong to
     threads.
@@ -151,14 +138,15 @@ def evaluate(*models: nn.Module | None) -> None:
     except RuntimeError as error:
         if "in current thread" not in str(error):
             raise
+        found = "the model was loaded in another thread, and not all of it was evaluated there"
         advice = "load it with mlx_redrafter.load, or call mx.eval(model) after mlx_lm.load"
-        message = f"the model was loaded in another thread, and not all of it was evaluated there: {advice}"
-        raise CheckpointError(message) from error
+        raise CheckpointError(f"{found}: {advice}") from error
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
-    """Loads a drafter, in our layout or its authors', and evaluates its weights, which may be
-    quantized with MLX.
+    """Loads a drafter, in our layout or its authors', and evaluates its weights.
+
+    They may be quantized with MLX.
 
     Args:
         path_or_hf_repo: a local directory or file, or a hub id, see docs/checkpoints.md; or a name
@@ -167,20 +155,31 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
 
     Raises:
         CheckpointError: it is missing, damaged or not a drafter, does not fit `model`, or holds
-        NaN.
+            NaN.
     """
     files = locate_files(path_or_hf_repo)
-    if not (
-        config := files.tensors[0].with_name("config.json")
-    ).is_file():  # written last; `convert` needs none
+    # It is written last. `convert` needs none.
+    config = files.tensors[0].with_name("config.json")
+    if not config.is_file():
         raise CheckpointError(f"no config.json in {config.parent}")
     checkpoint = read_checkpoint(files)
     drafter = read_drafter(checkpoint, model)
-    evaluate(drafter)
-    if model is not None:
-        evaluate(model)  # finding its sizes may leave unevaluated arrays in it, as in gemma3n
+
+    # Reading the target's sizes may leave unevaluated arrays in it, as in gemma3n.
+    evaluate(drafter, model)
     for note in checkpoint.notes:
         _log.info("note: %s", note)
+    return drafter
+
+
+def load_fast_drafter(path_or_hf_repo: str | Path, model: nn.Module) -> Drafter:
+    """`load_drafter`, but in float32 for a float32 model on a CPU.
+
+    16 bits are four times as slow there.
+    """
+    drafter = load_drafter(path_or_hf_repo, model)
+    if mx.default_device().type == mx.cpu and get_dtype(model) == "float32":
+        cast(drafter, "float32")
     return drafter
 
 
@@ -196,8 +195,10 @@ def load_draft_model(
 
     Raises:
         CheckpointError: see `load`; also if it is a drafter, or its vocabulary differs from the
-        target's. UnsupportedModelError: see `DraftModel`.
+            target's.
+        UnsupportedModelError: see `DraftModel`.
     """
+    name = str(path_or_hf_repo)
     try:
         loaded, own = load(path_or_hf_repo)
     except CheckpointError as error:
@@ -205,17 +206,34 @@ def load_draft_model(
             load_drafter(path_or_hf_repo)
         except CheckpointError:
             raise error from None
-        raise CheckpointError(
-            f"{path_or_hf_repo} is a drafter, not a language model: give it as --drafter"
-        ) from None
+        message = f"{name} is a drafter, not a language model: give it as --drafter"
+        raise CheckpointError(message) from None
+
     set_blas_threads(model)  # for the larger of the two models
     if tokenizer is not None and own.vocab_size != tokenizer.vocab_size:
         sizes = f"a tokenizer of {own.vocab_size} tokens, the target's has {tokenizer.vocab_size}"
-        raise CheckpointError(f"{path_or_hf_repo} cannot be the draft model: it has {sizes}")
-    found = DraftModel(loaded)
-    found.check_fit(model, str(path_or_hf_repo))
+        raise CheckpointError(f"{name} cannot be the draft model: it has {sizes}")
+    drafter = DraftModel(loaded)
+    drafter.check_fit(model, name)
     evaluate(model, loaded)  # see `load_drafter`
-    return found
+    return drafter
+
+
+def cast(model: nn.Module, dtype: str) -> None:
+    """Casts a model's floating-point weights as `mlx_lm.convert` does, and evaluates them.
+
+    Args:
+        dtype: a name in `DTYPES`.
+    """
+    may_cast: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)
+    kept: list[tuple[str, mx.array]] = []
+    if may_cast is not None:
+        kept = [each for each in list_weights(model).items() if not may_cast(each[0])]
+    model.set_dtype(getattr(mx, dtype))
+    model.load_weights(kept, strict=False)
+    evaluate(model)
+    if dtype == "float16" and (odd := get_not_finite(list_weights(model))) is not None:
+        raise RedrafterError(f"{odd} does not fit into {dtype}: give --dtype float32 or bfloat16")
 
 
 def save_drafter(
@@ -233,12 +251,11 @@ def save_drafter(
     """
     weights = list_weights(drafter)
     if dtype is not None:
-        weights = {
-            k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w
-            for k, w in weights.items()
-        }
-    stored = next(w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
+        for name, weight in weights.items():
+            weights[name] = weight.astype(dtype) if is_float(weight) else weight
+    stored = next(weight.dtype for weight in weights.values() if is_float(weight))
     config = {**drafter.args.to_dict(), "dtype": format_dtype(stored), **(extra or {})}
+
     try:
         with (
             replace_file(directory / "model.safetensors") as tensors,
@@ -247,9 +264,8 @@ def save_drafter(
             text.write_text(json.dumps(config, indent=2) + "\n")
             save_arrays(tensors, weights, {"format": "mlx"})
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(
-            f"cannot write the drafter to {directory}: {join_lines(error)}"
-        ) from error
+        message = f"cannot write the drafter to {directory}: {join_lines(error)}"
+        raise CheckpointError(message) from error
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
@@ -267,18 +283,16 @@ def format_dtype(dtype: mx.Dtype) -> str:
 def load_demo_target() -> tuple[nn.Module, Any]:
     """(model, tokenizer) of the packaged demo.
 
-    Stored in 8 bits, in float32, which is fastest on a CPU.
+    It is stored in 8 bits, and runs in float32, which is fastest on a CPU.
     """
     model, tokenizer = load(DEMO / "target")
     dequantize_model(model)
-    model.set_dtype(mx.float32)
-    evaluate(model)
+    cast(model, "float32")
     return model, tokenizer
 
 
 def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafter]:
-    """(model, tokenizer, drafter) of the packaged demo, a llama of 25 million parameters for Python
-    source.
+    """(model, tokenizer, drafter) of the packaged demo: a llama for Python source.
 
     The target is stored in 8 bits and the drafter in 16; both run in float32, which is fastest on a
     CPU.
@@ -292,14 +306,14 @@ def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafte
     """
     model, tokenizer = load_demo_target()
     loaded = load_drafter(DEMO / "drafter" if drafter is None else drafter, model)
-    loaded.set_dtype(mx.float32)
-    evaluate(loaded)
+    cast(loaded, "float32")
     return model, tokenizer, loaded
 
 
 def strip_folders(name: str | Path) -> str:
-    """A hub id unchanged, or the last part of a local path, as its folders mean nothing on other
-    machines.
+    """A hub id unchanged, or the last part of a local path.
+
+    Its folders mean nothing on other machines.
     """
     path = expand_path(name)
     path = path.resolve() if path.is_dir() else path  # files of the hub are links to hashes
@@ -313,144 +327,15 @@ def make_card_header(base: str | None) -> str:
         base: the target's hub id or directory; a directory is left out, as it means nothing on
             other machines.
     """
-    is_hub_id = base and not Path(base).expanduser().exists()
-    model = f"base_model: {json.dumps(base, ensure_ascii=False)}\n" if is_hub_id else ""
-    return (
-        f"---\nlibrary_name: mlx\ntags:\n- mlx\n- redrafter\n- speculative-decoding\n{model}---\n"
-    )
-
-
-def get_drafter_name(args: Any) -> str | None:
-    """The drafter or draft model in a command's flags; None if neither is given."""
-    name: str | None = args.drafter or getattr(args, "draft_model", None)
-    return name
-
-
-def load_target(
-    args: Any, name: str | None, tokenizer_config: dict[str, Any] | None = None
-) -> tuple[nn.Module, Any]:
-    """Loads (model, tokenizer) by a command's flags.
-
-    Args:
-        args: with `adapter_path`, `trust_remote_code` and, if the command has the flags,
-            `quantize_activations`, `model_dtype` and `use_default_chat_template`.
-        name: a local directory or a hub id; None for the packaged demo.
-        tokenizer_config: more arguments for the tokenizer.
-    """
-    size = ranks.count_ranks()
-    for flag in ("adapter_path", "quantize_activations"):
-        if getattr(args, flag, None) and (name is None or size > 1):
-            needs = (
-                "--model: the packaged demo is loaded unchanged"
-                if size == 1
-                else f"a single process, got {size} ranks"
-            )
-            raise RedrafterError(f"--{flag.replace('_', '-')} needs {needs}")
-    config = {**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code}
-    if size > 1:
-        if name is None:
-            raise RedrafterError(
-                f"{size} ranks need --model: the packaged demo needs a single process"
-            )
-        model, tokenizer = load_shards(
-            name,
-            pipeline=args.pipeline,
-            tokenizer_config=config,
-            trust_remote_code=args.trust_remote_code,
-        )
-    elif name is None:
-        model, tokenizer = load_demo_target()
-    else:
-        model, tokenizer = load(
-            name,
-            adapter_path=args.adapter_path,
-            tokenizer_config=config,
-            model_config={"quantize_activations": getattr(args, "quantize_activations", False)},
-            trust_remote_code=args.trust_remote_code,
-        )
-    cast(model, args)
-    if getattr(args, "use_default_chat_template", False) and tokenizer.chat_template is None:
-        tokenizer.chat_template = getattr(
-            tokenizer, "default_chat_template", None
-        )  # newer tokenizers have none
-    return model, tokenizer
-
-
-def cast(model: nn.Module, args: Any) -> None:
-    """Casts a model's floating-point weights to the flags' `model_dtype`, if any, as
-    `mlx_lm.convert` does.
-    """
-    if (name := getattr(args, "model_dtype", None)) is None:
-        return
-    dtype: mx.Dtype = getattr(mx, name)
-    may_cast: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)
-    kept = (
-        {}
-        if may_cast is None
-        else {k: w for k, w in list_weights(model).items() if not may_cast(k)}
-    )
-    model.set_dtype(dtype)
-    model.load_weights(list(kept.items()), strict=False)
-    evaluate(model)
-    if dtype == mx.float16 and (odd := get_not_finite(list_weights(model))) is not None:
-        raise RedrafterError(f"{odd} does not fit into {name}: give --dtype float32 or bfloat16")
-
-
-def load_pair(
-    args: Any,
-    name: str | None,
-    drafter_name: str | None,
-    tokenizer_config: dict[str, Any] | None = None,
-) -> tuple[nn.Module, Any, Drafter | None]:
-    """Loads (model, tokenizer, drafter or None); a line on stderr warns if they will be slow.
-
-    Args:
-        args: see `load_target`; `no_drafter` loads no drafter, `draft_model` a language model
-            instead of a drafter.
-        name: see `load_target`.
-        drafter_name: a local directory or a hub id; None means the demo's own drafter, or none for
-            another model.
-        tokenizer_config: see `load_target`.
-    """
-    model, tokenizer = load_target(args, name, tokenizer_config)
-    kind = get_dtype(model)
-    advice = "--dtype float32 is faster, and takes twice the memory"
-    if is_quantized(model):
-        kind = "quantized"
-        advice = "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
-    if name is not None and mx.default_device().type == mx.cpu and kind != "float32":
-        print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
-    if getattr(args, "no_drafter", False):
-        return model, tokenizer, None
-    drafter: Drafter | None = None
-    if (draft_model := getattr(args, "draft_model", None)) is not None:
-        drafter = load_draft_model(draft_model, model, tokenizer)
-    elif drafter_name is not None or name is None:
-        drafter = load_fast_drafter(
-            DEMO / "drafter" if drafter_name is None else drafter_name, model
-        )
-    if drafter is not None:
-        if name is None:  # like the demo's target
-            drafter.weights.set_dtype(mx.float32)
-            evaluate(drafter)
-        cast(drafter.weights, args)
-    return model, tokenizer, drafter
+    lines = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
+    if base and not Path(base).expanduser().exists():
+        lines.append(f"base_model: {json.dumps(base, ensure_ascii=False)}")
+    return "\n".join(["---", *lines, "---\n"])
 
 
 def get_dtype(module: nn.Module) -> str:
     """The name of the largest array's dtype, which most of the computation uses."""
     return format_dtype(max(list_weights(module).values(), key=lambda array: array.size).dtype)
-
-
-def load_fast_drafter(path_or_hf_repo: str | Path, model: nn.Module) -> Drafter:
-    """`load_drafter`, but in float32 for a float32 model on a CPU, where 16 bits are four times as
-    slow.
-    """
-    drafter = load_drafter(path_or_hf_repo, model)
-    if mx.default_device().type == mx.cpu and get_dtype(model) == "float32":
-        drafter.weights.set_dtype(mx.float32)
-        evaluate(drafter)
-    return drafter
 
 
 def is_quantized(module: nn.Module) -> bool:

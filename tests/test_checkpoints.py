@@ -16,8 +16,8 @@ from helpers.checkpoints import CONFIG, WEIGHTS, same, tensors
 from helpers.heads import KINDS, make_head
 from helpers.small import save_target, small_drafter, small_llama
 from helpers.toys import make_model, make_tokenizer
-from mlx_redrafter import checkpoints
 from mlx_redrafter.checkpoints import load, load_drafter, save_drafter
+from mlx_redrafter.drafters.loading import PACKAGED
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError
 
@@ -126,5 +126,5 @@ def test_unknown_model_is_refused(tmp_path: Path) -> None:
 def test_the_packaged_drafter_names_its_model() -> None:
     drafter = load_drafter("smollm2")
     assert (drafter.args.hidden_size, drafter.args.vocab_size) == (576, 49152)
-    assert (checkpoints.PACKAGED["smollm2"] / WEIGHTS).stat().st_size < 8e6
+    assert (PACKAGED["smollm2"] / WEIGHTS).stat().st_size < 8e6
     refuse(load_drafter, "smollm2", small_llama(), names="SmolLM2-135M-Instruct")

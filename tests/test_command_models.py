@@ -12,9 +12,10 @@ from mlx_lm.models import llama
 
 from helpers.small import save_target, small_drafter, small_llama
 from helpers.toys import make_tokenizer
-from mlx_redrafter.arguments import make_parser
-from mlx_redrafter.checkpoints import list_weights, load_pair, load_target, save_drafter
+from mlx_redrafter.arguments import load_models, load_target, make_parser
+from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY
+from mlx_redrafter.drafters.checkpoint import list_weights
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training.settings import TrainingArgs
 
@@ -27,7 +28,7 @@ def test_slow_weights_are_noted(
     model = small_llama(hidden=64)
     model.set_dtype(dtype)
     save_target(tmp_path, model, make_tokenizer()._tokenizer)
-    load_pair(Namespace(adapter_path=None, trust_remote_code=False), str(tmp_path), None)
+    load_models(parse("--model", str(tmp_path)))
     assert ("weights are slow on a CPU" in capsys.readouterr().err) is (dtype == mx.bfloat16)
 
 
@@ -51,8 +52,7 @@ def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
         "--dtype",
         "float32",
     ]
-    args = parse(*given)
-    loaded, _, head = load_pair(args, args.model, args.drafter)
+    loaded, _, head = load_models(parse(*given))
     assert head is not None
     for cast, stored in ((loaded, model), (head.weights, drafter)):
         expected = {
@@ -72,9 +72,8 @@ def parse(*flags: str) -> Namespace:
 
 
 def test_the_demo_and_a_draft_model_are_cast() -> None:
-    model, _, drafter = load_pair(
-        parse("--dtype", "bfloat16", "--draft-model", str(DIRECTORY / "target")), None, None
-    )
+    args = parse("--dtype", "bfloat16", "--draft-model", str(DIRECTORY / "target"))
+    model, _, drafter = load_models(args)
     assert drafter is not None
     for module in (model, drafter.weights):
         assert {array.dtype for array in list_weights(module).values()} <= {
@@ -94,7 +93,7 @@ def test_parameters_excluded_from_casting_stay(
         False,
     )
     save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
-    model, _, _ = load_pair(parse("--dtype", "bfloat16"), str(tmp_path), None)
+    model, _, _ = load_models(parse("--dtype", "bfloat16", "--model", str(tmp_path)))
     assert all(
         (array.dtype == mx.float32) is ("norm" in name)
         for name, array in list_weights(model).items()
@@ -109,14 +108,14 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
         RedrafterError,
         match=r"model\.norm\.weight does not fit into float16: give --dtype float32 or",
     ):
-        load_pair(parse("--dtype", "float16"), str(tmp_path), None)
-    load_pair(parse("--dtype", "bfloat16"), str(tmp_path), None)
+        load_models(parse("--dtype", "float16", "--model", str(tmp_path)))
+    load_models(parse("--dtype", "bfloat16", "--model", str(tmp_path)))
 
 
 def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path) -> None:
     save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
     args = TrainingArgs(model=str(tmp_path), prompts="prompts.jsonl", dtype="float16")
-    model, _ = load_target(args, args.model)
+    model, _ = load_target(args)
     assert {array.dtype for array in list_weights(model).values()} == {mx.float32}
 
 
@@ -130,6 +129,6 @@ def test_a_16_bit_drafter_runs_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Pa
     save_target(tmp_path / "target", model, make_tokenizer()._tokenizer)
     save_drafter(tmp_path / "drafter", drafter)
     args = parse("--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"))
-    head = load_pair(args, args.model, args.drafter)[2]
+    head = load_models(args)[2]
     is_cast = dtype == mx.float32 and mx.default_device().type == mx.cpu
     assert head is not None and head.dtype == (mx.float32 if is_cast else mx.float16)

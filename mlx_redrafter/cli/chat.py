@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .. import ranks
-from ..arguments import load_models, make_text_parser, read_options
-from ..checkpoints import get_drafter_name
+from ..arguments import get_drafter_name, load_models, make_text_parser, read_options
 from ..errors import Parser, RedrafterError, join_lines
 from ..generation import GenerationResponse
 from ..session.session import Session
@@ -37,7 +36,7 @@ def run() -> int:
     """Runs the command with `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
     options = read_options(args)
-    model, tokenizer, drafter = load_models(args)
+    model, tokenizer, drafter = load_models(args, verbose=True)
     session = Session(
         model, tokenizer, drafter, chat_template_config=args.chat_template_config, **options
     )

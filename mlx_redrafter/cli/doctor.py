@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import __version__
-from ..arguments import make_parser
-from ..checkpoints import format_dtype, get_drafter_name, is_quantized, load_pair
+from ..arguments import get_drafter_name, load_models, make_parser
+from ..checkpoints import format_dtype, is_quantized
 from ..drafters import make_drafter
 from ..drafters.checkpoint import count_bytes
 from ..drafters.protocol import Drafter
@@ -50,7 +50,7 @@ def run() -> int:
         "--json", action="store_true", help="print one JSON object instead of the text"
     )
     args = parser.parse_args()
-    model, tokenizer, drafter = load_pair(args, args.model, args.drafter)
+    model, tokenizer, drafter = load_models(args)
     report = diagnose(model, tokenizer, drafter, refresh=args.refresh)
     demo = {} if args.model else {"model": "demo", "drafter": get_drafter_name(args) or "demo"}
     print(

@@ -23,8 +23,7 @@ from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__, ranks
-from ..arguments import load_models, make_text_parser, read_options
-from ..checkpoints import get_drafter_name
+from ..arguments import get_drafter_name, load_models, make_text_parser, read_options
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
 from ..engine.exactness import format_row_counts

@@ -20,8 +20,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
-from ..arguments import load_models, make_text_parser, read_options
-from ..checkpoints import get_drafter_name
+from ..arguments import get_drafter_name, load_models, make_text_parser, read_options
 from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, join_lines
 from ..generation import GenerationResponse
@@ -78,7 +77,7 @@ def run() -> int:
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     stdout = sys.stdout.buffer
     with redirect_stdout(sys.stderr):  # stdout is for events only
-        models = load_models(args, verbose=False)
+        models = load_models(args)
 
         def make_session(path: str | None) -> Session:
             return (

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_files import expand_path, explain_unwritable, write_text
-from ..checkpoints import make_card_header, read_object, strip_folders
+from ..checkpoints import make_card_header, strip_folders
 from ..drafters.config import DrafterArgs
+from ..drafters.loading import read_object
 from ..errors import RedrafterError, join_lines
 from .evaluation import SpeedResult, format_results
 from .settings import TrainingArgs

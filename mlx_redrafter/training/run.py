@@ -18,8 +18,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..arguments import load_target
 from ..atomic_files import lock_file
-from ..checkpoints import format_dtype, load_fast_drafter, load_target, save_drafter, strip_folders
+from ..checkpoints import format_dtype, load_fast_drafter, save_drafter, strip_folders
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
@@ -131,7 +132,7 @@ def run_steps(
 ) -> None:
     """Makes the texts, trains and finishes."""
     clock.say(f"loading {args.model or 'the packaged demo'}")
-    model, tokenizer = load_target(args, args.model)
+    model, tokenizer = load_target(args)
     check_draftable(model, tree=False)
     loading = clock.seconds - clock.left
     args = replace(
@@ -355,7 +356,7 @@ def finish(run: Run) -> None:
     clock = run.clock
     place = run.files.directory
     clock.show("loading the model to compare speeds")
-    model, tokenizer = load_target(args, args.model)
+    model, tokenizer = load_target(args)
     pair = Pair(model, load_fast_drafter(place, model), run.findings)
     prompts = [make_prompt(text) for text in run.validation[:MAX_COMPARED]]
     began = time.perf_counter()

@@ -17,7 +17,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ... import ranks
-from ...checkpoints import get_drafter_name, load_pair, strip_folders
+from ...arguments import get_drafter_name, load_models
+from ...checkpoints import strip_folders
 from ...errors import RedrafterError, join_lines
 from ..formats.completion import Service
 from ..scheduling.worker import Worker
@@ -51,7 +52,7 @@ def bind(host: str, port: int) -> socket.socket:
 def load_service(args: argparse.Namespace) -> Service:
     """Loads the models that the flags name, and starts a worker."""
     template = {"chat_template": args.chat_template} if args.chat_template else {}
-    model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
+    model, tokenizer, drafter = load_models(args, template)
     flags: dict[str, Any] = {
         name: getattr(args, name) for name in getfullargspec(Worker).kwonlyargs
     }
