@@ -25,7 +25,7 @@ from .drafters.loading import check_hub_id, locate_files, read_checkpoint, read_
 from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.model_checks import explain_chains
-from .engine.tree_attention import MODEL_LOCK
+from .engine.patches import MODEL_LOCK
 from .errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
 from .machine.blas import choose_threads, warn_of_slow_blas
 

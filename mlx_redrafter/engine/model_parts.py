@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import UnsupportedModelError
 from . import kv_cache
-from .tree_attention import MODEL_LOCK, with_model_lock
+from .patches import Slot, replace_functions, with_model_lock
 
 T = TypeVar("T")
 
@@ -25,41 +25,50 @@ StateName = str | int
 norm, or a layer's number from 0 for that layer's output."""
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-EMBEDDINGS = _names(
-    "embed_tokens wte embeddings word_embeddings tok_embeddings token_embeddings embed_in embedding embed"
+EMBEDDINGS = (
+    "embed_tokens",
+    "wte",
+    "embeddings",
+    "word_embeddings",
+    "tok_embeddings",
+    "token_embeddings",
+    "embed_in",
+    "embedding",
+    "embed",
 )
 """Names of the token embedding in mlx-lm's models."""
 
-NORMS = _names(
-    "norm final_layernorm final_layer_norm embedding_norm final_norm output_norm norm_f norm_out ln_f"
+NORMS = (
+    "norm",
+    "final_layernorm",
+    "final_layer_norm",
+    "embedding_norm",
+    "final_norm",
+    "output_norm",
+    "norm_f",
+    "norm_out",
+    "ln_f",
 )
 """Names of the norm before the head."""
 
-HEADS = _names("lm_head embed_out output")
+HEADS = ("lm_head", "embed_out", "output")
 """Names of the output matrix, if it is not the embedding."""
 
-LENGTHS = _names(
-    "max_position_embeddings max_sequence_length max_seq_len model_max_length n_positions n_ctx"
+LENGTHS = (
+    "max_position_embeddings",
+    "max_sequence_length",
+    "max_seq_len",
+    "model_max_length",
+    "n_positions",
+    "n_ctx",
 )
 """Config keys for the context length."""
 
 OTHER_MODALITIES = ("vision", "audio", "multi_modal", "mm_")
 """Name prefixes of modules that do not read text."""
 
-
 SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
 """Heads whose vocabulary is split among ranks."""
-
-
-class Slot(NamedTuple):
-    """The place of a child module, in its parent or in a list of layers."""
-
-    parent: Any
-    name: str | int
 
 
 class ModelParts(NamedTuple):
@@ -77,23 +86,24 @@ class ModelParts(NamedTuple):
 
 @with_model_lock
 def get_parts(model: nn.Module) -> ModelParts:
-    """The parts of `model`, found without computing anything."""
+    """The parts of `model`; nothing is computed."""
     for path in _walk_modules(model):
-        holder = path[-1].parent[path[-1].name]
-        embedding = next(
-            (holder[key] for key in EMBEDDINGS if _is_embedding(holder.get(key))), None
-        )
+        holder = path[-1].value
+        embeddings = (holder[name] for name in EMBEDDINGS if _is_embedding(holder.get(name)))
+        embedding = next(embeddings, None)
         if embedding is None:
             continue
+
         # The embedding may be a level below the norm's parent, and the norm may not be a module.
         for slot in reversed(path):
-            inner = slot.parent[slot.name]
-            if norm := next((key for key in NORMS if isinstance(inner.get(key), nn.Module)), None):
-                return ModelParts(embedding, Slot(inner, norm))
-        with_layers = (slot for slot in reversed(path) if _has_layers(slot.parent[slot.name]))
+            parent = slot.value
+            for name in NORMS:
+                if isinstance(parent.get(name), nn.Module):
+                    return ModelParts(embedding, Slot(parent, name))
+        with_layers = (slot for slot in reversed(path) if _has_layers(slot.value))
         return ModelParts(embedding, next(with_layers, path[-1]))
     raise UnsupportedModelError(
-        f"cannot draft for this model: expected model.embed_tokens as in mlx-lm's language models, "
+        "cannot draft for this model: expected model.embed_tokens as in mlx-lm's language models, "
         f"{type(model).__module__}.{type(model).__name__} has none"
     )
 
@@ -102,12 +112,12 @@ def get_parts(model: nn.Module) -> ModelParts:
 def get_output_layer(model: nn.Module) -> nn.Module:
     """The layer of a model's (V, D) output matrix: its head, or its embedding."""
     embedding: Any = get_parts(model).embedding
-    for name, module in model.named_modules():
-        is_matrix = name.rpartition(".")[2] in HEADS and isinstance(
-            module, (nn.Linear, nn.QuantizedLinear, *SHARDED)
-        )
+    matrices = (nn.Linear, nn.QuantizedLinear, *SHARDED)
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] not in HEADS or not isinstance(module, matrices):
+            continue
         n_shards = module.group.size() if isinstance(module, SHARDED) else 1
-        if is_matrix and n_shards * module.weight.shape[0] == embedding.weight.shape[0]:
+        if n_shards * module.weight.shape[0] == embedding.weight.shape[0]:
             return module
     return embedding
 
@@ -134,28 +144,24 @@ def get_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
 
 
 def _walk_modules(model: nn.Module) -> Iterator[list[Slot]]:
-    """The path from `model` to every module below it, breadth first, except in layers and other
-    modalities.
+    """The path from `model` to every module below it, breadth first.
+
+    Layers and other modalities are left out.
     """
     level: list[list[Slot]] = [[]]
     while level:
         below = []
         for path in level:
-            parent = path[-1].parent[path[-1].name] if path else model
-            items: Any = parent.items()
-            names = [name for name, child in items if isinstance(child, nn.Module)]
-            below += [
-                [*path, Slot(parent, name)]
-                for name in names
-                if not name.startswith(OTHER_MODALITIES)
-            ]
+            parent = path[-1].value if path else model
+            for name, child in parent.items():
+                if isinstance(child, nn.Module) and not name.startswith(OTHER_MODALITIES):
+                    below.append([*path, Slot(parent, name)])
         yield from below
         level = below
 
 
 def _has_layers(module: nn.Module) -> bool:
-    items: Any = module.values()
-    return any(isinstance(child, list) for child in items)
+    return any(isinstance(child, list) for child in module.values())
 
 
 def _is_embedding(module: Any) -> bool:
@@ -163,39 +169,38 @@ def _is_embedding(module: Any) -> bool:
 
 
 def get_context_length(model: nn.Module) -> int | None:
-    """The context length in a model's config, in tokens, with RoPE scaling; None if the config has
-    none.
+    """The context length in a model's config, in tokens, with RoPE scaling; None if it has none.
 
     Models that keep only states have no limit, even if mlx-lm's default config has one.
     """
-    args = (
-        getattr(model, "args", None) if kv_cache.counts_tokens(make_prompt_cache(model)) else None
-    )
+    if not kv_cache.counts_tokens(make_prompt_cache(model)):
+        return None
+    args = getattr(model, "args", None)
     for config in (args, getattr(args, "text_config", None)):
-        values: dict[str, Any] = (
-            config if isinstance(config, dict) else getattr(config, "__dict__", {})
-        )
-        length = next((values[name] for name in LENGTHS if isinstance(values.get(name), int)), None)
-        if length is not None:
-            rope = values.get("rope_scaling") or {}
-            if rope.get("rope_type", rope.get("type")) in ("linear", "dynamic", "yarn"):
-                scaled = rope.get("original_max_position_embeddings", length) * rope.get(
-                    "factor", 1
-                )
-                length = max(length, int(scaled))
-            return length
+        values = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+        lengths = (values[name] for name in LENGTHS if isinstance(values.get(name), int))
+        length: int | None = next(lengths, None)
+        if length is None:
+            continue
+
+        rope = values.get("rope_scaling") or {}
+        if rope.get("rope_type", rope.get("type")) in ("linear", "dynamic", "yarn"):
+            original = rope.get("original_max_position_embeddings", length)
+            length = max(length, int(original * rope.get("factor", 1)))
+        return length
     return None
 
 
 def get_compute_dtype(model: nn.Module) -> mx.Dtype:
-    """The dtype of a model's computation, which is the dtype of its embedding's rows."""
+    """The dtype of a model's computation, which is the dtype of its embedding's vectors."""
     dtype: mx.Dtype = get_parts(model).embedding(mx.zeros((1,), mx.int32)).dtype
     return dtype
 
 
 def get_model_sizes(model: nn.Module) -> tuple[int, int]:
     """(hidden size D, vocabulary size V) of a model; nothing is computed."""
-    return get_parts(model).embedding(mx.zeros((1,), mx.int32)).shape[-1], get_vocab_size(model)
+    hidden_size = get_parts(model).embedding(mx.zeros((1,), mx.int32)).shape[-1]
+    return hidden_size, get_vocab_size(model)
 
 
 def get_vocab_size(model: nn.Module) -> int:
@@ -222,37 +227,30 @@ def get_capture_points(
 ) -> dict[StateName, CapturePoint]:
     """The places where a model's hidden states are read."""
     points: dict[StateName, CapturePoint] = {}
-    if not names:
-        return points
-    parts = get_parts(model)
-    layers = (
-        list(getattr(model, "layers", [])) if any(isinstance(name, int) for name in names) else []
-    )
-    is_pipeline = getattr(getattr(model, "model", None), "pipeline_size", 1) > 1
     for name in names:
-        reason = None
         if isinstance(name, int):
-            slot = (
-                _find_slot(model, layers[name])
-                if 0 <= name < len(layers) and not is_pipeline
-                else None
-            )
-            if is_pipeline:
-                reason = f"the drafter reads the output of layer {name}, which only one rank of the pipeline has"
-            elif slot is None:
-                reason = f"the drafter reads the output of layer {name}, but the model has {len(layers)} layers"
-            else:
-                points[name] = CapturePoint(slot)
-        elif name == BEFORE_NORM and parts.final_norm.name not in NORMS:
-            reason = "the drafter reads the hidden state before the final norm, which is not a module in this model"
-        else:
-            points[name] = CapturePoint(parts.final_norm, is_input=name == BEFORE_NORM)
-        if reason:
-            raise UnsupportedModelError(f"cannot draft for {get_module_name(model)}: {reason}")
+            points[name] = CapturePoint(_get_layer_slot(model, name))
+            continue
+        slot = get_parts(model).final_norm
+        if name == BEFORE_NORM and slot.name not in NORMS:
+            where = "before the final norm, which is not a module in this model"
+            raise _make_error(model, f"the drafter reads the hidden state {where}")
+        points[name] = CapturePoint(slot, is_input=name == BEFORE_NORM)
     return points
 
 
-def _find_slot(parent: Any, child: nn.Module) -> Slot | None:
+def _get_layer_slot(model: nn.Module, number: int) -> Slot:
+    reads = f"the drafter reads the output of layer {number}"
+    if getattr(getattr(model, "model", None), "pipeline_size", 1) > 1:
+        raise _make_error(model, f"{reads}, which only one rank of the pipeline has")
+    layers = list(getattr(model, "layers", []))
+    slot = _search_slot(model, layers[number]) if 0 <= number < len(layers) else None
+    if slot is None:
+        raise _make_error(model, f"{reads}, but the model has {len(layers)} layers")
+    return slot
+
+
+def _search_slot(parent: Any, child: nn.Module) -> Slot | None:
     """The place of a module below another, or in a list below it."""
     items = parent.items() if isinstance(parent, dict) else enumerate(parent)
     below = []
@@ -261,35 +259,11 @@ def _find_slot(parent: Any, child: nn.Module) -> Slot | None:
             return Slot(parent, name)
         if isinstance(value, (dict, list)):
             below.append(value)
-    return next(filter(None, (_find_slot(value, child) for value in below)), None)
+    return next(filter(None, (_search_slot(value, child) for value in below)), None)
 
 
-class Recorder(nn.Module):
-    """Wraps a module, and records input and output of the calls from the thread that created it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.inputs: list[mx.array] = []
-        self.outputs: list[mx.array] = []
-        self._thread = threading.get_ident()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = self.module(*args, **kwargs)
-        if threading.get_ident() == self._thread:
-            self.inputs += args[:1]
-            self.outputs.append(out[0] if isinstance(out, tuple) else out)
-        return out
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """Its module's class, as some models check the class of a layer."""
-        return type(self["module"]) if "module" in self else Recorder
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
-        return getattr(self["module"], name) if "module" in self else super().__getattr__(name)
+def _make_error(model: nn.Module, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"cannot draft for {get_module_name(model)}: {reason}")
 
 
 def capture(
@@ -297,48 +271,43 @@ def capture(
 ) -> tuple[T, list[list[mx.array]]]:
     """(the result of `call`, the arrays that each point recorded during `call`).
 
-    Modules are replaced as entries of dictionaries and lists, as setting attributes would reorder
-    parameters.
+    Only calls from this thread are recorded.
     """
-    with MODEL_LOCK:
-        slots = {(id(point.slot.parent), point.slot.name): point.slot for point in points}
-        recorders = {key: Recorder(slot.parent[slot.name]) for key, slot in slots.items()}
-        try:
-            for key, slot in slots.items():
-                slot.parent[slot.name] = recorders[key]
-            result = call()
-        finally:
-            for key, slot in slots.items():
-                slot.parent[slot.name] = recorders[key].module
-    found = [
-        (recorders[id(point.slot.parent), point.slot.name], point.is_input) for point in points
+    found: list[list[mx.array]] = [[] for _ in points]
+    replacements = [
+        (point.slot, partial(_call_and_record, states, is_input=point.is_input))
+        for point, states in zip(points, found, strict=True)
     ]
-    return result, [
-        recorder.inputs if is_input else recorder.outputs for recorder, is_input in found
-    ]
+    with replace_functions(replacements):
+        result = call()
+    return result, found
+
+
+def _call_and_record(
+    states: list[mx.array], module: nn.Module, *args: Any, is_input: bool, **kwargs: Any
+) -> Any:
+    out: Any = module(*args, **kwargs)
+    if is_input:
+        states.append(args[0])
+    else:
+        states.append(out[0] if isinstance(out, tuple) else out)
+    return out
 
 
 def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
-    """Refuses a model that lacks one of these hidden states, or whose state has no row for each
-    token.
-    """
+    """Refuses a model that lacks one of these hidden states, or has none for each token."""
     if not names:
         return
     points = get_capture_points(model, names)
     token = mx.zeros((1, 1), mx.int32)
     cache = make_prompt_cache(model)
-    _, captured = capture(
-        list(points.values()), lambda: model(token, cache=cache)
-    )  # built, never computed
+    # Built, never computed.
+    _, captured = capture(list(points.values()), lambda: model(token, cache=cache))
     width = get_parts(model).embedding(token).shape[-1]
-    for name, found in zip(points, captured, strict=True):
-        shape = found[-1].shape if found and isinstance(found[-1], mx.array) else None
-        if shape != (1, 1, width):
-            which = (
-                f"the output of layer {name}" if isinstance(name, int) else "its last hidden state"
-            )
-            got = shape[-1] if shape and shape[:-1] == (1, 1) else shape
-            raise UnsupportedModelError(
-                f"cannot draft for {get_module_name(model)}: expected {which} as wide as its embedding, {width}, "
-                f"got {got}"
-            )
+    for name, states in zip(points, captured, strict=True):
+        shape = states[-1].shape if states and isinstance(states[-1], mx.array) else None
+        if shape == (1, 1, width):
+            continue
+        which = f"the output of layer {name}" if isinstance(name, int) else "its last hidden state"
+        got = shape[-1] if shape and shape[:-1] == (1, 1) else shape
+        raise _make_error(model, f"expected {which} as wide as its embedding, {width}, got {got}")

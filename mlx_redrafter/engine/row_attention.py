@@ -10,9 +10,8 @@ and in drafters) attend in float32 there, for which MLX does not use cuDNN.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,38 +19,23 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models import base
 
-from .tree_attention import MODEL_LOCK
+from .patches import Slot, replace_functions
 
 MAX_DECODED_ROWS = 64
 """Attention over more rows is a prompt's, where cuDNN is worth its graph."""
 
-REPLACED = (
-    (mx.fast, "scaled_dot_product_attention"),
-    (base, "quantized_scaled_dot_product_attention"),
+ATTENTION = (
+    Slot(vars(mx.fast), "scaled_dot_product_attention"),
+    Slot(vars(base), "quantized_scaled_dot_product_attention"),
 )
-"""The replaced functions: (owner, name)."""
+"""The functions that models call for attention."""
 
 
-@contextmanager
-def replace_attention(attend: Callable[..., mx.array]) -> Iterator[None]:
+def replace_attention(attend: Callable[..., mx.array]) -> AbstractContextManager[None]:
     """Forwards that this thread builds here call `attend` with the original function first, then
     its arguments.
     """
-    thread = threading.get_ident()
-
-    def dispatch(original: Callable[..., mx.array], *args: Any, **kwargs: Any) -> mx.array:
-        is_own = threading.get_ident() == thread
-        return attend(original, *args, **kwargs) if is_own else original(*args, **kwargs)
-
-    with MODEL_LOCK:
-        originals = [getattr(owner, name) for owner, name in REPLACED]
-        try:
-            for (owner, name), original in zip(REPLACED, originals, strict=True):
-                setattr(owner, name, partial(dispatch, original))
-            yield
-        finally:
-            for (owner, name), original in zip(REPLACED, originals, strict=True):
-                setattr(owner, name, original)
+    return replace_functions([(slot, attend) for slot in ATTENTION])
 
 
 def attend_by_row(count: int = 0, n_padding: int = 0) -> AbstractContextManager[None]:
@@ -84,6 +68,7 @@ def _attend(
     """
     n_rows = queries.shape[-2]
     is_quantized = not isinstance(keys, mx.array)
+
     if n_rows == count > 1 and mask is not None:
         rows = []
         first = (keys[0] if is_quantized else keys).shape[-2] - n_rows + 1
@@ -92,12 +77,10 @@ def _attend(
             own = tree_map(lambda array, end=first + i: array[..., :end, :], (keys, values))
             rows.append(attention(queries[..., i : i + 1, :], *own, mask=own_mask, **kwargs))
         return mx.concatenate(rows + rows[-1:] * n_padding, axis=-2)
-    if (
-        not mx.cuda.is_available()
-        or is_quantized
-        or queries.dtype == mx.float32
-        or not 1 < n_rows <= MAX_DECODED_ROWS
-    ):
+
+    is_16_bit = not is_quantized and queries.dtype != mx.float32
+    is_few = 1 < n_rows <= MAX_DECODED_ROWS
+    if not (is_16_bit and is_few and mx.cuda.is_available()):
         return attention(queries, keys, values, mask=mask, **kwargs)
     wide = (array.astype(mx.float32) for array in (queries, keys, values))
     return attention(*wide, mask=mask, **kwargs).astype(queries.dtype)

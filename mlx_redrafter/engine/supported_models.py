@@ -7,22 +7,21 @@ covers each module.
 from __future__ import annotations
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+def _names(lines: str) -> tuple[str, ...]:
+    return tuple(lines.split())
 
 
-TREES = _names(
-    """
-    Klear afm7 afmoe apertus bailing_moe cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1
-    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe gemma gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_text glm
-    glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_neox gpt_oss gptj granite granitemoe helium hunyuan hunyuan_v1_dense
-    iquestloopcoder kimi_k25 kimi_vl laguna lille-130m llama llama4 llama4_text longcat_flash mellum mimo
-    mimo_v2_flash minicpm minicpm3 minimax ministral3 mistral3 mistral4 mixtral muse_glimmer nanbeige nanochat
-    nemotron nemotron-nas olmo2 olmo3 olmoe openelm phi phi3 phimoe phixtral pixtral plamo plamo3 qwen qwen2 qwen2_moe
-    qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 spark2_5 stablelm starcoder2 step3p5 talkie
-    telechat3 youtu_llm
-    """
-)
+TREES = _names("""
+    Klear afm7 afmoe apertus bailing_moe cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v3
+    deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe gemma gemma2 gemma3
+    gemma3_text gemma3n gemma4 gemma4_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_neox
+    gpt_oss gptj granite granitemoe helium hunyuan hunyuan_v1_dense iquestloopcoder kimi_k25
+    kimi_vl laguna lille-130m llama llama4 llama4_text longcat_flash mellum mimo mimo_v2_flash
+    minicpm minicpm3 minimax ministral3 mistral3 mistral4 mixtral muse_glimmer nanbeige nanochat
+    nemotron nemotron-nas olmo2 olmo3 olmoe openelm phi phi3 phimoe phixtral pixtral plamo
+    plamo3 qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3
+    spark2_5 stablelm starcoder2 step3p5 talkie telechat3 youtu_llm
+""")
 """Modules that verify trees: several continuations at once."""
 
 LENGTH_BOUND = "its rope depends on the length of the text"
@@ -36,13 +35,12 @@ CHAINS = {
 }
 """Modules with a trimmable cache that verify chains only, and why."""
 
-REPLAYED = _names(
-    """
-    baichuan_m1 bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek_v41 falcon_h1 gear granitemoehybrid
-    jamba kimi_k3 kimi_linear lfm2 lfm2-vl lfm2_moe longcat_flash_ngram mamba mamba2 nemotron_h olmo_hybrid
-    plamo2 prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv7
-    """
-)
+REPLAYED = _names("""
+    baichuan_m1 bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek_v41 falcon_h1 gear
+    granitemoehybrid jamba kimi_k3 kimi_linear lfm2 lfm2-vl lfm2_moe longcat_flash_ngram mamba
+    mamba2 nemotron_h olmo_hybrid plamo2 prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next
+    recurrent_gemma rwkv7
+""")
 """Modules with states that cannot be trimmed.
 
 They verify chains, and replay accepted tokens after a rejection.

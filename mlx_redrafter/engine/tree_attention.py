@@ -10,43 +10,19 @@ call, which leaves an ordinary lazy graph.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property, wraps
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache
 
 from ..errors import UnsupportedModelError
 from . import kv_cache
+from .patches import Replacement, Slot, replace_functions
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Function = Callable[..., mx.array]
-
-MODEL_LOCK = threading.RLock()
-"""Held while a forward is built, and by what looks at a model's modules: a forward replaces some of
-them meanwhile.
-"""
-
-REPLACED: tuple[tuple[Any, str], ...] = (
-    (mx.fast, "rope"),
-    (mx, "arange"),
-    (mx.fast, "scaled_dot_product_attention"),
-)
-"""The replaced functions: (owner, name)."""
-
-
-def with_model_lock(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, called with `MODEL_LOCK` held."""
-
-    @wraps(function)
-    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
-        with MODEL_LOCK:
-            return function(*args, **kwargs)
-
-    return locked
 
 
 class Nodes(NamedTuple):
@@ -109,9 +85,9 @@ class Offsets:
         return self._nodes.depths + (self._nodes.prefix + self._added)
 
     def __add__(self, other: int) -> Offsets:
-        return (
-            Offsets(self._nodes, self._added + other) if isinstance(other, int) else NotImplemented
-        )
+        if not isinstance(other, int):
+            return NotImplemented
+        return Offsets(self._nodes, self._added + other)
 
     __radd__ = __add__
 
@@ -223,26 +199,15 @@ def build_with_nodes(
     calls: list[str] = []
     offsets = Offsets(nodes)
     views = [_view_layer(c, nodes, offsets, masks) for c in cache]
-    with MODEL_LOCK:
-        if not nodes.is_tree:
-            return Built(call(views), views, masks, calls)
-        originals = [getattr(owner, name) for owner, name in REPLACED]
-        try:
-            _replace(_functions_per_node(nodes, masks, calls, *originals))
-            return Built(call(views), views, masks, calls)
-        finally:
-            _replace(originals)
+    replacements = _list_replacements(nodes, masks, calls) if nodes.is_tree else []
+    with replace_functions(replacements):
+        return Built(call(views), views, masks, calls)
 
 
 def _view_layer(cache: Any, nodes: Nodes, offsets: Offsets, masks: list[mx.array]) -> Any:
     if isinstance(cache, CacheList):
         return ListView(cache, [_view_layer(part, nodes, offsets, masks) for part in cache.caches])
     return View(cache, nodes, offsets, masks) if isinstance(cache, kv_cache.TRIMMABLE) else cache
-
-
-def _replace(functions: Sequence[Function]) -> None:
-    for (owner, name), function in zip(REPLACED, functions, strict=True):
-        setattr(owner, name, function)
 
 
 def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, int, int]:
@@ -254,39 +219,34 @@ def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, 
     the rows that would have been replaced.
     """
     if ring.keep and window is not None and window < ring.max_size:
+        rows = f"a cache of {ring.max_size} rows that keeps its first {ring.keep}"
         raise UnsupportedModelError(
-            f"cannot draft with a cache of {ring.max_size} rows that keeps its first {ring.keep} for a model with a "
-            f"window of {window}: give a larger max_kv_size, or none"
+            f"cannot draft with {rows} for a model with a window of {window}: "
+            "give a larger max_kv_size, or none"
         )
     count = min(kv_cache.count_rows_in_order(ring), ring.max_size - 1)
     kept = min(ring.keep, count)
-    columns = mx.concatenate(
-        [mx.arange(kept), mx.arange(ring.offset - (count - kept), ring.offset)]
-    )
+    latest = mx.arange(ring.offset - (count - kept), ring.offset)
+    columns = mx.concatenate([mx.arange(kept), latest])
     return columns, min(window or ring.max_size, ring.max_size) - ring.keep, ring.keep
 
 
-def _functions_per_node(
-    nodes: Nodes,
-    own_masks: Sequence[mx.array],
-    calls: list[str],
-    rope: Function,
-    arange: Function,
-    attention: Function,
-) -> list[Function]:
-    """The functions that replace those of `REPLACED` in this thread.
+def _list_replacements(
+    nodes: Nodes, own_masks: Sequence[mx.array], calls: list[str]
+) -> list[Replacement]:
+    """The three functions per node.
 
     `mx.fast.rope` takes a vector of positions only along the batch axis, so nodes are moved there
-    and back: the same
-    arithmetic, to the bit. An offset that is a plain number is the root's position. A mask that the
-    model makes for a chain is reduced to each node's ancestors.
+    and back: the same arithmetic, to the bit. An offset that is a plain number is the root's
+    position. A mask that the model makes for a chain is reduced to each node's ancestors.
     """
-    thread = threading.get_ident()
     count = nodes.depths.shape[0]
     cut: dict[int, tuple[mx.array, mx.array]] = {}
 
-    def rope_per_node(x: mx.array, *args: Any, offset: Any, **kwargs: Any) -> mx.array:
-        if threading.get_ident() != thread or x.shape[-2] != count:
+    def rope_per_node(
+        rope: Function, x: mx.array, *args: Any, offset: Any, **kwargs: Any
+    ) -> mx.array:
+        if x.shape[-2] != count:
             return rope(x, *args, offset=offset, **kwargs)
         calls.append("rope")
         if isinstance(offset, Offsets):
@@ -298,19 +258,20 @@ def _functions_per_node(
         moved = mx.swapaxes(x, 0, -2)
         return mx.swapaxes(rope(moved, *args, offset=positions, **kwargs), 0, -2)
 
-    def arange_per_node(*args: Any, **kwargs: Any) -> mx.array:
-        if threading.get_ident() != thread or not any(isinstance(arg, Offsets) for arg in args):
+    def arange_per_node(arange: Function, *args: Any, **kwargs: Any) -> mx.array:
+        if not any(isinstance(arg, Offsets) for arg in args):
             return arange(*args, **kwargs)
         calls.append("arange")
         start, stop = args
         return start.positions if isinstance(start, Offsets) else stop.columns(start)
 
-    def attention_per_node(*args: Any, mask: Any = None, **kwargs: Any) -> mx.array:
-        if threading.get_ident() == thread:
-            if isinstance(mask, str):
-                raise UnsupportedModelError(f"one of its layers asks for a {mask} mask")
-            if isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.ndim == 2:
-                mask = mask_ancestors(mask)
+    def attention_per_node(
+        attention: Function, *args: Any, mask: Any = None, **kwargs: Any
+    ) -> mx.array:
+        if isinstance(mask, str):
+            raise UnsupportedModelError(f"one of its layers asks for a {mask} mask")
+        if isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.ndim == 2:
+            mask = mask_ancestors(mask)
         return attention(*args, mask=mask, **kwargs)
 
     def mask_ancestors(mask: mx.array) -> mx.array:
@@ -322,4 +283,8 @@ def _functions_per_node(
             cut[id(mask)] = mask, mask & mx.concatenate([before, nodes.ancestors], axis=1)
         return cut[id(mask)][1]
 
-    return [rope_per_node, arange_per_node, attention_per_node]
+    return [
+        (Slot(vars(mx.fast), "rope"), rope_per_node),
+        (Slot(vars(mx), "arange"), arange_per_node),
+        (Slot(vars(mx.fast), "scaled_dot_product_attention"), attention_per_node),
+    ]

@@ -31,7 +31,8 @@ from helpers.toys import (
 )
 from mlx_redrafter import Session, generate_step
 from mlx_redrafter.checkpoints import evaluate
-from mlx_redrafter.engine.model_parts import CapturePoint, Recorder, capture, get_parts
+from mlx_redrafter.engine.model_parts import CapturePoint, capture, get_parts
+from mlx_redrafter.engine.patches import Wrapper
 from mlx_redrafter.engine.tree_attention import Nodes, build_with_nodes
 
 COUNT = 16
@@ -146,7 +147,7 @@ class Waiting(nn.Module):
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
         self["layer"] = layers[-1]
-        self._is_captured = lambda: type(layers[0]) is Recorder
+        self._is_captured = lambda: type(layers[0]) is Wrapper
         self._owner = threading.get_ident()
         self.entered = threading.Event()
         self._left = threading.Event()

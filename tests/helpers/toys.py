@@ -27,8 +27,9 @@ from mlx_redrafter.drafters.protocol import Drafter, Embed, StepwiseSource
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.beam_search import Adjust, Advance
-from mlx_redrafter.engine.model_parts import Recorder, get_parts
+from mlx_redrafter.engine.model_parts import get_parts
 from mlx_redrafter.engine.output import DecodedToken, Generation
+from mlx_redrafter.engine.patches import replace_functions
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.source import Forecast, Source
 from mlx_redrafter.engine.tree import chain, grow, prune
@@ -391,13 +392,15 @@ def scripted(
 @contextmanager
 def record_hidden_states(model: nn.Module) -> Iterator[list[mx.array]]:
     """Records the final norm's output of every forward, (1, T, D) each."""
-    parent, name = get_parts(model).final_norm
-    child = parent[name]
-    recorder = parent[name] = Recorder(child)
-    try:
-        yield recorder.outputs
-    finally:
-        parent[name] = child
+    recorded: list[mx.array] = []
+
+    def record(norm: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out: Any = norm(*args, **kwargs)
+        recorded.append(out[0] if isinstance(out, tuple) else out)
+        return out
+
+    with replace_functions([(get_parts(model).final_norm, record)]):
+        yield recorded
 
 
 def make_follower(
