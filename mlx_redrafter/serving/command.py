@@ -38,12 +38,20 @@ def run() -> int:
 
 def make_parser() -> Parser:
     """Returns the parser, with the flags and defaults of mlx-lm's server and more."""
-    about = "Serve the OpenAI and Anthropic APIs with speculative decoding; without --model, serve the packaged demo."
+    about = (
+        "Serve the OpenAI and Anthropic APIs with speculative decoding; without --model, serve the "
+        "packaged demo."
+    )
     parser = make_text_parser("server", about, without=REQUEST_OPTIONS)
     parser.set_defaults(max_tokens=-1)
     add = parser.add_argument
-    add("--served-model-name", nargs="+", metavar="NAME",
-        help="names that requests may use, * for any; replies use the first (default: the model's own)")  # fmt: skip
+    add(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names that requests may use, * for any; replies use the first (default: the model's "
+        "own)",
+    )
     add("--chat-template", help="chat template to use instead of the tokenizer's")
     add(
         "--use-default-chat-template",
@@ -61,8 +69,13 @@ def make_parser() -> Parser:
         default=8080,
         help="port to listen on; 0 picks a free one (default: %(default)s)",
     )
-    add("--allowed-origins", type=lambda text: [each.strip() for each in text.split(",")], default=[],
-        help="comma-separated origins of pages that may send requests, or * (default: local ones, apps)")  # fmt: skip
+    add(
+        "--allowed-origins",
+        type=lambda text: [each.strip() for each in text.split(",")],
+        default=[],
+        help="comma-separated origins of pages that may send requests, or * (default: local ones, "
+        "apps)",
+    )
     keys = parser.add_mutually_exclusive_group().add_argument
     keys(
         "--api-key",
@@ -81,15 +94,31 @@ def make_parser() -> Parser:
         default=32,
         help="maximum requests in a batch (default: %(default)s)",
     )
-    add("--prompt-cache-bytes", type=parse_size,
-        help="memory for the KV caches of earlier requests, such as 512MB or 2GB; 0 keeps none, otherwise the newest "
-             "is always kept (default: half of the memory that the weights leave, at least 1GiB)")  # fmt: skip
-    add("--prompt-cache-dir", metavar="DIR",
-        help="save as many bytes of them in this folder for the next start; it contains conversations")  # fmt: skip
-    add("--context-length", type=int, metavar="TOKENS",
-        help="maximum tokens of prompt plus answer (default: from the model's config, or no limit)")  # fmt: skip
-    add("--drain-timeout", type=int, default=120,
-        help="seconds to finish requests after the first SIGINT or SIGTERM (default: %(default)s)")  # fmt: skip
+    add(
+        "--prompt-cache-bytes",
+        type=parse_size,
+        help="memory for the KV caches of earlier requests, such as 512MB or 2GB; 0 keeps none, "
+        "otherwise the newest is always kept (default: half of the memory that the weights leave, "
+        "at least 1GiB)",
+    )
+    add(
+        "--prompt-cache-dir",
+        metavar="DIR",
+        help="save as many bytes of them in this folder for the next start; it contains "
+        "conversations",
+    )
+    add(
+        "--context-length",
+        type=int,
+        metavar="TOKENS",
+        help="maximum tokens of prompt plus answer (default: from the model's config, or no limit)",
+    )
+    add(
+        "--drain-timeout",
+        type=int,
+        default=120,
+        help="seconds to finish requests after the first SIGINT or SIGTERM (default: %(default)s)",
+    )
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     add("--log-level", default="INFO", choices=levels, help="logging level (default: %(default)s)")
     return parser

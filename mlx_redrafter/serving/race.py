@@ -39,8 +39,8 @@ def make_race_parser() -> argparse.ArgumentParser:
     parser = make_parser()
     parser.prog = "mlx_redrafter.race"
     parser.description = (
-        "Serve a page that shows plain and drafted decoding side by side; without --model, with the packaged demo. "
-        "All other flags are those of mlx_redrafter.server."
+        "Serve a page that shows plain and drafted decoding side by side; without --model, with "
+        "the packaged demo. All other flags are those of mlx_redrafter.server."
     )
     parser.add_argument(
         "--no-browser", action="store_true", help="print the URL without opening a browser"

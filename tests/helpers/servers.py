@@ -44,9 +44,13 @@ BODIES: dict[str, dict[str, Any]] = {
 """The smallest request of each API."""
 
 CHAT_TEMPLATE = """{%- for tool in tools or [] %}<tool_call> is how to call {{ tool.function.name }}
-{% endfor %}{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for tool_call in m.tool_calls or [] %}
-<tool_call>{{ tool_call.function.name }} {{ tool_call.function.arguments | tojson }}</tool_call>{% endfor %}
-{% endfor %}{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and enable_thinking is true %}
+{% endfor %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for tool_call in m.tool_calls or [] %}
+<tool_call>{{ tool_call.function.name }} {{ tool_call.function.arguments | tojson -}}
+</tool_call>{% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}<assistant>
+{%- if enable_thinking is defined and enable_thinking is true %}
 <think>{% endif %}{% endif %}{# tool_call.name #}"""
 """Shows every part of a request. mlx-lm parses its tool calls as JSON objects with a name."""
 

@@ -162,16 +162,27 @@ AGENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Claude Code": ("messages?beta=true", CLAUDE_CODE),
     "Codex": ("responses", CODEX),
     "opencode": ("chat/completions", CHAT | {"max_tokens": 8192, "temperature": 0.55, "top_p": 1}),
-    "Zed": ("chat/completions", CHAT | LIMIT | {"stop": [], "prompt_cache_key": None, "reasoning_effort": None}),
-    "Continue": ("chat/completions", CHAT | {"tool_choice": "auto", "presence_penalty": 0.0, "stop": None}),
+    "Zed": (
+        "chat/completions",
+        CHAT | LIMIT | {"stop": [], "prompt_cache_key": None, "reasoning_effort": None},
+    ),
+    "Continue": (
+        "chat/completions",
+        CHAT | {"tool_choice": "auto", "presence_penalty": 0.0, "stop": None},
+    ),
     "aider": ("chat/completions", CHAT | {"tools": None, "temperature": 0}),
     "LangChain": ("chat/completions", CHAT | {"stream": False, "n": 1, "tool_choice": "auto"}),
     "OpenAI Agents": (
         "responses",
-        {"model": "demo", "input": [{"role": "user", "content": "Fix it."}], "include": [], "tools": [RESPONSES_TOOL],
-         "stream": True},
+        {
+            "model": "demo",
+            "input": [{"role": "user", "content": "Fix it."}],
+            "include": [],
+            "tools": [RESPONSES_TOOL],
+            "stream": True,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("agent", AGENTS)
@@ -208,7 +219,8 @@ def test_conversations_of_agents_become_one_prompt(scripted: Scripted) -> None:
         for name in ("read", "apply_patch", "mcp__docs__search")
     )
     assert scripted[1].prompt == (
-        f"{tools}<system>You are an agent.\n\n<permissions/><user><environment_context/><user>Fix it."
+        f"{tools}<system>You are an agent.\n\n<permissions/>"
+        "<user><environment_context/><user>Fix it."
         '<assistant><tool_call>read {"path": "a.py"}</tool_call><tool>x = 1'
         '<assistant><tool_call>apply_patch {"input": "*** Begin"}</tool_call><tool>Done.'
         "<user><system>\nMode: plan.\n</system><assistant><think>"

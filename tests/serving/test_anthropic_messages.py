@@ -122,10 +122,10 @@ PAGE: Any = {
     "input_schema": {"type": "object"},
     "defer_loading": True,
 }
-SHOWN = """<tools>
-{"type": "function", "function": {"name": "page", "description": "Reads.", "parameters": {"type": "object"}}}
-</tools>
-"""
+SHOWN = (
+    '<tools>\n{"type": "function", "function": {"name": "page", "description": "Reads.", '
+    '"parameters": {"type": "object"}}}\n</tools>\n'
+)
 AVAILABLE = "The tool page is available.\n"
 NOT_AVAILABLE = "The tool page is not available.\n"
 BY_NAME = {"type": "tool_reference", "name": "page"}
@@ -135,17 +135,40 @@ BY_VALUE = {"type": "tool_definition", "definition": PAGE}
 @pytest.mark.parametrize(
     ("tools", "change", "text", "is_known"),
     [
-        ([PAGE, FIND], [result({"type": "text", "text": "One: "}, refer("page"))], f"<tool>One: {SHOWN}", True),
+        (
+            [PAGE, FIND],
+            [result({"type": "text", "text": "One: "}, refer("page"))],
+            f"<tool>One: {SHOWN}",
+            True,
+        ),
         ([FIND, PAGE], [result(refer("page"), refer("page"))], f"<tool>{SHOWN}{AVAILABLE}", True),
         ([FIND], [result(refer("page"))], f"<tool>{NOT_AVAILABLE}", False),
-        ([PAGE, FIND], [result(), system(add(**BY_NAME))], f"<tool><user><system>\n{SHOWN}\n</system>", True),
-        ([FIND], [result(), system(add(**BY_VALUE))], f"<tool><user><system>\n{SHOWN}\n</system>", True),
-        ([FIND, PAGE], [result(refer("page")), system(remove("page"))],
-         f"<tool>{SHOWN}<user><system>\n{NOT_AVAILABLE}\n</system>", False),
-        ([FIND, PAGE], [result(refer("page")), system(remove("page"), add(**BY_NAME))],
-         f"<tool>{SHOWN}<user><system>\n{NOT_AVAILABLE}{SHOWN}\n</system>", True),
+        (
+            [PAGE, FIND],
+            [result(), system(add(**BY_NAME))],
+            f"<tool><user><system>\n{SHOWN}\n</system>",
+            True,
+        ),
+        (
+            [FIND],
+            [result(), system(add(**BY_VALUE))],
+            f"<tool><user><system>\n{SHOWN}\n</system>",
+            True,
+        ),
+        (
+            [FIND, PAGE],
+            [result(refer("page")), system(remove("page"))],
+            f"<tool>{SHOWN}<user><system>\n{NOT_AVAILABLE}\n</system>",
+            False,
+        ),
+        (
+            [FIND, PAGE],
+            [result(refer("page")), system(remove("page"), add(**BY_NAME))],
+            f"<tool>{SHOWN}<user><system>\n{NOT_AVAILABLE}{SHOWN}\n</system>",
+            True,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_deferred_tool_is_shown_where_the_conversation_loads_it(
     scripted: Scripted, tools: list[Any], change: list[Any], text: str, is_known: bool
 ) -> None:

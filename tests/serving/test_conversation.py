@@ -52,15 +52,25 @@ LATE = "<system>\n%s\n</system>"
     ("talk", "prompt"),
     [
         ("system A|system B|user Hi", "<system>A\n\nB<user>Hi"),
-        ("user Hi|assistant Yes?|system Late.|user Go.", f"<user>Hi<assistant>Yes?<user>{LATE % 'Late.'}\n\nGo."),
+        (
+            "user Hi|assistant Yes?|system Late.|user Go.",
+            f"<user>Hi<assistant>Yes?<user>{LATE % 'Late.'}\n\nGo.",
+        ),
         ("user Hi|system Late.", f"<user>Hi\n\n{LATE % 'Late.'}"),
-        ("system A|user Hi|assistant Yes?|user Go.|system B",
-         f"<system>A<user>Hi<assistant>Yes?<user>Go.\n\n{LATE % 'B'}"),
-        ("user Hi|system A|assistant Yes?|user Go.", f"<user>Hi\n\n{LATE % 'A'}<assistant>Yes?<user>Go."),
-        ("user U|assistant A|system S|system T|assistant B|user V",
-         f"<user>U<assistant>A<user>{LATE % 'S'}\n\n{LATE % 'T'}<assistant>B<user>V"),
+        (
+            "system A|user Hi|assistant Yes?|user Go.|system B",
+            f"<system>A<user>Hi<assistant>Yes?<user>Go.\n\n{LATE % 'B'}",
+        ),
+        (
+            "user Hi|system A|assistant Yes?|user Go.",
+            f"<user>Hi\n\n{LATE % 'A'}<assistant>Yes?<user>Go.",
+        ),
+        (
+            "user U|assistant A|system S|system T|assistant B|user V",
+            f"<user>U<assistant>A<user>{LATE % 'S'}\n\n{LATE % 'T'}<assistant>B<user>V",
+        ),
     ],
-)  # fmt: skip
+)
 def test_system_messages_may_come_at_any_time(
     scripted: Scripted, path: str, talk: str, prompt: str
 ) -> None:
@@ -141,9 +151,11 @@ CUSTOM = {
     "format": {"type": "grammar"},
 }
 NAMESPACE = {
-    "type": "namespace", "name": "mcp__files", "description": "Files.",
+    "type": "namespace",
+    "name": "mcp__files",
+    "description": "Files.",
     "tools": [{"type": "function", "name": "read", "parameters": {"type": "object"}}],
-}  # fmt: skip
+}
 HOSTED = [
     {"type": "web_search"},
     {"type": "image_generation"},
@@ -190,7 +202,10 @@ def test_tools_of_all_kinds_are_shown_as_functions(
     ]
     scripted[1].texts = [["</think>ok"]]
     scripted_openai.responses.create(model="demo", input=history, tools=tools)
-    calls = '<tool_call>apply_patch {"input": "*** Begin"}</tool_call><tool_call>mcp__files__read {"path": "a"}</tool_call>'
+    calls = (
+        '<tool_call>apply_patch {"input": "*** Begin"}</tool_call>'
+        '<tool_call>mcp__files__read {"path": "a"}</tool_call>'
+    )
     assert f"<assistant>{calls}<tool>" in scripted[1].prompt
     assert scripted[1].prompt.endswith("<tool>Done.<tool>A<assistant><think>")
 
@@ -218,8 +233,10 @@ def test_a_custom_tool_takes_text_in_a_chat(
 
 
 BROKEN = ['{"path": "a', '{"a": "\\ud83d"}', "[1]"]
-ITEMS = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for tool_call in m.tool_calls or [] %}
-{%- for name, value in tool_call.function.arguments.items() %}<{{ name }}>{{ value }}{% endfor %}{% endfor %}
+ITEMS = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for tool_call in m.tool_calls or [] %}
+{%- for name, value in tool_call.function.arguments.items() %}<{{ name }}>{{ value }}
+{%- endfor %}{% endfor %}
 {%- endfor %}{% if enable_thinking is defined %}{% endif %}{# <tool_call> tool_call.name #}"""
 """A template that accepts tool arguments only as objects."""
 
@@ -284,7 +301,8 @@ def test_items_may_be_referenced(scripted: Scripted, scripted_openai: openai.Ope
 SWITCHES = {
     "enable_thinking": "{{ '<think>' if enable_thinking | default(true) else '<think></think>' }}",
     "thinking": "{{ '<think>' if thinking | default(true) else '<think></think>' }}",
-    "effort": "{{ '<think>' if reasoning_effort | default('high') != 'none' else '<think></think>' }}",
+    "effort": "{{ '<think>' if reasoning_effort | default('high') != 'none' "
+    "else '<think></think>' }}",
     "levels": "effort {{ reasoning_effort | default('medium') }}",
 }
 """Ends of templates with each form of the switch that turns reasoning off; the last has none."""
@@ -419,9 +437,11 @@ def test_failures_of_tools_are_told(scripted: Scripted) -> None:
             assert f"<tool>{shown}<assistant>" in scripted[1].prompt
 
 
-TEMPLATE_WITH_REASONING = """{%- for m in messages %}<{{ m.role }}>{% if m.FIELD %}({{ m.FIELD }}){% endif %}
+TEMPLATE_WITH_REASONING = """{%- for m in messages %}<{{ m.role }}>
+{%- if m.FIELD %}({{ m.FIELD }}){% endif %}
 {{- m.content }}
-{%- if "FIELD" in m and m.content and m.tool_calls and "FIELD" == "thinking" %}{{ raise_exception("both") }}{% endif %}
+{%- if "FIELD" in m and m.content and m.tool_calls and "FIELD" == "thinking" %}
+{{- raise_exception("both") }}{% endif %}
 {%- endfor %}{% if enable_thinking is defined %}{% endif %}{# <tool_call> tool_call.name #}"""
 
 

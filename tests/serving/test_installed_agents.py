@@ -43,9 +43,20 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "@openai/codex@latest",
     ]  # untagged, npm takes one for its own node
     subprocess.run(
-        ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", folder, *names],
-        check=True, capture_output=True, timeout=600,
-    )  # fmt: skip
+        [
+            "npm",
+            "install",
+            "--no-audit",
+            "--no-fund",
+            "--ignore-scripts",
+            "--prefix",
+            folder,
+            *names,
+        ],
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
     return folder / "node_modules"
 
 
@@ -95,9 +106,14 @@ class Task:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self._engine, "submit", answer)
             done = subprocess.run(
-                command, cwd=self.work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                command,
+                cwd=self.work,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
                 timeout=300,
-            )  # fmt: skip
+            )
         assert done.returncode == 0 and "It adds now." in done.stdout, done.stdout + done.stderr
         assert self.file.read_text() == RIGHT + PRINT
         return done.stdout + done.stderr

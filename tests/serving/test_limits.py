@@ -85,7 +85,10 @@ def test_requests_with_the_key_work_and_health_needs_none(locked: Running) -> No
     ],
 )
 def test_unknown_host_names_are_refused(scripted: Scripted, host: str) -> None:
-    said = f"without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal, got {host!r}"
+    said = (
+        "without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal, "
+        f"got {host!r}"
+    )
     for path, body in ((TEXT, {"prompt": "x"}), ("/health", None)):
         reply = ask(scripted[0], path, body, {"Host": host})
         assert (reply.status, reply.error) == (403, said)
@@ -269,7 +272,8 @@ def test_a_body_that_does_not_come_ends_its_connection(
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     with socket.create_connection(scripted[0].address, timeout=PATIENCE) as connection:
         connection.sendall(
-            b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"prompt"'
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+            b'{"prompt"'
         )
         with HTTPResponse(connection) as reply:
             reply.begin()
@@ -385,7 +389,18 @@ def test_wrong_values_are_usage_errors(
 
 def test_flags_are_parsed(tmp_path: Any) -> None:
     (tmp_path / "key").write_text(" secret\n")
-    args = parse_flags("--api-key-file", str(tmp_path / "key"), "--prompt-cache-bytes", "1.5GB", "--kv-bits", "8",
-                       "--host", "0.0.0.0", "--num-draft-tokens", "4", "--no-context")  # fmt: skip
+    args = parse_flags(
+        "--api-key-file",
+        str(tmp_path / "key"),
+        "--prompt-cache-bytes",
+        "1.5GB",
+        "--kv-bits",
+        "8",
+        "--host",
+        "0.0.0.0",
+        "--num-draft-tokens",
+        "4",
+        "--no-context",
+    )
     assert (args.api_key, args.prompt_cache_bytes, args.max_tokens) == ("secret", 1_500_000_000, -1)
     assert (args.options.kv_bits, args.options.draft_depth, args.options.context) == (8, 4, False)

@@ -234,9 +234,16 @@ def test_stop_strings_end_reasoning_and_calls_too(scripted: Scripted) -> None:
 def test_sampling_fields_reach_the_engine(scripted: Scripted) -> None:
     server, engine = scripted
     fields = {
-        "top_k": 5, "min_p": 0.1, "xtc_probability": 0.2, "xtc_threshold": 0.3, "repetition_penalty": 1.1,
-        "repetition_context_size": 7, "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 0,
-    }  # fmt: skip
+        "top_k": 5,
+        "min_p": 0.1,
+        "xtc_probability": 0.2,
+        "xtc_threshold": 0.3,
+        "repetition_penalty": 1.1,
+        "repetition_context_size": 7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "seed": 0,
+    }
     body = {
         "prompt": "x",
         "logit_bias": {"3": -100},

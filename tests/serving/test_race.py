@@ -47,7 +47,10 @@ DRIVER = shutil.which("chromedriver")
 in_browser = pytest.mark.skipif(
     not (CHROME and DRIVER), reason="Chromium and chromedriver are not installed"
 )
-NASTY = "<img src=x onerror=\"document.title='hit'\"></textarea><script>document.title='hit'</script>&amp;"
+NASTY = (
+    "<img src=x onerror=\"document.title='hit'\"></textarea>"
+    "<script>document.title='hit'</script>&amp;"
+)
 TEXT = "/v1/completions"
 
 
@@ -159,8 +162,16 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
     options = webdriver.ChromeOptions()
     options.binary_location = CHROME or ""
     profile = tmp_path_factory.mktemp("profile")
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run",
-                 "disable-background-networking", "window-size=1200,1000", f"user-data-dir={profile}"):  # fmt: skip
+    for flag in (
+        "headless=new",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-dev-shm-usage",
+        "no-first-run",
+        "disable-background-networking",
+        "window-size=1200,1000",
+        f"user-data-dir={profile}",
+    ):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))

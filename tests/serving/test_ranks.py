@@ -142,7 +142,7 @@ def open_stream(server: Running, body: dict[str, Any]) -> Iterator[Any]:
 
 
 def talk(server: Running) -> dict[str, list[str]]:
-    """Texts of mixed clients: alone, concurrent, disconnecting, with a stop string, and repeated."""
+    """Texts of mixed clients: alone, concurrent, disconnecting, with a stop string, repeated."""
     texts = {}
     texts["alone"], usage = complete(server, {"prompt": PROMPT, "max_tokens": 40})
     assert usage["drafted"] > 0 and usage["context_accepted"] > 0

@@ -266,18 +266,19 @@ values = st.recursive(
     ),
     max_leaves=8,
 )
-names = st.sampled_from(
-    ["model", "messages", "prompt", "input", "max_tokens", "stop", "stop_sequences", "tools", "tool_choice", "system",
-     "temperature", "top_p", "seed", "logprobs", "top_logprobs", "n", "stream", "stream_options", "logit_bias", "text",
-     "response_format", "thinking", "reasoning", "instructions", "chat_template_kwargs", "user"]
-)  # fmt: skip
-KINDS = """text input_text output_text refusal thinking reasoning summary_text image document search_result tool_use
-    tool_result tool_reference tool_definition tool_addition tool_removal message function custom namespace
-    item_reference function_call function_call_output custom_tool_call custom_tool_call_output tool_search_tool_regex
+FIELD_NAMES = """model messages prompt input max_tokens stop stop_sequences tools tool_choice system
+    temperature top_p seed logprobs top_logprobs n stream stream_options logit_bias text
+    response_format thinking reasoning instructions chat_template_kwargs user"""
+names = st.sampled_from(FIELD_NAMES.split())
+KINDS = """text input_text output_text refusal thinking reasoning summary_text image document
+    search_result tool_use tool_result tool_reference tool_definition tool_addition
+    tool_removal message function custom namespace item_reference function_call
+    function_call_output custom_tool_call custom_tool_call_output tool_search_tool_regex
     tool_search_tool_result x"""
-FIELDS = """arguments call_id content custom data defer_loading definition description function id input input_schema
-    is_error name namespace output parameters reasoning reasoning_content source summary text thinking title tool
-    tool_call_id tool_calls tool_name tool_use_id tools"""
+FIELDS = """arguments call_id content custom data defer_loading definition description function id
+    input input_schema is_error name namespace output parameters reasoning reasoning_content
+    source summary text thinking title tool tool_call_id tool_calls tool_name tool_use_id
+    tools"""
 """Types of parts, items and tools, and what any of them may have."""
 
 kinds, keys = (st.sampled_from(words.split()) for words in (KINDS, FIELDS))

@@ -125,8 +125,11 @@ def test_a_call_is_one_of_the_functions(compiler: GrammarCompiler, encode: Any) 
         {"name": name, "parameters": {"type": "object", **parameters}} for name in ("list", 'l"é')
     ]
     make = compiler.compile([*functions, {"name": "none"}])
-    for call in ('{"name": "list", "arguments": {"a": 1}}', r'{"name": "l\"é", "arguments": {"a": -20, "x": null}}',
-                 '{"name": "none", "arguments": {}}'):  # fmt: skip
+    for call in (
+        '{"name": "list", "arguments": {"a": 1}}',
+        r'{"name": "l\"é", "arguments": {"a": -20, "x": null}}',
+        '{"name": "none", "arguments": {}}',
+    ):
         take(make(), [*encode(call), find_allowed(take(make(), encode(call)))[0]])  # type: ignore[index]
     begun = take(make(), encode('{"name": "list", "arguments": {"a": '))
     assert not begun.fork().take(encode("x")[0]) and not make().take(encode("[")[0])

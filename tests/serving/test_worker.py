@@ -655,7 +655,7 @@ def test_the_context_length_limits_prompt_and_answer() -> None:
             )
         assert len(generate(worker, ask(make_prompt(19)))[0]) == 1
         for size in (20, 30):
-            said = rf"prompt is too long: {size} tokens > 20 maximum.* maximum context length is 20 tokens"
+            said = rf"prompt is too long: {size} tokens > 20 maximum.* context length is 20 tokens"
             with pytest.raises(ApiError, match=said):
                 generate(worker, ask(make_prompt(size)))
 

@@ -22,8 +22,12 @@ from .conversation import (
 from .schemas import CountTokensBody, MessagesBody
 from .text_stream import Segment
 
-ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-               503: "overloaded_error"}  # fmt: skip
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "overloaded_error",
+}
 BILLING_PREFIX = "x-anthropic-billing-header:"
 """Prefix of a text in Claude Code's system prompt that differs in every request."""
 
@@ -58,9 +62,14 @@ class Messages(Completion[CountTokensBody]):
         self.thinks = None if thinking is None else thinking != "disabled"
         self._content: list[dict[str, Any]] = []
         self.reply = {
-            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "content": self._content,
-            "model": service.names[0], "stop_reason": None, "stop_sequence": None,
-        }  # fmt: skip
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "content": self._content,
+            "model": service.names[0],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
 
     async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
         yield {"type": "message_start", "message": self.reply | {"usage": describe_usage(answer)}}

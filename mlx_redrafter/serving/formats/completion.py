@@ -163,7 +163,8 @@ class Completion(ABC, Generic[AnyBody]):
         prefilled = self.is_prefilled
         if "chat_template" in own:  # it might loop forever
             raise ApiError(
-                "chat_template_kwargs must be variables of the model's own template, got chat_template"
+                "chat_template_kwargs must be variables of the model's own template, "
+                "got chat_template"
             )
         if tools and not (tokenizer.has_tool_calling or self.forced_tools):
             raise ApiError(

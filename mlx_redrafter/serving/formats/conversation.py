@@ -27,8 +27,13 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Types of message parts that hold text."""
 
 REASONING_PARTS = (
-    "thinking", "redacted_thinking", "reasoning", "reasoning_content", "reasoning_text", "summary_text",
-)  # fmt: skip
+    "thinking",
+    "redacted_thinking",
+    "reasoning",
+    "reasoning_content",
+    "reasoning_text",
+    "summary_text",
+)
 """Types of message parts that hold reasoning."""
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -290,7 +295,8 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
         parameters, dict | None
     ):
         raise ApiError(
-            f"{where} must have a string as description and an object as parameters, got {own!r:.100}"
+            f"{where} must have a string as description and an object as parameters, "
+            f"got {own!r:.100}"
         )
     parameters = CUSTOM_PARAMETERS if kind == "custom" else parameters
     read = {
@@ -323,7 +329,8 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
         case "required" | "any":
             if not tools:
                 raise ApiError(
-                    f"tool_choice {kind!r} needs tools of type function, custom or namespace, got none"
+                    f"tool_choice {kind!r} needs tools of type function, custom or namespace, "
+                    "got none"
                 )
             return tools, tools
         case "function" | "custom" | "tool":

@@ -50,12 +50,23 @@ class Responses(Completion[ResponsesBody]):
         self._output: list[dict[str, Any]] = []
         self._event_count = 0
         self.reply = {
-            "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()),
-            "status": "in_progress", "model": service.names[0], "output": self._output, "error": None,
-            "incomplete_details": None, "instructions": body.instructions, "metadata": body.metadata,
-            "parallel_tool_calls": True, "temperature": body.temp, "top_p": body.top_p,
-            "tool_choice": body.tool_choice, "tools": body.tools, "usage": None,
-        }  # fmt: skip
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "model": service.names[0],
+            "output": self._output,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "metadata": body.metadata,
+            "parallel_tool_calls": True,
+            "temperature": body.temp,
+            "top_p": body.top_p,
+            "tool_choice": body.tool_choice,
+            "tools": body.tools,
+            "usage": None,
+        }
 
     async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
         yield self._make_event("created", response=self.reply)
@@ -187,7 +198,8 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
             namespace = item.get("namespace")
             if not isinstance(name, str) or not isinstance(namespace, str | None):
                 raise ApiError(
-                    f"{where}: name and namespace must be strings, got {name!r:.50} and {namespace!r:.50}"
+                    f"{where}: name and namespace must be strings, got {name!r:.50} "
+                    f"and {namespace!r:.50}"
                 )
             arguments = {"input": item["input"]} if "input" in item else item.get("arguments")
             assistant().setdefault("tool_calls", []).append(

@@ -87,10 +87,16 @@ def make_app(
         length = service.worker.context_length
         when = service.created
         return {  # the fields of both OpenAI and Anthropic
-            "id": name, "object": "model", "created": when, "owned_by": "mlx_redrafter",
-            "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(when, UTC).isoformat(),
-            "context_length": length, "max_model_len": length,
-        }  # fmt: skip
+            "id": name,
+            "object": "model",
+            "created": when,
+            "owned_by": "mlx_redrafter",
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(when, UTC).isoformat(),
+            "context_length": length,
+            "max_model_len": length,
+        }
 
     async def list_models(request: Request) -> Response:
         if (name := request.path_params.get("name")) is not None:
@@ -303,8 +309,11 @@ def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool
         )
     if args.api_key is None:
         if not LOOPBACK_HOST.fullmatch(host):  # DNS rebinding: a page's own name may resolve here
-            expected = "without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal"
-            raise ApiError(f"{expected}, got {host!r:.100}", 403)
+            raise ApiError(
+                "without --api-key the Host must be localhost, 127.0.0.1, [::1] or "
+                f"host.docker.internal, got {host!r:.100}",
+                403,
+            )
     elif needs_key:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

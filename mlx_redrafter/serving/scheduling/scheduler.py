@@ -94,7 +94,7 @@ class Scheduler:
         return "idle" if not self.rows else "single" if len(self.rows) == 1 else "turns"
 
     def warm_up(self) -> None:
-        """Reads saved caches, measures costs if that is needed, and compiles what a request needs."""
+        """Reads saved caches, measures costs if needed, and compiles what a request needs."""
         self.prompt_cache.read_folder()
         self._host_stream = mx.new_stream(mx.cpu)  # works beside the current forward
         options = replace(self._options, max_tokens=4)

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema: llguidance masks the tokens that the grammar does not allow."""
+"""Answers that follow a JSON schema: llguidance masks the tokens that a grammar refuses."""
 
 from __future__ import annotations
 
@@ -21,9 +21,20 @@ Constraint = dict[str, Any] | list[dict[str, Any]]
 """What an answer must follow: a JSON schema, or functions of which it calls one."""
 
 KEYWORDS = (
-    "$schema", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength",
-    "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
-)  # fmt: skip
+    "$schema",
+    "pattern",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+)
 """Keywords of a schema that a grammar may reject for their values."""
 
 WHITESPACE = r"[ \n]{1,24}"
@@ -69,9 +80,8 @@ class GrammarCompiler:
             raise ApiError(describe_error(matcher))
         ignored += matcher.get_grammar_warnings()
         if ignored:
-            log_once(
-                f"JSON schema keywords that a grammar cannot enforce are ignored: {join_lines('; '.join(ignored))}"
-            )
+            names = join_lines("; ".join(ignored))
+            log_once(f"JSON schema keywords that a grammar cannot enforce are ignored: {names}")
         end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
         return SchemaGrammar(matcher, self._compiled, (constraint, state, unless), end)
 
@@ -148,7 +158,9 @@ def find_objects(schema: Any) -> Iterator[dict[str, Any]]:
 def describe_error(matcher: LLMatcher) -> str:
     """Returns llguidance's error on one line."""
     wrong = join_lines(matcher.get_error())
-    return f"{CANNOT_FOLLOW}: {'no text satisfies it' if wrong.startswith('NoExtensionBias') else wrong[:300]}"
+    if wrong.startswith("NoExtensionBias"):
+        wrong = "no text satisfies it"
+    return f"{CANNOT_FOLLOW}: {wrong:.300}"
 
 
 class SchemaGrammar:

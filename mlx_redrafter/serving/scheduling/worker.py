@@ -332,8 +332,9 @@ def check_length(size: int, context_length: int | None, *, is_exact: bool = True
     an answer.
     """
     if context_length is not None and size >= context_length:
+        bound = "" if is_exact else "at least "
         raise ApiError(
-            f"prompt is too long: {'' if is_exact else 'at least '}{size} tokens > {context_length} maximum; the "
-            f"model's maximum context length is {context_length} tokens, including the answer",
+            f"prompt is too long: {bound}{size} tokens > {context_length} maximum; the model's "
+            f"maximum context length is {context_length} tokens, including the answer",
             code="context_length_exceeded",
         )
