@@ -240,7 +240,7 @@ class ScriptedWorker:
     vocab_size = 4098
     context_length = 8192
     scheduler = SimpleNamespace(
-        rows=(), mode="idle", copies_prompts=False, prompt_cache=SimpleNamespace(nbytes=0)
+        running=(), mode="idle", copies_prompts=False, prompt_cache=SimpleNamespace(nbytes=0)
     )
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from helpers.families import make_family
 from helpers.grids import pairs
 from helpers.toys import make_model
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving.scheduling.batchable import PREFILL_ROWS, count_prefill_rows
+from mlx_redrafter.serving.scheduling.batchable import PREFILL_SIZE, measure_prefill_size
 
 PRECISIONS = [
     (mx.float32, 0),
@@ -53,7 +53,7 @@ def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
 def test_most_models_prefill_in_batches(name: str) -> None:
-    assert count_prefill_rows(make_family(name), Options()) == PREFILL_ROWS
+    assert measure_prefill_size(make_family(name), Options()) == PREFILL_SIZE
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_rounding_does_not_prevent_batches(
 ) -> None:
     model = in_precision(make_model(kind, seed=int(spread), spread=spread), precision)
     before = tree_flatten(model.parameters())
-    assert count_prefill_rows(model, Options()) == PREFILL_ROWS
+    assert measure_prefill_size(model, Options()) == PREFILL_SIZE
     after = tree_flatten(model.parameters())
     assert all(
         name == other and x is y for (name, x), (other, y) in zip(before, after, strict=True)
@@ -80,7 +80,7 @@ def test_rounding_does_not_prevent_batches(
 def test_states_affected_by_padding_prefill_alone(
     name: str, precision: tuple[mx.Dtype, int]
 ) -> None:
-    assert count_prefill_rows(in_precision(make_family(name), precision), Options()) == 1
+    assert measure_prefill_size(in_precision(make_family(name), precision), Options()) == 1
 
 
 @IN_EVERY_PRECISION
@@ -89,7 +89,7 @@ def test_models_that_batch_incorrectly_alternate(
     name: str, precision: tuple[mx.Dtype, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert count_prefill_rows(in_precision(make_family(name), precision), Options()) == 0
+        assert measure_prefill_size(in_precision(make_family(name), precision), Options()) == 0
     assert name in caplog.text and "take turns" in caplog.text
 
 
@@ -108,4 +108,4 @@ def test_failures_only_in_the_models_dtype_are_found(fails: bool) -> None:
             return logits * mx.nan
 
     model.__class__ = Fussy
-    assert count_prefill_rows(model, Options()) == 0
+    assert measure_prefill_size(model, Options()) == 0

@@ -236,11 +236,11 @@ def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool)
     cancelled = count(engine, "generations", end="cancelled")
     fields = {"max_tokens": 1900, "logit_bias": {"0": -100}, "stream": stream, "draft_model": None}
     with send_request(demo, TEXT, **fields) as connection:
-        until(lambda: len(engine.scheduler.rows) == 1)
+        until(lambda: len(engine.scheduler.running) == 1)
         assert not stream or connection.recv(15) == b"HTTP/1.1 200 OK"
     until(
         lambda: (
-            len(engine.scheduler.rows) == 0
+            len(engine.scheduler.running) == 0
             and count(engine, "generations", end="cancelled") == cancelled + 1
         )
     )
@@ -336,7 +336,7 @@ def test_metrics_count_answers(demo: Running) -> None:
     assert ask(demo, TEXT, {"prompt": [5000]}).error == "token ids must be from 0 to 4095, got 5000"
     assert ask(demo, "/no/such/path").status == 404
     until(
-        lambda: len(demo.service.worker.scheduler.rows) == 0
+        lambda: len(demo.service.worker.scheduler.running) == 0
     )  # a request is counted when it has ended
     found = {name: value - before.get(name, 0) for name, value in read_metrics(demo).items()}
     assert found['requests_total{endpoint="/v1/completions",status="200"}'] == 2

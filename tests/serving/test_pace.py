@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_redrafter.serving.scheduling.pace import MAX_ROWS, TRIAL_EVERY, WINDOW, Pace
+from mlx_redrafter.serving.scheduling.pace import MAX_TURNS, TRIAL_EVERY, WINDOW, Pace
 
 
-def run_steps(pace: Pace, seconds: float, rows: int = 2) -> int:
+def run_steps(pace: Pace, seconds: float, count: int = 2) -> int:
     """Number of batch steps before alternating is tried."""
-    return next(at for at in range(1, 10_000) if pace.observe_step(rows, seconds))
+    return next(at for at in range(1, 10_000) if pace.observe_step(count, seconds))
 
 
-def run_window(pace: Pace, tokens: int, seconds: float, rows: int = 2) -> bool:
+def run_window(pace: Pace, tokens: int, seconds: float, count: int = 2) -> bool:
     """Whether alternating continues after one measuring window."""
-    return [pace.observe_rounds(rows, tokens, seconds) for _ in range(WINDOW)][-1]
+    return [pace.observe_rounds(count, tokens, seconds) for _ in range(WINDOW)][-1]
 
 
 def test_alternating_continues_while_it_is_faster() -> None:
@@ -36,15 +36,15 @@ def test_alternating_continues_while_it_is_faster() -> None:
     )
 
 
-def test_an_unmeasured_number_of_rows_is_batched() -> None:
+def test_an_unmeasured_number_of_requests_is_batched() -> None:
     pace = Pace()
     run_steps(pace, 0.01)
     assert run_window(pace, 100, 0.01) and pace.prefers_turns(2) and not pace.prefers_turns(3)
 
 
-@pytest.mark.parametrize("rows", [MAX_ROWS + 1, 16])
-def test_many_rows_are_always_batched(rows: int) -> None:
+@pytest.mark.parametrize("count", [MAX_TURNS + 1, 16])
+def test_many_requests_are_always_batched(count: int) -> None:
     pace = Pace()
-    assert not any(pace.observe_step(rows, 0.01) for _ in range(1000))
+    assert not any(pace.observe_step(count, 0.01) for _ in range(1000))
     run_window(pace, 10_000, 0.01)
-    assert not pace.prefers_turns(rows)
+    assert not pace.prefers_turns(count)

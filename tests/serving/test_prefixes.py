@@ -14,7 +14,7 @@ from helpers.servers import Running, ask, parse_flags, start_server
 from helpers.sessions import chat_tokenizer as letter_tokenizer
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.formats.completion import Service
-from mlx_redrafter.serving.formats.prefixes import count_shared, find_prefix_lengths
+from mlx_redrafter.serving.formats.prefixes import count_shared, list_piece_ends
 from mlx_redrafter.serving.scheduling.worker import Worker
 from mlx_redrafter.text.chat_template import render
 
@@ -41,7 +41,7 @@ def find(tokenizer: Any, messages: list[Any], template: str, **more: Any) -> tup
     args = {"chat_template": template}
     text = render(tokenizer, messages, args, **more)
     prompt = tokenizer.encode(text, add_special_tokens=False)
-    lengths = find_prefix_lengths(
+    lengths = list_piece_ends(
         tokenizer, prompt, text, messages, args, **{"prefilled": False, **more}
     )
     return [tokenizer.decode(prompt[:length]) for length in lengths], text
@@ -81,7 +81,7 @@ def test_calls_may_begin_with_different_tokens_than_answers(
 
     messages = [SYSTEM, QUESTION]
     text, prompt = encode()
-    lengths = find_prefix_lengths(chat_tokenizer, prompt, text, messages, args, prefilled=False)
+    lengths = list_piece_ends(chat_tokenizer, prompt, text, messages, args, prefilled=False)
     answer = {"role": "assistant", "content": "It is."}
     call = AFTER_A_CALL[0] | {"content": ""}
     for following, is_shared in ([answer, QUESTION], True), ([call, AFTER_A_CALL[1]], has_tools):

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from helpers.families import make_family
 from helpers.toys import assert_same_cache, make_model
 from mlx_redrafter.serving.scheduling import prompt_cache
-from mlx_redrafter.serving.scheduling.prompt_cache import PromptCache, find_default_bytes
+from mlx_redrafter.serving.scheduling.prompt_cache import PromptCache, get_default_bytes
 
 BIG = 1 << 30
 
@@ -158,7 +158,7 @@ def test_the_default_limit_is_half_of_the_remaining_memory(monkeypatch: pytest.M
         monkeypatch.setattr(
             prompt_cache, "get_usable_bytes", lambda usable=usable: usable + mx.get_active_memory()
         )
-        assert find_default_bytes() == pytest.approx(expected, rel=1e-3)
+        assert get_default_bytes() == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_longer_match_wins_over_an_older_text() -> None:
@@ -172,7 +172,7 @@ def test_a_longer_match_wins_over_an_older_text() -> None:
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "falcon_h1"])
 def test_caches_from_a_batch_take_what_is_counted(name: str) -> None:
     model = make_family(name)
-    prompts = [[row + 1, *range(5 + row)] for row in range(16)]
+    prompts = [[at + 1, *range(5 + at)] for at in range(16)]
     batch = BatchGenerator(model, prefill_batch_size=len(prompts))
     uids = batch.insert(prompts, [9] * len(prompts))
     while not batch.next()[1]:

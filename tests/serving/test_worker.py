@@ -37,8 +37,7 @@ from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import get_context_length
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.errors import ApiError, GenerationFailed
-from mlx_redrafter.serving.scheduling import batches as rows
-from mlx_redrafter.serving.scheduling import scheduler
+from mlx_redrafter.serving.scheduling import batches, scheduler
 from mlx_redrafter.serving.scheduling.pace import Pace
 from mlx_redrafter.serving.scheduling.request import Request, TokenEvent
 from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler
@@ -90,7 +89,7 @@ def test_a_single_request_matches_the_command_line(sampling: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "mamba"])
-def test_batched_rows_match_plain_decoding(name: str) -> None:
+def test_batched_requests_match_plain_decoding(name: str) -> None:
     model = make_model() if name == "llama" else make_family(name)
     requests = [ask(prompt, 12 + 3 * i) for i, prompt in enumerate(PROMPTS)]
     with running(model) as worker:
@@ -103,7 +102,7 @@ def test_batched_rows_match_plain_decoding(name: str) -> None:
         assert count_tokens(worker, "read") == sum(map(len, PROMPTS))
 
 
-def test_each_row_has_its_own_seed() -> None:
+def test_each_request_has_its_own_seed() -> None:
     requests = [ask(PROMPTS[1], **(SAMPLED | {"seed": seed})) for seed in (1, 2, 1)]
     requests += [ask(PROMPTS[1]), ask(PROMPTS[1], temp=1.3, seed=5, xtc_probability=0.4)]
     with running() as worker:
@@ -183,7 +182,7 @@ def test_a_request_joins_a_batch_during_prefill() -> None:
 
     async def main(worker: Worker) -> list[list[TokenEvent]]:
         first = worker.submit(**long)
-        await wait_until(lambda: len(worker.scheduler.rows) == 1)
+        await wait_until(lambda: len(worker.scheduler.running) == 1)
         return await asyncio.gather(collect(first), collect(worker.submit(**short)))
 
     with running(options={"prefill_step_size": 4}) as worker:
@@ -196,21 +195,21 @@ def test_a_request_joins_a_batch_during_prefill() -> None:
 @pytest.fixture(autouse=True)
 def steady_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps several requests in a batch, however busy the machine is."""
-    monkeypatch.setattr(Pace, "observe_step", lambda self, rows, seconds: False)
+    monkeypatch.setattr(Pace, "observe_step", lambda self, count, seconds: False)
 
 
 class RestlessPace(Pace):
     """Leaves the batch after every third step, and alternating rounds after every fourth."""
 
-    def observe_step(self, rows: int, seconds: float) -> bool:
+    def observe_step(self, count: int, seconds: float) -> bool:
         self._n_steps += 1
         return self._n_steps % 3 == 0
 
-    def observe_rounds(self, rows: int, tokens: int, seconds: float) -> bool:
+    def observe_rounds(self, count: int, tokens: int, seconds: float) -> bool:
         self._n_rounds += 1
         return self._n_rounds % 4 != 0
 
-    def prefers_turns(self, rows: int) -> bool:
+    def prefers_turns(self, count: int) -> bool:
         return self._n_rounds % 2 == 0
 
 
@@ -231,7 +230,7 @@ class RestlessPace(Pace):
 def test_alternating_and_batching_give_the_same_texts(
     name: str, sampling: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often rows change modes, with the drafter and the context."""
+    """However often requests change modes, with the drafter and the context."""
     monkeypatch.setattr(scheduler, "Pace", RestlessPace)
     model = make_model() if name == "llama" else make_family(name)
     drafter = make_drafter(model)
@@ -272,7 +271,7 @@ def test_end_token_is_the_last_one(together: int) -> None:
 
 
 @pytest.mark.parametrize("together", [1, 3])
-def test_penalties_and_biases_apply_per_row(together: int) -> None:
+def test_penalties_and_biases_apply_per_request(together: int) -> None:
     requests = [ask(prompt, **PENALTIES, **SAMPLED) for prompt in PROMPTS[:together]]
     with running(options={"context": True}) as worker:
         for request, events in zip(requests, generate(worker, *requests), strict=True):
@@ -390,15 +389,15 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
 
 
 def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = rows.Batch.step
+    step = batches.Batch.step
     fails = iter([False] * 5 + [True])
 
-    def fail_once(batch: rows.Batch) -> Any:
+    def fail_once(batch: batches.Batch) -> Any:
         if next(fails, False):
             raise RuntimeError("[malloc] out of memory")
         return step(batch)
 
-    monkeypatch.setattr(rows.Batch, "step", fail_once)
+    monkeypatch.setattr(batches.Batch, "step", fail_once)
 
     async def main(worker: Worker) -> list[Any]:
         answers = [collect(worker.submit(**ask(prompt, 40))) for prompt in PROMPTS]
@@ -414,7 +413,7 @@ def test_the_worker_survives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [tokens_of(events) for events in generate(worker, *requests)] == [
             plain(each) for each in requests
         ]
-        assert worker.is_alive and len(worker.scheduler.rows) == 0
+        assert worker.is_alive and len(worker.scheduler.running) == 0
 
 
 def test_requests_can_be_cancelled_at_any_stage() -> None:
@@ -457,7 +456,7 @@ def test_a_cancelled_prefill_is_reused(together: int) -> None:
         for each in others:
             await anext(each.read_events())
         generation = worker.submit(**long)
-        await wait_until(lambda: len(worker.scheduler.rows) == together)
+        await wait_until(lambda: len(worker.scheduler.running) == together)
         await asyncio.sleep(0.02)
         for each in (generation, *others):
             each.cancel()
@@ -471,7 +470,7 @@ def test_a_cancelled_prefill_is_reused(together: int) -> None:
 
 
 def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "PIECE", 128)
+    monkeypatch.setattr(batches, "PIECE", 128)
     long = ask(make_prompt(4 * 128), 4)
 
     async def main(worker: Worker) -> None:
@@ -530,7 +529,7 @@ def test_states_are_copied_at_shared_prefixes(
 ) -> None:
     model = make_family(name)
     text = make_prompt(150)
-    first = ask([*text, 7], 8, prefix_lengths=(150, 60), **sampling)
+    first = ask([*text, 7], 8, piece_ends=(150, 60), **sampling)
     others = [ask(PROMPTS[0], 8)] * (together - 1)
     later = [ask([*text[:shared], 9, 8, 9], 8, **sampling) for shared in (149, 150, 60, 59)]
     with running(model, options={"prefill_step_size": 32}) as worker:
@@ -548,7 +547,7 @@ def test_states_are_copied_at_shared_prefixes(
 def test_requests_wait_for_their_longest_shared_prefix() -> None:
     model = make_family("mamba2")
     text = make_prompt(400)
-    first = ask(text, 4, prefix_lengths=(100, 200, 399))
+    first = ask(text, 4, piece_ends=(100, 200, 399))
     second, third = (ask([*text[:shared], 9, 8, 9], 4) for shared in (210, 120))
     with running(model, options={"prefill_step_size": 16}) as worker:
         for request, events in zip(
@@ -593,28 +592,28 @@ def test_others_continue_if_the_prefilling_request_ends(
     name: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model() if name == "llama" else make_family(name)
-    step = rows.Loops.step
-    request = ask(make_prompt(600), 4)
+    step = batches.Loops.step
+    asked = ask(make_prompt(600), 4)
     first: list[Request] = []
 
-    def end_first(loops: rows.Loops, row: Request) -> Any:
-        if row in first and row.n_prefilled >= 80:
+    def end_first(loops: batches.Loops, request: Request) -> Any:
+        if request in first and request.n_prefilled >= 80:
             if not is_cancelled:
                 raise RuntimeError("broken")
-            row.cancel()
-        return step(loops, row)
+            request.cancel()
+        return step(loops, request)
 
-    monkeypatch.setattr(rows.Loops, "step", end_first)
+    monkeypatch.setattr(batches.Loops, "step", end_first)
 
     async def main(worker: Worker) -> list[Any]:
-        generations = [worker.submit(**request) for _ in range(3)]
+        generations = [worker.submit(**asked) for _ in range(3)]
         first.append(generations[0])
         return await asyncio.gather(*map(collect, generations), return_exceptions=True)
 
     with running(model, options={"prefill_step_size": 16}) as worker:
         ended, *answers = asyncio.run(finish(main(worker)))
         assert ended == [] if is_cancelled else isinstance(ended, GenerationFailed)
-        assert [tokens_of(events) for events in answers] == [plain(request, model)] * 2
+        assert [tokens_of(events) for events in answers] == [plain(asked, model)] * 2
         read_twice = 1 if is_cancelled else 81
         assert 600 + 1 <= count_tokens(worker, "read") <= 600 + read_twice + 16
 
@@ -663,7 +662,7 @@ def test_the_context_length_limits_prompt_and_answer() -> None:
 def test_closing_finishes_running_requests() -> None:
     async def main(worker: Worker) -> None:
         runs = worker.submit(**ask(PROMPTS[0], 200))
-        await wait_until(lambda: len(worker.scheduler.rows) == 1)
+        await wait_until(lambda: len(worker.scheduler.running) == 1)
         waits = worker.submit(**ask(PROMPTS[1]))
         closing = asyncio.create_task(asyncio.to_thread(worker.close, 60))
         with pytest.raises(GenerationFailed, match="shutting down"):

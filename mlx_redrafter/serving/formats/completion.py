@@ -27,7 +27,7 @@ from ..scheduling.request import Request, TokenEvent
 from ..scheduling.structured_output import Constraint
 from ..scheduling.worker import Worker, check_length
 from .conversation import Message, Tool, Tools, arrange, choose_tools, describe_tools, list_variants
-from .prefixes import find_prefix_lengths
+from .prefixes import list_piece_ends
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
 from .text_stream import Segment, TextStream
 
@@ -102,13 +102,13 @@ class Prompt(NamedTuple):
         state: the state of mlx-lm's text state machine after them; with None the whole answer is
             text.
         grammar: makes the grammar that the answer must follow; None for any answer.
-        prefix_lengths: see `Request`.
+        piece_ends: see `Request`.
     """
 
     tokens: list[int]
     state: str | None = None
     grammar: Callable[[], Grammar] | None = None
-    prefix_lengths: Sequence[int] = ()
+    piece_ends: Sequence[int] = ()
 
 
 class Completion(ABC, Generic[AnyBody]):
@@ -195,8 +195,8 @@ class Completion(ABC, Generic[AnyBody]):
         state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
         if not service.worker.scheduler.copies_prompts:
             return Prompt(prompt, state)
-        lengths = find_prefix_lengths(tokenizer, prompt, text, variant, args, prefilled=prefilled)
-        return Prompt(prompt, state, prefix_lengths=lengths)
+        lengths = list_piece_ends(tokenizer, prompt, text, variant, args, prefilled=prefilled)
+        return Prompt(prompt, state, piece_ends=lengths)
 
     @abstractmethod
     def render_events(self, answer: Answer) -> AsyncIterator[Event]:
@@ -251,7 +251,7 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
             "an answer begun by the last message cannot follow a format or be a forced tool call"
         )
     grammar = service.worker.grammars.compile(constraint, prompt.state, unless)
-    return Prompt(prompt.tokens, prompt.state, grammar, prompt.prefix_lengths)
+    return Prompt(prompt.tokens, prompt.state, grammar, prompt.piece_ends)
 
 
 @dataclass(slots=True)
@@ -289,7 +289,7 @@ class Answer:
             "top_logprobs": completion.top_logprobs,
             "draft": body.draft_model not in (None, "none"),  # some clients cannot send null
             "include_drafts": service.shows_drafts,
-            "prefix_lengths": prompt.prefix_lengths,
+            "piece_ends": prompt.piece_ends,
             **body.get_sampling_options(),
         }
         marks = list(service.tokenizer.tool_call_start_tokens or ())

@@ -23,7 +23,7 @@ WINDOW = 1024
 """Characters before the first difference of two texts that are encoded to find its token."""
 
 
-def find_prefix_lengths(
+def list_piece_ends(
     tokenizer: Any,
     prompt: list[int],
     text: str,

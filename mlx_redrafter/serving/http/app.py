@@ -74,9 +74,15 @@ def make_app(
         worker = service.worker
         scheduler = service.worker.scheduler
         status = "ok" if worker.is_alive else "unavailable"
-        counts = {"running": len(scheduler.rows), "queue": worker.n_queued, "mode": scheduler.mode}
-        names = {"model": service.model_name, "drafter": service.drafter_name}
-        return JSONResponse({"status": status} | names | counts, 200 if worker.is_alive else 503)
+        health = {
+            "status": status,
+            "model": service.model_name,
+            "drafter": service.drafter_name,
+            "running": len(scheduler.running),
+            "queue": worker.n_queued,
+            "mode": scheduler.mode,
+        }
+        return JSONResponse(health, 200 if worker.is_alive else 503)
 
     async def show_metrics(request: Request) -> Response:
         return Response(

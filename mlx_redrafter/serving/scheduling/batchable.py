@@ -1,7 +1,7 @@
-"""Checks whether mlx-lm decodes a model's rows in a batch as it decodes each alone.
+"""Checks whether mlx-lm decodes requests in a batch as it decodes each alone.
 
 For some architectures it does not: their states or masks ignore the padding of shorter prompts, or
-assume that all rows are at the same position.
+assume that all requests are at the same position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...engine.model_parts import get_module_name
 from ...engine.round import log_softmax
 from ...options import Options
 
-PREFILL_ROWS = 8
+PREFILL_SIZE = 8
 """Prompts that a batch prefills together, as in mlx-lm's server."""
 
 PROMPTS = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3, 0, 2])
@@ -34,9 +34,9 @@ TOLERANCE = 1e-3
 NOISE = 3.0
 
 
-def count_prefill_rows(model: nn.Module, options: Options) -> int:
-    """Returns how many prompts mlx-lm may prefill together: `PREFILL_ROWS` or 1; 0 if it cannot
-    batch the model.
+def measure_prefill_size(model: nn.Module, options: Options) -> int:
+    """How many prompts mlx-lm may prefill together: `PREFILL_SIZE` or 1; 0 if it cannot batch the
+    model.
 
     Two short prompts in a batch are compared with each alone, in float32: in 16 bits, forwards of
     different shapes differ by as much as some wrong batches do. In the model's own dtype a batch
@@ -49,13 +49,13 @@ def count_prefill_rows(model: nn.Module, options: Options) -> int:
     exact = cast(nn.Module, _InFloat32(model))
     alone = [_decode_alone(exact, prompt, len(prompt) - 1) for prompt in PROMPTS]
     whole = [_decode_alone(exact, prompt, len(prompt) + len(FOLLOWING)) for prompt in PROMPTS]
-    most = TOLERANCE + NOISE * _deviation(alone, whole)
-    for rows in (PREFILL_ROWS, 1):
+    most = TOLERANCE + NOISE * _compare(alone, whole)
+    for size in (PREFILL_SIZE, 1):
         try:
-            if _deviation(alone, _decode_together(exact, rows)) <= most:
-                own = mx.concatenate(_decode_together(model, rows))
+            if _compare(alone, _decode_together(exact, size)) <= most:
+                own = mx.concatenate(_decode_together(model, size))
                 if not mx.isnan(own).any().item():
-                    return rows
+                    return size
         except Exception as error:  # model code may raise anything
             logging.debug(f"mlx-lm failed to batch {get_module_name(model)}", exc_info=error)
     logging.warning(
@@ -80,11 +80,7 @@ class _InFloat32:
     def __call__(self, *args: Any, **keywords: Any) -> mx.array:
         model: Any = self._model
         own = model.parameters()
-        model.update(
-            tree_map(
-                lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x, own
-            )
-        )
+        model.update(tree_map(_cast, own))
         try:
             logits: mx.array = model(*args, **keywords)
         finally:
@@ -92,15 +88,19 @@ class _InFloat32:
         return logits
 
 
+def _cast(x: mx.array) -> mx.array:
+    return x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x
+
+
 def _decode_alone(model: nn.Module, prompt: list[int], size: int) -> mx.array:
-    """Returns (1 + F, V) log-probabilities after the prompt and after each of `FOLLOWING`.
+    """(1 + F, V) log-probabilities after the prompt and after each of `FOLLOWING`.
 
     Args:
         size: tokens in the first forward; all others have one.
     """
-    text = mx.array([prompt + FOLLOWING])
+    tokens = mx.array([prompt + FOLLOWING])
     cache = make_prompt_cache(model)
-    pieces = [text[:, :size], *(text[:, i : i + 1] for i in range(size, text.shape[1]))]
+    pieces = [tokens[:, :size], *(tokens[:, i : i + 1] for i in range(size, tokens.shape[1]))]
     logits = []
     for piece in pieces:
         logits.append(model(piece, cache=cache)[0])
@@ -108,33 +108,31 @@ def _decode_alone(model: nn.Module, prompt: list[int], size: int) -> mx.array:
     return log_softmax(mx.concatenate(logits)[len(prompt) - 1 :].astype(mx.float32))
 
 
-def _decode_together(model: nn.Module, prefill_rows: int) -> list[mx.array]:
-    """Returns the same for all `PROMPTS`, decoded in one batch."""
+def _decode_together(model: nn.Module, prefill_size: int) -> list[mx.array]:
+    """The same for all `PROMPTS`, decoded in one batch."""
     generator = BatchGenerator(
         model,
         sampler=lambda logprobs: mx.full((logprobs.shape[0],), FOLLOWING[0], mx.uint32),
-        prefill_batch_size=prefill_rows,
+        prefill_batch_size=prefill_size,
     )
     try:
-        uids = generator.insert(
-            [list(prompt) for prompt in PROMPTS], [1 + len(FOLLOWING)] * len(PROMPTS)
-        )
+        n_tokens = 1 + len(FOLLOWING)
+        uids = generator.insert([list(prompt) for prompt in PROMPTS], [n_tokens] * len(PROMPTS))
         made: dict[int, list[mx.array]] = {uid: [] for uid in uids}
-        while any(len(rows) <= len(FOLLOWING) for rows in made.values()):
+        while any(len(logprobs) < n_tokens for logprobs in made.values()):
             for each in generator.next()[1]:
                 made[each.uid].append(each.logprobs.astype(mx.float32))
-        return [mx.stack(rows) for rows in made.values()]
+        return [mx.stack(logprobs) for logprobs in made.values()]
     finally:
         generator.close()
-        mx.synchronize(
-            generator.stream
-        )  # wait for its last step: messages are ordered within one stream only
+        # Wait for its last step: messages are ordered within one stream only.
+        mx.synchronize(generator.stream)
 
 
-def _deviation(expected: Sequence[mx.array], found: Sequence[mx.array]) -> float:
-    """Returns the largest mean difference on any rank, in standard deviations of the
-    log-probabilities.
-    """
-    pairs = zip(expected, found, strict=True)
-    own = max(cast(float, (mx.abs(x - y).mean() / mx.sqrt(mx.var(x))).item()) for x, y in pairs)
-    return float(max(ranks.gather(own)))
+def _compare(expected: Sequence[mx.array], found: Sequence[mx.array]) -> float:
+    """The largest mean difference on any rank, in standard deviations of the log-probabilities."""
+    differences = []
+    for x, y in zip(expected, found, strict=True):
+        difference = mx.abs(x - y).mean() / mx.sqrt(mx.var(x))
+        differences.append(cast(float, difference.item()))
+    return float(max(ranks.gather(max(differences))))

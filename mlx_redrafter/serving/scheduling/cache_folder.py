@@ -57,9 +57,8 @@ class CacheFolder:
             path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             self._lock.acquire()
             for each in path.iterdir():
-                if each.name != get_final_name(each.name) and FILE_NAME.fullmatch(
-                    get_final_name(each.name)
-                ):
+                final = get_final_name(each.name)
+                if each.name != final and FILE_NAME.fullmatch(final):
                     each.unlink()  # left by a process that was killed while writing
         except Timeout:
             raise RedrafterError(f"another process keeps its prompt caches in {path}") from None
@@ -70,9 +69,7 @@ class CacheFolder:
         own = [get_module_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
         own += [repr(getattr(options, each)) for each in CACHE_OPTIONS]
         own += [version(each) for each in ("mlx-redrafter", "mlx-lm", "mlx")]
-        self._key = hashlib.sha256(json.dumps(own).encode() + sample_tensors(model)).hexdigest()[
-            :16
-        ]
+        self._key = _digest(json.dumps(own).encode() + sample_tensors(model))
 
     def read(self) -> Iterator[tuple[Path, np.ndarray[Any, Any], kv_cache.Cache]]:
         """Yields (file, tokens (T,) int32, cache) for this model, least recently used first.
@@ -83,10 +80,9 @@ class CacheFolder:
             try:
                 cache, metadata = load_prompt_cache(str(file), return_metadata=True)
                 tokens = np.array(json.loads(metadata["tokens"]), np.int32)
-                if kv_cache.length(cache) not in (0, len(tokens)):
-                    raise RedrafterError(
-                        f"expected {len(tokens)} tokens, got {kv_cache.length(cache)}"
-                    )
+                length = kv_cache.length(cache)
+                if length not in (0, len(tokens)):
+                    raise RedrafterError(f"expected {len(tokens)} tokens, got {length}")
             except Exception as error:  # damaged files raise many types
                 self.remove_damaged(file, error)
             else:
@@ -105,12 +101,10 @@ class CacheFolder:
         Returns:
             The file, which is deleted again if those used after it leave no room.
         """
-        if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
-            raise RedrafterError(f"mlx-lm cannot load a {odd[0]}")
-        file = (
-            self._path
-            / f"{self._key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.safetensors"
-        )
+        for c in cache:
+            if not hasattr(prompt_caches, type(c).__name__):
+                raise RedrafterError(f"mlx-lm cannot load a {type(c).__name__}")
+        file = self._path / f"{self._key}-{_digest(tokens.tobytes())}.safetensors"
         with replace_file(file) as partial:
             partial.touch(FILE_MODE)
             save_prompt_cache(str(partial), cache, {"tokens": json.dumps(tokens.tolist())})
@@ -134,13 +128,12 @@ class CacheFolder:
         self._lock.release()
 
     def _list_files(self) -> list[Path]:
-        """Returns the files of all models, least recently used first.
-
-        None if the folder is gone.
-        """
+        """The files of all models, least recently used first; none if the folder is gone."""
         if not self._path.is_dir():
             return []
-        return sorted(
-            (each for each in self._path.iterdir() if FILE_NAME.fullmatch(each.name)),
-            key=os.path.getmtime,
-        )
+        files = [each for each in self._path.iterdir() if FILE_NAME.fullmatch(each.name)]
+        return sorted(files, key=os.path.getmtime)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

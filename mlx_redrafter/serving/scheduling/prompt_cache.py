@@ -32,9 +32,7 @@ Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(eq=False)
 class _Entry:
-    """A cache, the file in which it is saved, and when it was last used, in seconds since the
-    epoch.
-    """
+    """A cache and its file; `used` is the time of its last use, in seconds since the epoch."""
 
     tokens: Tokens
     cache: kv_cache.Cache
@@ -44,8 +42,8 @@ class _Entry:
     used: float = field(default_factory=time.time)
 
 
-def find_default_bytes() -> int:
-    """Returns half of the memory that the weights leave, but at least 1 GiB."""
+def get_default_bytes() -> int:
+    """Half of the memory that the weights leave, but at least 1 GiB."""
     return max(1 << 30, (get_usable_bytes() - mx.get_active_memory()) // 2)
 
 
@@ -82,14 +80,14 @@ class PromptCache:
             self._drop_oldest()
 
     def fetch(self, tokens: Sequence[int]) -> tuple[kv_cache.Cache | None, int]:
-        """Returns (a copy of the cache with the longest prefix of `tokens`, or None; the length of
-        the prefix).
+        """(a copy of the cache with the longest prefix of `tokens`, or None; its length).
 
         At least the last token is left to prefill. A cache that cannot be trimmed matches only with
         all its tokens. Caches of shorter prefixes count as used, too: other prompts may share only
         those.
         """
-        best, most = self.find(wanted := np.array(tokens[:-1], np.int32))
+        wanted = np.array(tokens[:-1], np.int32)
+        best, most = self.find(wanted)
         if best is None:
             return None, 0
         try:
@@ -100,18 +98,17 @@ class PromptCache:
             self._folder.remove_damaged(best.file, error)
             self._entries.remove(best)
             return self.fetch(tokens)
-        self._mark_used(
-            [each for each in self._entries if each is best or _is_prefix(each.tokens, wanted)]
-        )
+        used = [each for each in self._entries if each is best or _is_prefix(each.tokens, wanted)]
+        self._mark_used(used)
+
         cache = copy.deepcopy(best.cache)
         if most < len(best.tokens):
             trim_prompt_cache(cache, len(best.tokens) - most)
+            # Otherwise the next forward would copy all rows.
             for c in kv_cache.leaves(cache):
-                if (
-                    isinstance(c, kv_cache.UNBOUNDED) and c.keys is not None
-                ):  # the next forward would copy all rows
-                    rows = itemgetter((..., slice(c.offset), slice(None)))
-                    c.keys, c.values = tree_map(rows, (c.keys, c.values))
+                if isinstance(c, kv_cache.UNBOUNDED) and c.keys is not None:
+                    kept = itemgetter((..., slice(c.offset), slice(None)))
+                    c.keys, c.values = tree_map(kept, (c.keys, c.values))
         return cache, most
 
     def _mark_used(self, used: list[_Entry]) -> None:
@@ -126,8 +123,8 @@ class PromptCache:
                     os.utime(each.file, (each.used, each.used))
 
     def find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
-        """Returns (the cache that `fetch` would copy, the length of the prefix) for a prompt
-        without its last token.
+        """(the cache that `fetch` would copy, the length of the prefix) for a prompt without its
+        last token.
         """
         best = None
         most = 0
@@ -149,9 +146,8 @@ class PromptCache:
             has_answer: whether the tokens end with an answer. Later prompts may render it
                 differently, so it is dropped before the caches of its prompt.
         """
-        nbytes = max(
-            ranks.gather(sum(c.nbytes for c in cache))
-        )  # all ranks must drop the same caches
+        # All ranks must drop the same caches.
+        nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))
         if not tokens or not self.max_bytes:
             return
         mx.clear_cache()  # a reused buffer may be larger than its array
@@ -190,10 +186,9 @@ class PromptCache:
         try:
             entry.file = self._folder.write(entry.tokens, entry.cache, entry.used, self.max_bytes)
         except (OSError, RuntimeError, ValueError, RedrafterError) as error:
+            size = len(entry.tokens)
             logging.warning(
-                "Could not save a prompt cache of %d tokens: %s",
-                len(entry.tokens),
-                join_lines(error),
+                "Could not save a prompt cache of %d tokens: %s", size, join_lines(error)
             )
 
     def clear(self) -> None:
@@ -210,10 +205,10 @@ class PromptCache:
 
 
 def copy_cache(cache: kv_cache.Cache) -> kv_cache.Cache:
-    """Returns a copy of a cache whose arrays hold `nbytes` of memory.
+    """A copy of a cache whose arrays hold `nbytes` of memory.
 
     A slice holds the whole array that it was cut from: mlx-lm extracts from a batch slices of all
-    rows' states, and a recurrent state may be a slice of everything that its layer has just read.
+    requests' states, and a recurrent state may be a slice of all that its layer has just read.
     """
     copied = copy.deepcopy(cache)  # shares the arrays
     for c in kv_cache.leaves(copied):
@@ -229,7 +224,7 @@ def _copy_array(x: Any) -> Any:
 
 
 def count_common_prefix(first: Tokens, second: Tokens) -> int:
-    """Returns the length of the common prefix of two token arrays (T,)."""
+    """The length of the common prefix of two token arrays (T,)."""
     size = min(len(first), len(second))
     different = np.flatnonzero(first[:size] != second[:size])
     return int(different[0]) if len(different) else size
@@ -244,6 +239,5 @@ def _can_trim(cache: kv_cache.Cache) -> bool:
 
     A chunked cache has dropped the rows before its chunk.
     """
-    return can_trim_prompt_cache(cache) and not any(
-        getattr(c, "start_position", 0) for c in kv_cache.leaves(cache)
-    )
+    has_dropped = any(getattr(c, "start_position", 0) for c in kv_cache.leaves(cache))
+    return can_trim_prompt_cache(cache) and not has_dropped

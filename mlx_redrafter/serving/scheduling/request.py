@@ -52,8 +52,9 @@ Item = list[TokenEvent] | Exception | None
 
 
 class Request:
-    """A request and its state. After submission only the worker's thread writes it, except for
-    `cancelled`.
+    """A request and its state.
+
+    After submission only the worker's thread writes it, except for `cancelled`.
 
     Args:
         loop: the client's event loop; None on ranks other than 0.
@@ -66,8 +67,8 @@ class Request:
             log-probabilities at all.
         draft: False decodes plainly.
         include_drafts: whether events contain drafted rounds.
-        prefix_lengths: lengths of the prefixes that later prompts are likely to share; empty for
-            the whole prompt.
+        piece_ends: lengths of the prefixes that later prompts are likely to share; empty for the
+            whole prompt.
         sampling: keywords of `Options` and of mlx-lm's `make_logits_processors`.
 
     Attributes:
@@ -75,10 +76,11 @@ class Request:
         output: the generated tokens and their statistics; in a batch each token is a plain step.
         prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is
             always prefilled.
-        copy_lengths: prompt lengths at which a copy of the cache is kept, ascending.
+        piece_ends: prompt lengths, ascending, at which a piece of the prompt ends and a copy of
+            the cache is kept.
         n_prefilled: how many tokens of the prompt are in the cache.
-        source: the drafter's state for this text, which has not seen tokens that a batch decoded;
-            None without a drafter, and after it failed.
+        source: the drafter's state for this request, which has not seen tokens that a batch
+            decoded; None without a drafter, and after it failed.
         grammar: the state of the grammar once the request runs; None without one.
         may_run_ahead: whether its loop may enqueue a step before the previous one is read.
         error: if set, ends the request in the next step.
@@ -101,7 +103,7 @@ class Request:
         top_logprobs: int | None = None,
         draft: bool = True,
         include_drafts: bool = False,
-        prefix_lengths: Iterable[int] = (),
+        piece_ends: Iterable[int] = (),
         **sampling: Any,
     ) -> None:
         self.prompt = prompt
@@ -110,6 +112,7 @@ class Request:
         self.draft = draft
         self.include_drafts = include_drafts
         self.sampling = sampling
+
         penalties = {name: sampling[name] for name in PENALTIES & sampling.keys()}
         given = {name: value for name, value in sampling.items() if name not in penalties}
         processors = make_logits_processors(**penalties)
@@ -118,11 +121,12 @@ class Request:
             options = replace(options, max_tokens=room)
         self.options = options
         self.output = Output(options.max_tokens, end_tokens)
+
         self.prefix = np.array(prompt[:-1], np.int32)
-        self.copy_lengths = sorted({n for n in prefix_lengths if 0 < n < len(prompt)}) or [
-            len(self.prefix)
-        ]
-        self.n_prefilled = self.cached_tokens = 0
+        ends = sorted({end for end in piece_ends if 0 < end < len(prompt)})
+        self.piece_ends = ends or [len(self.prefix)]
+        self.n_prefilled = 0
+        self.cached_tokens = 0
         self.source: Source | None = None
         self.grammar: Grammar | None = None
         self.may_run_ahead = True
@@ -135,30 +139,22 @@ class Request:
         self._items = asyncio.Queue[Item]()
 
     @property
-    def text(self) -> list[int]:
+    def tokens(self) -> list[int]:
         """Prompt and generated tokens."""
         return self.prompt + self.output.tokens
 
     @property
     def length(self) -> int:
-        """The length of `text`."""
+        """How many `tokens` there are."""
         return len(self.prompt) + len(self.output.tokens)
 
     def describe(self) -> dict[str, Any]:
-        """Returns keywords that make the same request on another rank: plain values, without the
-        grammar.
-        """
-        names = ("prompt", "top_logprobs", "draft", "include_drafts")
-        return (
-            {name: getattr(self, name) for name in names}
-            | {"prefix_lengths": self.copy_lengths}
-            | self.sampling
-        )
+        """Plain keywords that make the same request on another rank, without the grammar."""
+        names = ("prompt", "top_logprobs", "draft", "include_drafts", "piece_ends")
+        return {name: getattr(self, name) for name in names} | self.sampling
 
     async def read_events(self) -> AsyncIterator[TokenEvent]:
-        """Yields each token, up to the one with a `finish_reason` or until the request is
-        cancelled. Call it once.
-        """
+        """Yields each token until the request ends or is cancelled. Call it once."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, Exception):
                 raise item
@@ -184,28 +180,24 @@ class Request:
         if self.time_to_first_token is None:
             self.time_to_first_token = elapsed
         self.seconds = elapsed - self.time_to_first_token
-        events = [
-            TokenEvent(token, draft_source=source)
-            for token, source in zip(made.tokens, made.draft_sources, strict=True)
-        ]
+
+        drafted = zip(made.tokens, made.draft_sources, strict=True)
+        events = [TokenEvent(token, draft_source=source) for token, source in drafted]
         events[-1].finish_reason = self.output.finish_reason
         if self.top_logprobs is not None:
-            for event, row in zip(events, made.logprobs, strict=True):
-                event.logprob = cast(float, row[event.token].item())
-                event.top_logprobs = find_likeliest(row, self.top_logprobs)
+            for event, logprobs in zip(events, made.logprobs, strict=True):
+                event.logprob = cast(float, logprobs[event.token].item())
+                event.top_logprobs = list_likeliest(logprobs, self.top_logprobs)
         if self.include_drafts and made.tree is not None:
             events[0].round = made
         self.send(events)
 
 
-def find_likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:
-    """Returns the `count` likeliest tokens and their log-probabilities in a row (V,), likeliest
-    first.
-    """
+def list_likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:
+    """The `count` likeliest tokens with their log-probabilities, likeliest first, of (V,)."""
     if not count:
         return []
     ids = mx.argpartition(-logprobs, kth=count - 1)[:count]
-    pairs = zip(
-        cast(list[int], ids.tolist()), cast(list[float], logprobs[ids].tolist()), strict=True
-    )
-    return sorted(pairs, key=lambda pair: -pair[1])
+    tokens = cast(list[int], ids.tolist())
+    values = cast(list[float], logprobs[ids].tolist())
+    return sorted(zip(tokens, values, strict=True), key=lambda pair: -pair[1])

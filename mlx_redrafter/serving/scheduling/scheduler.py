@@ -1,9 +1,9 @@
-"""The scheduler: the running requests (rows), and how each step decodes them.
+"""The scheduler: the running requests, and how each step decodes them.
 
-One row alone is decoded by this package's loop, several by mlx-lm's batches. Two or three rows take
+One request alone is decoded by this package's loop, several by mlx-lm's batches. Two or three take
 turns in the loop, one round each, if that is measured to be faster. If mlx-lm cannot batch a
-model's caches, any number takes turns. Rows move between loop and batch at the end of a round, with
-their cache.
+model's caches, any number takes turns. Requests move between loop and batch at the end of a round,
+with their cache.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from ... import ranks
 from ...engine import kv_cache
 from ...engine.decode import Round
 from ...engine.model_checks import make_cache
-from ...engine.output import FinishReason
 from ...options import Options
 from ...pair import Pair
 from ...setup import open_generation
 from ..errors import SchemaNotFollowed
-from .batchable import count_prefill_rows
+from .batchable import measure_prefill_size
 from .batches import Batch, Loops
 from .metrics import Metrics
 from .pace import Pace
@@ -34,27 +33,30 @@ from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix
 from .request import Request
 
 STEPS_BEFORE_LEAVING = 16
-"""Tokens that the only row of a batch makes before it leaves the batch, as the next request may
+"""Tokens that the only request of a batch makes before it leaves the batch, as the next request may
 come soon.
 """
 
+Reasons = Mapping[Request, str | Exception]
+"""Why each of some requests ends: "stop", "length", "cancelled", or an error."""
+
 
 class Scheduler:
-    """Decodes the running rows step by step. Methods are called in the worker's thread.
+    """Decodes the running requests step by step. Methods are called in the worker's thread.
 
     Args:
         pair: the target and its drafter.
         options, size: the worker's `options` and `decode_concurrency`.
-        prompt_cache: the caches of earlier rows, and of prompts that rows share.
+        prompt_cache: the caches of earlier requests, and of prompts that requests share.
         metrics: updated by every step.
-        on_end: called once for each row that ends, after its last tokens, with the row and the
-            reason: "stop", "length", "cancelled", or an error.
+        on_end: called once for each request that ends, after its last tokens, with the request and
+            the reason, see `Reasons`.
 
     Attributes:
-        rows: the running rows in the order in which they started, the same on all ranks.
-        copies_prompts: whether requests should give `prefix_lengths`, as the model's caches cannot
-            be trimmed. Not for ring caches that keep their first rows: their contents depend on
-            where the pieces of a prompt end.
+        running: the running requests in the order in which they started, the same on all ranks.
+        copies_prompts: whether requests should give `piece_ends`, as the model's caches cannot be
+            trimmed. Not for ring caches that keep their first rows: their contents depend on where
+            the pieces of a prompt end.
     """
 
     def __init__(
@@ -69,29 +71,30 @@ class Scheduler:
         self._pair = pair
         self._options = options
         self._size = size
-        model = pair.model
         self._metrics = metrics
         self._on_end = on_end
-        self.rows = dict[Request, None]()
+        self.running = dict[Request, None]()
         self.prompt_cache = prompt_cache
-        fresh = make_cache(model, options.max_kv_size)
-        self._can_fork = not kv_cache.list_unknown_types(
-            fresh, kv_cache.UNBOUNDED
-        )  # can be cut after any token
+        fresh = make_cache(pair.model, options.max_kv_size)
+        # Whether a cache can be cut after any token.
+        self._can_fork = not kv_cache.list_unknown_types(fresh, kv_cache.UNBOUNDED)
         can_copy = not (self._can_fork or kv_cache.keeps_first_rows(fresh))
         self.copies_prompts = can_copy and prompt_cache.max_bytes > 0
-        self._prefill_rows = count_prefill_rows(model, options)
+        self._prefill_size = measure_prefill_size(pair.model, options)
         self._loops = Loops(pair, metrics)
-        self._batch = Batch(model, size, max(1, self._prefill_rows), options.prefill_step_size)
+        prefill_size = max(1, self._prefill_size)
+        self._batch = Batch(pair.model, size, prefill_size, options.prefill_step_size)
         self._alone_steps = 0
         self._pace = Pace()
 
     @property
     def mode(self) -> Literal["idle", "single", "batch", "turns"]:
-        """How rows are decoded now."""
-        if self._batch.rows:
+        """How requests are decoded now."""
+        if self._batch.requests:
             return "batch"
-        return "idle" if not self.rows else "single" if len(self.rows) == 1 else "turns"
+        if not self.running:
+            return "idle"
+        return "single" if len(self.running) == 1 else "turns"
 
     def warm_up(self) -> None:
         """Reads saved caches, measures costs if needed, and compiles what a request needs."""
@@ -103,61 +106,70 @@ class Scheduler:
             pass
 
     def choose(self, waiting: Iterable[Request], ended: Container[Request]) -> list[Request]:
-        """Returns the requests to start now, in order and as many as fit, except those that wait
-        for a shared prefix.
+        """The requests to start now, in order and as many as fit, except those that wait for a
+        shared prefix.
 
-        Rows in `ended` no longer take up room.
+        Requests in `ended` no longer take up room.
         """
-        running = [row for row in self.rows if row not in ended]
+        running = [request for request in self.running if request not in ended]
         chosen = list[Request]()
-        for row in waiting:
+        for request in waiting:
             if len(running) + len(chosen) < self._size:
-                other, shared = self._find_prefix(row, [*running, *chosen])
+                other, shared = self._find_prefix(request, [*running, *chosen])
                 if other is None or other.n_prefilled >= shared:
-                    chosen.append(row)
+                    chosen.append(request)
         return chosen
 
-    def _find_prefix(self, row: Request, rows: Iterable[Request]) -> tuple[Request | None, int]:
-        """Finds the row whose prefill covers the longest prefix that `row` shares.
+    def _find_prefix(
+        self, request: Request, others: Iterable[Request]
+    ) -> tuple[Request | None, int]:
+        """Finds the request whose prefill covers the longest prefix that `request` shares.
 
-        When that row has read the prefix, a copy of its cache is kept, and `row` starts with it. A
-        cache that cannot be trimmed is copied only at `copy_lengths`.
+        When that one has read the prefix, a copy of its cache is kept, and `request` starts with
+        it. A cache that cannot be trimmed is copied only at `piece_ends`.
 
         Returns:
-            That row and the length of the prefix, or (None, 0) if waiting does not pay.
+            That request and the length of the prefix, or (None, 0) if waiting does not pay.
         """
         shared = 0
-        other = None
-        for each in rows:
-            if each.n_prefilled >= each.copy_lengths[-1]:
+        best = None
+        for each in others:
+            if each.n_prefilled >= each.piece_ends[-1]:
                 continue  # all its copies are kept already
-            count = count_common_prefix(row.prefix, each.prefix)
+            count = count_common_prefix(request.prefix, each.prefix)
             if not self._can_fork:
-                count = max(
-                    (n for n in each.copy_lengths if each.n_prefilled < n <= count), default=0
-                )
+                ends = [end for end in each.piece_ends if each.n_prefilled < end <= count]
+                count = max(ends, default=0)
             if count > shared:
                 shared = count
-                other = each
-        is_kept = shared < MIN_SHARED or shared - self.prompt_cache.find(row.prefix)[1] < MIN_SHARED
-        return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
+                best = each
+        if shared < MIN_SHARED or not self.prompt_cache.max_bytes:
+            return None, 0
+        if shared - self.prompt_cache.find(request.prefix)[1] < MIN_SHARED:
+            return None, 0  # that much is kept already
+        return best, shared
 
-    def step(self, ended: Mapping[Request, str | Exception], started: Sequence[Request]) -> None:
-        """Ends rows, also those with an `error`, starts others, decodes a round of every row and
-        sends the tokens.
+    def step(self, ended: Reasons, started: Sequence[Request]) -> None:
+        """Ends requests, also those with an `error`, starts others, decodes a round of every
+        request and sends the tokens.
         """
-        running = list(self.rows)
-        self.rows.update(dict.fromkeys(started))
-        self._end({row: row.error or ended[row] for row in running if row.error or row in ended})
+        reasons = dict[Request, str | Exception]()
+        for request in self.running:
+            if request.error is not None:
+                reasons[request] = request.error
+            elif request in ended:
+                reasons[request] = ended[request]
+        self.running.update(dict.fromkeys(started))
+        self._end(reasons)
         self._start(started)
-        if self._batch.rows:
+        if self._batch.requests:
             self._step_batch()
         self._step_loops()
 
     def abort(self, error: Exception) -> None:
-        """Ends all rows with an error that left their state undefined, and drops all caches."""
-        self._report_ended(dict.fromkeys(self.rows, error))
-        self._loops.remove(self._loops.rows, keep_caches=False)
+        """Ends all requests with an error that left their state undefined, and drops all caches."""
+        self._report_ended(dict.fromkeys(self.running, error))
+        self._loops.remove(self._loops.requests, keep_caches=False)
         self._batch.clear()
         self.prompt_cache.clear()
         mx.clear_cache()
@@ -169,144 +181,152 @@ class Scheduler:
         self._batch.close()
 
     def _start(self, started: Sequence[Request]) -> None:
-        """Starts rows, and moves rows from loops into the batch if all should now be batched."""
-        for row in started:
-            other, shared = self._find_prefix(row, [each for each in self.rows if each.n_prefilled])
+        """Starts requests, and moves others from loops into the batch if all should be there."""
+        for request in started:
+            others = [each for each in self.running if each.n_prefilled]
+            other, shared = self._find_prefix(request, others)
             if other is not None and other.n_prefilled >= shared:
                 self._store_prompt(other)
         if started and self._should_batch:
             self._hand_to_batch()
-        for row in started:
-            self._metrics.queued.observe(time.perf_counter() - row.submitted)
-            with self._catch_errors(row):
-                row.source = self._pair.open_source() if row.draft else None
-                row.grammar = None if row.make_grammar is None else row.make_grammar()
-                start = self.prompt_cache.fetch(row.prompt)
-                row.n_prefilled = row.cached_tokens = start[1]
-                (self._batch if self._should_batch else self._loops).add(row, start)
+        for request in started:
+            self._metrics.queued.observe(time.perf_counter() - request.submitted)
+            with self._catch_errors(request):
+                request.source = self._pair.open_source() if request.draft else None
+                if request.make_grammar is not None:
+                    request.grammar = request.make_grammar()
+                start = self.prompt_cache.fetch(request.prompt)
+                request.n_prefilled = request.cached_tokens = start[1]
+                (self._batch if self._should_batch else self._loops).add(request, start)
 
-    def _store_prompt(self, row: Request) -> None:
-        """Keeps a copy of a row's cache at its current length."""
-        with self._catch_errors(row):
-            cache, held = (self._loops if row in self._loops.rows else self._batch).find_cache(row)
-            self.prompt_cache.store(row.text[:held], cache or [])
+    def _store_prompt(self, request: Request) -> None:
+        """Keeps a copy of a request's cache at its current length."""
+        with self._catch_errors(request):
+            way = self._loops if request in self._loops.requests else self._batch
+            cache, held = way.get_cache(request)
+            self.prompt_cache.store(request.tokens[:held], cache or [])
 
     @property
     def _should_batch(self) -> bool:
-        """Whether the current rows should be decoded in a batch."""
-        return (
-            self._prefill_rows > 0
-            and len(self.rows) > 1
-            and not self._pace.prefers_turns(len(self.rows))
-        )
+        """Whether the running requests should be decoded in a batch."""
+        count = len(self.running)
+        return self._prefill_size > 0 and count > 1 and not self._pace.prefers_turns(count)
 
     def _hand_to_batch(self) -> None:
-        """Moves rows into the batch, each once its cache ends before its last token, which the
-        batch reads first.
+        """Moves requests into the batch.
+
+        Each moves once its cache ends before its last token, which the batch reads first.
         """
-        for row in self._loops.rows:
-            row.may_run_ahead = False
-            while row in self._loops.rows and self._loops.find_cache(row)[1] >= row.length:
-                self._step_alone(row)
-            if row in self._loops.rows:
-                with self._catch_errors(row):
-                    self._batch.add(row, self._loops.remove([row])[row])
+        for request in self._loops.requests:
+            request.may_run_ahead = False
+            while request in self._loops.requests:
+                if self._loops.get_cache(request)[1] < request.length:
+                    break
+                self._step_alone(request)
+            if request in self._loops.requests:
+                with self._catch_errors(request):
+                    self._batch.add(request, self._loops.remove([request])[request])
                     self._metrics.mode_switches.labels("batch").inc()
 
     def _step_loops(self) -> None:
-        """Decodes a round of every row in a loop.
+        """Decodes a round of every request in a loop.
 
-        Several rows move into the batch if that is faster.
+        Several requests move into the batch if that is faster.
         """
-        rows = self._loops.rows
-        started = time.perf_counter()
-        before = sum(row.length for row in rows)
-        is_decoding = all(row.output.tokens for row in rows)
-        for row in rows:
-            self._step_alone(row)
-        made = sum(row.length for row in rows) - before
-        may_batch = len(rows) > 1 and is_decoding and self._prefill_rows and not self._batch.rows
-        if may_batch and not self._pace.observe_rounds(
-            len(rows), made, time.perf_counter() - started
-        ):
+        requests = self._loops.requests
+        is_decoding = all(each.output.tokens for each in requests)
+        before = sum(each.length for each in requests)
+        began = time.perf_counter()
+        for request in requests:
+            self._step_alone(request)
+        seconds = time.perf_counter() - began
+        n_made = sum(each.length for each in requests) - before
+        count = len(requests)
+        may_batch = count > 1 and is_decoding and self._prefill_size and not self._batch.requests
+        if may_batch and not self._pace.observe_rounds(count, n_made, seconds):
             self._hand_to_batch()
 
-    def _step_alone(self, row: Request) -> None:
-        with self._catch_errors(row):
-            made = self._loops.step(row)
+    def _step_alone(self, request: Request) -> None:
+        with self._catch_errors(request):
+            made = self._loops.step(request)
             if made.tokens:
                 self._metrics.rounds.inc()
-                self._end(self._send_tokens([(row, made)]))
-            elif row.n_prefilled in row.copy_lengths:
-                self._store_prompt(row)
+                self._end(self._send_tokens([(request, made)]))
+            elif request.n_prefilled in request.piece_ends:
+                self._store_prompt(request)
 
     def _step_batch(self) -> None:
         began = time.perf_counter()
         to_copy, made = self._batch.step()
         seconds = time.perf_counter() - began
-        stepped = [row for row, _ in made]
-        for row in to_copy:
-            self._store_prompt(row)
+        for request in to_copy:
+            self._store_prompt(request)
         self._metrics.batch_steps.inc(len(made) > 0)
         self._end(self._send_tokens(made))
-        if not stepped or set(stepped) != set(self._batch.rows):
+
+        stepped = [request for request, _ in made]
+        if not stepped or set(stepped) != set(self._batch.requests):
             self._alone_steps = 0
             return
         self._alone_steps = self._alone_steps + 1 if len(stepped) == 1 else 0
         should_leave = self._alone_steps >= STEPS_BEFORE_LEAVING
-        is_timed = (
-            ranks.count_ranks() == 1 and self._options.shape is not None
-        )  # ranks measure different times
+        # Ranks measure different times.
+        is_timed = ranks.count_ranks() == 1 and self._options.shape is not None
         if len(stepped) > 1 and is_timed:
             should_leave = self._pace.observe_step(len(stepped), seconds)
-        if should_leave and all(row.draft for row in stepped):
-            # Each row continues in a loop, after the token that the batch is already computing.
-            for row, following, start in self._batch.remove_all():
-                with self._catch_errors(row):
-                    if row.error is not None:
-                        raise row.error
-                    ended = self._send_tokens([(row, following)])
-                    self._loops.add(row, start)
-                    self._metrics.mode_switches.labels(
-                        "single" if len(stepped) == 1 else "turns"
-                    ).inc()
-                    self._end(ended)
+        if should_leave and all(request.draft for request in stepped):
+            self._leave_batch()
 
-    def _send_tokens(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
-        """Sends the tokens that one forward made for each row.
+    def _leave_batch(self) -> None:
+        """Continues each request in a loop, after the token that the batch is computing."""
+        requests = self._batch.remove_all()
+        mode = "single" if len(requests) == 1 else "turns"
+        for request, following, start in requests:
+            with self._catch_errors(request):
+                if request.error is not None:
+                    raise request.error
+                ended = self._send_tokens([(request, following)])
+                self._loops.add(request, start)
+                self._metrics.mode_switches.labels(mode).inc()
+                self._end(ended)
 
-        Returns the rows that end with them.
+    def _send_tokens(self, made: list[tuple[Request, Round]]) -> Reasons:
+        """Sends the tokens that one forward made for each request.
+
+        Returns:
+            The requests that end with them.
         """
+        ended = dict[Request, str | Exception]()
         with mx.stream(self._host_stream):
-            for row, each in made:
-                row.send_tokens(each)
-        return {row: reason for row, _ in made if (reason := row.output.finish_reason)}
+            for request, each in made:
+                request.send_tokens(each)
+                if request.output.finish_reason is not None:
+                    ended[request] = request.output.finish_reason
+        return ended
 
-    def _end(self, ended: Mapping[Request, str | Exception]) -> None:
-        """Removes rows, and keeps the caches of those that ended without an error."""
-        kept = (
-            [row for row, reason in ended.items() if isinstance(reason, str)]
-            if self.prompt_cache.max_bytes
-            else []
-        )
+    def _end(self, ended: Reasons) -> None:
+        """Removes requests, and keeps the caches of those that ended without an error."""
+        kept = list[Request]()
+        if self.prompt_cache.max_bytes:
+            kept = [each for each, reason in ended.items() if isinstance(reason, str)]
         try:
             for way in (self._batch, self._loops):
-                for row, (cache, held) in way.remove(kept).items():
-                    self.prompt_cache.store(
-                        row.text[:held], cache or [], has_answer=bool(row.output.tokens)
-                    )
+                for request, (cache, held) in way.remove(kept).items():
+                    has_answer = bool(request.output.tokens)
+                    tokens = request.tokens[:held]
+                    self.prompt_cache.store(tokens, cache or [], has_answer=has_answer)
                 way.remove(ended, keep_caches=False)
         finally:
             self._report_ended(ended)
 
-    def _report_ended(self, ended: Mapping[Request, str | Exception]) -> None:
-        for row in ended.keys() & self.rows.keys():
-            del self.rows[row]
-            self._on_end(row, ended[row])
+    def _report_ended(self, ended: Reasons) -> None:
+        for request in ended.keys() & self.running.keys():
+            del self.running[request]
+            self._on_end(request, ended[request])
 
     @contextmanager
-    def _catch_errors(self, row: Request) -> Iterator[None]:
-        """Lets an exception end only this row."""
+    def _catch_errors(self, request: Request) -> Iterator[None]:
+        """Lets an exception end only this request."""
         try:
             yield
         except Exception as error:
@@ -314,4 +334,4 @@ class Scheduler:
                 if ranks.count_ranks() > 1:  # others may not have failed
                     raise
                 logging.exception("Request failed")
-            self._end({row: error})
+            self._end({request: error})

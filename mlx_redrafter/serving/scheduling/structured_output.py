@@ -63,7 +63,7 @@ class GrammarCompiler:
     def compile(
         self, constraint: Constraint, state: str | None = None, unless: tuple[int, ...] = ()
     ) -> SchemaGrammar:
-        """Returns a grammar; calling it returns a copy for one answer.
+        """A grammar; calling it makes a copy for one answer.
 
         Keywords that llguidance cannot enforce are ignored and logged.
 
@@ -87,9 +87,7 @@ class GrammarCompiler:
 
     @cached_property
     def _compiled(self) -> LLTokenizer:
-        """The tokenizer for llguidance, made for the first request that needs it, in up to a
-        second.
-        """
+        """The tokenizer for llguidance, made in up to a second for the first request."""
         backend = copy(self._tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
@@ -113,12 +111,10 @@ class GrammarCompiler:
         return matcher
 
     def _drop_refused(self, constraint: Constraint) -> tuple[Constraint, list[str]]:
-        """Returns (a copy of a constraint without the keywords that llguidance rejects, what was
-        dropped).
-        """
+        """(a copy of a constraint without the keywords that llguidance rejects, those keywords)."""
         constraint = deepcopy(constraint)
         dropped = list[str]()
-        for part in list(find_objects(constraint)):
+        for part in list(list_objects(constraint)):
             for name in KEYWORDS:
                 if isinstance(part.get(name), str | int | float):  # not a property of this name
                     own = {key: part[key] for key in ("type", name) if key in part}
@@ -129,7 +125,7 @@ class GrammarCompiler:
 
 
 def describe_grammar(constraint: Constraint, unless: tuple[int, ...]) -> str:
-    """Returns the grammar in llguidance's format, in which each schema is a document of its own."""
+    """The grammar in llguidance's format, in which each schema is a document of its own."""
     options = {"whitespace_pattern": WHITESPACE, "lenient": True}
     if isinstance(constraint, dict):
         mark = " ".join(f"<[{token}]>" for token in unless)
@@ -146,17 +142,18 @@ def describe_grammar(constraint: Constraint, unless: tuple[int, ...]) -> str:
     return json.dumps({"grammars": [{"lark_grammar": f"start: {' | '.join(calls)}"}, *schemas]})
 
 
-def find_objects(schema: Any) -> Iterator[dict[str, Any]]:
+def list_objects(schema: Any) -> Iterator[dict[str, Any]]:
     """Yields all objects in a schema, except those in values that an answer may have."""
     if isinstance(schema, dict):
         yield schema
         schema = [value for name, value in schema.items() if name not in ("const", "enum")]
-    for each in schema if isinstance(schema, list) else ():
-        yield from find_objects(each)
+    if isinstance(schema, list):
+        for each in schema:
+            yield from list_objects(each)
 
 
 def describe_error(matcher: LLMatcher) -> str:
-    """Returns llguidance's error on one line."""
+    """llguidance's error on one line."""
     wrong = join_lines(matcher.get_error())
     if wrong.startswith("NoExtensionBias"):
         wrong = "no text satisfies it"
@@ -186,9 +183,8 @@ class SchemaGrammar:
         self._begins_after = begins_after
         self._unless: tuple[int, ...] = arguments[-1]
         self._tail: tuple[int, ...] = ()  # the latest tokens before the grammar begins
-        self._start: tuple[
-            int, ...
-        ] = ()  # the first tokens of the grammar, at most one more than `unless`
+        # The first tokens of the grammar, at most one more than `unless`.
+        self._start: tuple[int, ...] = ()
         self._is_free = False  # whether any token is allowed from here on
         self.length = 0
 
@@ -216,7 +212,7 @@ class SchemaGrammar:
         return not self.matcher.is_stopped() and self.matcher.try_consume_tokens([token]) == 1
 
     def find_mask(self) -> NDArray[np.bool_] | None:
-        """Returns the mask of allowed tokens, (V,); None if all are allowed."""
+        """(V,) the mask of allowed tokens; None if all are allowed."""
         if self._is_free or self._begins_after:
             return None
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)

@@ -2,8 +2,8 @@
 running requests.
 
 If several ranks share the model, each has a worker, and all take the same steps. At the start of a
-step rank 0 sends
-the others its decisions about everything from outside: requests, cancellations, shutdown.
+step rank 0 sends the others its decisions about everything from outside: requests, cancellations,
+shutdown.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from ...pair import Pair
 from ..errors import ApiError, GenerationFailed
 from .cache_folder import CacheFolder
 from .metrics import Metrics
-from .prompt_cache import PromptCache, find_default_bytes
+from .prompt_cache import PromptCache, get_default_bytes
 from .request import Request
 from .scheduler import Scheduler
 from .structured_output import GrammarCompiler
@@ -56,8 +57,8 @@ class Decisions(NamedTuple):
     """Rank 0's decisions for one step.
 
     Attributes:
-        ended: rows to end -> "cancelled", or an error.
-        started: rows to start.
+        ended: requests to end -> "cancelled", or an error.
+        started: requests to start.
         is_last: whether the worker stops, as nothing is left to do.
     """
 
@@ -76,7 +77,7 @@ class Worker:
         context_length: maximum length of prompt and answer together; None reads the model's config.
         decode_concurrency: maximum number of running requests.
         prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes
-            `find_default_bytes`.
+            `get_default_bytes`.
         prompt_cache_dir: a folder that saves as many bytes of them for the next start; None for
             none.
 
@@ -100,9 +101,8 @@ class Worker:
         prompt_cache_bytes: int | None = None,
         prompt_cache_dir: str | Path | None = None,
     ) -> None:
-        tokenizer = (
-            tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        )
+        if not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
         options = options or Options()
         self._pair = Pair(model, drafter)
         self._tokenizer = tokenizer
@@ -110,24 +110,27 @@ class Worker:
         self.grammars = GrammarCompiler(tokenizer, self.vocab_size)
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._defaults = replace(options, xtc_special_tokens=special)
+
         size = options.max_kv_size
         drops_rows = size is not None and kv_cache.has_size(make_cache(model, size), size)
-        from_config = None if drops_rows else get_context_length(model)
-        self.context_length = from_config if context_length is None else context_length
+        if context_length is None and not drops_rows:
+            context_length = get_context_length(model)
+        self.context_length = context_length
         check_cache(model, None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them
         self.metrics = Metrics()
         folder = None if prompt_cache_dir is None else CacheFolder(prompt_cache_dir, model, options)
-        most = find_default_bytes() if prompt_cache_bytes is None else prompt_cache_bytes
-        cache = PromptCache(min(ranks.gather(most)), folder)
+        if prompt_cache_bytes is None:
+            prompt_cache_bytes = get_default_bytes()
+        cache = PromptCache(min(ranks.gather(prompt_cache_bytes)), folder)
         self.scheduler = Scheduler(
             self._pair, options, decode_concurrency, cache, self.metrics, self._end
         )
-        self.metrics.add_gauge("queue_length", "Waiting requests", lambda: len(self._queue))
-        self.metrics.add_gauge("running", "Running requests", lambda: len(self.scheduler.rows))
-        self.metrics.add_gauge(
-            "prompt_cache_bytes", "Size of the prompt cache", lambda: cache.nbytes
-        )
+        add_gauge = self.metrics.add_gauge
+        add_gauge("queue_length", "Waiting requests", lambda: len(self._queue))
+        add_gauge("running", "Running requests", lambda: len(self.scheduler.running))
+        add_gauge("prompt_cache_bytes", "Size of the prompt cache", lambda: cache.nbytes)
+
         self._condition = threading.Condition()  # guards the queue and `_closing`
         self._queue: deque[Request] = deque()
         self._closing = self._aborting = False
@@ -158,7 +161,6 @@ class Worker:
 
     def close(self, timeout: float) -> None:
         """Refuses waiting requests and finishes running ones, for at most `timeout` seconds.
-        Blocks.
 
         Requests that are refused or cut off fail with status 503.
         """
@@ -166,15 +168,17 @@ class Worker:
             self._closing = True
             self._drop_waiting(GenerationFailed(CLOSING_MESSAGE, 503))
             self._condition.notify()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
-            if running := len(self.scheduler.rows):
-                logging.warning("Shutdown timed out: cutting off %d running requests", running)
-            self._aborting = True
-            self._thread.join()
-            # MLX frees the thread's compiled functions after `join`; exiting the interpreter
-            # meanwhile would abort.
-            time.sleep(0.1)
+        if not self._thread.is_alive():
+            return
+        self._thread.join(timeout)
+        n_running = len(self.scheduler.running)
+        if n_running:
+            logging.warning("Shutdown timed out: cutting off %d running requests", n_running)
+        self._aborting = True
+        self._thread.join()
+        # MLX frees the thread's compiled functions after `join`; exiting the interpreter meanwhile
+        # would abort.
+        time.sleep(0.1)
 
     def submit(self, prompt: list[int], **asked: Any) -> Request:
         """Puts a request into the queue.
@@ -200,21 +204,19 @@ class Worker:
         if not prompt:
             raise ApiError("the prompt is empty: expected at least one token")
         check_length(len(prompt), length)
-        for name, ids in (
-            ("token ids", prompt),
-            ("logit_bias token ids", asked.get("logit_bias") or ()),
-        ):
-            for extreme in (min(ids, default=0), max(ids, default=0)):
-                if not 0 <= extreme < self.vocab_size:
-                    raise ApiError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
+        self._check_ids("token ids", prompt)
+        self._check_ids("logit_bias token ids", asked.get("logit_bias") or ())
         room = None if length is None else length - len(prompt)
-        request = Request(
-            loop, self._defaults, self._tokenizer.eos_token_ids, room, prompt, **asked
-        )
-        request.options.make_sampler(0).check(
-            self.vocab_size
-        )  # `asked` has a seed, so 0 is not used
+        end_tokens = self._tokenizer.eos_token_ids
+        request = Request(loop, self._defaults, end_tokens, room, prompt, **asked)
+        sampler = request.options.make_sampler(0)  # `asked` has a seed, so 0 is not used
+        sampler.check(self.vocab_size)
         return request
+
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        for extreme in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= extreme < self.vocab_size:
+                raise ApiError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
 
     def _drop_waiting(self, error: Exception | None = None) -> None:
         """Ends the cancelled requests in the queue; with an error, all of them."""
@@ -260,57 +262,57 @@ class Worker:
         seconds = SAVE_DELAY_SECONDS
         while self.scheduler.prompt_cache.has_unsaved:
             with self._condition:
-                if self._condition.wait_for(
-                    lambda: self._queue or self.scheduler.rows or self._closing, seconds
-                ):
-                    return
+                is_busy = self._condition.wait_for(
+                    lambda: self._queue or self.scheduler.running or self._closing, seconds
+                )
+            if is_busy:
+                return
             self.scheduler.prompt_cache.save_next()
             seconds = 0.0
 
     def _decide(self) -> Decisions | None:
-        """Waits for work and returns the next decisions; None on ranks other than 0, or if there is
-        nothing to send.
+        """The next decisions, after waiting for work.
 
-        Idle ranks exchange a message every `IDLE_SECONDS`, as waiting for one would keep a core
-        busy.
+        None on ranks other than 0, or if there is nothing to send. Idle ranks exchange a message
+        every `IDLE_SECONDS`, as waiting for one would keep a core busy.
         """
         is_alone = ranks.count_ranks() == 1
         with self._condition:
-            if not (self._queue or self.scheduler.rows):
+            if not (self._queue or self.scheduler.running):
                 mx.clear_cache()
-                self._condition.wait_for(
-                    lambda: self._queue or self._closing, None if is_alone else IDLE_SECONDS
-                )
+                timeout = None if is_alone else IDLE_SECONDS
+                self._condition.wait_for(lambda: self._queue or self._closing, timeout)
             if ranks.get_rank():
                 return None
             self._drop_waiting()
-            ended: dict[Request, str | Exception] = {
-                row: "cancelled" for row in self.scheduler.rows if row.cancelled
-            }
+            running = self.scheduler.running
+            ended: dict[Request, str | Exception] = {}
             if self._aborting:
-                ended = dict.fromkeys(self.scheduler.rows, GenerationFailed(CLOSING_MESSAGE, 503))
+                ended = dict.fromkeys(running, GenerationFailed(CLOSING_MESSAGE, 503))
+            else:
+                ended = dict.fromkeys([each for each in running if each.cancelled], "cancelled")
             started = self.scheduler.choose(self._queue, ended)
-            for row in started:
-                self._queue.remove(row)
-            is_last = self._closing and not (self._queue or self.scheduler.rows or started)
-            found = Decisions(ended, started, is_last)
-        return found if is_alone or any(found) else None
+            for request in started:
+                self._queue.remove(request)
+            is_last = self._closing and not (self._queue or running or started)
+            decisions = Decisions(ended, started, is_last)
+        return decisions if is_alone or any(decisions) else None
 
     def _share(self, own: Decisions | None) -> Decisions:
-        """Returns rank 0's decisions on every rank.
+        """Rank 0's decisions, on every rank.
 
-        All ranks have the same rows in the same order.
+        All ranks have the same running requests in the same order.
         """
         if ranks.count_ranks() == 1:
             assert own is not None
             return own
-        rows = list(self.scheduler.rows)
+        running = list(self.scheduler.running)
         sent = None
         if own is not None:
-            ended = [(rows.index(row), reason) for row, reason in own.ended.items()]
+            ended = [(running.index(each), reason) for each, reason in own.ended.items()]
             started = [
-                (row.describe(), getattr(row.make_grammar, "arguments", None))
-                for row in own.started
+                (each.describe(), getattr(each.make_grammar, "arguments", None))
+                for each in own.started
             ]
             sent = ended, started, own.is_last
         received = ranks.share(sent)
@@ -324,7 +326,7 @@ class Worker:
             self._make_request(None, **asked, grammar=grammars.get(id(given)))
             for asked, given in started
         ]
-        return Decisions({rows[at]: reason for at, reason in ended}, rebuilt, is_last)
+        return Decisions({running[at]: reason for at, reason in ended}, rebuilt, is_last)
 
 
 def check_length(size: int, context_length: int | None, *, is_exact: bool = True) -> None:
