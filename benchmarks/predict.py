@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, cumulative_acceptance
+from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, compute_cumulative
 
 from .tables import format_markdown
 
@@ -206,10 +206,10 @@ def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
     the assumed acceptance table.
     """
     width, depth, whole = plan.shape
-    full = sum(cumulative_acceptance(UNKNOWN_ACCEPTANCE, plan))
+    full = sum(compute_cumulative(UNKNOWN_ACCEPTANCE, plan))
     for size in [whole] if width == 1 else range(max(width, depth) + 1, min(whole, CLIFF - 1) + 1):
         pruned = Plan(width, depth, size)
-        yield pruned, tokens * sum(cumulative_acceptance(UNKNOWN_ACCEPTANCE, pruned)) / full
+        yield pruned, tokens * sum(compute_cumulative(UNKNOWN_ACCEPTANCE, pruned)) / full
 
 
 def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:

@@ -19,10 +19,10 @@ from .engine.model_parts import StateName, get_vocab_size
 from .engine.source import Source
 from .engine.target import KVQuantization
 from .errors import RedrafterError
-from .planning.acceptance import Counts
+from .planning.acceptance import HitCounts
 from .planning.costs import CostTable
-from .planning.planner import History
-from .planning.store import load_row_classes, load_table, read_counts
+from .planning.planner import EarlierTexts
+from .planning.store import load_costs, load_row_classes, read_hits
 
 T = TypeVar("T")
 
@@ -105,14 +105,14 @@ class Pair:
         drafter = self.drafter
         assert drafter is not None
         trees = trees and drafter.explain_chains() is None
-        load = partial(load_table, self.model, drafter, trees=trees, refresh=refresh)
+        load = partial(load_costs, self.model, drafter, trees=trees, refresh=refresh)
         return self.findings.get_or_make(("costs", trees), load, again=refresh)
 
-    def get_history(self, *, drafted: bool) -> History:
+    def get_earlier_texts(self, *, drafted: bool) -> EarlierTexts:
         """The statistics of earlier texts, with or without the drafter."""
         drafter = self.drafter if drafted else None
-        read = Counts if drafter is None else partial(read_counts, self.model, drafter)
-        return self.findings.get_or_make(("history", drafted), lambda: History(read()))
+        read = HitCounts if drafter is None else partial(read_hits, self.model, drafter)
+        return self.findings.get_or_make(("earlier texts", drafted), lambda: EarlierTexts(read()))
 
     def get_row_classes(
         self,

@@ -34,7 +34,7 @@ from .options import AUTO, Options, get_default_depth
 from .pair import Pair
 from .planning.acceptance import get_acceptance
 from .planning.planner import AutoPlanner, choose_fastest_class, make_context_planner
-from .planning.store import load_row_counts, save_counts
+from .planning.store import load_row_counts, save_hits
 
 
 class Setup(NamedTuple):
@@ -242,8 +242,8 @@ def _plan_context(
     if not context or (options.context and options.shape != AUTO):
         return Planner(None, max_rows=max_rows)
     replays = bool(kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE))
-    history = pair.get_history(drafted=False)
-    return make_context_planner(history, replays=replays, max_rows=max_rows)
+    earlier = pair.get_earlier_texts(drafted=False)
+    return make_context_planner(earlier, replays=replays, max_rows=max_rows)
 
 
 def _choose_auto(
@@ -332,21 +332,21 @@ def make_planner(
     """
     drafter = pair.drafter
     assert drafter is not None
-    history = pair.get_history(drafted=True)
+    earlier = pair.get_earlier_texts(drafted=True)
     costs = pair.measure_costs(trees=trees)
     if chains_only or row_counts is not None:
-        costs = costs.chains_only()
+        costs = costs.restrict_to_chains()
     max_rows = None
     if row_counts is not None:
-        costs = costs.restrict_rows(row_counts)
+        costs = costs.restrict_to_rows(row_counts)
         max_rows = row_counts[-1]
     return AutoPlanner(
         costs,
         get_acceptance(drafter),
         can_merge=trees and not chains_only and row_counts is None,
         max_rows=max_rows,
-        history=history,
-        on_finish=lambda: save_counts(pair.model, drafter, history.counts),
+        earlier=earlier,
+        on_finish=lambda: save_hits(pair.model, drafter, earlier.hits),
     )
 
 

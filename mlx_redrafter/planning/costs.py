@@ -1,4 +1,4 @@
-"""The cost table of a model and its drafter: milliseconds of each part of a round on one machine."""
+"""The cost table of a model and its drafter: milliseconds of each part of a round."""
 
 from __future__ import annotations
 
@@ -44,22 +44,24 @@ class CostTable(NamedTuple):
     replay_row_ms: float = 0.0
     first: tuple[float, ...] = ()
 
-    def chains_only(self) -> CostTable:
+    def restrict_to_chains(self) -> CostTable:
         """The same table, for chains only."""
         return self._replace(widths=self.widths[:1], level=self.level[:1], first=self.first[:1])
 
-    def restrict_rows(self, row_counts: Sequence[int]) -> CostTable:
+    def restrict_to_rows(self, row_counts: Sequence[int]) -> CostTable:
         """The same table if all forwards are padded to the next of these numbers of rows.
 
         One must be measured.
         """
-        at = [place for place, count in enumerate(self.counts) if count in row_counts]
+        kept = [column for column, count in enumerate(self.counts) if count in row_counts]
+        plain = [
+            ms + forwards[kept[0]] - forwards[0]
+            for ms, forwards in zip(self.plain, self.verify, strict=True)
+        ]
         return self._replace(
-            counts=tuple(self.counts[i] for i in at),
-            verify=tuple(tuple(row[i] for i in at) for row in self.verify),
-            plain=tuple(
-                ms + row[at[0]] - row[0] for ms, row in zip(self.plain, self.verify, strict=True)
-            ),
+            counts=tuple(self.counts[column] for column in kept),
+            verify=tuple(tuple(forwards[column] for column in kept) for forwards in self.verify),
+            plain=tuple(plain),
         )
 
     def plain_ms(self, length: int) -> float:
@@ -72,12 +74,11 @@ class CostTable(NamedTuple):
 
     def draft_ms(self, plan: Plan) -> float:
         """Milliseconds of a draft; the plan's width must be measured."""
-        at = self.widths.index(plan.width)
-        return (
-            (self.first or self.level)[at] + (plan.depth - 1) * self.level[at]
-            if plan.depth
-            else 0.0
-        )
+        if not plan.depth:
+            return 0.0
+        column = self.widths.index(plan.width)
+        first = self.first or self.level
+        return first[column] + (plan.depth - 1) * self.level[column]
 
     def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
         """Milliseconds of a round that also replays tokens, at least a plain step.
@@ -110,21 +111,22 @@ class CostTable(NamedTuple):
         """Milliseconds that replayed rows add to a forward; fractions of a row are interpolated."""
         if not self.replay_row_ms or not rows:
             return 0.0
-        lower, upper = (
-            self._verify_ms(nodes + count, length) for count in (math.floor(rows), math.ceil(rows))
-        )
+        lower = self._verify_ms(nodes + math.floor(rows), length)
+        upper = self._verify_ms(nodes + math.ceil(rows), length)
         return max(0.0, lower + rows % 1 * (upper - lower) - self._verify_ms(nodes, length))
 
     def _verify_ms(self, nodes: int, length: int) -> float:
-        """Milliseconds of a forward: of the next larger measured node count, or extrapolated beyond
-        the largest.
+        """Milliseconds of a forward.
+
+        That of the next larger measured node count, or extrapolated beyond the largest.
         """
         column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
         first = self.verify[0][0]
         last = self.verify[0][-1]
         per_row = max(self.replay_row_ms, (last - first) / max(1, self.counts[-1] - 1))
         beyond = max(0, nodes - self.counts[-1]) * per_row
-        return interpolate(self.contexts, [row[column] for row in self.verify], length) + beyond
+        by_context = [forwards[column] for forwards in self.verify]
+        return interpolate(self.contexts, by_context, length) + beyond
 
 
 def interpolate(contexts: Sequence[int], values: Sequence[float], length: int) -> float:
@@ -133,9 +135,9 @@ def interpolate(contexts: Sequence[int], values: Sequence[float], length: int) -
         return values[0]
     right = min(bisect_left(contexts, length), len(contexts) - 1)
     slope = (values[right] - values[right - 1]) / (contexts[right] - contexts[right - 1])
-    return values[right] + (max(slope, 0.0) if length > contexts[right] else slope) * (
-        length - contexts[right]
-    )
+    if length > contexts[right]:
+        slope = max(slope, 0.0)
+    return values[right] + slope * (length - contexts[right])
 
 
 def assume_costs(*, replays: bool) -> CostTable:
@@ -145,11 +147,15 @@ def assume_costs(*, replays: bool) -> CostTable:
         replays: whether the model must replay tokens after a rejection.
     """
     counts = tuple(range(1, MEASURED_NODES + 1))
-    verify_steps = tuple(1 + ASSUMED_ROW * (count - 1) for count in counts)
-    replay_row = ASSUMED_ROW if replays else 0.0
-    overhead = (ASSUMED_OVERHEAD, ASSUMED_OVERHEAD)
     return CostTable(
-        (1,), counts, (verify_steps,), (1.0,), (1,), (ASSUMED_ROW,), overhead, replay_row
+        contexts=(1,),
+        counts=counts,
+        verify=(tuple(1 + ASSUMED_ROW * (count - 1) for count in counts),),
+        plain=(1.0,),
+        widths=(1,),
+        level=(ASSUMED_ROW,),
+        overhead_ms=(ASSUMED_OVERHEAD, ASSUMED_OVERHEAD),
+        replay_row_ms=ASSUMED_ROW if replays else 0.0,
     )
 
 
@@ -163,25 +169,24 @@ def parse_costs(fields: dict[str, Any]) -> CostTable:
 
 
 def is_disturbed(costs: CostTable) -> bool:
-    """Whether the times contradict each other, as on a busy machine: more work took less than 0.9
-    times as long.
+    """Whether the times contradict each other, as on a busy machine.
 
-    A one-node forward that is read at once is at least as much work as a plain step. Longer
-    contexts and wider levels are more work. A round takes `least_ms`. Node counts are not compared:
-    a larger one may select a faster kernel.
+    They do if more work took less than 0.9 times as long. A one-node forward that is read at once
+    is at least as much work as a plain step. Longer contexts and wider levels are more work. A
+    round takes `least_ms`. Node counts are not compared: a larger one may select a faster kernel.
     """
-    single = zip(costs.plain, (row[0] for row in costs.verify), strict=True)
-    rounds = [
-        (costs.least_ms(count, context), costs.parts_ms(chain_plan(count - 1), context))
-        for context, count in product(costs.contexts, costs.counts[1:])
-    ]
-    contexts = [
-        pair
-        for column in (costs.plain, *zip(*costs.verify, strict=True))
-        for pair in pairwise(column)
-    ]
-    drafts = [costs.draft_ms(Plan(width, 4, 1 + 4 * width)) for width in costs.widths]
-    return any(more < 0.9 * less for less, more in (*single, *rounds, *contexts, *pairwise(drafts)))
+    less_and_more = list[tuple[float, float]]()
+    for plain, forwards in zip(costs.plain, costs.verify, strict=True):
+        less_and_more.append((plain, forwards[0]))
+    for context, count in product(costs.contexts, costs.counts[1:]):
+        parts = costs.parts_ms(chain_plan(count - 1), context)
+        less_and_more.append((costs.least_ms(count, context), parts))
+    for by_context in (costs.plain, *zip(*costs.verify, strict=True)):
+        less_and_more += pairwise(by_context)
+    less_and_more += pairwise(
+        costs.draft_ms(Plan(width, 4, 1 + 4 * width)) for width in costs.widths
+    )
+    return any(more < 0.9 * less for less, more in less_and_more)
 
 
 def compute_lower_quartile(values: Iterable[float]) -> float:

@@ -42,9 +42,9 @@ WIDTHS = (1, 2, 4)  # measured beam widths
 SECONDS = 4.0
 MAX_TURNS = 20
 STEPS_PER_CALL = 4  # plain steps, rounds or draft levels in one timed call
-SLOW_STEP = (
-    0.1  # if a plain step takes this many seconds, parts are run once, at the first context length
-)
+ROUND_DEPTH = 2  # draft levels of a timed round
+# if a plain step takes this many seconds, parts are run once, at the first context length
+SLOW_STEP = 0.1
 SLOW_STEPS = 36  # the most plain steps this takes, even if a forward of N nodes costs N of them
 
 
@@ -67,9 +67,7 @@ def time_calls(
     times: dict[K, list[float]] = {key: [] for key in calls}
     end = time.perf_counter() + seconds
     turn = 0
-    while turn < min_turns or (
-        (max_turns is None or turn < max_turns) and find_seconds_left(end) > 0
-    ):
+    while turn < min_turns or (turn != max_turns and compute_seconds_left(end) > 0):
         for key, call in calls.items():
             before(key)
             started = time.perf_counter()
@@ -79,7 +77,7 @@ def time_calls(
     return times
 
 
-def find_seconds_left(end: float) -> float:
+def compute_seconds_left(end: float) -> float:
     """Seconds until `time.perf_counter()` reaches `end`; the same on all ranks."""
     return float(max(ranks.gather(end - time.perf_counter())))
 
@@ -89,10 +87,8 @@ def time_step(model: nn.Module, seconds: float = 0.0) -> float:
     target = Target(model)
     chooser = TokenChooser(make_sampler(seed=0))
     calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
-    return (
-        compute_lower_quartile(time_calls(calls, seconds, min_turns=2, max_turns=MAX_TURNS)[1][1:])
-        / 1e3
-    )
+    milliseconds = time_calls(calls, seconds, min_turns=2, max_turns=MAX_TURNS)[1]
+    return compute_lower_quartile(milliseconds[1:]) / 1e3
 
 
 def read_zeros(model: nn.Module, drafter: Drafter, context: int) -> tuple[Target, Source, int]:
@@ -110,12 +106,12 @@ def read_zeros(model: nn.Module, drafter: Drafter, context: int) -> tuple[Target
     if source.proposes_after_read:  # it reads the text in its first draft
         mx.eval(source.propose(mx.array(0), chain_plan(1), None, in_level_order=False))
     mx.eval(source.state)
-    for c in kv_cache.leaves(target.cache):
-        if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
-            rows: list[Any] = [c.keys, c.values]
-            c.update_and_fetch(
-                *(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows)
-            )
+
+    for cache in kv_cache.leaves(target.cache):
+        if isinstance(cache, kv_cache.TRIMMABLE) and cache.keys is not None:
+            arrays: list[Any] = [cache.keys, cache.values]
+            zeros = [mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in arrays]
+            cache.update_and_fetch(*zeros)
     target.evaluate()
     target.length = context
     return target, source, logits.shape[-1]
@@ -133,10 +129,11 @@ def time_parts(
     """Milliseconds of the parts of decoding at a context length.
 
     Keys:
-        ("plain", 1): a plain step of a decoder. ("round", width): a round of a decoder, of depth 2.
-        ("first", width): a draft of one level, which also reads a plain step. ("level", width):
-        each further level. ("verify", nodes): a forward; slow models are measured up to fewer
-        nodes.
+        ("plain", 1): a plain step of a decoder.
+        ("first", width): a draft of one level, which also reads a plain step.
+        ("level", width): each further level.
+        ("overhead", width): what a decoder's round takes besides its forward and its draft.
+        ("verify", nodes): a forward; slow models are measured up to fewer nodes.
 
     Args:
         is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
@@ -146,10 +143,10 @@ def time_parts(
     target, after_text, vocab_size = read_zeros(model, drafter, context)
     text = [0] * context
     snapshot = kv_cache.snapshot(target.cache)
-    tokens = (
-        mx.arange(MEASURED_NODES) * 7919
-    ) % vocab_size  # tokens select different experts; the first is 0
+    # The first token is 0; the others differ, to select different experts.
+    tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size
     most = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
+    round_depth = min(ROUND_DEPTH, most)
     rounds: Rounds
     source = after_text
 
@@ -162,27 +159,27 @@ def time_parts(
         kv_cache.restore(target.cache, snapshot)
         target.length = context
         if name in ("plain", "round"):
-            plan = None if name == "plain" else make_plan(number, 2)
-            sources = [source] if plan else []
+            plan = None
+            if name == "round":
+                plan = Plan(number, round_depth, 1 + round_depth * number)
             decoder = Decoder(
                 target,
                 chooser,
                 Planner(plan),
-                sources,
+                [source] if plan else [],
                 history=text,
                 may_run_ahead=lambda: not is_slow,
             )
             rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
             next(rounds)
-            if (
-                not is_slow
-            ):  # the first of two overlapping rounds takes up to twice as long as later ones
+            # The first of two overlapping rounds takes up to twice as long as later ones.
+            if not is_slow:
                 next(rounds)
         elif name != "verify":
             source.keep(step(target, tokens[:1], chooser, None).kept)
             if source.proposes_after_read:  # a fork's first draft copies the shared arrays
                 source.confirm([0])
-                mx.eval(source.propose(tokens[0], chain_plan(1), None, in_level_order=False))
+                draft(1, 1)
             source.confirm([0])
             mx.eval(source.state)
 
@@ -190,67 +187,64 @@ def time_parts(
         for _ in range(steps_per_call):
             next(rounds)
 
-    def make_plan(width: int, depth: int) -> Plan:
-        depth = min(depth, drafter.args.max_depth or depth)
-        return Plan(width, depth, 1 + depth * width)
-
     def draft(width: int, depth: int) -> None:
-        mx.eval(source.propose(tokens[0], make_plan(width, depth), None, in_level_order=False))
+        plan = Plan(width, depth, 1 + depth * width)
+        mx.eval(source.propose(tokens[0], plan, None, in_level_order=False))
 
     def run_forward(nodes: int) -> None:
         if nodes == 1:
             step(target, tokens[:1], chooser, None).read()
-        else:
-            verify(
-                target,
-                Draft(chain(tokens[0], tokens[1:nodes]), None),
-                chooser,
-                None,
-                chain_plan(nodes - 1),
-                nodes,
-            ).read()
-            target.keep_path([], [])
+            return
+        proposal = Draft(chain(tokens[0], tokens[1:nodes]), None)
+        verify(target, proposal, chooser, None, chain_plan(nodes - 1), nodes).read()
+        target.keep_path([], [])
 
     calls: dict[tuple[str, int], Callable[[], object]] = {("plain", 1): take_rounds}
     calls |= {("round", width): take_rounds for width in widths[:2]}
     calls |= {("first", width): partial(draft, width, 1) for width in widths}
-    calls |= {("level", width): partial(draft, width, most) for width in widths if most > 1}
-    calls |= {
-        ("verify", nodes): partial(run_forward, nodes) for nodes in range(1, MEASURED_NODES + 1)
-    }
+    if most > 1:
+        calls |= {("level", width): partial(draft, width, most) for width in widths}
+    for nodes in range(1, MEASURED_NODES + 1):
+        calls["verify", nodes] = partial(run_forward, nodes)
+
     end = time.perf_counter() + seconds
     first = dict[tuple[str, int], list[float]]()
     parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
     for key in parts:  # the first run compiles kernels
-        if key[0] == "verify" and key[1] > 5 and find_seconds_left(end) < seconds / 2:
+        if key[0] == "verify" and key[1] > 5 and compute_seconds_left(end) < seconds / 2:
             del calls[key]
         else:
             first |= time_calls({key: calls[key]}, 0.0, before=prepare)
     times = time_calls(
         calls,
-        find_seconds_left(end),
+        compute_seconds_left(end),
         min_turns=0 if is_slow else 1,
         max_turns=MAX_TURNS,
         before=prepare,
     )
-    own = [compute_lower_quartile(ms or first[key]) for key, ms in times.items()]
-    found = dict(
-        zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True)
-    )  # of the slowest rank
-    for name, number in found:
-        if name in ("plain", "round"):
-            found[name, number] /= steps_per_call
+
+    quartiles = [compute_lower_quartile(ms or first[key]) for key, ms in times.items()]
+    slowest_rank = map(max, zip(*ranks.gather(quartiles), strict=True))
+    found = dict(zip(times, slowest_rank, strict=True))
+    found["plain", 1] /= steps_per_call
     for width in widths:
         once = found["first", width]
-        found["level", width] = (
-            max((found["level", width] - once) / (most - 1), 0.01 * once) if most > 1 else once
-        )
+        further = once
+        if most > 1:
+            further = max((found["level", width] - once) / (most - 1), 0.01 * once)
+        found["level", width] = further
+    for width in widths[:2]:
+        round_ms = found["round", width] / steps_per_call
+        forward = found["verify", 1 + round_depth * width]
+        drafted = found["first", width] + (round_depth - 1) * found["level", width]
+        found["overhead", width] = round_ms - forward - drafted
     return found
 
 
 def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
-    """Measures a model and its drafter in about `SECONDS`; slow ones in about `SLOW_STEPS`, with
-    fewer nodes.
+    """Measures a model and its drafter in about `SECONDS`.
+
+    Slow ones take about `SLOW_STEPS`, with fewer nodes.
 
     Args:
         trees: whether the model takes trees.
@@ -258,50 +252,42 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
     with wired_limit(model), mx.stream(generation_stream):
         step_seconds = max(ranks.gather(time_step(model)))
     is_slow = step_seconds >= SLOW_STEP
-    length = (
-        f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds"
-        if is_slow
-        else "a few seconds"
-    )
-    _log.info("measuring this machine for these models: %s", length)
-    limit = getattr(
-        getattr(model, "args", None), "n_positions", None
-    )  # of a table of learned positions
-    room = limit - MEASURED_NODES if isinstance(limit, int) else CONTEXTS[-1]
-    contexts = tuple(each for each in CONTEXTS[: 1 if is_slow else None] if each <= room) or (
-        max(1, room),
-    )
+    duration = "a few seconds"
+    if is_slow:
+        duration = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds"
+    _log.info("measuring this machine for these models: %s", duration)
+
+    contexts: tuple[int, ...] = CONTEXTS[:1] if is_slow else CONTEXTS
+    n_positions = getattr(getattr(model, "args", None), "n_positions", None)
+    if isinstance(n_positions, int):  # of a table of learned positions
+        room = max(1, n_positions - MEASURED_NODES)
+        contexts = tuple(each for each in contexts if each <= room) or (room,)
     widths = WIDTHS if trees else WIDTHS[:1]
     with wired_limit(model), mx.stream(generation_stream):
-        times = [
+        by_context = [
             time_parts(
                 model,
                 drafter,
                 context,
-                () if at else widths,
+                widths if context == contexts[0] else (),
                 SECONDS / len(contexts),
                 is_slow=is_slow,
             )
-            for at, context in enumerate(contexts)
+            for context in contexts
         ]
-    first = times[0]
-    last = times[-1]
-    counts = tuple(number for name, number in last if name == "verify" and (name, number) in first)
-    depth = min(2, drafter.args.max_depth or 2)
-    overhead = [
-        first["round", width]
-        - first["verify", 1 + depth * width]
-        - first["first", width]
-        - (depth - 1) * first["level", width]
-        for width in widths[:2]
-    ]
+
+    first = by_context[0]
+    counts = tuple(
+        number for name, number in by_context[-1] if name == "verify" and (name, number) in first
+    )
+    overhead = [first["overhead", width] for width in widths[:2]]
     per_row = max(0.0, first["verify", counts[-1]] - first["verify", 1]) / (counts[-1] - 1)
     must_replay = kv_cache.list_unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
     return CostTable(
         contexts=contexts,
         counts=counts,
-        verify=tuple(tuple(ms["verify", nodes] for nodes in counts) for ms in times),
-        plain=tuple(ms["plain", 1] for ms in times),
+        verify=tuple(tuple(ms["verify", nodes] for nodes in counts) for ms in by_context),
+        plain=tuple(ms["plain", 1] for ms in by_context),
         widths=widths,
         level=tuple(first["level", width] for width in widths),
         overhead_ms=(overhead[0], overhead[-1]),

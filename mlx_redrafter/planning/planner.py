@@ -1,5 +1,4 @@
-"""Chooses the plan of each round: the one with the most expected tokens per millisecond, or plain
-decoding.
+"""Chooses the plan of each round: the most expected tokens per millisecond, or plain decoding.
 
 Expected tokens come from acceptance rates (`acceptance.py`), time from the cost table (`costs.py`)
 and this text's slowdown. A budget limits the time lost in bad rounds.
@@ -11,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby, pairwise, product
-from operator import attrgetter, itemgetter
+from itertools import pairwise, product
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.exactness import RowCounts
@@ -21,26 +20,19 @@ from ..engine.planner import ObservedRound, Planner
 from .acceptance import (
     NO_DRAFT,
     UNKNOWN_ACCEPTANCE,
-    Acceptance,
+    AcceptanceEstimate,
     AcceptanceTable,
-    Counts,
     Cumulative,
-    cumulative_acceptances,
+    HitCounts,
+    compute_each_cumulative,
 )
 from .costs import CostTable, assume_costs, compute_lower_quartile
 
 if TYPE_CHECKING:
     from ..engine.source import Forecast
 
-SCALES = (
-    0.3,
-    0.5,
-    0.7,
-    0.85,
-    1.0,
-    1.15,
-    1.3,
-)  # acceptance scales for which candidate plans are found
+# acceptance scales for which candidate plans are computed
+SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)
 HYSTERESIS = 0.02  # a plan must be this much faster to replace the current one or plain decoding
 # a source may lose this share of the plain decoding time of at least MIN_TOKENS
 MAX_LOSS = 0.01
@@ -49,7 +41,7 @@ WARM_UP = 4  # plain steps at the start of the first text, as a baseline for rou
 # Plain steps before a probe round while no plan is faster; doubled by each rejected one, to 256.
 PROBE_EVERY = 16
 CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # lengths to which a proposal may be cut
-# of `Slowdown`: upper limit; number of recent rounds and of recent plain steps used
+# of `SlowdownEstimate`: upper limit; number of recent rounds and of recent plain steps used
 MAX_SLOWDOWN = 4.0
 WINDOW = 16
 MIN_ASSUMED_SLOWDOWN = 0.3  # lower limit of the slowdown if costs are assumed
@@ -102,58 +94,55 @@ def predict_replay(cumulative: Cumulative) -> float:
     replay costs one step for one token.
     """
     ends = [before - after for before, after in pairwise(cumulative)]
-    visits = [1.0] + [0.0] * (
-        MAX_REPLAY + len(ends)
-    )  # visits to each number of tokens to replay, per visit to 0
+    # visits to each number of tokens to replay, per visit to 0
+    visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))
     for replayed in range(MAX_REPLAY + 1):
         for made, chance in enumerate(ends, 1):
             visits[replayed + made] += visits[replayed] * chance
-    return sum(replayed * visit for replayed, visit in enumerate(visits)) / sum(
-        visits[: MAX_REPLAY + 1]
-    )
+    n_replayed = sum(replayed * visit for replayed, visit in enumerate(visits))
+    return n_replayed / sum(visits[: MAX_REPLAY + 1])
 
 
 def list_measured_plans(costs: CostTable) -> list[Plan]:
     """Every plan whose parts were measured."""
-    trees = (
-        Plan(*shape)
-        for shape in product(costs.widths[1:], range(1, costs.counts[-1]), costs.counts)
-    )
-    chains = [chain_plan(size - 1) for size in costs.counts if size > 1]
-    return chains + [
-        plan for plan in trees if max(plan[:2]) < plan.size <= 1 + plan.width * plan.depth
-    ]
+    plans = [chain_plan(size - 1) for size in costs.counts if size > 1]
+    depths = range(1, costs.counts[-1])
+    for width, depth, size in product(costs.widths[1:], depths, costs.counts):
+        if max(width, depth) < size <= 1 + width * depth:
+            plans.append(Plan(width, depth, size))
+    return plans
 
 
-def find_cumulative(
-    costs: CostTable, table: AcceptanceTable, acceptance_scale: float = 1.0
+def compute_cumulative_by_plan(
+    costs: CostTable, table: AcceptanceTable, scale: float = 1.0
 ) -> dict[Plan, Cumulative]:
     """The expected cumulative acceptance of every measured plan."""
-    found: dict[Plan, Cumulative] = {}
-    for width, group in groupby(sorted(list_measured_plans(costs)), itemgetter(0)):
-        plans = list(group)
-        largest = Plan(width, plans[-1].depth, costs.counts[-1])
-        by_depth = cumulative_acceptances(table, largest, acceptance_scale)
-        found |= {plan: by_depth[plan.depth][: plan.size][-1] for plan in plans}
-    return found
+    most = costs.counts[-1]
+    by_width = {
+        width: compute_each_cumulative(table, Plan(width, most - 1, most), scale)
+        for width in costs.widths
+    }
+    return {
+        plan: by_width[plan.width][plan.depth][: plan.size][-1]
+        for plan in sorted(list_measured_plans(costs))
+    }
 
 
 @lru_cache(maxsize=16)
 def list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
-    """The plans that are fastest, plain decoding included, at some acceptance scale and context
-    length.
+    """The plans that are fastest at some acceptance scale and context length, and beat plain steps.
 
     There are few, so graphs and kernels are reused.
     """
     best = set[Plan]()
     for scale in SCALES:
-        found = [
-            (plan, each)
-            for plan, each in find_cumulative(costs, table, scale).items()
-            if each[-1] > 0
-        ]
+        by_plan = compute_cumulative_by_plan(costs, table, scale)
         for length in (*costs.contexts, 2 * costs.contexts[-1]):
-            predictions = (predict(costs, plan, length, cumulative) for plan, cumulative in found)
+            predictions = [
+                predict(costs, plan, length, cumulative)
+                for plan, cumulative in by_plan.items()
+                if cumulative[-1] > 0
+            ]
             fastest = max(predictions, key=attrgetter("speedup"), default=None)
             if fastest is not None and fastest.speedup > 1:
                 best.add(fastest.plan)
@@ -163,44 +152,42 @@ def list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan
 def choose_fastest_class(
     costs: CostTable, table: AcceptanceTable, classes: Sequence[RowCounts]
 ) -> RowCounts:
-    """The class of row counts whose chains decode fastest; the first, which needs no padding,
-    unless one is faster.
+    """The class of row counts whose chains decode fastest.
+
+    The first, which needs no padding, unless one is faster.
 
     Args:
         classes: those without a measured count are left out, and those with room for a single
             drafted token, as the costs do not show what the context drafts.
     """
 
-    def find_speed(row_counts: RowCounts) -> float:
-        restricted = costs.chains_only().restrict_rows(row_counts)
+    def predict_speed(row_counts: RowCounts) -> float:
+        padded = costs.restrict_to_chains().restrict_to_rows(row_counts)
         length = costs.contexts[0]
-        found = find_cumulative(restricted, table).items()
-        speedups = (
-            predict(restricted, plan, length, cumulative).speedup for plan, cumulative in found
-        )
-        return max(speedups, default=1.0) / restricted.plain_ms(length)
+        speedups = [
+            predict(padded, plan, length, cumulative).speedup
+            for plan, cumulative in compute_cumulative_by_plan(padded, table).items()
+        ]
+        return max(speedups, default=1.0) / padded.plain_ms(length)
 
     first = classes[0]
     others = [
         each for each in classes[1:] if each[-1] > 2 and not set(each).isdisjoint(costs.counts)
     ]
-    fastest = max(others, key=find_speed, default=first)
-    return (
-        fastest
-        if find_speed(fastest) > (1 + HYSTERESIS) * max(find_speed(first), 1 / costs.plain[0])
-        else first
-    )
+    fastest = max(others, key=predict_speed, default=first)
+    least = (1 + HYSTERESIS) * max(predict_speed(first), 1 / costs.plain[0])
+    return fastest if predict_speed(fastest) > least else first
 
 
-class Slowdown:
+class SlowdownEstimate:
     """Measured over predicted time of rounds, relative to the same ratio of plain steps.
 
     Args:
         least: lower limit; 1 for measured costs, as a busy machine must not make rounds look cheap.
-        earlier: the slowdown of an earlier text to start from.
+        earlier: of an earlier text, to start from.
     """
 
-    def __init__(self, least: float, earlier: Slowdown | None = None) -> None:
+    def __init__(self, least: float, earlier: SlowdownEstimate | None = None) -> None:
         self._least = least
         self._rounds: deque[float] = deque(earlier._rounds if earlier else (), WINDOW)
         self._steps: deque[float] = deque(earlier._steps if earlier else (), WINDOW)
@@ -215,12 +202,11 @@ class Slowdown:
 
 
 @dataclass
-class History:
-    """What earlier texts of a target with its drafter, or with the context alone, showed; held in
-    memory.
+class EarlierTexts:
+    """What earlier texts of a target with its drafter, or with the context alone, showed.
 
     Attributes:
-        counts: the drafter's hits.
+        hits: the drafter's.
         slowdown: of the last text; None before the first.
         debts: lost time, in plain steps, that later texts must recover, by whether the drafter took
             part.
@@ -228,8 +214,8 @@ class History:
     Concurrent texts may share it: values are replaced, so one text may overwrite another's.
     """
 
-    counts: Counts = field(default_factory=Counts)
-    slowdown: Slowdown | None = None
+    hits: HitCounts = field(default_factory=HitCounts)
+    slowdown: SlowdownEstimate | None = None
     debts: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
 
 
@@ -241,8 +227,8 @@ class AutoPlanner(Planner):
         table: the drafter's acceptance.
         plans: the drafter's plans to choose from; None for `list_candidate_plans`.
         can_merge, max_rows: see `Planner`.
-        least_slowdown: lower limit of the slowdown, see `Slowdown`.
-        history: of earlier texts; updated with this text.
+        least_slowdown: see `SlowdownEstimate`.
+        earlier: updated with this text.
         on_finish: called when decoding ends.
     """
 
@@ -255,26 +241,23 @@ class AutoPlanner(Planner):
         can_merge: bool = False,
         max_rows: int | None = None,
         least_slowdown: float = 1.0,
-        history: History | None = None,
+        earlier: EarlierTexts | None = None,
         on_finish: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(None, can_merge=can_merge, max_rows=max_rows)
-        history = history or History()
-        self._history = history
-        self._on_finish = on_finish
-        self.plans = (
-            list_candidate_plans(costs, history.counts.correct(table))
-            if plans is None
-            else tuple(plans)
-        )
+        earlier = earlier or EarlierTexts()
+        if plans is None:
+            plans = list_candidate_plans(costs, earlier.hits.correct(table))
+        self.plans = tuple(plans)
         self._costs = costs
-        self._acceptance = Acceptance(table, self.plans, history.counts)
-        self._slowdown = Slowdown(least_slowdown, history.slowdown)
-        self._steps: dict[
-            tuple[Plan, int], float
-        ] = {}  # cost of a round in plain steps, by plan and context length
+        self._earlier = earlier
+        self._on_finish = on_finish
+        self._acceptance = AcceptanceEstimate(table, self.plans, earlier.hits)
+        self._slowdown = SlowdownEstimate(least_slowdown, earlier.slowdown)
+        # cost of a round in plain steps, by plan and context length
+        self._steps: dict[tuple[Plan, int], float] = {}
         self._pending: Plan | None = None
-        self._pause = WARM_UP if history.slowdown is None else 0
+        self._pause = WARM_UP if earlier.slowdown is None else 0
         self._next_pause = PROBE_EVERY
         self._n_tokens = 0
         self._saved = {True: 0.0, False: 0.0}  # plain steps, by whether the drafter took part
@@ -298,24 +281,24 @@ class AutoPlanner(Planner):
         Takes about 0.1 ms, and almost nothing during a pause without a forecast.
         """
         pending = self._pending
-        self._pending = None
         plan = self._choose_drafter_plan(pending, length, replayed)
-        if forecast is not None and self._is_context_faster(
-            plan, pending, forecast, length, replayed
-        ):
-            plan = CONTEXT_ONLY
+        if forecast is not None:
+            context = self._add_context(CONTEXT_ONLY, forecast.cumulative_acceptance, length)
+            is_faster = self._is_context_faster(context, plan, forecast, length)
+            if is_faster and self._can_afford(context.plan, pending, length, replayed):
+                plan = CONTEXT_ONLY
         self._pending = plan
         return plan
 
     def extend_plan(
         self, plan: Plan | None, cumulative_acceptance: Sequence[float], length: int, replayed: int
     ) -> Plan | None:
-        best = self._add_context(
-            plan if plan and self.can_merge else CONTEXT_ONLY, cumulative_acceptance, length
-        )
+        start = plan if plan and self.can_merge else CONTEXT_ONLY
+        best = self._add_context(start, cumulative_acceptance, length)
         current = self._predict(plan, length).speedup if plan and plan.depth else 1.0
         if best.speedup > current and self._can_afford(best.plan, None, length, replayed):
-            plan = self._pending = best.plan
+            plan = best.plan
+            self._pending = plan
         return plan
 
     def drop_drafter(self) -> None:
@@ -323,11 +306,11 @@ class AutoPlanner(Planner):
         self._pending = None
 
     def finish(self) -> None:
-        history = self._history
-        history.slowdown = self._slowdown
-        history.debts = {
-            source: max(0.0, debt - self._saved[source] - MAX_LOSS * self._n_tokens)
-            for source, debt in history.debts.items()
+        earlier = self._earlier
+        earlier.slowdown = self._slowdown
+        earlier.debts = {
+            is_drafter: max(0.0, debt - self._saved[is_drafter] - MAX_LOSS * self._n_tokens)
+            for is_drafter, debt in earlier.debts.items()
         }
         self._on_finish()
 
@@ -337,13 +320,14 @@ class AutoPlanner(Planner):
         replayed = observed.replayed
         n_tokens = observed.n_tokens
         costs = self._costs
-        if plan is not None and observed.verified:
+        is_round = plan is not None and observed.verified
+        if plan is not None and is_round:
             predicted = costs.round_ms(plan, length, replayed)
             if plan.depth:
-                self._acceptance.observe(
-                    plan._replace(context=0), n_tokens - 1, context_won=observed.from_context
-                )
-                if n_tokens > 1 and not observed.from_context:  # an accepted draft ends the pause
+                own = plan._replace(context=0)
+                context_won = observed.from_context
+                self._acceptance.observe(own, n_tokens - 1, context_won=context_won)
+                if n_tokens > 1 and not context_won:  # an accepted draft ends the pause
                     self._pause = 0
                     self._next_pause = PROBE_EVERY
         else:
@@ -351,7 +335,6 @@ class AutoPlanner(Planner):
             if plan is not None:  # the draft was not verified
                 predicted += costs.draft_ms(plan) if plan.depth else max(0.0, costs.overhead_ms[0])
 
-        is_round = plan is not None and observed.verified
         is_plain_step = plan is None and not replayed
         if observed.milliseconds is not None and (is_round or is_plain_step):
             self._slowdown.observe(observed.milliseconds / predicted, is_round=is_round)
@@ -360,7 +343,7 @@ class AutoPlanner(Planner):
         if plan is not None:  # a plain step's replay is charged to the round before it
             self._drafter_was_last = plan.depth > 0
         steps = predicted / costs.plain_ms(length)
-        if plan is not None or replayed:
+        if not is_plain_step:
             steps *= self.slowdown
         self._saved[self._drafter_was_last] += n_tokens - steps
 
@@ -369,82 +352,83 @@ class AutoPlanner(Planner):
         if current is None and (self._pause > 0 or not self.plans):
             self._pause -= 1
             return None
-        speedups: dict[Plan | None, float] = {
-            plan: self._predict(plan, length).speedup for plan in self.plans
-        }
-        speedups[None] = 1.0
+        speedups: dict[Plan | None, float] = {None: 1.0}
+        for plan in self.plans:
+            speedups[plan] = self._predict(plan, length).speedup
         speedups[current] *= 1 + HYSTERESIS
         ranked = sorted(self.plans, key=speedups.__getitem__, reverse=True)
-        wanted = [plan for plan in ranked if speedups[plan] > speedups[None]]
+        choices = [plan for plan in ranked if speedups[plan] > speedups[None]]
+
         # The cost of a probe ignores the slowdown: one slow round must not end drafting.
-        is_probe = not current and not wanted
-        slowdown = 1.0 if is_probe else self.slowdown
-        choices = ranked if is_probe else wanted
-        affordable = (
-            each for each in choices if self._can_afford(each, pending, length, replayed, slowdown)
-        )
-        plan = next(affordable, None)
-        if plan is None or is_probe:
+        is_probe = not current and not choices
+        slowdown = self.slowdown
+        if is_probe:
+            choices = ranked
+            slowdown = 1.0
+        chosen = None
+        for plan in choices:
+            if self._can_afford(plan, pending, length, replayed, slowdown):
+                chosen = plan
+                break
+
+        if chosen is None or is_probe:
             self._pause = self._next_pause
         if is_probe:
             self._next_pause = min(2 * self._next_pause, 16 * PROBE_EVERY)
-        return plan
+        return chosen
 
     def _is_context_faster(
-        self,
-        plan: Plan | None,
-        pending: Plan | None,
-        forecast: Forecast,
-        length: int,
-        replayed: int,
+        self, context: Prediction, plan: Plan | None, forecast: Forecast, length: int
     ) -> bool:
-        """Whether waiting for a context proposal is faster than the drafter's plan, which a
-        proposal may extend.
+        """Whether waiting for a context proposal is faster than the drafter's plan.
+
+        A proposal may extend that plan.
+
+        Args:
+            context: the prediction for the proposal alone.
         """
         chance, cumulative = forecast
-        hit = self._add_context(CONTEXT_ONLY, cumulative, length)
-        waiting = _mix(chance, hit, predict(self._costs, CONTEXT_ONLY, length, NO_DRAFT))
+        no_proposal = predict(self._costs, CONTEXT_ONLY, length, NO_DRAFT)
         otherwise = 1.0
         if plan is not None:
             miss = self._predict(plan, length)
-            otherwise = _mix(
-                chance,
-                self._add_context(plan, cumulative, length) if self.can_merge else miss,
-                miss,
-            )
-        is_faster = waiting > (1 + HYSTERESIS) * otherwise
-        return is_faster and self._can_afford(hit.plan, pending, length, replayed)
+            hit = self._add_context(plan, cumulative, length) if self.can_merge else miss
+            otherwise = _mix(chance, hit, miss)
+        return _mix(chance, context, no_proposal) > (1 + HYSTERESIS) * otherwise
 
-    def _add_context(self, plan: Plan, cumulative: Sequence[float], length: int) -> Prediction:
-        """The fastest prediction for a plan extended by part or all of a proposal."""
-        longest = (
-            len(cumulative) if self.max_rows is None else min(len(cumulative), self.max_rows - 1)
-        )
-        counts = {count for count in CONTEXT_LENGTHS if count < longest} | {longest}
-        extended = (
-            self._predict(plan._replace(context=count), length, cumulative) for count in counts
-        )
-        return max(extended, key=attrgetter("speedup"))
+    def _add_context(self, plan: Plan, copied: Sequence[float], length: int) -> Prediction:
+        """The fastest prediction for a plan extended by part or all of a proposal.
+
+        Args:
+            copied: the proposal's cumulative acceptance, from depth 1.
+        """
+        longest = len(copied)
+        if self.max_rows is not None:
+            longest = min(longest, self.max_rows - 1)
+        lengths = [count for count in CONTEXT_LENGTHS if count < longest]
+        predictions = [
+            self._predict(plan._replace(context=count), length, copied)
+            for count in (*lengths, longest)
+        ]
+        return max(predictions, key=attrgetter("speedup"))
 
     def _predict(self, plan: Plan, length: int, copied: Sequence[float] = ()) -> Prediction:
-        cumulative = (
-            self._acceptance.cumulative(plan._replace(context=0)) if plan.depth else NO_DRAFT
-        )
+        cumulative = NO_DRAFT
+        if plan.depth:
+            cumulative = self._acceptance.get_cumulative(plan._replace(context=0))
         if not plan.context:
             return predict(self._costs, plan, length, cumulative, self.slowdown)
+
         cumulative = combine_acceptance(cumulative, copied[: plan.context])
+        tokens = sum(cumulative)
         key = (plan, length // 128)
         if key not in self._steps:
             self._steps[key] = predict(self._costs, plan, length, NO_DRAFT).steps
-        tokens = sum(cumulative)
-        replayed = 0.0
-        if (
-            row_ms := self._costs.replay_row_ms
-        ):  # of the next round only, as matches do not follow each other
-            replayed = (
-                (tokens - len(cumulative) * cumulative[-1]) * row_ms / self._costs.plain_ms(length)
-            )
-        return Prediction(plan, tokens, max(1.0, self.slowdown * (self._steps[key] + replayed)))
+        # Only the next round replays, as matches do not follow each other.
+        n_replayed = tokens - len(cumulative) * cumulative[-1]
+        replay_ms = n_replayed * self._costs.replay_row_ms
+        steps = self._steps[key] + replay_ms / self._costs.plain_ms(length)
+        return Prediction(plan, tokens, max(1.0, self.slowdown * steps))
 
     def _can_afford(
         self,
@@ -454,22 +438,22 @@ class AutoPlanner(Planner):
         replayed: int,
         slowdown: float | None = None,
     ) -> bool:
-        """Whether the budget covers the plan and the pending round, if both are rejected and the
-        text then ends.
+        """Whether the budget covers the plan and the pending round, if both are rejected.
 
-        The drafter and the context have separate budgets.
+        The text then ends. The drafter and the context have separate budgets.
         """
         costs = self._costs
-        plain = self._costs.plain_ms(length)
+        plain = costs.plain_ms(length)
         slowdown = self.slowdown if slowdown is None else slowdown
-        source = plan.depth > 0
-        budget = (
-            MAX_LOSS * max(self._n_tokens, MIN_TOKENS)
-            + self._saved[source]
-            - self._history.debts[source]
-        )
-        loss = slowdown * costs.round_ms(pending, length, replayed) - plain if pending else 0.0
-        left = replayed + 1 if pending else 0
+        is_drafter = plan.depth > 0
+        budget = MAX_LOSS * max(self._n_tokens, MIN_TOKENS)
+        budget += self._saved[is_drafter] - self._earlier.debts[is_drafter]
+
+        loss = 0.0
+        left = 0
+        if pending:
+            loss = slowdown * costs.round_ms(pending, length, replayed) - plain
+            left = replayed + 1
         loss += slowdown * costs.round_ms(plan, length, left) - plain
         loss += slowdown * (costs.step_ms(length, left + 1) - plain)
         return budget >= loss / plain
@@ -482,14 +466,14 @@ def _mix(chance: float, hit: Prediction, miss: Prediction) -> float:
 
 
 def make_context_planner(
-    history: History | None, *, replays: bool, max_rows: int | None = None
+    earlier: EarlierTexts, *, replays: bool, max_rows: int | None = None
 ) -> AutoPlanner:
     """A planner for drafting from the context alone, without a measured cost table.
 
     The assumed costs are corrected by the round times of the model's earlier texts in this process.
 
     Args:
-        history: of the earlier texts.
+        earlier: updated with this text.
         replays: whether the model must replay tokens after a rejection.
         max_rows: see `Planner`.
     """
@@ -499,5 +483,5 @@ def make_context_planner(
         (),
         max_rows=max_rows,
         least_slowdown=MIN_ASSUMED_SLOWDOWN,
-        history=history,
+        earlier=earlier,
     )

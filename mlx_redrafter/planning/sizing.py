@@ -1,4 +1,4 @@
-"""Chooses the size of a drafter: a draft step should cost a small share of the target's plain step."""
+"""Chooses the size of a drafter: a draft step should cost little of the target's plain step."""
 
 from __future__ import annotations
 
@@ -60,28 +60,23 @@ def list_candidates(
     depth: int = DRAFT_DEPTH,
 ) -> list[DrafterArgs]:
     """Sizes to try, best first: by number of weights, with small draft vocabularies last."""
-    most = (
-        vocab_size - 1
-        if vocab_size <= MAX_FULL_VOCABULARY
-        else max(VOCABULARIES[-1], vocab_size // 3)
-    )
-    smaller: list[int | None] = [count for count in VOCABULARIES if count <= most]
-    if not smaller and vocab_size >= 1024:
-        smaller = [vocab_size // 2]
-    if vocab_size <= MAX_FULL_VOCABULARY:
-        smaller = [None, *smaller]
-    sizes = [
-        kind.for_training(hidden_size, vocab_size, depth=depth, draft_vocab_size=count, **own)
-        for own, count in product(kind.sizes_to_try(hidden_size), smaller)
+    is_small = vocab_size <= MAX_FULL_VOCABULARY
+    most = vocab_size - 1 if is_small else max(VOCABULARIES[-1], vocab_size // 3)
+    vocabularies: list[int | None] = [size for size in VOCABULARIES if size <= most]
+    if not vocabularies and vocab_size >= 1024:
+        vocabularies = [vocab_size // 2]
+    if is_small:
+        vocabularies.append(None)
+    candidates = [
+        kind.for_training(hidden_size, vocab_size, depth=depth, draft_vocab_size=size, **sizes)
+        for sizes, size in product(kind.sizes_to_try(hidden_size), vocabularies)
     ]
 
-    def rate(args: DrafterArgs) -> tuple[bool, int]:
-        is_small = (
-            args.draft_vocab_size is not None and args.draft_vocab_size <= MAX_SMALL_VOCABULARY
-        )
-        return not is_small, count_weights(args)
+    def rank(args: DrafterArgs) -> tuple[bool, int]:
+        size = args.draft_vocab_size
+        return size is None or size > MAX_SMALL_VOCABULARY, count_weights(args)
 
-    return sorted(sizes, key=rate, reverse=True)
+    return sorted(candidates, key=rank, reverse=True)
 
 
 def count_weights(args: DrafterArgs) -> int:
@@ -95,28 +90,31 @@ def choose_size(
     kind: type[TrainableArgs] = TRAINABLE[DEFAULT],
     depth: int = DRAFT_DEPTH,
 ) -> SizeChoice:
-    """The best of `list_candidates` whose draft step costs less than `MAX_DRAFT_COST` of a plain
-    step; both are timed.
+    """The best of `list_candidates` whose draft step costs less than `MAX_DRAFT_COST`.
 
-    Sizes with too many bytes are not timed: decoding is memory-bound.
+    Draft steps and plain steps are timed. Sizes with too many bytes are not timed: decoding is
+    memory-bound.
 
     Args:
         dtype: the drafter's.
         kind: of the drafter to train.
         depth: how many tokens it drafts.
     """
-    plain = 1e3 * time_step(model, SECONDS)
-    sizes = list_candidates(*get_model_sizes(model), kind, depth)
-    budget = MAX_DRAFT_COST * count_bytes(model)
-    light = [args for args in sizes if count_weights(args) * dtype.size <= 1.5 * budget]
+    plain_ms = 1e3 * time_step(model, SECONDS)
+    plain = f"of a plain step ({plain_ms:.2f} ms)"
+    candidates = list_candidates(*get_model_sizes(model), kind, depth)
+    max_bytes = 1.5 * MAX_DRAFT_COST * count_bytes(model)
+    light = [args for args in candidates if count_weights(args) * dtype.size <= max_bytes]
+    evenly_spread = light[:: 1 + len(light) // 8]
+    smallest = candidates[-1]
     cost = 0.0
-    for args in [*light[:: 1 + len(light) // 8], sizes[-1]]:  # evenly spread, then the fallback
-        cost = time_draft_step(model, args, dtype) / plain
+    for args in (*evenly_spread, smallest):
+        cost = time_draft_step(model, args, dtype) / plain_ms
         if cost < MAX_DRAFT_COST:
-            reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {MAX_DRAFT_COST:.0%}"
+            reason = f"a draft step costs {cost:.1%} {plain}, less than {MAX_DRAFT_COST:.0%}"
             return SizeChoice(args, reason)
-    reason = f"no size is cheap enough; the smallest costs {cost:.1%} of a plain step ({plain:.2f} ms) per draft step"
-    return SizeChoice(sizes[-1], reason)
+    reason = f"no size is cheap enough; the smallest costs {cost:.1%} {plain} per draft step"
+    return SizeChoice(smallest, reason)
 
 
 def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
@@ -131,4 +129,5 @@ def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps:
     mx.eval(drafter.parameters(), source.state)
     calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, in_level_order=False))}
     calls["draft"]()
-    return compute_lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]) / steps
+    milliseconds = time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]
+    return compute_lower_quartile(milliseconds) / steps

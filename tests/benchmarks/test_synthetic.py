@@ -29,7 +29,7 @@ from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.options import Options
-from mlx_redrafter.planning.acceptance import AcceptanceTable, cumulative_acceptance
+from mlx_redrafter.planning.acceptance import AcceptanceTable, compute_cumulative
 
 V = 512
 SIZES = (64, 2, 128, 4, 2, 16, V)
@@ -90,9 +90,7 @@ def test_tokens_per_round_match_the_expectation(
 ) -> None:
     width, depth, *size = plan
     expected = sum(
-        cumulative_acceptance(
-            acceptance, Plan(width, depth, size[0] if size else 1 + width * depth)
-        )
+        compute_cumulative(acceptance, Plan(width, depth, size[0] if size else 1 + width * depth))
     )
     stats = count_rounds(Oracle(acceptance), plan, 400)
     # A round accepts 0 to K drafted tokens, so its standard deviation is at most K / 2. Allow three

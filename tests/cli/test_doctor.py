@@ -33,7 +33,7 @@ class Measured:
 
     def measure(self, model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
         self.trees.append(trees)
-        return self.costs if trees else self.costs.chains_only()
+        return self.costs if trees else self.costs.restrict_to_chains()
 
 
 @pytest.fixture

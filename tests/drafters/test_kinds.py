@@ -27,7 +27,7 @@ from mlx_redrafter.engine.model_parts import get_model_sizes, get_parts
 from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.options import get_default_depth
-from mlx_redrafter.planning.acceptance import get_acceptance, scale_row
+from mlx_redrafter.planning.acceptance import get_acceptance, scale_rates
 from mlx_redrafter.planning.planner import list_candidate_plans
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
@@ -112,7 +112,7 @@ def test_plans_are_no_deeper_than_the_head(kind: str) -> None:
     steps = run(model, prompt, drafter, max_tokens=60, context=False, **on_round)
     assert ids(steps) == ids(run(model, prompt, max_tokens=60))
     costs = make_costs("flat")._replace(level=(1e-3,) * 3, first=(0.1,) * 3)
-    table = tuple(scale_row(row, 1.5) for row in get_acceptance(drafter))
+    table = tuple(scale_rates(row, 1.5) for row in get_acceptance(drafter))
     deepest = max(plan.depth for plan in list_candidate_plans(costs, table))
     assert get_default_depth(drafter) == min(3, most or 3)
     if most is None:

@@ -10,7 +10,7 @@ from typing import Any
 from mlx_redrafter.drafters.context import ContextSource
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan
 from mlx_redrafter.engine.planner import ObservedRound, Planner
-from mlx_redrafter.planning.acceptance import cumulative_acceptance
+from mlx_redrafter.planning.acceptance import compute_cumulative
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import AutoPlanner
 
@@ -55,7 +55,7 @@ def make_costs(curve: str = "flat", *, replay: float = 0.0) -> CostTable:
     costs = CostTable(
         (64, 1024), counts, rows, (1.0, 1.2), (1, 2, 4), (0.05, 0.06, 0.075), (0.03, 0.05), replay
     )
-    return costs.chains_only() if replay else costs
+    return costs.restrict_to_chains() if replay else costs
 
 
 def scale_rounds(costs: CostTable, times: float) -> CostTable:
@@ -64,7 +64,7 @@ def scale_rounds(costs: CostTable, times: float) -> CostTable:
     return costs._replace(verify=rows, level=tuple(times * ms for ms in costs.level))
 
 
-_cumulative = cache(cumulative_acceptance)
+_cumulative = cache(compute_cumulative)
 
 
 def draw_accepted(plan: Plan, scale: float, generator: random.Random) -> int:

@@ -56,7 +56,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         table = SMALL._replace(
             plain=(float(count),), verify=(tuple(count * ms for ms in SMALL.verify[0]),)
         )
-        return table if trees else table.chains_only()
+        return table if trees else table.restrict_to_chains()
 
     monkeypatch.setattr(store, "measure_costs", measure_next)
     return calls

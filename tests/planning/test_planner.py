@@ -34,7 +34,7 @@ from mlx_redrafter.planning.acceptance import (
     MAX_RATE,
     UNKNOWN_ACCEPTANCE,
     AcceptanceTable,
-    cumulative_acceptance,
+    compute_cumulative,
 )
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import (
@@ -43,15 +43,15 @@ from mlx_redrafter.planning.planner import (
     PROBE_EVERY,
     WARM_UP,
     AutoPlanner,
-    History,
+    EarlierTexts,
     Prediction,
-    find_cumulative,
+    compute_cumulative_by_plan,
     list_candidate_plans,
     list_measured_plans,
     predict,
     predict_replay,
 )
-from mlx_redrafter.planning.store import save_counts
+from mlx_redrafter.planning.store import save_hits
 
 LOSS = MAX_LOSS * MIN_TOKENS / 256
 BOUNDS = {0.7: 1 - LOSS - 0.005, 1.0: 1 - LOSS - 0.005, 1.3: 0.965, 2.0: 0.94}
@@ -60,14 +60,14 @@ BOUNDS = {0.7: 1 - LOSS - 0.005, 1.0: 1 - LOSS - 0.005, 1.3: 0.965, 2.0: 0.94}
 
 def predict_tokens(table: AcceptanceTable, plan: Plan, scale: float = 1.0) -> float:
     """Mean tokens per round."""
-    return sum(cumulative_acceptance(table, plan, scale))
+    return sum(compute_cumulative(table, plan, scale))
 
 
 def predict_all(costs: CostTable, length: int, scale: float = 1.0) -> list[Prediction]:
     """The prediction for every measured plan."""
     return [
         predict(costs, plan, length, each)
-        for plan, each in find_cumulative(costs, ACCEPTANCE, scale).items()
+        for plan, each in compute_cumulative_by_plan(costs, ACCEPTANCE, scale).items()
     ]
 
 
@@ -105,7 +105,7 @@ def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float) -
         replayed = replayed + count if count <= plan.depth else 0
         made = made + count
     assert made / rounds == pytest.approx(predict_tokens(ACCEPTANCE, plan, scale), abs=0.03)
-    assert predict_replay(cumulative_acceptance(ACCEPTANCE, plan, scale)) == pytest.approx(
+    assert predict_replay(compute_cumulative(ACCEPTANCE, plan, scale)) == pytest.approx(
         total / rounds, rel=0.02
     )
 
@@ -134,7 +134,9 @@ def test_candidates_are_close_to_the_best_of_all_plans(curve: str) -> None:
             max([speedups[plan] for plan in candidates], default=1.0) >= 0.97 * fastest
             or fastest <= 1
         )
-    assert all(plan.width == 1 for plan in list_candidate_plans(costs.chains_only(), ACCEPTANCE))
+    assert all(
+        plan.width == 1 for plan in list_candidate_plans(costs.restrict_to_chains(), ACCEPTANCE)
+    )
     measured = (1, 2, 4, 9)
     gaps = costs._replace(
         counts=measured, verify=tuple(tuple(row[n - 1] for n in measured) for row in costs.verify)
@@ -157,8 +159,7 @@ def test_the_starting_plan_is_the_fastest_affordable() -> None:
         verify=tuple((row[0], 1.5, *(9.0 for _ in row[2:])) for row in costs.verify)
     )
     slower, faster = (
-        predict(dear, plan, START, cumulative_acceptance(acceptance, plan)).speedup
-        for plan in plans
+        predict(dear, plan, START, compute_cumulative(acceptance, plan)).speedup for plan in plans
     )
     assert 1.2 < slower < faster
     planner = AutoPlanner(dear, acceptance, plans)
@@ -242,13 +243,13 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
     """Learned per depth, where drafters differ most."""
     costs = make_costs("a step, a cliff at 16")
 
-    def decode_text(history: History, seed: int) -> tuple[float, tuple[Plan, ...]]:
+    def decode_text(earlier: EarlierTexts, seed: int) -> tuple[float, tuple[Plan, ...]]:
         generator = random.Random(seed)
-        planner = AutoPlanner(costs, UNKNOWN_ACCEPTANCE, history=history)
+        planner = AutoPlanner(costs, UNKNOWN_ACCEPTANCE, earlier=earlier)
 
         def draw(plan: Plan, made: int) -> int:
             drawn = generator.random()
-            return sum(drawn < chance for chance in cumulative_acceptance(truth, plan)[1:])
+            return sum(drawn < chance for chance in compute_cumulative(truth, plan)[1:])
 
         speed = simulate_text(costs, planner, range(START), range(START, START + 256), draw)
         planner.finish()
@@ -257,8 +258,8 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
     firsts = []
     lasts = []
     for seed in range(6):
-        history = History()
-        speeds, plans = zip(*(decode_text(history, 10 * seed + at) for at in range(5)), strict=True)
+        earlier = EarlierTexts()
+        speeds, plans = zip(*(decode_text(earlier, 10 * seed + at) for at in range(5)), strict=True)
         firsts.append(speeds[0])
         lasts.append(fmean(speeds[2:]))
         first, last, best = (
@@ -277,10 +278,10 @@ def test_acceptance_is_learned_across_texts(truth: AcceptanceTable) -> None:
 def test_many_short_texts_lose_little_together(truth: float, scale: str) -> None:
     """Later texts make up for earlier losses and know actual round times from the start."""
     costs = make_costs("half of every row")
-    history = History()
+    earlier = EarlierTexts()
     seconds = []
     for seed in range(40):
-        planner = AutoPlanner(costs, ACCEPTANCE, history=history)
+        planner = AutoPlanner(costs, ACCEPTANCE, earlier=earlier)
         seconds.append(1 / simulate(planner, scale_rounds(costs, truth), TEXTS[scale], 64, seed))
         planner.finish()
     assert 1 / fmean(seconds) > 0.98
@@ -288,10 +289,10 @@ def test_many_short_texts_lose_little_together(truth: float, scale: str) -> None
 
 
 def test_a_good_drafter_drafts_from_the_next_texts_first_token() -> None:
-    history = History()
+    earlier = EarlierTexts()
     costs = make_costs("gentle")
     for is_first in (True, False):
-        planner = AutoPlanner(costs, ACCEPTANCE, history=history)
+        planner = AutoPlanner(costs, ACCEPTANCE, earlier=earlier)
         assert (planner.next_plan(START) is None) is is_first
         simulate(planner, costs, TEXTS["all"], 64, 0)
         planner.finish()
@@ -305,13 +306,13 @@ def test_counts_are_saved_for_the_next_process(
     drafter = make_drafter(model)
 
     def read(own: Any) -> Any:
-        return Pair(model, own).get_history(drafted=True).counts.by_depth
+        return Pair(model, own).get_earlier_texts(drafted=True).hits.by_depth
 
-    counts = Pair(model, drafter).get_history(drafted=True).counts
+    counts = Pair(model, drafter).get_earlier_texts(drafted=True).hits
     assert not counts.by_depth
     for _ in range(40):
         counts.add([0.5, 0.5], 2)
-    save_counts(model, drafter, counts)
+    save_hits(model, drafter, counts)
     other = make_drafter(model)
     other.update(tree_map(lambda array: array + 1, drafter.parameters()))
     assert read(drafter) == counts.by_depth and not read(other), "other weights of the same shapes"
