@@ -29,7 +29,7 @@ from mlx_redrafter.drafters import block, eagle, make_drafter, medusa, mtp
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.machine.description import get_usable_bytes
+from mlx_redrafter.machine.memory import get_usable_bytes
 from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable
 from mlx_redrafter.planning.sizing import MAX_DRAFT_COST, count_weights, list_candidates
 

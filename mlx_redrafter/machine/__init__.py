@@ -1,1 +1,1 @@
-"""What depends on this machine: BLAS, CUDA, wired memory, its description and memory."""
+"""What depends on this machine: BLAS, CUDA, wired memory, its description, sums of memory."""

@@ -22,22 +22,30 @@ from ..errors import warn
 
 PACKAGE = "scipy-openblas32"
 LIBRARY = "scipy_openblas32/lib/libscipy_openblas.so"
-PREFIX = "scipy_"  # of its function names
+PREFIX = "scipy_"
+"""Of its function names."""
+
 MLX_PACKAGE = "mlx-cpu"
 MLX_LIBRARY = "mlx/lib/libmlx.so"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-# For smaller models, the threads of a matrix multiplication cost more in waiting than they save.
-MANY_PARAMETERS = 100_000_000
 
-# bytes in 64-bit ELF
+MANY_PARAMETERS = 100_000_000
+"""For smaller models, waiting for the threads of a multiplication costs more than they save."""
+
 HEADER_SIZE = 64
 SECTION_SIZE = 64
 SYMBOL_SIZE = 24
-RELOCATIONS = 4  # the type of sections that list pointers which the loader sets, SHT_RELA
+"""Bytes in 64-bit ELF."""
+
+RELOCATIONS = 4
+"""The type of sections that list pointers which the loader sets, SHT_RELA."""
+
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 _loaded: ctypes.CDLL | None = None
-_problem: tuple[str, str] | None = None  # (why OpenBLAS is not used, the command that fixes it)
+
+_problem: tuple[str, str] | None = None
+"""(why OpenBLAS is not used, the command that fixes it)."""
 
 
 def load_openblas() -> None:
@@ -51,11 +59,14 @@ def load_openblas() -> None:
     if sys.platform != "linux":
         return
     is_preloaded = "LD_PRELOAD" in os.environ and hasattr(ctypes.CDLL(None), "cblas_sgemm")
-    if is_preloaded or (mlx := _find(MLX_PACKAGE)) is None:
+    mlx = _get_folder(MLX_PACKAGE)
+    if is_preloaded or mlx is None:
         return
-    if (folder := _find(PACKAGE)) is None:
+    folder = _get_folder(PACKAGE)
+    if folder is None:
         _problem = f"{PACKAGE} is not installed", f"pip install {PACKAGE}"
         return
+
     try:
         read_sections(folder / LIBRARY)
         library = ctypes.CDLL(str(folder / LIBRARY))
@@ -67,7 +78,8 @@ def load_openblas() -> None:
         _set_threads(library, 1)
 
 
-def _find(package: str) -> Path | None:
+def _get_folder(package: str) -> Path | None:
+    """The folder that a package is installed in; None if it is not."""
     try:
         return Path(str(distribution(package).locate_file("")))
     except PackageNotFoundError:
@@ -80,8 +92,9 @@ def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
     base = ctypes.c_size_t.from_address(ctypes.CDLL(str(file))._handle).value
     libc = ctypes.CDLL(None, use_errno=True)
     names = set[str]()
-    for name, offset in find_pointers(file):
-        if (function := getattr(library, PREFIX + name, None)) is None:
+    for name, offset in list_pointers(file):
+        function = getattr(library, PREFIX + name, None)
+        if function is None:
             continue
         address = base + offset
         page = address - address % mmap.PAGESIZE
@@ -93,21 +106,21 @@ def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
         raise OSError(f"{file} does not call cblas_sgemm through a pointer")
 
 
-def find_pointers(file: Path) -> Iterator[tuple[str, int]]:
-    """Yields (the name of an external function that a library calls, the offset of the library's
-    pointer to it).
-    """
+def list_pointers(file: Path) -> Iterator[tuple[str, int]]:
+    """Yields (name, offset) of each pointer to an external function that a library calls."""
     sections = read_sections(file)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for kind, at, size, symbols in sections:
-            for offset, symbol in iter_unpack(
-                "<Q4xI8x", data[at : at + size] if kind == RELOCATIONS else b""
-            ):
-                _, table, _, texts = sections[symbols]
+        for kind, start, size, symbols in sections:
+            if kind != RELOCATIONS:
+                continue
+            _, table, _, strings = sections[symbols]
+            for offset, symbol in iter_unpack("<Q4xI8x", data[start : start + size]):
                 name, section = unpack_from("<I2xH", data, table + symbol * SYMBOL_SIZE)
-                if symbol and not section:  # defined elsewhere
-                    begin = sections[texts][1] + name
-                    yield data[begin : data.find(b"\0", begin)].decode(), offset
+                is_defined_elsewhere = symbol and not section
+                if is_defined_elsewhere:
+                    begin = sections[strings][1] + name
+                    end = data.find(b"\0", begin)
+                    yield data[begin:end].decode(), offset
 
 
 def read_sections(file: Path) -> list[tuple[int, int, int, int]]:
@@ -131,12 +144,11 @@ def warn_of_slow_blas() -> None:
     if _problem is not None and mx.default_device().type == mx.cpu:
         reason, command = _problem
         _problem = None
-        message = f"MLX uses a slow BLAS instead of OpenBLAS ({reason}); to fix it: {command}"
-        warn(message)
+        warn(f"MLX uses a slow BLAS instead of OpenBLAS ({reason}); to fix it: {command}")
 
 
 def choose_threads(parameters: int) -> None:
-    """Lets OpenBLAS use all cores for large models, unless the user has set the number of threads."""
+    """Lets OpenBLAS use all cores for large models, unless the user has set its threads."""
     if sys.platform == "linux" and _loaded is not None and parameters >= MANY_PARAMETERS:
         _set_threads(_loaded, len(os.sched_getaffinity(0)))
 

@@ -11,17 +11,15 @@ THRASHING_CHECK = "MLX_ENABLE_CACHE_THRASHING_CHECK"
 
 
 def disable_thrashing_check() -> None:
-    """Sets `MLX_ENABLE_CACHE_THRASHING_CHECK=0` on Linux unless it is set; warns if MLX on CUDA was
-    imported before.
+    """Sets `MLX_ENABLE_CACHE_THRASHING_CHECK=0` on Linux unless it is set.
 
-    With the check MLX ends the process after many graphs of new shapes, and nearly every round has
-    a new shape. Source: `mlx/backend/cuda/lru_cache.h`.
+    Warns if MLX on CUDA was imported before. With the check MLX ends the process after many graphs
+    of new shapes, and nearly every round has a new shape. Source: `mlx/backend/cuda/lru_cache.h`.
     """
     if sys.platform != "linux" or THRASHING_CHECK in os.environ:
         return
     os.environ[THRASHING_CHECK] = "0"
     mlx = sys.modules.get("mlx.core")
     if mlx is not None and mlx.cuda.is_available():
-        warn(
-            f"import mlx_redrafter before mlx, or set {THRASHING_CHECK}=0: on CUDA MLX may end the process otherwise"
-        )
+        advice = f"import mlx_redrafter before mlx, or set {THRASHING_CHECK}=0"
+        warn(f"{advice}: on CUDA MLX may end the process otherwise")

@@ -1,7 +1,9 @@
-"""Computes how many tokens fit into memory, from the cache's bytes per token."""
+"""Sums of memory: the machine's, what is free, and a cache's by its length."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -11,7 +13,6 @@ from mlx_lm.models.cache import RotatingKVCache
 from ..engine import kv_cache
 from ..engine.model_checks import make_cache
 from ..options import Options
-from .description import get_usable_bytes
 
 MAX_LENGTH = 2**31
 """An upper limit on the tokens of a text."""
@@ -35,38 +36,56 @@ class CacheBytes(NamedTuple):
     def count_tokens(self, size: float) -> int:
         """The maximum number of tokens whose cache takes at most `size` bytes."""
         room = size - self.fixed
-        each = (
-            self.quantized_per_token
-            if room > self.per_token * self.quantized_from
-            else self.per_token
-        )
-        if room < 0 or not each:
-            return 0 if room < 0 else MAX_LENGTH
-        return min(MAX_LENGTH, int(room / each))
+        if room < 0:
+            return 0
+        is_quantized = room > self.per_token * self.quantized_from
+        each = self.quantized_per_token if is_quantized else self.per_token
+        return min(MAX_LENGTH, int(room / each)) if each else MAX_LENGTH
 
 
-def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
+def compute_cache_bytes(model: nn.Module, options: Options) -> CacheBytes:
     """The cache's size, from the shapes of a one-token forward that is not evaluated."""
     cache = make_cache(model, options.max_kv_size)
     model(mx.zeros((1, 1), mx.int32), cache=cache)
-    fixed = per_token = quantized = 0.0
-    for c in kv_cache.leaves(cache):
-        keys: Any = getattr(c, "keys", None)
-        if not isinstance(c, kv_cache.TRIMMABLE):
-            fixed += c.nbytes
-        elif keys is not None and isinstance(
-            c, RotatingKVCache
-        ):  # it also holds all rows of a long forward
-            fixed += c.nbytes / keys.shape[-2] * (c.max_size + options.prefill_step_size)
-        elif keys is not None:
-            row = c.nbytes / keys.shape[-2]
-            per_token += row
-            if options.kv_bits is not None and hasattr(c, "to_quantized"):
-                row *= (
-                    options.kv_bits / (8 * keys.itemsize) + 2 / options.kv_group_size
-                )  # a scale and a bias per group
-            quantized += row
+    fixed = 0.0
+    per_token = 0.0
+    quantized = 0.0
+    for layer in kv_cache.leaves(cache):
+        keys: Any = getattr(layer, "keys", None)
+        if not isinstance(layer, kv_cache.TRIMMABLE):
+            fixed += layer.nbytes
+            continue
+        if keys is None:
+            continue
+
+        row = layer.nbytes / keys.shape[-2]
+        if isinstance(layer, RotatingKVCache):  # it also holds all rows of a long forward
+            fixed += row * (layer.max_size + options.prefill_step_size)
+            continue
+        per_token += row
+        if options.kv_bits is not None and hasattr(layer, "to_quantized"):
+            scales_and_biases = 2 / options.kv_group_size
+            row *= options.kv_bits / (8 * keys.itemsize) + scales_and_biases
+        quantized += row
     return CacheBytes(fixed, per_token, quantized, options.quantized_kv_start)
+
+
+def count_cache_bytes(cache: Iterable[Any]) -> int:
+    """Bytes that the layers of a prompt cache hold."""
+    return sum(layer.nbytes for layer in cache)
+
+
+def get_memory_bytes() -> int:
+    """Bytes of device memory, or of system memory if MLX does not report it."""
+    info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
+    size = info.get("memory_size") or info.get("total_memory")
+    return int(size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def get_usable_bytes() -> int:
+    """Bytes that MLX can use without slowing down: Metal's working set, or all memory."""
+    info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
+    return int(info.get("max_recommended_working_set_size") or get_memory_bytes())
 
 
 def get_free_bytes() -> int:

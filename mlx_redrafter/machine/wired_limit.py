@@ -29,10 +29,9 @@ def wired_limit(model: nn.Module) -> Iterator[None]:
     global _users
     with _lock:
         if _users == 0:
+            streams = [cast(mx.Stream, generation_stream)]
             with redirect_stdout(sys.stderr):
-                _limit.enter_context(
-                    mlx_lm_wired_limit(model, [cast(mx.Stream, generation_stream)])
-                )
+                _limit.enter_context(mlx_lm_wired_limit(model, streams))
         _users += 1
     try:
         yield

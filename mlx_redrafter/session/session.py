@@ -25,7 +25,7 @@ from ..engine import kv_cache
 from ..engine.model_checks import make_cache
 from ..errors import RedrafterError
 from ..generation import GenerationResponse, stream_responses
-from ..machine.memory import get_free_bytes, measure_cache
+from ..machine.memory import compute_cache_bytes, get_free_bytes
 from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options
 from ..pair import Pair, get_pair
 from ..text.chat_template import (
@@ -128,7 +128,7 @@ class Session:
         self._rendered_with = make_template_args(self.tokenizer, tools, chat_template_config)
         checked = Options(**options).require_tokens()
         checked.resolve_plan(drafter)
-        self._cache_bytes = measure_cache(model, checked)
+        self._cache_bytes = compute_cache_bytes(model, checked)
         self._memory_budget = memory_budget
         self._trims = when_full == "trim"
         self._pair, _ = get_pair(model, drafter)  # `_clear` opens the source

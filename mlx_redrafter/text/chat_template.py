@@ -1,8 +1,8 @@
 """Token ids of a conversation, and of the messages that a turn appends to the cached ones.
 
-Only the text that the template puts after the last answer is tokenized. Earlier turns are not
-tokenized again, as their
-tokens could change: joined texts tokenize differently, and some templates remove old reasoning.
+Only the text that the template puts after the last answer is encoded. Earlier turns are not encoded
+again, as their tokens could change: joined texts are divided differently, and some templates remove
+old reasoning.
 """
 
 from __future__ import annotations
@@ -17,32 +17,26 @@ from .encoding import encode, is_text
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and other keys that the template supports."""
 
-MARK = "7f3a9c41d2"
-SENTINEL = "b80e5d6f13"
-"""Placeholders: for the last answer, to find the text after it, and for messages that a template
-may move forward.
-"""
+ANSWER_MARK = "7f3a9c41d2"
+"""Placeholder for the last answer, to find the text after it."""
+
+CONTENT_MARK = "b80e5d6f13"
+"""Placeholder for messages that a template may move forward."""
 
 ANCHORS = ("a", "\n", ".", "0")
-"""Prefixes for tokenizing a continuation.
-
-The first token does not merge with at least one of them.
-"""
+"""Texts before a continuation; its first token does not merge with at least one of them."""
 
 
 def parse_messages(given: str | Sequence[Message]) -> list[Message]:
     """Converts a user's text or a sequence of messages to a list of messages."""
     messages: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if (
-        not isinstance(messages, Sequence)
-        or not messages
-        or not all(isinstance(each, dict) for each in messages)
-    ):
+    if not isinstance(messages, Sequence) or not messages:
         raise RedrafterError(
             f"expected a text or messages with role and content, got {given!r:.100}"
         )
     for each in messages:
-        if not isinstance(each.get("role"), str) or "content" not in each:
+        is_message = isinstance(each, dict) and isinstance(each.get("role"), str)
+        if not is_message or "content" not in each:
             raise RedrafterError(f"expected a message with role and content, got {each!r:.100}")
         if isinstance(each["content"], str) and not is_text(each["content"]):
             raise RedrafterError("the message is not UTF-8")
@@ -66,32 +60,41 @@ def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any
         )
     if tools and not tokenizer.has_chat_template:
         raise RedrafterError("tools need a chat template, and the tokenizer has none")
-    return (config or {}) | ({} if tools is None else {"tools": list(tools)})
+    arguments: dict[str, Any] = dict(config or {})
+    if tools is not None:
+        arguments["tools"] = list(tools)
+    return arguments
 
 
 def make_thinking_args(tokenizer: Any, thinks: bool | None, effort: str | None) -> dict[str, Any]:
-    """The arguments that turn a template's reasoning on or off, under the names that templates have
-    for them.
+    """The arguments that turn a template's reasoning on or off, under all names for them.
 
     Args:
         thinks: whether to reason; None for the template's default.
         effort: how much; "none" turns reasoning off, or down to "low" where the template cannot.
     """
     template = tokenizer.chat_template  # None if mlx-lm renders it
-    thinks = False if effort == "none" else thinks
-    if effort == "none" and not re.search("['\"]none['\"]", str(template)):
-        effort = "low"
-    given = {"enable_thinking": thinks} | (
-        {"thinking": thinks, "reasoning_effort": effort} if template else {}
-    )
-    return {name: value for name, value in given.items() if value is not None}
+    if effort == "none":
+        thinks = False
+        if not re.search("['\"]none['\"]", str(template)):
+            effort = "low"
+
+    arguments: dict[str, Any] = {}
+    if thinks is not None:
+        arguments["enable_thinking"] = thinks
+        if template:
+            arguments["thinking"] = thinks
+    if template and effort is not None:
+        arguments["reasoning_effort"] = effort
+    return arguments
 
 
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Message], template: dict[str, Any] | None = None
 ) -> list[int]:
-    """The ids of a conversation up to the next answer. Without a chat template the texts are
-    concatenated.
+    """The ids of a conversation up to the next answer.
+
+    Without a chat template the texts are concatenated.
 
     Args:
         template: from `make_template_args`.
@@ -122,22 +125,24 @@ def encode_turn(
     """
     if not tokenizer.has_chat_template:
         return encode_continuation(tokenizer, _join_texts(new))
-    answered = [*before, {"role": "assistant", "content": MARK}]
-    parts = render(tokenizer, [*answered, *new], template).split(MARK)
+    answered = [*before, {"role": "assistant", "content": ANSWER_MARK}]
+    parts = render(tokenizer, [*answered, *new], template).split(ANSWER_MARK)
+
     # Other arguments may change the beginning, and some templates move a system message there.
-    masked = [
-        each if each["role"] in ("user", "assistant", "tool") else each | {"content": SENTINEL}
-        for each in new
-    ]
-    front = render(
-        tokenizer, [*answered, *masked], template if previous is None else previous
-    ).split(MARK)[0]
+    masked = []
+    for message in new:
+        is_movable = message["role"] not in ("user", "assistant", "tool")
+        masked.append(message | {"content": CONTENT_MARK} if is_movable else message)
+    earlier = template if previous is None else previous
+    front = render(tokenizer, [*answered, *masked], earlier).split(ANSWER_MARK)[0]
     if len(parts) != 2 or parts[0] != front:
         return None
+
     ids = encode_continuation(tokenizer, parts[1])
     if last in tokenizer.eos_token_ids and last in ids:
         end = ids.index(last)
-        ids = ids if tokenizer.decode(ids[:end]).strip() else ids[end + 1 :]
+        if not tokenizer.decode(ids[:end]).strip():
+            return ids[end + 1 :]
     return ids
 
 
@@ -152,6 +157,7 @@ def encode_continuation(tokenizer: Any, text: str) -> list[int]:
         front = _encode_plainly(tokenizer, anchor)
         if tokenizer.decode([*front, *alone]) == tokenizer.decode(front) + text:
             return alone
+
         both = _encode_plainly(tokenizer, anchor + text)
         if both[: len(front)] == front:
             return both[len(front) :]
@@ -165,7 +171,7 @@ def render(
     *,
     prefilled: bool = False,
 ) -> str:
-    """The messages as rendered by the chat template, up to the next answer.
+    """The messages as text, rendered by the chat template up to the next answer.
 
     Args:
         prefilled: whether the last message is the start of that answer.
@@ -188,13 +194,14 @@ def render(
 
 
 def _join_texts(messages: Sequence[Message]) -> str:
-    for each in messages:
-        if not isinstance(each["content"], str):
-            kind = type(each["content"]).__name__
+    contents = [each["content"] for each in messages]
+    for content in contents:
+        if not isinstance(content, str):
+            kind = type(content).__name__
             raise RedrafterError(
                 f"without a chat template, expected message content as a string, got {kind}"
             )
-    return "".join(each["content"] for each in messages)
+    return "".join(contents)
 
 
 def _encode_plainly(tokenizer: Any, text: str) -> list[int]:

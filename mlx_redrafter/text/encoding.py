@@ -11,7 +11,7 @@ from ..engine.request_checks import check_prompt
 from ..errors import RedrafterError
 
 Prompt = str | Sequence[int] | mx.array
-"""A text, or token ids."""
+"""A text, or its token ids."""
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -23,17 +23,17 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         return cast(list[int], check_prompt(prompt).tolist())
     if not is_text(prompt):
         raise RedrafterError("the prompt is not UTF-8")
-    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-    return list(tokenizer.encode(prompt, add_special_tokens=special))
+    needs_special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+    return list(tokenizer.encode(prompt, add_special_tokens=needs_special))
 
 
-def encode_chat(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+def encode_chat(tokenizer: Any, messages: str | list[dict[str, Any]]) -> list[int]:
     """Token ids of a user message, or of messages, with the chat template if there is one."""
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
     if not tokenizer.has_chat_template:
-        if not isinstance(prompt, str):
-            prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-        return encode(tokenizer, prompt)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        contents = (str(message.get("content", "")) for message in messages)
+        return encode(tokenizer, "\n".join(contents))
     return list(
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     )

@@ -1,4 +1,4 @@
-"""Finds stop strings in a stream of text."""
+"""Stop strings in a stream of text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StopStrings:
         if stop is not None and not isinstance(stop, Iterable):
             raise RedrafterError(f"stop must be a string or a list of strings, got {stop!r}")
         self._stops = [stop] if isinstance(stop, str) else list(stop or ())
-        if not all(isinstance(text, str) and text for text in self._stops):
+        if not all(isinstance(each, str) and each for each in self._stops):
             raise RedrafterError(f"stop must be non-empty strings, got {self._stops!r}")
         self._held = ""
         self.found: str | None = None
@@ -31,11 +31,12 @@ class StopStrings:
     def feed(self, text: str) -> tuple[str, bool]:
         """(text that is safe to show, whether a stop string ended it)."""
         self._held += text
-        found = []
+        found: list[tuple[int, int, str]] = []
         for stop in self._stops:
             start = self._held.find(stop)
+            end = start + len(stop)
             if start >= 0:
-                found.append((start + len(stop), start, stop))
+                found.append((end, start, stop))
         if found:
             _, start, self.found = min(found)
             return self._held[:start], True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from mlx_redrafter.machine.description import describe_machine, get_memory_bytes
+from mlx_redrafter.machine.description import describe_machine
+from mlx_redrafter.machine.memory import get_memory_bytes
 
 
 def test_the_machine_is_described() -> None:

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from helpers.sessions import assert_fresh, make_model, make_session, plain_session
 from mlx_redrafter import RedrafterError
-from mlx_redrafter.machine.memory import measure_cache
+from mlx_redrafter.machine.memory import compute_cache_bytes
 from mlx_redrafter.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
@@ -22,7 +22,7 @@ SPARE = 320
 
 def budget(tokens: int, family: str = "qwen3", **options: Any) -> int:
     """Bytes for a conversation of `tokens` tokens."""
-    size = measure_cache(make_model(family), Options(**options))
+    size = compute_cache_bytes(make_model(family), Options(**options))
     return round(size.fixed + size.per_token * (tokens + SPARE))
 
 
@@ -37,7 +37,9 @@ def budget(tokens: int, family: str = "qwen3", **options: Any) -> int:
 )
 def test_the_longest_conversation_fills_the_budget(family: str, options: dict[str, Any]) -> None:
     model = make_model(family)
-    size = measure_cache(model, Options(prefill_step_size=64, quantized_kv_start=128, **options))
+    size = compute_cache_bytes(
+        model, Options(prefill_step_size=64, quantized_kv_start=128, **options)
+    )
     cache = make_prompt_cache(model, options.get("max_kv_size"))
     for _ in range(16):
         model(mx.ones((1, 64), mx.int32), cache=cache)  # lazy: only the shapes are needed

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from ... import ranks
 from ...engine import kv_cache
 from ...errors import RedrafterError, join_lines
-from ...machine.description import get_usable_bytes
+from ...machine.memory import get_usable_bytes
 from .cache_folder import CacheFolder
 
 MIN_SHARED = 32
