@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,32 +25,43 @@ FORMAT = "1"
 """The format version of saved conversations."""
 
 
-def write_conversation(
-    path: str | Path,
-    model: nn.Module,
-    cache: kv_cache.Cache,
-    tokens: list[int],
-    messages: list[Message],
-    template: dict[str, Any],
-) -> None:
+class Conversation(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        cache: of all `tokens`.
+        tokens: the prompts' and answers'.
+        messages: the same as messages.
+        template: the chat template arguments that the messages were rendered with.
+    """
+
+    cache: kv_cache.Cache
+    tokens: list[int]
+    messages: list[Message]
+    template: dict[str, Any]
+
+
+def write_conversation(path: str | Path, model: nn.Module, conversation: Conversation) -> None:
     """Writes a conversation, completely or not at all.
 
     Args:
         path: a file name that ends in .safetensors.
-        cache: covers all of `tokens`.
-        template: the chat template arguments that the messages were rendered with.
     """
     file = expand_path(path)
     if file.suffix != ".safetensors":
         raise RedrafterError(f"expected a session file that ends in .safetensors, got {file.name}")
     if not file.parent.is_dir():
         raise RedrafterError(f"cannot save the session as {file}: there is no folder {file.parent}")
-    if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
-        raise RedrafterError(
-            f"mlx-lm cannot load a {odd[0]}: the cache of {get_module_name(model)} cannot be saved"
-        )
-    conversation = {"tokens": tokens, "messages": messages, "template": template}
-    content = {"format": FORMAT, "model": digest_tensors(model), **conversation}
+    for layer in conversation.cache:
+        kind = type(layer).__name__
+        if not hasattr(prompt_caches, kind):
+            name = get_module_name(model)
+            raise RedrafterError(
+                f"mlx-lm cannot load a {kind}: the cache of {name} cannot be saved"
+            )
+
+    content = conversation._asdict() | {"format": FORMAT, "model": digest_tensors(model)}
+    cache = content.pop("cache")
     try:
         text = json.dumps(content, default=get_json_schema)
         with replace_file(file) as partial:
@@ -59,10 +70,8 @@ def write_conversation(
         raise RedrafterError(f"cannot save the session as {file}: {join_lines(error)}") from error
 
 
-def read_conversation(
-    path: str | Path, model: nn.Module
-) -> tuple[kv_cache.Cache, list[int], list[Message], dict[str, Any]]:
-    """Loads (cache, tokens, messages, template); the cache is evaluated."""
+def read_conversation(path: str | Path, model: nn.Module) -> Conversation:
+    """Reads a conversation; its cache is evaluated."""
     file = expand_path(path)
     try:
         cache, metadata = load_prompt_cache(str(file), return_metadata=True)
@@ -78,9 +87,10 @@ def read_conversation(
         template = content["template"]
         check_tokens(check_prompt(tokens), get_vocab_size(model))
         check_cache(model, cache, KVQuantization())
-        if (length := kv_cache.length(cache)) not in (0, len(tokens)):
+        length = kv_cache.length(cache)
+        if length not in (0, len(tokens)):
             raise RedrafterError(f"expected a cache of {len(tokens)} tokens, got {length}")
-        mx.eval([c.state for c in cache])
+        mx.eval([layer.state for layer in cache])
     except Exception as error:  # damaged files raise errors of many types
         raise RedrafterError(f"cannot read the session {file}: {join_lines(error)}") from error
-    return cache, tokens, messages, template
+    return Conversation(cache, tokens, messages, template)

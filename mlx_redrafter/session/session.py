@@ -25,7 +25,7 @@ from ..engine import kv_cache
 from ..engine.model_checks import make_cache
 from ..errors import RedrafterError
 from ..generation import GenerationResponse, stream_responses
-from ..machine.memory import compute_cache_bytes, get_free_bytes
+from ..machine.memory import compute_cache_bytes, count_cache_bytes, get_free_bytes
 from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options
 from ..pair import Pair, get_pair
 from ..text.chat_template import (
@@ -36,7 +36,7 @@ from ..text.chat_template import (
     parse_messages,
 )
 from ..text.stop_strings import StopStrings
-from .saved import read_conversation, write_conversation
+from .saved import Conversation, read_conversation, write_conversation
 
 SPARE_TOKENS = 320
 """Maximum cache rows beyond the text: a cache grows by 256 rows, and a round writes a tree."""
@@ -64,9 +64,12 @@ class Answer:
 
 
 class _Turn(NamedTuple):
-    """The input of a turn:
+    """The input of a turn.
 
-    `old` ids of `messages`, which the cache holds unless it was discarded, and `new` ids.
+    Attributes:
+        messages: the earlier ones.
+        old: their tokens, which the cache holds unless it was discarded.
+        new: the tokens to add.
     """
 
     messages: list[Message]
@@ -93,7 +96,8 @@ class Session:
             allowed.
 
     Raises:
-        TypeError: an option is unknown. RedrafterError: an option is not allowed or out of range.
+        TypeError: an option is unknown.
+        RedrafterError: an option is not allowed or out of range.
     """
 
     def __init__(
@@ -116,11 +120,11 @@ class Session:
                 f"memory_budget must be a positive number of bytes, got {memory_budget!r}"
             )
         _refuse(("prompt_cache", "history"), options)
+        if not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
         self.model = model
         self.drafter = drafter
-        self.tokenizer = (
-            tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        )
+        self.tokenizer = tokenizer
         self._options = options
         self._stop = stop
         self._tools = tools
@@ -156,7 +160,7 @@ class Session:
         on_token: Callable[[GenerationResponse], object] | None = None,
         **options: Any,
     ) -> Answer:
-        """Sends messages and waits for the answer.
+        """Sends messages and returns the answer.
 
         Args:
             messages: a user's text, or a sequence of messages; without a chat template, plain text.
@@ -167,8 +171,8 @@ class Session:
                 is prefilled again.
 
         Raises:
-            TypeError: an option is unknown. RedrafterError: another thread is using the session,
-            the turn does not fit, a cache
+            TypeError: an option is unknown.
+            RedrafterError: another thread is using the session, the turn does not fit, a cache
                 option is given, which only `Session` takes, or `stream_generate` rejects the
                 request.
         """
@@ -183,16 +187,18 @@ class Session:
                     on_token(last)
                 if on_text is not None and last.text:
                     on_text(last.text)
-        reason = last.finish_reason if last is not None else None
-        return Answer(text, tokens, "cancelled" if reason is None else reason, last)  # type: ignore[arg-type]
+        reason: Any = "cancelled"
+        if last is not None and last.finish_reason is not None:
+            reason = last.finish_reason
+        return Answer(text, tokens, reason, last)
 
     def stream(
         self, messages: str | Sequence[Message], **options: Any
     ) -> Generator[GenerationResponse, None, None]:
-        """Like `send`, but yields responses. The session is in use until the iterator ends or is
-        closed.
+        """Like `send`, but yields responses.
 
-        A cancelled answer ends without a `finish_reason`.
+        The session is in use until the iterator ends or is closed. A cancelled answer ends without
+        a `finish_reason`.
         """
         with self._locked():
             sent = parse_messages(messages)
@@ -202,8 +208,9 @@ class Session:
             template = make_template_args(self.tokenizer, tools, config)
             _refuse(("prompt_cache", "history", *CACHE_OPTIONS), options)
             parsed = Options(**_merge_options(self._options, options)).require_tokens()
-            turn, room = self._prepare_turn(sent, template, asked := parsed.max_tokens)
-            parsed = replace(parsed, max_tokens=room if asked == -1 else min(asked, room))
+            turn, room = self._prepare_turn(sent, template, parsed.max_tokens)
+            if not 0 < parsed.max_tokens <= room:
+                parsed = replace(parsed, max_tokens=room)
             yield from self._generate(turn, sent, template, parsed, StopStrings(stop))
 
     def cancel(self) -> bool:
@@ -251,9 +258,10 @@ class Session:
                 raise RedrafterError(
                     "there is no conversation yet, or its cache was discarded: nothing to save"
                 )
-            write_conversation(
-                path, self.model, self._cache, self._tokens, self._messages, self._rendered_with
+            conversation = Conversation(
+                self._cache, self._tokens, self._messages, self._rendered_with
             )
+            write_conversation(path, self.model, conversation)
 
     @classmethod
     def load(
@@ -271,12 +279,15 @@ class Session:
 
         Raises:
             RedrafterError: the file cannot be read, it was saved with another model, or there are
-            several ranks.
+                several ranks.
         """
         _refuse_ranks("loading a session")
         session = cls(model, tokenizer, drafter, **settings)
-        found = read_conversation(path, model)
-        session._cache, session._tokens, session._messages, session._rendered_with = found
+        saved = read_conversation(path, model)
+        session._cache = saved.cache
+        session._tokens = saved.tokens
+        session._messages = saved.messages
+        session._rendered_with = saved.template
         return session
 
     def _clear(self) -> None:
@@ -302,55 +313,57 @@ class Session:
     def _prepare_turn(
         self, sent: list[Message], template: dict[str, Any], asked: int
     ) -> tuple[_Turn, int]:
-        """(the turn's input, after dropping old messages if necessary; the maximum tokens of the
-        answer).
+        """(the turn's input, how many tokens there is room for after it).
 
-        `asked` is the requested maximum; -1 for no limit.
+        Drops old messages if necessary.
+
+        Args:
+            sent: the new messages.
+            template: see `encode_conversation`.
+            asked: how many tokens the answer may have; -1 for no limit.
         """
-        longest = self._find_longest_text()
-        half = max(1, longest // 2)
-        wanted = half if asked == -1 else min(asked, half)
-
-        def room(turn: _Turn) -> int:
-            return longest - len(turn.old) - len(turn.new)
+        longest = self._compute_longest()
+        wanted = max(1, longest // 2)
+        if asked != -1:
+            wanted = min(asked, wanted)
 
         def start_over(messages: list[Message]) -> _Turn:
-            return _Turn(
-                messages, [], encode_conversation(self.tokenizer, [*messages, *sent], template)
-            )
+            new = encode_conversation(self.tokenizer, [*messages, *sent], template)
+            return _Turn(messages, [], new)
 
-        ids = None
+        new = None
         if self._tokens:
             before = self._messages[:-1]
             last = self._tokens[-1]
-            ids = encode_turn(self.tokenizer, before, sent, last, template, self._rendered_with)
-        turn = (
-            start_over(self._messages) if ids is None else _Turn(self._messages, self._tokens, ids)
-        )
+            new = encode_turn(self.tokenizer, before, sent, last, template, self._rendered_with)
+        if new is None:
+            turn = start_over(self._messages)
+        else:
+            turn = _Turn(self._messages, self._tokens, new)
         if not turn.new:
             raise RedrafterError("the message is empty: expected at least one token")
-        while (
-            self._trims
-            and room(turn) < wanted
-            and (fewer := _drop_oldest(turn.messages)) != turn.messages
-        ):
-            turn = start_over(fewer)
-        if room(turn) < 1:
-            what = (
-                "the machine has left"
-                if self._memory_budget is None
-                else f"its budget of {self._memory_budget} holds"
-            )
-            raise RedrafterError(
-                f"the conversation would be {longest - room(turn)} tokens: {1 - room(turn)} more than {what}"
-            )
-        return turn, room(turn)
 
-    def _find_longest_text(self) -> int:
+        room = longest - len(turn.old) - len(turn.new)
+        while self._trims and room < wanted:
+            fewer = _drop_oldest(turn.messages)
+            if fewer == turn.messages:
+                break
+            turn = start_over(fewer)
+            room = longest - len(turn.new)
+        if room < 1:
+            limit = "the machine has left"
+            if self._memory_budget is not None:
+                limit = f"its budget of {self._memory_budget} holds"
+            raise RedrafterError(
+                f"the conversation would be {longest - room} tokens: {1 - room} more than {limit}"
+            )
+        return turn, room
+
+    def _compute_longest(self) -> int:
         """The maximum number of tokens within the budget; the minimum over all ranks."""
         budget = self._memory_budget
         if budget is None:
-            budget = get_free_bytes() + sum(c.nbytes for c in self._cache or ())
+            budget = get_free_bytes() + count_cache_bytes(self._cache or ())
         longest = self._cache_bytes.count_tokens(budget) - SPARE_TOKENS
         return int(min(ranks.gather(longest)))
 
@@ -360,7 +373,7 @@ class Session:
         sent: list[Message],
         template: dict[str, Any],
         options: Options,
-        stops: StopStrings,
+        stop_strings: StopStrings,
     ) -> Generator[GenerationResponse, None, None]:
         """Yields the responses of a turn, and adds those that were yielded to the conversation.
 
@@ -368,15 +381,17 @@ class Session:
         tokens again.
         """
         history = turn.old if self._cache is not None else []
-        kept = (self._cache if history else None) or make_cache(self.model, options.max_kv_size)
-        # a copy, as quantization replaces entries of the list
+        if history and self._cache:
+            kept = self._cache
+            source = None if self._source is None else self._source.fork()
+        else:
+            kept = make_cache(self.model, options.max_kv_size)
+            source = self._pair.open_source()
+        # A copy, as quantization replaces entries of the list.
         cache = list(kept)
         states = kv_cache.snapshot_rows(kept)
         callback = options.prompt_progress_callback
-        valid = False
-        source = self._source if history else self._pair.open_source()
-        if history and source is not None:
-            source = source.fork()
+        is_valid = False
         text = ""
         tokens = list[int]()
 
@@ -387,7 +402,8 @@ class Session:
             if callback is not None:
                 callback(done, total)
 
-        if (on_failure := options.on_drafter_failure) is not None:
+        on_failure = options.on_drafter_failure
+        if on_failure is not None:
             on_failure = partial(self._drop_drafter, on_failure)
         options = replace(
             options,
@@ -397,12 +413,11 @@ class Session:
             on_drafter_failure=on_failure,
         )
         prompt = [*turn.old[len(history) :], *turn.new]
+        stream = stream_responses(self._pair, self.tokenizer, prompt, options, source, stop_strings)
         try:
-            with closing(
-                stream_responses(self._pair, self.tokenizer, prompt, options, source, stops)
-            ) as responses:
+            with closing(stream) as responses:
                 for response in responses:
-                    # frees old arrays
+                    # Frees old arrays.
                     kept = []
                     states = []
                     tokens.append(response.token)
@@ -413,10 +428,10 @@ class Session:
                         break
                     if self._cancelled:
                         break
-            valid = True
+            is_valid = True
         except Cancelled:
             cache = kept
-            valid = bool(history)
+            is_valid = bool(history)
             source = self._source
             kv_cache.restore(cache, states)
         finally:
@@ -426,9 +441,9 @@ class Session:
                 self._rendered_with = template
             # A turn in another thread cannot evaluate pending arrays. Some forwards also store new
             # arrays in the model.
-            mx.eval([vars(c) for c in kv_cache.leaves(cache)] if valid else [])
             evaluate(self.model)
-            if valid:
+            if is_valid:
+                mx.eval([vars(layer) for layer in kv_cache.leaves(cache)])
                 self._source = None if self._pair.drafter is None else source
                 self._cache = cache
 
@@ -440,10 +455,7 @@ class Session:
 
 
 def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, Any]:
-    """The session's options overridden by the turn's.
-
-    Equivalent options of the session are dropped.
-    """
+    """The session's options overridden by the turn's, without those that it replaces."""
     replaced: tuple[str, ...] = ()
     if "plan" in turn:
         replaced = (*PLAN_OPTIONS, "context")
@@ -451,7 +463,8 @@ def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, A
         replaced = ("plan",)
     if turn.get("sampler") is not None:
         replaced += SAMPLER_OPTIONS
-    return {name: value for name, value in session.items() if name not in replaced} | turn
+    kept = {name: value for name, value in session.items() if name not in replaced}
+    return kept | turn
 
 
 def _refuse(names: Sequence[str], options: dict[str, Any]) -> None:
@@ -461,13 +474,17 @@ def _refuse(names: Sequence[str], options: dict[str, Any]) -> None:
 
 
 def _refuse_ranks(what: str) -> None:
-    if (size := ranks.count_ranks()) > 1:
+    size = ranks.count_ranks()
+    if size > 1:
         raise RedrafterError(f"{what} needs a single process, got {size} ranks")
 
 
 def _drop_oldest(messages: list[Message]) -> list[Message]:
     """The messages without the oldest turn; leading system messages are kept."""
-    roles = [each["role"] for each in messages]
-    first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
-    later = next((i for i in range(first + 1, len(roles)) if roles[i] == "user"), len(roles))
+    first = 0
+    while first < len(messages) and messages[first]["role"] == "system":
+        first += 1
+    later = first + 1
+    while later < len(messages) and messages[later]["role"] != "user":
+        later += 1
     return messages[:first] + messages[later:]
