@@ -102,7 +102,7 @@ def make_prompts(
             ids = encode_chat(tokenizer, messages)
             yield Prompt(f"{question.name}/{number}", question.kind, ids, ends)
             if number < len(question.turns):
-                tokens = decode_prompts(pair, [ids], options, ends).texts[0]
+                tokens = decode_prompts(pair, [ids], options, ends).tokens[0]
                 answer = tokenizer.decode([token for token in tokens if token not in ends])
                 messages.append({"role": "assistant", "content": answer})
 

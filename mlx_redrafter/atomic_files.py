@@ -14,19 +14,15 @@ from filelock import FileLock, Timeout
 from .errors import RedrafterError
 
 PARTIAL = ".partial"
-"""The prefix of a temporary file's name.
-
-Random digits follow, as two processes may write to one path.
-"""
+"""The prefix of a temporary name; random digits follow, as two processes may write to one path."""
 
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path next to `path`, and moves the file to `path` unless an exception is
-    raised.
+    """Yields a temporary path, and moves the file to `path` unless an exception is raised.
 
-    Creates the folder. The temporary name keeps the suffix, as some writers choose the format by
-    it.
+    Creates the folder. The temporary path is next to `path` and keeps the suffix, as some writers
+    choose the format by it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{PARTIAL}-{secrets.token_hex(4)}-{path.name}")
@@ -58,12 +54,15 @@ def explain_unwritable(path: Path) -> str | None:
     above = next(folder for folder in path.absolute().parents if os.path.exists(folder))
     if not above.is_dir():
         return f"{above} is not a directory"
-    return None if os.access(above, os.W_OK | os.X_OK) else f"no permission to write to {above}"
+    if not os.access(above, os.W_OK | os.X_OK):
+        return f"no permission to write to {above}"
+    return None
 
 
 def lock_file(path: Path, timeout: float = 0.0) -> AbstractContextManager[object]:
-    """Locks `path` until the context ends. The file is not removed, as another process may be
-    waiting for it.
+    """Locks `path` until the context ends.
+
+    The file is not removed, as another process may be waiting for it.
 
     Args:
         timeout: seconds to wait for another process.

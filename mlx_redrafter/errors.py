@@ -30,8 +30,11 @@ def warn(message: str) -> None:
     """Issues a warning, attributed to the nearest caller outside this package."""
     level = 1
     frame = cast(FrameType | None, sys._getframe())
-    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == __package__:
-        level = level + 1
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.split(".")[0] != __package__:
+            break
+        level += 1
         frame = frame.f_back
     warnings.warn(message, stacklevel=level)
 

@@ -1,4 +1,4 @@
-"""Generates token ids, a stream of responses, or a string, with mlx-lm's names and arguments."""
+"""Generates tokens, a stream of responses, or a string, with mlx-lm's names and arguments."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def stream_responses(
     stop_strings: StopStrings,
 ) -> Generator[GenerationResponse, None, None]:
     """`stream_generate` with a pair and parsed options; for `source` see `open_generation`."""
-    ids = encode(tokenizer, prompt)
+    tokens = encode(tokenizer, prompt)
     detokenizer = tokenizer.detokenizer
     seed = ranks.draw_seed() if options.seed is None else options.seed
     special_tokens = options.xtc_special_tokens
@@ -182,7 +182,7 @@ def stream_responses(
             token=each.token,
             logprobs=each.logprobs,
             from_draft=each.from_draft,
-            prompt_tokens=len(ids),
+            prompt_tokens=len(tokens),
             prompt_tps=prompt_tps,
             generation_tokens=count,
             generation_tps=count / (time.perf_counter() - started),
@@ -199,11 +199,11 @@ def stream_responses(
     end_tokens = tokenizer.eos_token_ids
     with (
         wired_limit(pair.model),
-        closing(open_generation(pair, ids, parsed, source, end_tokens=end_tokens)) as generation,
+        closing(open_generation(pair, tokens, parsed, source, end_tokens=end_tokens)) as generation,
     ):
         for count, each in enumerate(generation, 1):
             if count == 1:
-                prompt_tps = len(ids) / (time.perf_counter() - started)
+                prompt_tps = len(tokens) / (time.perf_counter() - started)
                 started = time.perf_counter()
             if not has_warned and each.stats.drafter_rounds >= USELESS_ROUNDS:
                 has_warned = True
@@ -238,7 +238,7 @@ def generate(
     verbose: bool = False,
     **options: Any,
 ) -> str:
-    """Returns the whole text, as mlx-lm's `generate`.
+    """The whole text, as mlx-lm's `generate`.
 
     All other arguments and errors are those of `stream_generate`.
 

@@ -9,7 +9,7 @@ from .errors import RedrafterError, join_lines
 
 
 def parse_object(text: str | bytes, name: str = "the value") -> dict[str, Any]:
-    """Returns the JSON object in a text.
+    """The JSON object in a text.
 
     Args:
         name: what the text is, for errors.

@@ -9,8 +9,8 @@ import argparse
 import inspect
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
-from math import inf
+from functools import cached_property, partial
+from math import inf, nan
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -52,8 +52,7 @@ def _flag(kind: type, default: Any, text: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keywords of `generate_step`, `stream_generate` and `generate`, with mlx-lm's names if it
-    has them.
+    """The keywords of `generate_step`, `stream_generate` and `generate`, named as in mlx-lm.
 
     Flags are described by their help; these options are not flags:
 
@@ -61,7 +60,7 @@ class Options:
         xtc_special_tokens: token ids that XTC never removes; None for the newline and the
             end-of-text tokens.
         sampler: an mlx-lm sampler instead of `temp`, called with each node's (1, V)
-            log-probabilities. Exact in distribution if it is a function of that row.
+            log-probabilities. Exact in distribution if it is a function of them.
         logits_processors: mlx-lm processors, each a function of (history, logits), called for every
             node, including rejected ones. Trees are then not pruned.
         prompt_cache: from mlx-lm's `make_prompt_cache`; afterwards it holds the prompt and every
@@ -138,14 +137,15 @@ class Options:
     exact: bool | None = _flag(
         bool,
         None,
-        "compute all rows after the prompt alike, bit for bit, so that drafts cannot change the text even at ties "
-        "(default: where that costs nothing)",
+        "compute all rows after the prompt alike, bit for bit, so that drafts cannot change the "
+        "text even at ties (default: where that costs nothing)",
     )
     prefill_step_size: int = _flag(int, 2048, "prompt tokens per forward", minimum=1)
     max_kv_size: int | None = _flag(
         int,
         None,
-        "most tokens in the KV cache, the first 4 always included; a warning if the model cannot have such a cache",
+        "most tokens in the KV cache, the first 4 always included; a warning if the model cannot "
+        "have such a cache",
         group="cache",
         minimum=MIN_RING_SIZE,
     )
@@ -183,38 +183,37 @@ class Options:
             raise RedrafterError(f"temp must be 0, or from 1e-30 to 1e+30, got {self.temp}")
         if self.sampler is not None:
             for name in SAMPLER_OPTIONS:
-                if (value := getattr(self, name)) not in (0, getattr(Options, name)):
+                value = getattr(self, name)
+                if value not in (0, getattr(Options, name)):
                     raise RedrafterError(
                         f"give either a sampler or {name}, got both ({name}={value})"
                     )
         object.__setattr__(self, "history", tuple(self.history))
+
         shape = self.shape
         if shape is None and self.context:
             raise RedrafterError("give either plan 'off' or context, got both")
         if isinstance(shape, tuple):  # `resolve_plan` applies the drafter's limits
             width, depth, size = shape
-            make_plan(
-                width,
-                min(MAX_DRAFT_DEPTH, max(1, MAX_NODES // max(1, width)))
-                if depth is None
-                else depth,
-                size,
-            )
+            if depth is None:
+                most = MAX_NODES // max(1, width)
+                depth = min(MAX_DRAFT_DEPTH, max(1, most))
+            make_plan(width, depth, size)
 
     def require_tokens(self) -> Options:
-        """Returns itself."""
+        """Returns itself; raises if no token is asked for."""
         if self.max_tokens == 0:
             raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
         return self
 
     def make_sampler(self, seed: int) -> Sampler:
         """The sampler of these options; `seed` is used if the options have none."""
-        options: dict[str, Any] = {
-            name: getattr(self, name) for name in inspect.signature(make_sampler).parameters
-        }
-        return make_sampler(
-            **{"seed": seed} | {name: value for name, value in options.items() if value is not None}
-        )
+        given: dict[str, Any] = {"seed": seed}
+        for name in inspect.signature(make_sampler).parameters:
+            value = getattr(self, name)
+            if value is not None:
+                given[name] = value
+        return make_sampler(**given)
 
     @property
     def quantization(self) -> KVQuantization:
@@ -223,30 +222,25 @@ class Options:
 
     @cached_property
     def shape(self) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
-        """(W, K or None, N or None) if the caller fixes the plan, "auto", or None for plain
-        decoding.
-        """
-        plan = self.plan
-        given = {
-            name: value for name in PLAN_OPTIONS[1:] if (value := getattr(self, name)) is not None
-        }
+        """(W, K or None, N or None) of a fixed plan, "auto", or None for plain decoding."""
+        plan: Any = self.plan.shape if isinstance(self.plan, Plan) else self.plan
+        given = [name for name in PLAN_OPTIONS[1:] if getattr(self, name) is not None]
         if isinstance(plan, str) and plan == AUTO:
             width = 1 if self.beam_width is None else self.beam_width
             return (width, self.draft_depth, self.tree_size) if given else AUTO
         if given:
-            name, value = next(iter(given.items()))
+            name = given[0]
             raise RedrafterError(
-                f"give either plan or {name}, got plan {plan!r} and {name} {value}"
+                f"give either plan or {name}, got plan {plan!r} and {name} {getattr(self, name)}"
             )
         if isinstance(plan, str) and plan == OFF:
             return None
-        plan = plan.shape if isinstance(plan, Plan) else plan
-        numbers: list[Any] = list(plan) if isinstance(plan, Sequence) else []
-        if len(numbers) not in (2, 3) or not all(
-            isinstance(number, Integral) for number in numbers
-        ):
+
+        is_sequence = isinstance(plan, Sequence) and len(plan) in (2, 3)
+        if not is_sequence or not all(isinstance(number, Integral) for number in plan):
             raise RedrafterError(f"plan must be 'auto', 'off', (W, K) or (W, K, N), got {plan!r}")
-        return int(numbers[0]), int(numbers[1]), int(numbers[2]) if len(numbers) == 3 else None
+        width, depth, *size = map(int, plan)
+        return width, depth, size[0] if size else None
 
     def resolve_plan(self, drafter: Any) -> Plan | Literal["auto"] | None:
         """The plan of every round, "auto", or None for plain decoding.
@@ -254,21 +248,24 @@ class Options:
         With logits processors no node is pruned, as the depth of each node must be known in
         advance.
         """
-        if self.shape is None or drafter is None:
+        shape = self.shape
+        if shape is None or drafter is None:
             return None
-        if self.shape == AUTO:
+        if shape == AUTO:
             return AUTO
-        width, depth, size = self.shape
-        depth = get_default_depth(drafter) if depth is None else depth
+
+        width, depth, size = shape
+        if depth is None:
+            depth = get_default_depth(drafter)
         most = drafter.args.max_depth
         if most is not None and depth > most:
             raise RedrafterError(
                 f"draft_depth must be from 1 to {most} with this drafter, got {depth}"
             )
         plan = make_plan(width, depth, size, drafter.args.vocab_size)
-        return (
-            Plan(width, depth, 1 + width * depth) if self.logits_processors and width > 1 else plan
-        )
+        if self.logits_processors and width > 1:
+            return Plan(width, depth, 1 + width * depth)
+        return plan
 
 
 def get_default_depth(drafter: Any) -> int:
@@ -293,37 +290,33 @@ PLAN_OPTIONS, SAMPLER_OPTIONS, CACHE_OPTIONS = (
 
 
 def check_option(name: str, value: Any) -> Any:
-    """The checked value of a flag, as a plain Python number: mlx-lm's filters do not accept
-    NumPy's.
-    """
+    """The checked value of a flag, as a Python number: mlx-lm's filters do not accept NumPy's."""
     flag = FLAGS[name]
     if value is None and flag.default is None:
         return None
     if flag.kind is bool:
         if not isinstance(value, bool):
-            raise RedrafterError(f"{flag.name} must be true or false, got {value!r}")
+            raise RedrafterError(f"{name} must be true or false, got {value!r}")
         return value
     if flag.kind is int and (not isinstance(value, Integral) or isinstance(value, bool)):
-        raise RedrafterError(f"{flag.name} must be an integer, got {value!r}")
+        raise RedrafterError(f"{name} must be an integer, got {value!r}")
+
     low = -inf if flag.minimum is None else flag.minimum
     high = inf if flag.maximum is None else flag.maximum
-    try:
-        number = (
-            flag.kind(value) if isinstance(value, Real) and not isinstance(value, bool) else None
-        )
-    except OverflowError:  # an integer too large for a float
-        number = inf
-    if number is None or not low <= number <= high:
-        bounds = (
-            f"at least {flag.minimum}"
-            if flag.maximum is None
-            else f"from {flag.minimum} to {flag.maximum}"
-        )
-        raise RedrafterError(f"{flag.name} must be {bounds}, got {value!r}")
+    number = nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            number = flag.kind(value)
+        except OverflowError:  # an integer too large for a float
+            number = inf
+    if not low <= number <= high:
+        bounds = f"at least {flag.minimum}"
+        if flag.maximum is not None:
+            bounds = f"from {flag.minimum} to {flag.maximum}"
+        raise RedrafterError(f"{name} must be {bounds}, got {value!r}")
     if flag.choices is not None and value not in flag.choices:
-        raise RedrafterError(
-            f"{flag.name} must be one of {', '.join(map(str, flag.choices))}, got {value}"
-        )
+        choices = ", ".join(map(str, flag.choices))
+        raise RedrafterError(f"{name} must be one of {choices}, got {value}")
     return number
 
 
@@ -332,14 +325,13 @@ def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()
     for flag in OPTION_FLAGS:
         if flag.name in without:
             continue
-        names = [f"--{flag.name.replace('_', '-')}"] + (["-m"] if flag.name == "max_tokens" else [])
-        shown = "" if flag.default is None else " (default: %(default)s)"
+        names = ["--" + flag.name.replace("_", "-")]
+        if flag.name == "max_tokens":
+            names.append("-m")
+        add = partial(parser.add_argument, *names, default=flag.default)
         if flag.kind is bool:
-            parser.add_argument(
-                *names, action=argparse.BooleanOptionalAction, default=flag.default, help=flag.help
-            )
+            add(action=argparse.BooleanOptionalAction, help=flag.help)
             continue
+        shown = "" if flag.default is None else " (default: %(default)s)"
         choices = flag.choices if flag.kind is str else None
-        parser.add_argument(
-            *names, type=flag.kind, choices=choices, default=flag.default, help=flag.help + shown
-        )
+        add(type=flag.kind, choices=choices, help=flag.help + shown)

@@ -31,10 +31,7 @@ _lock = RLock()
 
 
 class Findings:
-    """What was found out about a target and its drafter: numbers, tables and reasons.
-
-    It holds neither of the two.
-    """
+    """What was measured about a target and its drafter, without holding either of the two."""
 
     def __init__(self) -> None:
         self._found: dict[Any, Any] = {}
@@ -62,7 +59,7 @@ class Pair:
     Args:
         model: from `load` or `mlx_lm.load`; not changed while the pair is in use.
         drafter: from `load_drafter`; None drafts from the context only.
-        findings: of an earlier pair of the same two; None finds everything anew.
+        findings: of an earlier pair of the same two; None for new ones.
 
     Raises:
         RedrafterError: an argument has the wrong type, or the drafter does not fit the model.
@@ -74,11 +71,10 @@ class Pair:
         if not isinstance(model, nn.Module):
             raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
         if drafter is not None and not hasattr(drafter, "open"):
-            is_model = isinstance(drafter, nn.Module)
-            advice = "; a language model is given as draft_model" if is_model else ""
-            raise RedrafterError(
-                f"drafter must be what load_drafter returns, got {type(drafter).__name__}{advice}"
-            )
+            got = type(drafter).__name__
+            if isinstance(drafter, nn.Module):
+                got += "; a language model is given as draft_model"
+            raise RedrafterError(f"drafter must be what load_drafter returns, got {got}")
         if findings is None and drafter is not None:
             drafter.check_fit(model)
         self.model = model
@@ -130,11 +126,9 @@ class Pair:
             measure: compare if none are saved; otherwise there may be none.
             refresh: compare again.
         """
-        cache_options = (quantization._replace(start=0), max_kv_size)
-        load = partial(
-            load_row_classes, self.model, *cache_options, measure=measure, refresh=refresh
-        )
-        key = ("row classes", *cache_options)
+        limits = (quantization._replace(start=0), max_kv_size)
+        load = partial(load_row_classes, self.model, *limits, measure=measure, refresh=refresh)
+        key = ("row classes", *limits)
         known = self.findings.get_or_make(key, load, again=refresh)
         if known or not measure:
             return known
@@ -149,11 +143,10 @@ class Pair:
             cache: the prompt cache to decode with; None for the model's own.
             states: the hidden states that the drafter reads; none for drafts from the context.
         """
-        rings = [
-            (each.max_size, each.keep)
-            for each in kv_cache.leaves(cache or [])
-            if isinstance(each, RotatingKVCache)
-        ]
+        rings = []
+        for layer in kv_cache.leaves(cache or []):
+            if isinstance(layer, RotatingKVCache):
+                rings.append((layer.max_size, layer.keep))
 
         def explain() -> str | None:
             if rings:
@@ -163,14 +156,14 @@ class Pair:
         return self.findings.get_or_make(("chains", states, *rings), explain)
 
 
-_latest: tuple[tuple[weakref.ref[Any], ...], Findings] | None = None
+_latest: tuple[list[weakref.ref[Any]], Findings] | None = None
 """References to the modules of the last `get_pair`, and what was found out about them."""
 
 
 def get_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair, Source | None]:
     """(the pair, a source of its drafter), for functions that are called with both for each text.
 
-    What the previous call found out is used again if it was about the same modules.
+    Keeps the findings of the previous call if it was about the same modules.
 
     Args:
         drafter: also a source that has followed this text so far; it is returned.
@@ -192,5 +185,5 @@ def get_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair, 
         findings = latest[1] if is_same else None
     pair = Pair(model, weights, findings)
     if findings is None:
-        _latest = (tuple(weakref.ref(module) for module in modules), pair.findings)
+        _latest = [weakref.ref(module) for module in modules], pair.findings
     return pair, pair.open_source() if source is None else source

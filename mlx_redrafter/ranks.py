@@ -1,5 +1,4 @@
-"""Messages outside of forwards between the ranks: processes that share one model, as started by
-`mlx.launch`.
+"""Messages outside of forwards between ranks: processes that share one model (`mlx.launch`).
 
 Every rank takes part in every forward, so all must make the same decisions. Tokens, noise and plans
 follow from what all know. What only one knows (the prompt, a file), or each knows differently
@@ -41,17 +40,17 @@ GRACE_SECONDS = 10.0
 
 
 def count_ranks() -> int:
-    """Returns the number of ranks; 1 in a single process."""
+    """The number of ranks; 1 in a single process."""
     return mx.distributed.init().size()
 
 
 def get_rank() -> int:
-    """Returns the number of this rank. Rank 0 reads, prints and writes files."""
+    """The number of this rank. Rank 0 reads, prints and writes files."""
     return mx.distributed.init().rank()
 
 
 def gather(value: Any) -> list[Any]:
-    """Returns the values of all ranks, in order.
+    """The values of all ranks, in order.
 
     Waits for one message from each rank, and for a second one unless all values are None.
 
@@ -65,31 +64,33 @@ def gather(value: Any) -> list[Any]:
         sizes = _exchange(mx.array([len(data)]))
         if not sizes.any():
             return [None] * len(sizes)
-        rows = _exchange(mx.array(np.frombuffer(data.ljust(sizes.max()), np.uint8)[None]))
-    return [
-        pickle.loads(row.tobytes()) if size else None for row, size in zip(rows, sizes, strict=True)
-    ]
+        padded = np.frombuffer(data.ljust(sizes.max()), np.uint8)
+        messages = _exchange(mx.array(padded[None]))
+    values = []
+    for message, size in zip(messages, sizes, strict=True):
+        values.append(pickle.loads(message.tobytes()) if size else None)
+    return values
 
 
-def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
-    """Returns the rows (1, ...) of all ranks.
+def _exchange(message: mx.array) -> np.ndarray[Any, Any]:
+    """The messages of all ranks, each (1, ...), along the first axis.
 
     If a rank is lost, only `synchronize` raises reliably, not a read.
     """
-    rows = mx.distributed.all_gather(row)
-    mx.eval(rows)
+    messages = mx.distributed.all_gather(message)
+    mx.eval(messages)
     mx.synchronize(generation_stream)
     mx.synchronize(mx.default_stream(mx.cpu))  # which messages use on Metal
-    return np.array(rows)
+    return np.array(messages)
 
 
 def share(value: Any) -> Any:
-    """Returns the value of rank 0; see `gather`."""
+    """The value of rank 0; see `gather`."""
     return gather(value if get_rank() == 0 else None)[0]
 
 
 def draw_seed() -> int:
-    """Returns a random seed, the same on all ranks."""
+    """A random seed, the same on all ranks."""
     return int(share(secrets.randbits(32)))
 
 
@@ -99,30 +100,30 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     Exceptions are `RANK_0_FLAGS` and the values of `PATH_FLAGS`.
     """
     compared = {name: value for name, value in flags.items() if name not in RANK_0_FLAGS}
-    compared |= {name: "a path" for name in PATH_FLAGS if compared.get(name) is not None}
+    for name in PATH_FLAGS:
+        if compared.get(name) is not None:
+            compared[name] = "a path"
     first, *others = gather(compared)
     for rank, other in enumerate(others, 1):
         for name in first | other:
-            if first.get(name) != other.get(name):
-                values = (
-                    f"{first.get(name)!r:.60} on rank 0 and {other.get(name)!r:.60} on rank {rank}"
-                )
-                raise RedrafterError(
-                    f"expected the same flags on all ranks, got --{name.replace('_', '-')} {values}"
-                )
+            mine = first.get(name)
+            theirs = other.get(name)
+            if mine != theirs:
+                flag = name.replace("_", "-")
+                values = f"{mine!r:.60} on rank 0 and {theirs!r:.60} on rank {rank}"
+                raise RedrafterError(f"expected the same flags on all ranks, got --{flag} {values}")
 
 
 def watch_connections() -> None:
-    """Ends this process `GRACE_SECONDS` after a connected rank has ended. Call it before other
-    connections are opened.
+    """Ends this process `GRACE_SECONDS` after a connected rank has ended.
 
-    Otherwise MLX's ring waits forever if a forward has messages to send after the one that was
-    lost.
+    Call it before other connections are opened. Without it MLX's ring waits forever if a forward has
+    messages to send after the one that was lost.
     """
     connections = []
-    for number in [int(name) for name in os.listdir("/dev/fd") if int(name) > 2]:
+    for number in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # closed in the meantime, or not connected
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
+            if number > 2 and stat.S_ISSOCK(os.fstat(number).st_mode):
                 connection = socket.socket(fileno=os.dup(number))
                 if connection.family != socket.AF_UNIX and connection.getpeername():
                     connections.append(connection)
@@ -147,8 +148,9 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Prints an error with this rank's number on stderr, and exits at once with 1, even while a
-    message is sent.
+    """Prints an error with this rank's number on stderr, and exits with status 1.
+
+    At once, even while a message is sent.
     """
     print(f"error on rank {get_rank()}: {message}", file=sys.__stderr__, flush=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Decides how a text is decoded, and opens it: what drafts, with which planner and row counts."""
+"""Decides how a text is decoded: what drafts, with which planner and row counts; and opens it."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ def open_generation(
     n_history = len(options.history)
     if n_history and length != n_history and kv_cache.counts_tokens(cache):
         raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {n_history}")
+
     warn_of_slow_blas()  # for models that mlx-lm loaded
     # A rank that continued without its drafter would decide differently from the others.
     if ranks.count_ranks() > 1:
@@ -108,9 +109,10 @@ def open_generation(
             row_counts=setup.row_counts,
         )
     target.length = n_history or target.length
+    chooser = TokenChooser(sampler, tuple(options.logits_processors or ()), grammar)
     decoder = Decoder(
         target,
-        TokenChooser(sampler, tuple(options.logits_processors or ()), grammar),
+        chooser,
         setup.planner,
         setup.sources,
         history=options.history,
@@ -182,12 +184,13 @@ def _choose_setup(
 ) -> Setup:
     plan = options.resolve_plan(pair.drafter)
     row_counts = choose_row_counts(pair, options, cache)
+    max_rows = None if row_counts is None else row_counts[-1]
     if options.shape is None or options.max_tokens == 0:
         return Setup([], Planner(None), ["plan is off"], row_counts)
 
     ring = kv_cache.get_ring_size(cache)
     where = f"the cache's ring of {ring} rows (--max-kv-size or a sliding window)"
-    if row_counts is not None and row_counts[-1] == 1:
+    if max_rows == 1:
         note = "nothing drafts: no number of rows is known to be computed as one row is (--exact)"
         if ring:
             note += f", or padded in {where}"
@@ -197,16 +200,39 @@ def _choose_setup(
     if ring and row_counts:
         notes.append(f"drafting with --exact ends when {where} is full")
     if source is None or pair.drafter is None:
-        planner = _plan_context(pair, options, cache, context, row_counts)
+        planner = _plan_context(pair, options, cache, context, max_rows)
         return Setup(context, planner, notes, row_counts)
 
     source.max_kv_size = options.max_kv_size
     source.prefill_step_size = options.prefill_step_size
+    no_trees = pair.explain_chains(cache, source.capture)
     if plan == AUTO and isinstance(pair.drafter, nn.Module):
-        return _choose_auto(pair, options, source, cache, context, notes, row_counts)
+        chains_only = bool(options.logits_processors)
+        planner = make_planner(
+            pair, trees=no_trees is None, chains_only=chains_only, row_counts=row_counts
+        )
+        chains_reason = no_trees or pair.drafter.explain_chains()
+        if chains_reason:
+            notes.append(f"chains, not trees: {chains_reason}")
+        if not planner.plans:
+            notes.append(
+                "the drafter does not draft: by its costs here no plan beats plain decoding"
+            )
+            return Setup(context, planner, notes, row_counts)
+        return Setup([source, *context], planner, notes, row_counts)
+
     if not isinstance(plan, Plan):
         plan = chain_plan(get_default_depth(pair.drafter))
-    return _choose_fixed(pair, options, plan, source, cache, context, notes, row_counts)
+    plan = fit_plan(pair, plan, cache, source.capture)
+    if max_rows and (plan.width > 1 or plan.rows > max_rows):
+        plan = chain_plan(min(plan.depth, max_rows - 1))
+        notes.append(
+            f"the plan is cut to 1 x {plan.depth}: at most {max_rows} rows are computed alike"
+        )
+    can_prune = not options.logits_processors and not max_rows
+    can_merge = bool(context) and no_trees is None and can_prune
+    planner = Planner(plan, can_merge=can_merge, max_rows=max_rows)
+    return Setup([source, *context], planner, notes, row_counts)
 
 
 def _choose_context(
@@ -217,10 +243,13 @@ def _choose_context(
     grammar: Grammar | None,
 ) -> tuple[list[Source], list[str]]:
     """(the context's source, or none; why it does not draft)."""
-    by_default = options.shape == AUTO or source is None or grammar is not None
-    if options.context is False or not (options.context or by_default):
+    drafts = options.context
+    if drafts is None:
+        drafts = options.shape == AUTO or source is None or grammar is not None
+    if not drafts:
         reason = "a plan is fixed" if options.context is None else "it is off"
         return [], [f"the context does not draft: {reason}"]
+
     try:
         pair.explain_chains(cache)
     except UnsupportedModelError as error:
@@ -235,66 +264,14 @@ def _plan_context(
     options: Options,
     cache: kv_cache.Cache,
     context: list[Source],
-    row_counts: RowCounts | None,
+    max_rows: int | None,
 ) -> Planner:
     """The planner of a text without a drafter."""
-    max_rows = None if row_counts is None else row_counts[-1]
     if not context or (options.context and options.shape != AUTO):
         return Planner(None, max_rows=max_rows)
     replays = bool(kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE))
     earlier = pair.get_earlier_texts(drafted=False)
     return make_context_planner(earlier, replays=replays, max_rows=max_rows)
-
-
-def _choose_auto(
-    pair: Pair,
-    options: Options,
-    source: Source,
-    cache: kv_cache.Cache,
-    context: list[Source],
-    notes: list[str],
-    row_counts: RowCounts | None,
-) -> Setup:
-    """The setup with `plan="auto"` and a drafter."""
-    assert pair.drafter is not None
-    no_trees = pair.explain_chains(cache, source.capture)
-    planner = make_planner(
-        pair,
-        trees=no_trees is None,
-        chains_only=bool(options.logits_processors),
-        row_counts=row_counts,
-    )
-    chains_reason = no_trees or pair.drafter.explain_chains()
-    if chains_reason:
-        notes.append(f"chains, not trees: {chains_reason}")
-    if not planner.plans:
-        notes.append("the drafter does not draft: by its costs here no plan beats plain decoding")
-        return Setup(context, planner, notes, row_counts)
-    return Setup([source, *context], planner, notes, row_counts)
-
-
-def _choose_fixed(
-    pair: Pair,
-    options: Options,
-    plan: Plan,
-    source: Source,
-    cache: kv_cache.Cache,
-    context: list[Source],
-    notes: list[str],
-    row_counts: RowCounts | None,
-) -> Setup:
-    """The setup with a plan that the caller fixes."""
-    plan = fit_plan(pair, plan, cache, source.capture)
-    max_rows = None if row_counts is None else row_counts[-1]
-    if max_rows and (plan.width > 1 or plan.rows > max_rows):
-        plan = chain_plan(min(plan.depth, max_rows - 1))
-        notes.append(
-            f"the plan is cut to 1 x {plan.depth}: at most {max_rows} rows are computed alike"
-        )
-    takes_trees = pair.explain_chains(cache, source.capture) is None
-    can_merge = bool(context) and takes_trees and not options.logits_processors and not max_rows
-    planner = Planner(plan, can_merge=can_merge, max_rows=max_rows)
-    return Setup([source, *context], planner, notes, row_counts)
 
 
 def fit_plan(
@@ -350,7 +327,7 @@ def make_planner(
     )
 
 
-def get_row_classes(
+def get_cache_row_classes(
     pair: Pair,
     options: Options,
     cache: kv_cache.Cache | None = None,
@@ -358,19 +335,16 @@ def get_row_classes(
     measure: bool = True,
     refresh: bool = False,
 ) -> tuple[RowCounts, ...]:
-    """The classes of row counts for a text, see `Pair.get_row_classes`.
+    """The classes of row counts with a cache, see `Pair.get_row_classes`.
 
     Args:
         cache: the prompt cache to decode with; None for a new one.
     """
-    bits, group_size, _ = options.quantization
-    for each in kv_cache.leaves(cache or []):
-        if isinstance(each, QuantizedKVCache):
-            bits = each.bits
-            group_size = each.group_size
-    return pair.get_row_classes(
-        KVQuantization(bits, group_size), options.max_kv_size, measure=measure, refresh=refresh
-    )
+    quantization = options.quantization
+    for layer in kv_cache.leaves(cache or []):
+        if isinstance(layer, QuantizedKVCache):
+            quantization = KVQuantization(layer.bits, layer.group_size)
+    return pair.get_row_classes(quantization, options.max_kv_size, measure=measure, refresh=refresh)
 
 
 def choose_row_counts(
@@ -389,7 +363,7 @@ def choose_row_counts(
     """
     if options.exact is False:
         return None
-    classes = get_row_classes(pair, options, cache, measure=bool(options.exact))
+    classes = get_cache_row_classes(pair, options, cache, measure=bool(options.exact))
     is_free = bool(classes) and len(classes[0]) >= MAX_COMPARED_ROWS
     if options.exact is None and not is_free:
         return None

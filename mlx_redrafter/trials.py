@@ -28,10 +28,11 @@ NOISE = 0.03
 def check_speedup(measured: float, tokens_per_round: float) -> float | None:
     """A measured speedup, at most the tokens per round, as no round is faster than a plain step.
 
-    None if more was measured, apart from noise: other work on the machine slowed plain decoding
-    down.
+    None if more was measured, apart from noise: other work slowed plain decoding down.
     """
-    return min(measured, tokens_per_round) if measured <= (1 + NOISE) * tokens_per_round else None
+    if measured > (1 + NOISE) * tokens_per_round:
+        return None
+    return min(measured, tokens_per_round)
 
 
 class PromptRuns(NamedTuple):
@@ -39,25 +40,25 @@ class PromptRuns(NamedTuple):
 
     Attributes:
         stats: statistics summed over all prompts.
-        texts: the generated token ids for each prompt.
+        tokens: the generated tokens for each prompt.
         seconds: the time from the first token to the last, summed over all prompts.
     """
 
     stats: Stats
-    texts: tuple[tuple[int, ...], ...]
+    tokens: tuple[tuple[int, ...], ...]
     seconds: float
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed after the first token of each text; 0 if there are no further tokens."""
-        made = sum(len(text) - 1 for text in self.texts)
+        """Speed after each prompt's first token; 0 if there are no further tokens."""
+        made = sum(len(each) - 1 for each in self.tokens)
         return made / self.seconds if self.seconds else 0.0
 
 
 def join_runs(runs: Iterable[PromptRuns]) -> PromptRuns:
     """The results of several calls of `decode_prompts` as one."""
-    stats, texts, seconds = zip(*runs, strict=True)
-    return PromptRuns(sum(stats, Stats()), sum(texts, ()), sum(seconds))
+    stats, tokens, seconds = zip(*runs, strict=True)
+    return PromptRuns(sum(stats, Stats()), sum(tokens, ()), sum(seconds))
 
 
 def decode_prompts(
@@ -65,21 +66,21 @@ def decode_prompts(
 ) -> PromptRuns:
     """Decodes prompts one after another."""
     stats = Stats()
-    texts = []
+    tokens = []
     seconds = 0.0
     for prompt in prompts:
-        generation = open_generation(
-            pair, prompt, options, pair.open_source(), end_tokens=end_tokens
-        )
-        started = time.perf_counter()
-        with closing(generation):
-            for count, _ in enumerate(generation, 1):
-                if count == 1:
-                    started = time.perf_counter()
+        source = pair.open_source()
+        with closing(
+            open_generation(pair, prompt, options, source, end_tokens=end_tokens)
+        ) as generation:
+            next(generation, None)
+            started = time.perf_counter()
+            for _ in generation:
+                pass
             seconds += time.perf_counter() - started
         stats += generation.output.stats
-        texts.append(tuple(generation.output.tokens))
-    return PromptRuns(stats, tuple(texts), seconds)
+        tokens.append(tuple(generation.output.tokens))
+    return PromptRuns(stats, tuple(tokens), seconds)
 
 
 def try_drafter(pair: Pair, tokenizer: Any, options: Options) -> Stats:

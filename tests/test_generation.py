@@ -157,13 +157,13 @@ def test_bad_options_are_refused_on_the_first_next(name: str, value: Any) -> Non
 def test_several_prompts_are_counted_together() -> None:
     prompts = [PROMPT, PROMPT[:4]]
     found = decode_prompts(Pair(make_model()), prompts, Options(max_tokens=6))
-    assert found.texts == tuple(
+    assert found.tokens == tuple(
         tuple(ids(run(make_model(), prompt, max_tokens=6))) for prompt in prompts
     )
     assert found.stats.rounds == 10 and found.tokens_per_second > 0
-    eos = found.texts[0][2]
+    eos = found.tokens[0][2]
     assert (
-        decode_prompts(Pair(make_model()), prompts[:1], Options(max_tokens=6), [eos]).texts[0][-1]
+        decode_prompts(Pair(make_model()), prompts[:1], Options(max_tokens=6), [eos]).tokens[0][-1]
         == eos
     )
 

@@ -26,7 +26,7 @@ from ..pair import Pair
 from ..planning.costs import CostTable, is_disturbed
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
-from ..setup import get_row_classes
+from ..setup import get_cache_row_classes
 from ..trials import TRIAL_PROMPTS, try_drafter
 
 TRIAL_DEPTH = 8
@@ -107,7 +107,7 @@ def diagnose(
         },
         "trial": trial,
         "no_trees": no_trees,
-        "row_classes": get_row_classes(pair, Options(), refresh=refresh),
+        "row_classes": get_cache_row_classes(pair, Options(), refresh=refresh),
         "costs": costs._asdict(),
         "chains": chains,
         "fastest": max(tried, key=lambda chain: chain["speedup"], default=None),

@@ -1,7 +1,4 @@
-"""`generate`: prints text to stdout and statistics to stderr;
-
-`--compare` checks it against plain decoding.
-"""
+"""`generate`: prints text to stdout and statistics to stderr; `--compare` checks it."""
 
 from __future__ import annotations
 
@@ -37,11 +34,18 @@ from ..trials import check_speedup
 
 DEMO_MAX_TOKENS = 400
 """Enough for the answer to the demo's own prompt, an edit."""
-NOTHING_DRAFTED = "nothing was drafted: it is not faster here, or the text was short; mlx_redrafter.doctor measures it"
+
+NOTHING_DRAFTED = (
+    "nothing was drafted: it is not faster here, or the text was short; "
+    "mlx_redrafter.doctor measures it"
+)
+
 WARM_UP_TOKENS = 16
 """Prompt tokens, and generated tokens, of the warm-up of each side of `--compare`."""
+
 ProgressBar = partial(tqdm, unit="token", leave=False, delay=1.0, disable=None, position=0)
 """A progress bar on stderr, in terminals only; appears after a second and disappears at the end."""
+
 Stream = partial[Generator[GenerationResponse, None, None]]
 """`stream_generate` with its arguments."""
 
@@ -58,26 +62,9 @@ def run() -> int:
         parser.set_defaults(max_tokens=DEMO_MAX_TOKENS)
         args = parser.parse_args()
     options = read_options(args)
+    check_flags(args)
+
     tokenizer_config = dict[str, Any]()
-    if args.compare:
-        if args.plan == OFF:
-            raise RedrafterError("--compare needs something that drafts: leave out --plan off")
-        if args.context is False and (
-            args.no_drafter or (args.model and not get_drafter_name(args))
-        ):
-            raise RedrafterError(
-                "--compare needs something that drafts: leave out --no-context, or give a drafter"
-            )
-        if args.prompt_cache_file:
-            raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
-    if ranks.count_ranks() > 1 and args.prompt_cache_file:
-        raise RedrafterError(
-            "--prompt-cache-file needs a single process: each rank has a part of the cache"
-        )
-    if ranks.count_ranks() > 1 and args.prompt == "-" and "MLX_RANK" in os.environ:
-        raise RedrafterError(
-            "--prompt - waits for the end of the input, which mlx.launch does not pass on"
-        )
     if args.prompt_cache_file is not None:
         options["prompt_cache"], tokenizer_config = read_prompt_cache(args)
     model, tokenizer, drafter = load_models(args, tokenizer_config, verbose=args.verbose)
@@ -89,38 +76,65 @@ def run() -> int:
     stream = partial(
         stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options
     )
-    show = args.verbose and not args.json
-    verdict = None
-    if show and shows_edit:
+
+    shows_text = args.verbose and not args.json
+    if shows_text and shows_edit:
         print(tokenizer.decode(prompt), end="", flush=True)
+    verdict = None
     if args.compare:
-        decoded, verdict = compare(stream, show=show)
+        decoded, verdict = compare(stream, show=shows_text)
     else:
-        decoded = decode(stream, show=show)
+        decoded = decode(stream, show=shows_text)
+
     if args.json:
-        print(
-            json.dumps(
-                make_record(args, drafter, decoded) | ({"compare": verdict} if verdict else {})
-            )
-        )
+        record = make_record(args, drafter, decoded)
+        print(json.dumps(record | ({"compare": verdict} if verdict else {})))
     else:
-        print("" if show else decoded.text)
+        print("" if shows_text else decoded.text)
     if args.verbose or (verdict and not args.json):
         print(format_summary(decoded.last), file=sys.stderr)
-        if args.plan != OFF:
-            if not decoded.last.drafted:
-                print(NOTHING_DRAFTED, file=sys.stderr)
-            if verdict or not decoded.last.drafted:
-                print("\n".join(decoded.last.notes), file=sys.stderr)
+        print_notes(decoded.last, are_wanted=verdict is not None)
         if verdict:
             print(describe(verdict, decoded.last, may_advise=args.exact is None), file=sys.stderr)
     return 0 if verdict is None or verdict["identical"] else 1
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuses flags that exclude each other, before anything is loaded."""
+    if args.compare:
+        has_drafter = not args.no_drafter and (not args.model or get_drafter_name(args))
+        if args.plan == OFF:
+            raise RedrafterError("--compare needs something that drafts: leave out --plan off")
+        if args.context is False and not has_drafter:
+            raise RedrafterError(
+                "--compare needs something that drafts: leave out --no-context, or give a drafter"
+            )
+        if args.prompt_cache_file:
+            raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
+    if ranks.count_ranks() > 1:
+        if args.prompt_cache_file:
+            raise RedrafterError(
+                "--prompt-cache-file needs a single process: each rank has a part of the cache"
+            )
+        if args.prompt == "-" and "MLX_RANK" in os.environ:
+            raise RedrafterError(
+                "--prompt - waits for the end of the input, which mlx.launch does not pass on"
+            )
+
+
+def print_notes(last: GenerationResponse, *, are_wanted: bool) -> None:
+    """Prints why nothing drafted on stderr, or if `are_wanted`, what drafted less than it could."""
+    if last.notes == ("plan is off",):
+        return
+    notes = list(last.notes) if are_wanted or not last.drafted else []
+    if not last.drafted:
+        notes.insert(0, NOTHING_DRAFTED)
+    for note in notes:
+        print(note, file=sys.stderr)
+
+
 def make_parser() -> Parser:
-    """The argument parser: mlx-lm's flags with their meanings and defaults, plus those for
-    drafting.
-    """
+    """The argument parser: mlx-lm's flags with their defaults, plus those for drafting."""
     about = (
         "Generate text with speculative decoding: the same text as plain decoding, in less time."
     )
@@ -190,27 +204,30 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
         text = sys.stdin.read() if args.prompt == "-" else unescape(args.prompt)
     has_template = tokenizer.has_chat_template and not args.ignore_chat_template
     if has_template:
-
-        def apply(text: str) -> str:
-            messages = [
-                ("system", args.system_prompt),
-                ("user", text),
-                ("assistant", args.prefill_response),
-            ]
-            given = [
-                {"role": role, "content": content}
-                for role, content in messages
-                if content is not None
-            ]
-            template = args.chat_template_config or {}
-            return render(tokenizer, given, template, prefilled=args.prefill_response is not None)
-
         # A prompt cache already holds the part of the template before the user's message.
-        text = apply(text)[apply("<query>").index("<query>") if args.prompt_cache_file else 0 :]
+        start = 0
+        if args.prompt_cache_file:
+            start = render_prompt(args, tokenizer, "<query>").index("<query>")
+        text = render_prompt(args, tokenizer, text)[start:]
     if not is_text(text):
         raise RedrafterError("the prompt is not UTF-8")
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_template)
-    return ids
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=not has_template)
+    return tokens
+
+
+def render_prompt(args: argparse.Namespace, tokenizer: Any, text: str) -> str:
+    """The prompt with the chat template."""
+    contents = {
+        "system": args.system_prompt,
+        "user": text,
+        "assistant": args.prefill_response,
+    }
+    messages = []
+    for role, content in contents.items():
+        if content is not None:
+            messages.append({"role": role, "content": content})
+    is_prefilled = args.prefill_response is not None
+    return render(tokenizer, messages, args.chat_template_config, prefilled=is_prefilled)
 
 
 def unescape(text: str) -> str:
@@ -222,14 +239,15 @@ class Decoded(NamedTuple):
     """A decoded text.
 
     Attributes:
-        row: (V,) the log-probabilities at the first token that differs from the expected one; None
-            if none does.
+        tokens, text: what was generated.
+        last: the last response.
+        logprobs: (V,) at the first token that differs from the expected one; None if none does.
     """
 
     tokens: list[int]
     text: str
     last: GenerationResponse
-    row: mx.array | None
+    logprobs: mx.array | None
 
 
 def decode(
@@ -245,23 +263,23 @@ def decode(
     Args:
         show: whether to print the text while it is generated.
         label: of a progress bar over the tokens; None for no bar.
-        expected: tokens to compare with, see `Decoded.row`.
+        expected: tokens to compare with, see `Decoded.logprobs`.
         options: override the arguments of `stream`.
     """
     tokens = list[int]()
     text = ""
-    row = None
+    logprobs = None
     others = iter(expected)
     with show_prompt_progress() as callback:
         responses = stream(prompt_progress_callback=callback, **options)
         for last in responses if label is None else ProgressBar(responses, label):
-            if row is None and expected and last.token != next(others, None):
-                row = last.logprobs
+            if logprobs is None and expected and last.token != next(others, None):
+                logprobs = last.logprobs
             tokens.append(last.token)
             text += last.text
             if show:
                 print(last.text, end="", flush=True)
-    return Decoded(tokens, text, last, row)
+    return Decoded(tokens, text, last, logprobs)
 
 
 @contextmanager
@@ -281,35 +299,35 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
 def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the drafted text, the `compare` field of `--json`); both sides are warmed up first."""
     plain = dict.fromkeys(PLAN_OPTIONS) | {"plan": OFF, "context": None}
-    plain_stream = partial(stream, **plain)
     model, tokenizer, prompt = stream.args
     for side in ({}, plain):
-        start = partial(
-            stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **stream.keywords | side
-        )
+        keywords = stream.keywords | side
+        start = partial(stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **keywords)
         decode(start, max_tokens=WARM_UP_TOKENS)
-    expected = decode(plain_stream, label="plain decoding")
-    drafted = decode(
-        stream, show=show, label=None if show else "drafting", expected=expected.tokens
-    )
-    at = get_first_difference(expected.tokens, drafted.tokens)
+    expected = decode(stream, label="plain decoding", **plain)
+    label = None if show else "drafting"
+    drafted = decode(stream, show=show, label=label, expected=expected.tokens)
+
     difference = None
-    if at is not None:
+    index = get_first_difference(expected.tokens, drafted.tokens)
+    if index is not None:
         distance = None  # if one text is only longer than the other
-        if drafted.row is not None and at < len(expected.tokens):
-            row = decode(plain_stream, max_tokens=at + 1).last.logprobs
-            chosen = mx.array([expected.tokens[at], drafted.tokens[at]])
-            one, other = (each[chosen].astype(mx.float32) for each in (row, drafted.row))
-            distance = float(mx.abs(one - other).max())
-        difference = {"token": at, "distance": distance}
-    plain_tps = expected.last.generation_tps
+        if drafted.logprobs is not None and index < len(expected.tokens):
+            again = decode(stream, max_tokens=index + 1, **plain).last.logprobs
+            chosen = mx.array([expected.tokens[index], drafted.tokens[index]])
+            gap = again[chosen].astype(mx.float32) - drafted.logprobs[chosen].astype(mx.float32)
+            distance = float(mx.abs(gap).max())
+        difference = {"token": index, "distance": distance}
+
     last = drafted.last
+    plain_tps = expected.last.generation_tps
+    ratio = None
+    if last.rounds:
+        ratio = check_speedup(last.generation_tps / plain_tps, last.tokens_per_round)
     return drafted, {
         "plain_generation_tps": plain_tps,
         "generation_tps": last.generation_tps,
-        "ratio": check_speedup(last.generation_tps / plain_tps, last.tokens_per_round)
-        if last.rounds
-        else None,
+        "ratio": ratio,
         "identical": difference is None,
         "difference": difference,
         "row_counts": last.row_counts,
@@ -320,14 +338,14 @@ def describe(verdict: dict[str, Any], last: GenerationResponse, *, may_advise: b
     """The result of `compare` in words; `may_advise` names `--exact` where it would tell more."""
     plain = verdict["plain_generation_tps"]
     drafted = verdict["generation_tps"]
-    ratio = verdict["ratio"]
-    why = (
-        "busy, not measured: other work slowed plain decoding down"
-        if last.rounds
-        else "too short to measure"
-    )
-    times = why if ratio is None else f"{ratio:.2f} times"
+    if verdict["ratio"] is not None:
+        times = f"{verdict['ratio']:.2f} times"
+    elif last.rounds:
+        times = "busy, not measured: other work slowed plain decoding down"
+    else:
+        times = "too short to measure"
     text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {times}\n"
+
     counts = verdict["row_counts"]
     difference = verdict["difference"]
     if difference is not None:
@@ -336,6 +354,7 @@ def describe(verdict: dict[str, Any], last: GenerationResponse, *, may_advise: b
             text += f": the log-probabilities there are {difference['distance']:.2g} apart"
         advice = "; --exact tells a tie within rounding from an error" * may_advise
         return f"{text}; please report it" if counts else text + advice
+
     text += f"all {last.generation_tokens} tokens identical"
     if counts is None:
         return f"{text} here; ties within rounding are possible{' (see --exact)' * may_advise}"
@@ -353,21 +372,22 @@ def make_record(
     args: argparse.Namespace, drafter: Drafter | None, decoded: Decoded
 ) -> dict[str, Any]:
     """The object of `--json`."""
-    fields = {
-        k: v
-        for k, v in vars(decoded.last).items()
-        if k not in ("text", "token", "logprobs", "from_draft", "draft_source")
-    }
-    names = {
+    counts = dict(vars(decoded.last))
+    for name in ("text", "token", "logprobs", "from_draft", "draft_source"):
+        del counts[name]
+    settings = {
+        **vars(args),
+        "seed": decoded.last.seed,
         "model": args.model or "demo",
         "drafter": None if drafter is None else get_drafter_name(args) or "demo",
     }
+    versions = {"python": platform.python_version(), "mlx_redrafter": __version__}
+    versions |= {name: version(name) for name in PACKAGES}
     return {
         "text": decoded.text,
         "tokens": decoded.tokens,
-        **fields,
-        "settings": vars(args) | {"seed": decoded.last.seed} | names,
+        **counts,
+        "settings": settings,
         "device": f"{mx.default_device()} on {platform.platform()}",
-        "versions": {"python": platform.python_version(), "mlx_redrafter": __version__}
-        | {name: version(name) for name in PACKAGES},
+        "versions": versions,
     }

@@ -143,7 +143,7 @@ def compare_speed(
             drafted.tokens_per_second / (plain.tokens_per_second or math.inf), tokens
         )
         results.append(
-            SpeedResult(kind, len(runs[kind]), tokens, ratio, drafted.texts == plain.texts)
+            SpeedResult(kind, len(runs[kind]), tokens, ratio, drafted.tokens == plain.tokens)
         )
     return results
 

@@ -71,7 +71,7 @@ def test_counted_rounds_match_decoding(depth: int) -> None:
         run = decode_prompts(
             Pair(model, drafter), [prompt], Options(max_tokens=33, plan=(1, depth))
         )
-        (text,) = add_hidden_states(model, [Text(np.array([*prompt, *run.texts[0]], np.int32), 3)])
+        (text,) = add_hidden_states(model, [Text(np.array([*prompt, *run.tokens[0]], np.int32), 3)])
         stats = count_rounds(embedding, drafter, text, args)
         assert stats.rounds == run.stats.rounds and stats.accepted == 32 - stats.rounds
         accepted += run.stats.accepted
