@@ -110,15 +110,15 @@ def check_flags(flags: Mapping[str, Any]) -> None:
             theirs = other.get(name)
             if mine != theirs:
                 flag = name.replace("_", "-")
-                values = f"{mine!r:.60} on rank 0 and {theirs!r:.60} on rank {rank}"
-                raise RedrafterError(f"expected the same flags on all ranks, got --{flag} {values}")
+                got = f"--{flag} {mine!r:.60} on rank 0 and {theirs!r:.60} on rank {rank}"
+                raise RedrafterError(f"expected the same flags on all ranks, got {got}")
 
 
 def watch_connections() -> None:
     """Ends this process `GRACE_SECONDS` after a connected rank has ended.
 
-    Call it before other connections are opened. Without it MLX's ring waits forever if a forward has
-    messages to send after the one that was lost.
+    Call it before other connections are opened. Without it MLX's ring waits forever if a forward
+    has messages to send after the one that was lost.
     """
     connections = []
     for number in map(int, os.listdir("/dev/fd")):

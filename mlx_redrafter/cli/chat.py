@@ -25,21 +25,19 @@ RESET = ("r", "/reset", "/clear")
 HELP = ("h", "/help", "/?")
 """Commands: mlx-lm's letters, and what other chats have."""
 
-COLOURS = {"drafter": "\x1b[36m", "context": "\x1b[33m"}
-DEFAULT_COLOUR = "\x1b[39m"
-"""Escape sequences: colours of accepted tokens by draft source, and the reset to the default
-colour.
-"""
+COLORS = {"drafter": "\x1b[36m", "context": "\x1b[33m"}
+"""Escape sequences of accepted tokens, by what drafted them."""
+
+DEFAULT_COLOR = "\x1b[39m"
+"""The escape sequence after them."""
 
 
 def run() -> int:
     """Runs the command with `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
     options = read_options(args)
-    model, tokenizer, drafter = load_models(args, verbose=True)
-    session = Session(
-        model, tokenizer, drafter, chat_template_config=args.chat_template_config, **options
-    )
+    models = load_models(args, verbose=True)
+    session = Session(*models, chat_template_config=args.chat_template_config, **options)
     screen = Screen(args)
     if screen.is_interactive:
         screen.show_header(session)
@@ -71,25 +69,24 @@ def run() -> int:
 
 def make_parser() -> Parser:
     """The argument parser: mlx-lm's chat flags and defaults, plus those shared by our commands."""
-    about = "Chat with a model, with speculative decoding; with the packaged demo if no --model is given."
+    about = "Chat with a model, with speculative decoding; with the packaged demo without --model."
     parser = make_text_parser("chat", about, without=("seed",))
     add = parser.add_argument
     add("--system-prompt", help="system prompt for the chat template")
     add(
         "--show-accepted",
         action="store_true",
-        help="tint accepted tokens in a terminal with colours: the drafter's cyan, the context's yellow",
+        help="in a terminal, show the drafter's accepted tokens in cyan, the context's in yellow",
     )
     add("--seed", type=int, default=0, help="equal seeds give equal text (default: %(default)s)")
     return parser
 
 
 def answer(session: Session, screen: Screen, query: str, system_prompt: str | None = None) -> None:
-    """Prints an answer while it is generated. In a terminal an error ends the turn, not the
-    conversation.
+    """Prints an answer while it is generated.
 
-    Ctrl-C cancels the answer; pressed again, it raises as usual. With several ranks it ends them
-    all.
+    In a terminal an error ends the turn, not the conversation. Ctrl-C cancels the answer; pressed
+    again, it raises as usual. With several ranks it ends them all.
     """
     messages = [{"role": "user", "content": query}]
     if system_prompt is not None and not session.messages:
@@ -102,9 +99,9 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
     alone = ranks.count_ranks() == 1  # otherwise Ctrl-C ends all ranks
     before = signal.signal(signal.SIGINT, cancel if alone else signal.SIG_DFL)
     try:
-        with show_prompt_progress() as callback:
+        with show_prompt_progress() as progress:
             made = session.send(
-                messages, on_token=screen.show_token, prompt_progress_callback=callback
+                messages, on_token=screen.show_token, prompt_progress_callback=progress
             )
     except (RedrafterError, RuntimeError, MemoryError) as error:  # for instance out of memory
         if not screen.is_interactive:
@@ -119,21 +116,20 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
 
 
 class Screen(ChatUI):
-    """mlx-lm's terminal interface with round statistics and coloured tokens.
+    """mlx-lm's terminal interface with round statistics and colored tokens.
 
     Plain text if not in a terminal.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        self._console = Console(
-            theme=_make_theme(), highlight=False
-        )  # mlx-lm's console writes colours into pipes, too
+        # mlx-lm's console writes colors into pipes, too.
+        self._console = Console(theme=_make_theme(), highlight=False)
         with suppress(ImportError):  # lets arrow keys edit a line and recall earlier ones
             import_module("readline")
         self.is_interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
-        has_colours = self._console.color_system is not None and not self._console.no_color
-        self._uses_colours = args.show_accepted and has_colours
+        has_colors = self._console.color_system is not None and not self._console.no_color
+        self._uses_colors = args.show_accepted and has_colors
 
     def show_header(self, session: Session) -> None:
         """Prints the loaded models, settings and commands."""
@@ -141,14 +137,11 @@ class Screen(ChatUI):
         demo = "the packaged demo"
         drafter = "none" if session.drafter is None else get_drafter_name(args) or f"{demo}'s"
         limit = f"{args.max_tokens:,}" if args.max_tokens > 0 else "no limit"
-        rows = {
-            "model": args.model or demo,
-            "drafter": drafter,
-            "max tokens": limit,
-            "system": args.system_prompt,
-        }
-        given = [(name, escape(text)) for name, text in rows.items() if text]
-        print_header_panel(self._console, "mlx_redrafter.chat", given)
+        lines = [("model", args.model or demo), ("drafter", drafter), ("max tokens", limit)]
+        if args.system_prompt:
+            lines.append(("system", args.system_prompt))
+        escaped = [(name, escape(text)) for name, text in lines]
+        print_header_panel(self._console, "mlx_redrafter.chat", escaped)
         self.say_help()
 
     def prompt(self) -> str:
@@ -157,43 +150,39 @@ class Screen(ChatUI):
         if ranks.get_rank() == 0:
             with suppress(EOFError):
                 line = str(super().prompt()) if self.is_interactive else input()
-        if (line := ranks.share(line)) is None:
+        line = ranks.share(line)
+        if line is None:
             raise EOFError
         return str(line)
 
     def say_help(self) -> None:
         """Prints the commands."""
-        for what, keys in (
-            ("exit", (*QUIT, "Ctrl-D")),
-            ("reset", RESET),
-            ("help", HELP),
-            ("stop", ("Ctrl-C",)),
-        ):
-            self._console.print(
-                f"  [ui.label]{what:12}[/ui.label][ui.strong]{' '.join(keys)}[/ui.strong]"
-            )
+        commands = {
+            "exit": (*QUIT, "Ctrl-D"),
+            "reset": RESET,
+            "help": HELP,
+            "stop": ("Ctrl-C",),
+        }
+        for what, keys in commands.items():
+            typed = " ".join(keys)
+            self._console.print(f"  [ui.label]{what:12}[/ui.label][ui.strong]{typed}[/ui.strong]")
 
     def show_token(self, response: GenerationResponse) -> None:
-        """Prints a token's text at once, in colour if it was drafted and colours are on."""
+        """Prints a token's text at once, in color if it was drafted and colors are on."""
         text = response.text
         source = response.draft_source
-        self.stream_token(
-            f"{COLOURS[source]}{text}{DEFAULT_COLOUR}"
-            if source and self._uses_colours and text
-            else text
-        )
+        if source and self._uses_colors and text:
+            text = COLORS[source] + text + DEFAULT_COLOR
+        self.stream_token(text)
 
     def end_turn(self, response: GenerationResponse | None) -> None:
-        """Prints mlx-lm's line of counts and speeds and, if anything was drafted, a line of round
-        statistics.
-        """
+        """Prints mlx-lm's line of counts and speeds, and one about rounds if any drafted."""
         super().end_turn(response)
         if response is not None and response.drafted:
-            self._console.print(
-                f"  [ui.muted]{response.tokens_per_round:.2f} tokens per round · {response.rounds} rounds · "
-                f"{response.accepted} of {response.drafted} drafted accepted, "
-                f"{response.context_accepted} of them from the context[/ui.muted]"
-            )
+            rounds = f"{response.tokens_per_round:.2f} tokens per round · {response.rounds} rounds"
+            accepted = f"{response.accepted} of {response.drafted} drafted accepted"
+            context = f"{response.context_accepted} of them from the context"
+            self._console.print(f"  [ui.muted]{rounds} · {accepted}, {context}[/ui.muted]")
 
     def say(self, what: str, text: str) -> None:
         """Prints a line for the user."""

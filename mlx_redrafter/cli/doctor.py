@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -30,11 +30,16 @@ from ..setup import get_cache_row_classes
 from ..trials import TRIAL_PROMPTS, try_drafter
 
 TRIAL_DEPTH = 8
+"""The longest chain of a trial."""
+
 TRIAL_TOKENS = 48
-"""The longest chain of a trial, and tokens decoded after each prompt."""
+"""Tokens decoded after each prompt of a trial."""
 
 MIN_ACCEPTANCE = 0.1
 """If the first guess is right less often, the drafter is probably for another model."""
+
+Report = dict[str, Any]
+"""The object of `--json` without `settings`."""
 
 
 def run() -> int:
@@ -43,37 +48,33 @@ def run() -> int:
         "Measure what drafting costs on this machine, and what a drafter gains on a few prompts."
     )
     parser = make_parser("doctor", about, "a random one of the size that training would choose")
-    parser.add_argument(
-        "--refresh", action="store_true", help="measure again instead of using what was saved"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the text"
-    )
+    add = parser.add_argument
+    add("--refresh", action="store_true", help="measure again instead of using what was saved")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
     args = parser.parse_args()
     model, tokenizer, drafter = load_models(args)
     report = diagnose(model, tokenizer, drafter, refresh=args.refresh)
-    demo = {} if args.model else {"model": "demo", "drafter": get_drafter_name(args) or "demo"}
-    print(
-        json.dumps(report | {"settings": vars(args) | demo}) if args.json else format_report(report)
-    )
+    if not args.json:
+        print(format_report(report))
+        return 0
+    settings = vars(args)
+    if not args.model:
+        settings |= {"model": "demo", "drafter": get_drafter_name(args) or "demo"}
+    print(json.dumps(report | {"settings": settings}))
     return 0
 
 
 def diagnose(
     model: nn.Module, tokenizer: Any, drafter: Drafter | None = None, *, refresh: bool = False
-) -> dict[str, Any]:
-    """The object of `--json` without `settings`.
+) -> Report:
+    """Measures the pair and tries the drafter.
 
     Without a drafter, measures one of the size that training chooses.
     """
     no_trees = check_draftable(model, tree=True)
     stand_in = None
-    trial = None
     if drafter is None:
-        print(
-            "no drafter given: measuring a random one of the size that training would choose",
-            file=sys.stderr,
-        )
+        _say("no drafter given: measuring a random one of the size that training would choose")
         choice = choose_size(model, get_compute_dtype(model))
         drafter = make_drafter(choice.args)
         stand_in = choice.reason
@@ -83,20 +84,25 @@ def diagnose(
     pair = Pair(model, drafter)
     costs = pair.measure_costs(trees=no_trees is None, refresh=refresh)
     if is_disturbed(costs):
-        print("the measured times contradict each other: measuring again", file=sys.stderr)
+        _say("the measured times contradict each other: measuring again")
         costs = pair.measure_costs(trees=no_trees is None, refresh=True)
+
+    trial = None
     if stand_in is None:
-        print(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts", file=sys.stderr)
+        _say(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts")
         depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
-        stats = try_drafter(
-            pair, tokenizer, Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
-        )
+        options = Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
+        stats = try_drafter(pair, tokenizer, options)
         trial = {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
-    chains = [] if is_disturbed(costs) else list_chains(costs, drafter.args.max_depth, trial)
-    tried = [
-        chain for chain in chains if "speedup" in chain and chain["context"] == costs.contexts[0]
-    ]
-    report: dict[str, Any] = {
+
+    chains = []
+    if not is_disturbed(costs):
+        chains = list_chains(costs, drafter.args.max_depth, trial)
+    tried = []
+    for chain in chains:
+        if "speedup" in chain and chain["context"] == costs.contexts[0]:
+            tried.append(chain)
+    report: Report = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
         "target": describe_model(model, get_module_name(model), get_compute_dtype(model)),
         "drafter": {
@@ -112,17 +118,20 @@ def diagnose(
         "chains": chains,
         "fastest": max(tried, key=lambda chain: chain["speedup"], default=None),
     }
-    return report | {"notes": list(find_notes(report))}
+    return report | {"notes": list_notes(report)}
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
     """Name, dtype, quantization and bytes of weights of a model."""
-    size = count_bytes(module)
     return {
         "name": name,
         "dtype": format_dtype(dtype),
         "quantized": is_quantized(module),
-        "weight_bytes": size,
+        "weight_bytes": count_bytes(module),
     }
 
 
@@ -133,41 +142,51 @@ def list_chains(
 
     After a trial also its speed.
     """
-    found = []
-    depths = [
-        count - 1 for count in costs.counts[1:] if max_depth is None or count - 1 <= max_depth
-    ]
+    chains = []
     for context in costs.contexts:
-        for depth in depths:
-            ms = max(costs.round_ms(chain_plan(depth), context), costs.least_ms(1 + depth, context))
-            steps = ms / costs.plain_ms(context)
+        for count in costs.counts[1:]:
+            depth = count - 1
+            if max_depth is not None and depth > max_depth:
+                continue
+            round_ms = costs.round_ms(chain_plan(depth), context)
+            steps = max(round_ms, costs.least_ms(count, context)) / costs.plain_ms(context)
             chain: dict[str, Any] = {"context": context, "depth": depth, "plain_steps": steps}
             if trial and depth <= trial["depth"]:
                 tokens = 1 + sum(trial["acceptance_per_depth"][:depth])
                 chain |= {"tokens_per_round": tokens, "speedup": tokens / steps}
-            found.append(chain)
-    return found
+            chains.append(chain)
+    return chains
 
 
-def find_notes(report: dict[str, Any]) -> Iterator[str]:
+def list_notes(report: Report) -> list[str]:
     """Notes for the user, the most serious first."""
-    machine = report["machine"]
+    notes = []
     target = report["target"]
     trial = report["trial"]
     if trial and sum(trial["acceptance_per_depth"][:1]) < MIN_ACCEPTANCE:
-        yield "the drafter's first guess is hardly ever right: is it for this model, its states and its dtype?"
-    if "blas" in machine and (target["quantized"] or target["dtype"] != "float32"):
-        yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slow, more so for more nodes"
+        notes.append(
+            "the drafter's first guess is hardly ever right: is it for this model, its states and "
+            "its dtype?"
+        )
+    if "blas" in report["machine"] and (target["quantized"] or target["dtype"] != "float32"):
+        notes.append(
+            "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slow, more so "
+            "for more nodes"
+        )
+    return notes
 
 
-def describe_verdict(report: dict[str, Any]) -> str:
+def describe_verdict(report: Report) -> str:
     """Whether the drafter pays.
 
     Without one, from how many tokens per round one would; or that the machine was busy.
     """
     fastest = report["fastest"]
     if not report["chains"]:
-        return "Busy, not measured: the times contradict each other. Run this again when nothing else is running."
+        return (
+            "Busy, not measured: the times contradict each other. "
+            "Run this again when nothing else is running."
+        )
     if fastest is None:
         chain = min(report["chains"], key=lambda chain: abs(chain["depth"] - 4))
         steps = f"{chain['plain_steps']:.2f}"
@@ -181,69 +200,63 @@ def describe_verdict(report: dict[str, Any]) -> str:
     return f"This drafter {verdict} here: {made} on {len(TRIAL_PROMPTS)} prompts; yours may differ."
 
 
-def format_report(report: dict[str, Any]) -> str:
+def format_report(report: Report) -> str:
     """The report as text: verdict, notes, models, trial, and costs by nodes."""
-    costs = report["costs"]
     drafter = report["drafter"]
     trial = report["trial"]
-    text = [describe_verdict(report), *(f"Warning: {note}." for note in report["notes"]), ""]
-    text.append(
-        "Machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items())
-    )
+    machine = ", ".join(f"{key} {value}" for key, value in report["machine"].items())
+    lines = [describe_verdict(report)]
+    lines += [f"Warning: {note}." for note in report["notes"]]
+    lines += ["", f"Machine: {machine}"]
     for role in ("target", "drafter"):
-        name, dtype, quantized, size = (
-            report[role][key] for key in ("name", "dtype", "quantized", "weight_bytes")
-        )
-        text.append(
-            f"{role.title()}: {name}, {'quantized, ' * quantized}{dtype}, {size / 1e6:,.1f} MB of weights"
-        )
+        model = report[role]
+        dtype = "quantized, " * model["quantized"] + model["dtype"]
+        size = f"{model['weight_bytes'] / 1e6:,.1f} MB of weights"
+        lines.append(f"{role.title()}: {model['name']}, {dtype}, {size}")
     if drafter["stand_in"]:
-        text.append(f"This drafter is random and only shows costs: {drafter['stand_in']}")
+        lines.append(f"This drafter is random and only shows costs: {drafter['stand_in']}")
     else:
-        made_for = (
-            f"it was made for {drafter['base_model']}"
-            if drafter["base_model"]
-            else "its config names no target"
-        )
-        text.append(f"It reads {drafter['states']}; {made_for}")
+        made_for = "its config names no target"
+        if drafter["base_model"]:
+            made_for = f"it was made for {drafter['base_model']}"
+        lines.append(f"It reads {drafter['states']}; {made_for}")
     if trial:
         shares = " ".join(f"{share:.2f}" for share in trial["acceptance_per_depth"])
-        text.append(
-            f"Tried greedily with a chain of {trial['depth']}. Accepted at depth 1, 2, ...: {shares}"
+        depth = trial["depth"]
+        lines.append(
+            f"Tried greedily with a chain of {depth}. Accepted at depth 1, 2, ...: {shares}"
         )
     alike = "; ".join(map(format_row_counts, report["row_classes"]))
-    text.append(
-        f"Row counts computed alike: {alike} (chains, {report['target']['dtype']}); see --exact of generate"
-    )
+    where = f"chains, {report['target']['dtype']}"
+    lines.append(f"Row counts computed alike: {alike} ({where}); see --exact of generate")
     if report["no_trees"]:
-        text.append(f"Plans: chains only, {report['no_trees']}")
+        lines.append(f"Plans: chains only, {report['no_trees']}")
+    if report["chains"]:
+        lines += format_costs(report)
+    return "\n".join(lines)
 
+
+def format_costs(report: Report) -> list[str]:
+    """Lines with the milliseconds of a forward and the plain steps of a round, by nodes."""
+    costs = report["costs"]
     after = [f"after {context:,} tokens" for context in costs["contexts"]]
-    if not report["chains"]:
-        return "\n".join(text)
     unit = "1.00 is a plain step, or one node if that takes longer, as it is read at once"
-    table = [
-        ("",),
-        (f"Milliseconds of a forward ({unit}); --refresh measures again:",),
-        ("nodes", *after),
-    ]
-    columns = [(plain, *row) for plain, row in zip(costs["plain"], costs["verify"], strict=True)]
-    for nodes, row in zip(
-        ("plain step", *costs["counts"]), zip(*columns, strict=True), strict=True
-    ):
-        cells = (
-            f"{ms:.2f} ({ms / max(column[:2]):.2f})"
-            for ms, column in zip(row, columns, strict=True)
-        )
-        table.append((f"{nodes}", *cells))
-    table += [
-        ("",),
-        ("Plain steps of a whole round, and so the tokens per round from which it pays:",),
-        ("plan", *after),
-    ]
-    for depth in dict.fromkeys(chain["depth"] for chain in report["chains"]):
-        own = [
-            f"{chain['plain_steps']:.2f}" for chain in report["chains"] if chain["depth"] == depth
-        ]
-        table.append((f"1 x {depth}", *own))
-    return "\n".join([*text, *("".join(f"{cell:>24}" for cell in row).rstrip() for row in table)])
+    columns = []
+    for plain, verified in zip(costs["plain"], costs["verify"], strict=True):
+        least = max(plain, verified[0])
+        columns.append([f"{ms:.2f} ({ms / least:.2f})" for ms in (plain, *verified)])
+    names = ["plain step", *map(str, costs["counts"])]
+    lines = ["", f"Milliseconds of a forward ({unit}); --refresh measures again:"]
+    lines += _align([["nodes", *after], *zip(names, *columns, strict=True)])
+
+    steps: dict[int, list[str]] = {}
+    for chain in report["chains"]:
+        steps.setdefault(chain["depth"], []).append(f"{chain['plain_steps']:.2f}")
+    lines += ["", "Plain steps of a whole round, and so the tokens per round from which it pays:"]
+    plans = [[f"1 x {depth}", *own] for depth, own in steps.items()]
+    return lines + _align([["plan", *after], *plans])
+
+
+def _align(table: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a table, with cells of 24 characters."""
+    return ["".join(f"{cell:>24}" for cell in cells) for cells in table]

@@ -298,7 +298,7 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the drafted text, the `compare` field of `--json`); both sides are warmed up first."""
-    plain = dict.fromkeys(PLAN_OPTIONS) | {"plan": OFF, "context": None}
+    plain: dict[str, Any] = dict.fromkeys(PLAN_OPTIONS) | {"plan": OFF, "context": None}
     model, tokenizer, prompt = stream.args
     for side in ({}, plain):
         keywords = stream.keywords | side

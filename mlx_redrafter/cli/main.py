@@ -18,25 +18,16 @@ from .. import __version__
 from ..errors import Parser, RedrafterError, join_lines
 
 COMMANDS = {
-    "generate": ("mlx_redrafter.cli.generate", "generate text from a prompt"),
-    "chat": ("mlx_redrafter.cli.chat", "hold a conversation in the terminal"),
-    "convert": (
-        "mlx_redrafter.convert.command",
-        "convert a PyTorch drafter checkpoint, and quantize it",
-    ),
-    "train": ("mlx_redrafter.training.command", "train a drafter for a model"),
-    "doctor": (
-        "mlx_redrafter.cli.doctor",
-        "measure the cost and speedup of drafting on this machine",
-    ),
-    "server": ("mlx_redrafter.serving.command", "serve the OpenAI and Anthropic APIs over HTTP"),
-    "race": (
-        "mlx_redrafter.serving.race",
-        "serve a web page with plain and drafted decoding side by side",
-    ),
-    "stdio": ("mlx_redrafter.cli.stdio", "run sessions for another program, over JSON lines"),
+    "generate": ("cli.generate", "generate text from a prompt"),
+    "chat": ("cli.chat", "hold a conversation in the terminal"),
+    "convert": ("convert.command", "convert a PyTorch drafter checkpoint, and quantize it"),
+    "train": ("training.command", "train a drafter for a model"),
+    "doctor": ("cli.doctor", "measure the cost and speedup of drafting on this machine"),
+    "server": ("serving.command", "serve the OpenAI and Anthropic APIs over HTTP"),
+    "race": ("serving.race", "serve a web page with plain and drafted decoding side by side"),
+    "stdio": ("cli.stdio", "run sessions for another program, over JSON lines"),
 }
-"""Name -> (the module whose `run()` is the command, its description)."""
+"""Name -> (the package's module whose `run()` is the command, its description)."""
 
 LAUNCHABLE_MODULES = (
     "mlx_redrafter.cli.generate",
@@ -47,7 +38,8 @@ LAUNCHABLE_MODULES = (
 
 NO_BACKEND = (
     "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx_redrafter[cpu]' or "
-    "pip install 'mlx_redrafter[cuda]' (in a clone of the repository: pip install -e '.[cpu]' or '.[cuda]')"
+    "pip install 'mlx_redrafter[cuda]' (in a clone of the repository: pip install -e '.[cpu]' or "
+    "'.[cuda]')"
 )
 NO_SERVER = (
     '{name} is not installed, which server and race need: pip install "mlx_redrafter[server]" '
@@ -71,7 +63,7 @@ def main(command: str | None = None) -> None:
         parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
         command = parser.parse_args(sys.argv[1:2]).command
         del sys.argv[1]
-    run_module(COMMANDS[command][0])
+    run_module(f"mlx_redrafter.{COMMANDS[command][0]}")
 
 
 def run_module(module: str) -> None:
@@ -79,21 +71,21 @@ def run_module(module: str) -> None:
 
     Errors print one line on stderr.
     """
+    # If the shell closed a stream, the next opened file would get its descriptor.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if (
-            getattr(sys, name) is None
-        ):  # closed by the shell; the next opened file would get its descriptor
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    # Python's handler would print a traceback during imports, and is not called while waiting for
+    # ranks.
     has_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if (
-        has_handler
-    ):  # it would print a traceback during imports, and is not called while waiting for ranks
+    if has_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     tqdm.set_lock(threading.RLock())  # its own lock would start a process on macOS
     warnings.formatwarning = lambda message, *place, **more: f"warning: {join_lines(message)}\n"
     logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
     if logging.lastResort is not None:  # handles log messages if the command sets up no handler
         logging.lastResort.setLevel(logging.INFO)
+
     try:
         import_module("mlx.core")
     except ImportError as error:
@@ -107,18 +99,17 @@ def run_module(module: str) -> None:
     fail = exit_with_error if size == 1 else ranks.exit_with_error
     if size > 1:
         ranks.watch_connections()
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # a rank that waits for a message cannot handle it
+        # A rank that waits for a message cannot handle it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     elif has_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if ranks.get_rank():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
     try:
         if size > 1 and module not in LAUNCHABLE_MODULES:
-            raise RedrafterError(
-                f"this command needs a single process, got {size}: only generate, chat and server support ranks"
-            )
+            only = "only generate, chat and server support ranks"
+            raise RedrafterError(f"this command needs a single process, got {size}: {only}")
         command = import_module(module)
         if size > 1:
             ranks.check_flags(vars(command.make_parser().parse_args()))
@@ -132,9 +123,8 @@ def run_module(module: str) -> None:
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # so that Python's final flush cannot fail
+        # So that Python's final flush cannot fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except (ValueError, OSError) as error:
         fail(join_lines(error))

@@ -1,10 +1,9 @@
-"""`stdio`: sessions for another program, over JSON lines; docs/stdio.schema.json defines all
-requests and events.
+"""`stdio`: sessions for another program, over JSON lines.
 
-Requests are read from stdin, events are written to stdout. The main thread loads the models and
-answers requests in order. Another thread reads stdin, so that a request can be cancelled while it
-runs. At the end of stdin the remaining requests are finished. When the parent process ends, this
-process exits.
+docs/stdio.schema.json defines all requests and events. Requests are read from stdin, events are
+written to stdout. The main thread loads the models and answers requests in order. Another thread
+reads stdin, so that a request can be cancelled while it runs. At the end of stdin the remaining
+requests are finished. When the parent process ends, this process exits.
 """
 
 from __future__ import annotations
@@ -40,18 +39,21 @@ FIELDS: dict[str, set[str]] = {
 """Request type -> its fields besides type and id; "as" and "path" are required."""
 
 USAGE = (
-    "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", *USAGE_FIELDS, "peak_memory", "seed",
-)  # fmt: skip
+    "prompt_tokens",
+    "prompt_tps",
+    "generation_tokens",
+    "generation_tps",
+    *USAGE_FIELDS,
+    "peak_memory",
+    "seed",
+)
 """The fields of the last response that are copied into `done`."""
 
 Request = dict[str, Any]
 
 
 def run() -> int:
-    """Loads the models given in `sys.argv`, and answers requests until stdin ends.
-
-    Returns the exit status.
-    """
+    """Loads the models given in `sys.argv`, and answers requests until stdin ends."""
     parser = make_text_parser(
         "stdio", "Run sessions for another program, over JSON lines on stdin and stdout."
     )
@@ -69,29 +71,23 @@ def run() -> int:
         help="refuse a turn that does not fit, or trim the oldest messages (default: %(default)s)",
     )
     args = parser.parse_args()
-    settings = read_options(args) | {
-        "stop": args.stop,
-        "chat_template_config": args.chat_template_config,
-    }
-    settings |= {"memory_budget": args.memory_budget, "when_full": args.when_full}
+    settings = read_options(args)
+    for name in ("stop", "chat_template_config", "memory_budget", "when_full"):
+        settings[name] = getattr(args, name)
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     stdout = sys.stdout.buffer
     with redirect_stdout(sys.stderr):  # stdout is for events only
         models = load_models(args)
 
         def make_session(path: str | None) -> Session:
-            return (
-                Session(*models, **settings)
-                if path is None
-                else Session.load(path, *models, **settings)
-            )
+            if path is None:
+                return Session(*models, **settings)
+            return Session.load(path, *models, **settings)
 
         server = SessionServer(stdout, make_session)
         drafter = None if models[2] is None else get_drafter_name(args) or "demo"
-        model = args.model or "demo"
-        server.write(
-            "ready", None, protocol=PROTOCOL, version=__version__, model=model, drafter=drafter
-        )
+        names = {"model": args.model or "demo", "drafter": drafter}
+        server.write("ready", None, protocol=PROTOCOL, version=__version__, **names)
         # A copy, as Python cannot exit while a thread reads sys.stdin.
         stdin = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
         threading.Thread(target=server.read_requests, args=(stdin,), daemon=True).start()
@@ -118,9 +114,8 @@ class SessionServer:
         self._events = events
         self._make_session = make_session
         self._queue: SimpleQueue[Request | None] = SimpleQueue()
-        self._pending: dict[
-            str, bool
-        ] = {}  # id of an unfinished request -> whether it was cancelled
+        # id of an unfinished request -> whether it was cancelled
+        self._pending: dict[str, bool] = {}
         self._lock = threading.Lock()
         self._sessions = {"main": make_session(None)}
 
@@ -187,9 +182,8 @@ class SessionServer:
         if kind in ("open", "load"):
             sessions[name] = self._make_session(request.get("path"))
         elif name not in sessions:
-            raise RedrafterError(
-                f"there is no session {name!r}, only {', '.join(map(repr, sessions)) or 'none'}"
-            )
+            known = ", ".join(map(repr, sessions)) or "none"
+            raise RedrafterError(f"there is no session {name!r}, only {known}")
         elif kind == "send":
             return "done", self._send(sessions[name], request)
         elif kind == "reset":
@@ -220,9 +214,9 @@ class SessionServer:
         answer = session.send(
             given, on_token=on_token, prompt_progress_callback=cancel_if_asked, **options
         )
-        usage = (
-            {} if answer.last is None else {field: getattr(answer.last, field) for field in USAGE}
-        )
+        usage = {}
+        if answer.last is not None:
+            usage = {field: getattr(answer.last, field) for field in USAGE}
         return {"text": answer.text, "finish_reason": answer.finish_reason, "usage": usage}
 
 

@@ -22,7 +22,7 @@ from mlx_lm.chat import setup_arg_parser
 from helpers.sessions import make_session
 from mlx_redrafter import Session, load_demo
 from mlx_redrafter.cli import chat
-from mlx_redrafter.cli.chat import COLOURS, DEFAULT_COLOUR, Screen
+from mlx_redrafter.cli.chat import COLORS, DEFAULT_COLOR, Screen
 from mlx_redrafter.engine.decode import Decoder
 from mlx_redrafter.generation import GenerationResponse
 
@@ -89,7 +89,7 @@ def demo_session(**options: Any) -> Session:
 
 def tint(each: GenerationResponse) -> str:
     return (
-        f"{COLOURS[each.draft_source]}{each.text}{DEFAULT_COLOUR}"
+        f"{COLORS[each.draft_source]}{each.text}{DEFAULT_COLOR}"
         if each.draft_source and each.text
         else each.text
     )
