@@ -1,7 +1,7 @@
 """Tokens per round by beam shape, and a check of exactness.
 
-    python -m benchmarks acceptance --plans 1,4 4,5 --temp 0.8 python -m benchmarks acceptance
-    --plans 1,3 --compare
+    python -m benchmarks acceptance --plans 1,4 4,5 --temp 0.8
+    python -m benchmarks acceptance --plans 1,3 --compare
 
 Tokens per round are pooled over all prompts: 1 + accepted / rounds. `--compare` also decodes every
 prompt plainly, and counts texts that differ and log-probabilities with differing bits. With
@@ -27,27 +27,26 @@ from mlx_redrafter.trials import decode_prompts
 
 from .command import add_json, parse_positive, parse_shape
 from .models import add_workload, open_workload
-from .tables import show_rows
+from .tables import print_table
 
-SHAPES = ((1, 2), (1, 3), (1, 4), (2, 3), (4, 3), (4, 5))
+PLANS = ((1, 2), (1, 3), (1, 4), (2, 3), (4, 3), (4, 5))
 
 
 def count_differences(pair: Pair, prompts: Sequence[list[int]], options: Options) -> dict[str, int]:
-    """How many texts differ from plain decoding, and how many log-probabilities (V,) in a bit, up
-    to such a token.
+    """How many generations differ from plain decoding, and how many log-probabilities in a bit.
+
+    Log-probabilities (V,) count up to the first differing token.
     """
-    differ = rows_differ = 0
+    differ = 0
+    rows_differ = 0
     for prompt in prompts:
-        plain = list(
-            open_generation(pair, prompt, replace(options, plan="off"), pair.open_source())
-        )
+        plain_options = replace(options, plan="off")
+        plain = list(open_generation(pair, prompt, plain_options, pair.open_source()))
         drafted = list(open_generation(pair, prompt, options, pair.open_source()))
         at = get_first_difference([each.token for each in plain], [each.token for each in drafted])
         differ += at is not None
-        rows_differ += sum(
-            not mx.array_equal(one.logprobs, other.logprobs)
-            for one, other in zip(plain[:at], drafted, strict=False)
-        )
+        for one, other in zip(plain[:at], drafted, strict=False):
+            rows_differ += not mx.array_equal(one.logprobs, other.logprobs)
     return {"texts": len(prompts), "differ": differ, "rows differ": rows_differ}
 
 
@@ -63,7 +62,7 @@ def measure(
     compare: bool = False,
     exact: bool | None = None,
 ) -> dict[str, Any]:
-    """The row of a shape, pooled over all prompts.
+    """The line of a plan, pooled over all prompts.
 
     Args:
         prompts: token ids.
@@ -74,26 +73,26 @@ def measure(
     options = Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan, exact=exact)
     pair = Pair(model, drafter)
     runs = decode_prompts(pair, prompts, options)
-    row = {
+    line = {
         "plan": list(plan),
         "tokens/round": runs.stats.tokens_per_round,
         "per depth": " ".join(f"{share:.2f}" for share in runs.stats.acceptance_per_depth),
     }
     if compare:
-        row |= count_differences(pair, prompts, options)
-    return row
+        line |= count_differences(pair, prompts, options)
+    return line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add_workload(parser, draft_model=False, prompts=("demo",))
     add = parser.add_argument
-    default = " ".join(",".join(map(str, shape)) for shape in SHAPES)
+    default = " ".join(",".join(map(str, plan)) for plan in PLANS)
     add(
         "--plans",
         type=parse_shape,
         nargs="+",
-        default=SHAPES,
+        default=PLANS,
         metavar="PLAN",
         help=f"W,K or W,K,N (default: {default})",
     )
@@ -115,22 +114,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each shape.
+    """Prints a line for each plan.
 
     Returns exit status 1 if with `--exact` a text or a bit differs.
     """
     workload = open_workload(args)
     drafter = workload.require_drafter()
     prompts = [prompt.ids for prompt in workload.prompts]
-    how = {
-        "max_tokens": args.max_tokens,
-        "temp": args.temp,
-        "seed": args.seed,
-        "compare": args.compare,
-    }
-    how["exact"] = args.exact
-    rows = [measure(workload.model, drafter, prompts, plan, **how) for plan in args.plans]
-    show_rows(args, rows)
-    return int(
-        bool(args.exact) and any(row.get("differ") or row.get("rows differ") for row in rows)
-    )
+    options = {name: getattr(args, name) for name in ("max_tokens", "temp", "seed", "compare")}
+    options["exact"] = args.exact
+    lines = [measure(workload.model, drafter, prompts, plan, **options) for plan in args.plans]
+    print_table(args, lines)
+    is_different = any(line.get("differ") or line.get("rows differ") for line in lines)
+    return int(bool(args.exact) and is_different)

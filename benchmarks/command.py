@@ -10,22 +10,20 @@ from typing import Any
 
 from mlx_redrafter.atomic_files import expand_path, explain_unwritable
 
-COMMANDS = {
-    "run": "run",
-    "specbench": "specbench",
-    "smollm2": "smollm2",
-    "synthetic": "synthetic",
-    "predict": "predict",
-    "report": "report",
-    "acceptance": "acceptance",
-    "serving": "serving",
-    "structured": "structured",
-    "soak": "soak",
-    "ranks": "ranks",
-}
-"""Command -> its module, with `add_arguments(parser)` and `run(args)`, which returns the exit
-status.
-"""
+COMMANDS = (
+    "run",
+    "specbench",
+    "smollm2",
+    "synthetic",
+    "predict",
+    "report",
+    "acceptance",
+    "serving",
+    "structured",
+    "soak",
+    "ranks",
+)
+"""Modules with `add_arguments(parser)` and `run(args)`, which returns the exit status."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,22 +32,20 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description="Benchmarks of speculative decoding."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        command = import_module(f"benchmarks.{module}")
+    for name in COMMANDS:
+        command = import_module(f"benchmarks.{name}")
         about = str(command.__doc__)
         style = argparse.RawDescriptionHelpFormatter
-        command.add_arguments(
-            commands.add_parser(
-                name, help=about.partition("\n")[0], description=about, formatter_class=style
-            )
-        )
+        summary = about.partition("\n")[0]
+        own = commands.add_parser(name, help=summary, description=about, formatter_class=style)
+        command.add_arguments(own)
     return parser
 
 
 def run() -> int:
     """Runs the command in `sys.argv`; returns its exit status."""
     args = make_parser().parse_args()
-    status: int = import_module(f"benchmarks.{COMMANDS[args.command]}").run(args)
+    status: int = import_module(f"benchmarks.{args.command}").run(args)
     return status
 
 
@@ -57,9 +53,8 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """Parses a shape `W,K` or `W,K,N`."""
     parts = text.split(",")
     if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"expected W,K or W,K,N, whole numbers above 0, got {text!r}"
-        )
+        expected = "expected W,K or W,K,N, whole numbers above 0"
+        raise argparse.ArgumentTypeError(f"{expected}, got {text!r}")
     return tuple(int(part) for part in parts)
 
 
@@ -78,18 +73,19 @@ def parse_positive(text: str) -> int:
 def parse_above_zero(text: str) -> float:
     """Parses a positive number."""
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
+        number = math.nan
+    if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return found
+    return number
 
 
 def parse_output(text: str) -> Path:
     """Parses the path of a file to write; expands `~`."""
     path = expand_path(text)
-    if why := explain_unwritable(path):
+    why = explain_unwritable(path)
+    if why:
         raise argparse.ArgumentTypeError(f"expected a writable file, got {text}: {why}")
     return path
 

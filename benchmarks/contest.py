@@ -39,7 +39,7 @@ from .contestants import (
 )
 from .models import Workload, count_bytes_read
 from .records import SCHEMA, Record, stamp, write_records
-from .tables import MLX_LM, MLX_LM_DRAFT, PLAIN, describe_setting, format_text, make_rows
+from .tables import MLX_LM, MLX_LM_DRAFT, PLAIN, describe_setting, format_text, make_lines
 
 PLANS: list[Any] = ["auto", (1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (4, 3)]
 QUICK_PLANS: list[Any] = ["auto", (1, 2), (1, 3), (2, 3)]
@@ -49,10 +49,9 @@ QUICK_TOKENS = 64
 def compare_contestants(
     workload: Workload, sides: Sequence[Contestant], settings: Settings
 ) -> Iterator[list[Record]]:
-    """Yields, for each prompt, a record per contestant. The first contestant must be plain
-    decoding.
+    """Yields, for each prompt, a record per contestant.
 
-    Contestants must be warmed up.
+    The first contestant must be plain decoding; all must be warmed up.
     """
     shared = workload.describe() | {
         "schema": SCHEMA,
@@ -86,8 +85,9 @@ def compare_contestants(
 def describe_runs(
     side: Contestant, runs: list[Run], plain: list[Run], bytes_read: int | None, settings: Settings
 ) -> Record:
-    """The record of a contestant on a prompt; round statistics are those of the repeat with the
-    median time.
+    """The record of a contestant on a prompt.
+
+    Round statistics are those of the repeat with the median time.
 
     Args:
         runs: the contestant's repeats.
@@ -100,11 +100,22 @@ def describe_runs(
     made = len(middle.tokens) - 1
     stats = middle.stats
     is_compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not settings.temp
-    places = (
-        [get_first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
-    )
-    differs = min((place for place in places if place is not None), default=None)
-    forwards = stats.rounds if stats else made
+    differs = None
+    if is_compared:
+        places = [get_first_difference(plain[0].tokens, run.tokens) for run in runs]
+        differs = min((place for place in places if place is not None), default=None)
+    forwards = made
+    tokens_per_round = None
+    plain_steps = None
+    acceptance = None
+    if stats is not None:
+        forwards = stats.rounds
+        tokens_per_round = stats.tokens_per_round
+        plain_steps = stats.plain_steps
+        acceptance = list(stats.acceptance_per_depth) if stats.reached else None
+    bandwidth = None
+    if bytes_read is not None:
+        bandwidth = bytes_read * forwards / middle.seconds / 1e9
     return {
         "contestant": side.kind,
         "plan": side.plan,
@@ -112,25 +123,21 @@ def describe_runs(
         "tokens": len(middle.tokens),
         "seconds": seconds,
         "tokens_per_second": made / float(np.median(seconds)),
-        "tokens_per_second_quartiles": find_quartiles([made / each for each in seconds]),
+        "tokens_per_second_quartiles": compute_quartiles([made / each for each in seconds]),
         "ratio": float(np.median(ratios)),
-        "ratio_quartiles": find_quartiles(ratios),
+        "ratio_quartiles": compute_quartiles(ratios),
         "rounds": forwards,
-        "tokens_per_round": None if stats is None else stats.tokens_per_round,
-        "plain_steps": None if stats is None else stats.plain_steps,
-        "acceptance_per_depth": None
-        if stats is None or not stats.reached
-        else list(stats.acceptance_per_depth),
+        "tokens_per_round": tokens_per_round,
+        "plain_steps": plain_steps,
+        "acceptance_per_depth": acceptance,
         "peak_memory_gb": max(run.peak for run in runs) / 1e9,
-        "bandwidth_gb_s": None
-        if bytes_read is None
-        else bytes_read * forwards / middle.seconds / 1e9,
+        "bandwidth_gb_s": bandwidth,
         "same_tokens": None if side.kind == PLAIN or not is_compared else differs is None,
         "first_difference": differs,
     }
 
 
-def find_quartiles(values: Sequence[float]) -> list[float]:
+def compute_quartiles(values: Sequence[float]) -> list[float]:
     """The lower and the upper quartile."""
     return [float(each) for each in np.quantile(values, (0.25, 0.75))]
 
@@ -173,8 +180,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
 
 
 def measure_costs(workload: Workload) -> Record:
-    """Measures the parts of a round and returns them as a record; plan "auto" then uses the same
-    times.
+    """Measures the parts of a round; plan "auto" then uses the same times.
 
     The record has milliseconds by context length, nodes and width, the drafter's acceptance, and
     the candidate plans. Warns on stderr if times contradict each other.
@@ -190,7 +196,7 @@ def measure_costs(workload: Workload) -> Record:
         "schema": SCHEMA,
         "kind": "costs",
         "costs": costs._asdict(),
-        "acceptance": [list(row) for row in acceptance],
+        "acceptance": [list(rates) for rates in acceptance],
         "plans": [list(plan.shape) for plan in list_candidate_plans(costs, acceptance)],
     }
 
@@ -202,9 +208,8 @@ def measure(
     *,
     mlx_lm: bool = True,
     context: bool = False,
-) -> tuple[int, list[Record]]:
-    """Measures, prints and writes the records of a workload; returns (exit status of `find_status`,
-    records).
+) -> int:
+    """Measures, prints and writes the records of a workload; returns `compute_status` of them.
 
     Args:
         args: has the flags of `add_options`.
@@ -212,10 +217,9 @@ def measure(
         context: whether to include drafts from the context.
     """
     settings = make_settings(args)
-    random = getattr(args, "random_drafter", False)
-    sides = make_contestants(
-        workload, plans, settings, mlx_lm=mlx_lm, context=context, random=random
-    )
+    kinds = {"mlx_lm": mlx_lm, "context": context}
+    kinds["random"] = getattr(args, "random_drafter", False)
+    sides = make_contestants(workload, plans, settings, **kinds)
     machine = stamp()
     found = list[Record]()
     if workload.drafter is not None:
@@ -228,20 +232,15 @@ def measure(
         found += [each | {"machine": machine} for each in records]
         if args.output:  # after each prompt, so that an interrupted run leaves its records
             write_records(args.output, found)
-    print(f"{format_text(make_rows(found))}\n\n{describe_setting(found)}", end="")
-    return find_status(found), found
+    print(f"{format_text(make_lines(found))}\n\n{describe_setting(found)}", end="")
+    return compute_status(found)
 
 
-def find_status(records: Iterable[Record]) -> int:
-    """The exit status: 1 if our tokens differ from plain decoding, or plain decoding differs from
-    mlx-lm.
+def compute_status(records: Iterable[Record]) -> int:
+    """The exit status: 1 if our tokens differ from plain decoding, or that from mlx-lm.
 
     Differences in mlx-lm's own speculative decoding are only recorded: its larger forwards may
     break ties differently.
     """
-    return int(
-        any(
-            each.get("same_tokens") is False and each["contestant"] != MLX_LM_DRAFT
-            for each in records
-        )
-    )
+    compared = [record for record in records if record.get("contestant") != MLX_LM_DRAFT]
+    return int(any(record.get("same_tokens") is False for record in compared))

@@ -1,6 +1,4 @@
-"""Contestants: plain decoding, mlx-lm's plain and speculative decoding, and our loop with each
-plan.
-"""
+"""Contestants: plain decoding, mlx-lm's own decoding, and our loop with each plan."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.setup import fit_plan, open_generation
 
-from .models import Prompt, Workload
+from .models import NamedPrompt, Workload
 from .tables import (
     BOTH,
     CONTEXT,
@@ -43,7 +41,7 @@ from .tables import (
     label,
 )
 
-WARM_UP = 16  # tokens to generate as a warm-up
+WARM_UP_TOKENS = 16  # tokens to generate as a warm-up
 NUM_DRAFT_TOKENS = 3  # of mlx-lm's speculative decoding; the default of its command
 
 Tokens = Iterator[tuple[int, Stats | None]]
@@ -98,7 +96,7 @@ class Contestant:
         """The contestant's name in tables."""
         return label(self.kind, self.plan)
 
-    def run(self, prompt: Prompt, max_tokens: int) -> Run:
+    def run(self, prompt: NamedPrompt, max_tokens: int) -> Run:
         """Decodes a prompt until the text ends, at least two tokens."""
         mx.reset_peak_memory()
         steps = self.decode(prompt.ids, max_tokens)
@@ -139,11 +137,8 @@ def make_contestants(
     if mlx_lm:
         found.append(Contestant(MLX_LM, None, make_mlx_lm(workload, settings)))
     if mlx_lm and workload.draft_model is not None:
-        found.append(
-            Contestant(
-                MLX_LM_DRAFT, None, make_draft_model(workload, workload.draft_model, settings)
-            )
-        )
+        decode = make_draft_model(workload, workload.draft_model, settings)
+        found.append(Contestant(MLX_LM_DRAFT, None, decode))
         own = DraftModel(workload.draft_model)
         chain = (1, NUM_DRAFT_TOKENS)
         found.append(make_ours(workload, own, chain, settings, DRAFT_MODEL))
@@ -158,9 +153,8 @@ def make_contestants(
         if exact:
             found.append(make_ours(workload, workload.drafter, "auto", settings, EXACT))
         if random:
-            found.append(
-                make_ours(workload, make_random_drafter(workload.drafter), "auto", settings, RANDOM)
-            )
+            untrained = make_random_drafter(workload.drafter)
+            found.append(make_ours(workload, untrained, "auto", settings, RANDOM))
     return list({side.label: side for side in found}.values())
 
 
@@ -168,20 +162,18 @@ def make_ours(
     workload: Workload, drafter: Drafter | None, plan: Any, settings: Settings, kind: str
 ) -> Contestant:
     """Our loop with a plan; its chain if the model takes no trees."""
-    given: dict[str, Any] = {
-        "seed": settings.seed,
-        "plan": plan,
-        "temp": 0.0 if workload.sampler else settings.temp,
-    }
-    given |= {
-        "context": kind in (CONTEXT, BOTH, EXACT, DRAFT_MODEL_BOTH),
-        "sampler": workload.sampler,
-    }
-    options = Options(**given, exact=kind == EXACT)
-    found = options.resolve_plan(drafter)
+    options = Options(
+        plan=plan,
+        temp=0.0 if workload.sampler else settings.temp,
+        seed=settings.seed,
+        sampler=workload.sampler,
+        context=kind in (CONTEXT, BOTH, EXACT, DRAFT_MODEL_BOTH),
+        exact=kind == EXACT,
+    )
     pair = Pair(workload.model, drafter)
-    if isinstance(found, Plan):
-        plan = list(fit_plan(pair, found).shape)
+    resolved = options.resolve_plan(drafter)
+    if isinstance(resolved, Plan):
+        plan = list(fit_plan(pair, resolved).shape)
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
         own = replace(options, max_tokens=max_tokens)
@@ -193,12 +185,12 @@ def make_ours(
 
 
 def make_random_drafter(drafter: Drafter) -> Drafter:
-    """An untrained drafter of the same size and bits: the rows of each tensor are shuffled."""
+    """An untrained drafter of the same size and bits: each tensor is shuffled."""
     mx.random.seed(0)
-    found = deepcopy(drafter)
-    found.update(tree_map(mx.random.permutation, drafter.parameters()))
-    mx.eval(found.parameters())
-    return found
+    untrained = deepcopy(drafter)
+    untrained.update(tree_map(mx.random.permutation, drafter.parameters()))
+    mx.eval(untrained.parameters())
+    return untrained
 
 
 def make_mlx_lm(workload: Workload, settings: Settings) -> Callable[[list[int], int], Tokens]:
@@ -206,9 +198,9 @@ def make_mlx_lm(workload: Workload, settings: Settings) -> Callable[[list[int], 
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
         sampler = make_mlx_lm_sampler(workload, len(prompt), settings)
-        for token, _ in generate_step(
-            mx.array(prompt), workload.model, max_tokens=max_tokens, sampler=sampler
-        ):
+        ids = mx.array(prompt)
+        steps = generate_step(ids, workload.model, max_tokens=max_tokens, sampler=sampler)
+        for token, _ in steps:
             yield int(token), None
 
     return decode
@@ -226,8 +218,11 @@ def make_draft_model(
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
         sampler = make_mlx_lm_sampler(workload, len(prompt), settings)
-        pairs = [(model, make_prompt_cache(model)) for model in (workload.model, draft_model)]
-        logits, own = (model(mx.array([prompt]), cache=cache)[:, -1] for model, cache in pairs)
+        cache = make_prompt_cache(workload.model)
+        draft_cache = make_prompt_cache(draft_model)
+        ids = mx.array([prompt])
+        logits = workload.model(ids, cache=cache)[:, -1]
+        own = draft_model(ids, cache=draft_cache)[:, -1]
         first = sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval(first, own)
         yield cast(int, first.item()), Stats()
@@ -238,7 +233,7 @@ def make_draft_model(
             num_draft_tokens=NUM_DRAFT_TOKENS,
             max_tokens=max_tokens - 1,
             sampler=sampler,
-            prompt_cache=[each for _, cache in pairs for each in cache],
+            prompt_cache=[*cache, *draft_cache],
         )
         accepted = 0
         for made, (token, _, from_draft) in enumerate(steps, start=1):
@@ -266,6 +261,6 @@ def make_mlx_lm_sampler(
 
 
 def warm_up(workload: Workload, side: Contestant) -> Run:
-    """Decodes the first `WARM_UP` tokens of the first prompt."""
+    """Decodes the first `WARM_UP_TOKENS` tokens of the first prompt."""
     with wired_limit(workload.model):
-        return side.run(workload.prompts[0], WARM_UP)
+        return side.run(workload.prompts[0], WARM_UP_TOKENS)

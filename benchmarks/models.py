@@ -1,4 +1,4 @@
-"""Workloads: a target, its drafter, a draft model for mlx-lm's speculative decoding, and prompts."""
+"""Workloads: a target, its drafter, a draft model for mlx-lm's own speculation, and prompts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ DRAFT_MODEL = Path(__file__).parent / "draft_model"
 
 DEMO = "demo"
 DEMO_CATEGORIES = {"demo-edits": "edits", "demo-code": "code"}
-"""Category -> kind of the packaged demo's prompts, from source files that its models were not
-trained on.
+"""Category -> kind of the packaged demo's prompts.
+
+They are from source files that its models were not trained on.
 """
 
 
-class Prompt(NamedTuple):
+class NamedPrompt(NamedTuple):
     """A prompt.
 
     Attributes:
@@ -72,20 +73,24 @@ class Workload:
     drafter_name: str | None
     draft_model: nn.Module | None
     draft_model_name: str | None
-    prompts: list[Prompt]
+    prompts: list[NamedPrompt]
     sampler: Sampler | None = None
 
     def describe(self) -> dict[str, Any]:
         """The fields of records that describe the models."""
+        drafter = self.drafter
+        bits = None
+        size = None
+        if drafter is not None:
+            bits = round(compute_bits_per_weight(drafter), 3)
+            size = count_bytes(drafter) / 1e9
         return {
             "model": self.name,
             "model_bits": round(compute_bits_per_weight(self.model), 3),
             "model_gb": count_bytes(self.model) / 1e9,
             "drafter": self.drafter_name,
-            "drafter_bits": round(compute_bits_per_weight(self.drafter), 3)
-            if self.drafter
-            else None,
-            "drafter_gb": count_bytes(self.drafter) / 1e9 if self.drafter else None,
+            "drafter_bits": bits,
+            "drafter_gb": size,
         }
 
     def require_drafter(self) -> Drafter:
@@ -97,25 +102,24 @@ class Workload:
 
 def count_bytes(module: nn.Module) -> int:
     """The size of a module's parameters in bytes."""
-    return sum(
-        array.nbytes
-        for _, array in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
-    )
+    arrays = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
+    return sum(array.nbytes for _, array in arrays)
 
 
 def count_bytes_read(model: nn.Module) -> int | None:
     """Bytes of weights that a one-token forward reads; None for models with experts.
 
-    An embedding counts only if it is also the head, as otherwise only one row is read.
+    An embedding counts only if it is also the head, as otherwise only one token's vector is read.
     """
     modules = [(name.rpartition(".")[2], each) for name, each in model.named_modules()]
     if any(isinstance(each, (SwitchLinear, QuantizedSwitchLinear)) for _, each in modules):
         return None
-    has_head = any(name in ("lm_head", "output", "embed_out") for name, _ in modules)
-    embeddings = [
-        each for _, each in modules if isinstance(each, (nn.Embedding, nn.QuantizedEmbedding))
-    ]
-    return count_bytes(model) - (sum(map(count_bytes, embeddings)) if has_head else 0)
+    size = count_bytes(model)
+    if any(name in ("lm_head", "output", "embed_out") for name, _ in modules):
+        for _, each in modules:
+            if isinstance(each, (nn.Embedding, nn.QuantizedEmbedding)):
+                size -= count_bytes(each)
+    return size
 
 
 def add_workload(
@@ -134,11 +138,16 @@ def add_workload(
     if draft_model:
         add(
             "--draft-model",
-            help="a smaller model with the same tokenizer, for mlx-lm's speculative decoding and ours",
+            help="a smaller model with the same tokenizer, for mlx-lm's own speculation and ours",
         )
     if prompts:
-        help = f"prompt names or categories, 'all', 'demo', or files (default: {' '.join(prompts)})"
-        add("--prompts", nargs="+", metavar="NAME", help=help)
+        default = " ".join(prompts)
+        add(
+            "--prompts",
+            nargs="+",
+            metavar="NAME",
+            help=f"prompt names or categories, 'all', 'demo', or files (default: {default})",
+        )
 
 
 def open_workload(args: argparse.Namespace) -> Workload:
@@ -147,15 +156,17 @@ def open_workload(args: argparse.Namespace) -> Workload:
     With `--quick` one prompt per category.
     """
     workload, tokenizer = load_models(args)
-    prompts = find_prompts(args.prompts, tokenizer)
+    prompts = load_prompts(args.prompts, tokenizer)
     if getattr(args, "quick", False):
         prompts = list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]
     return replace(workload, prompts=prompts)
 
 
 def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
-    """Loads (a workload without prompts, the target's tokenizer), given by the flags of
-    `add_workload`.
+    """Loads (a workload without prompts, the target's tokenizer).
+
+    Args:
+        args: has the flags of `add_workload`.
     """
     if args.model:
         model, tokenizer = load(args.model)
@@ -170,12 +181,19 @@ def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
         if not args.model:  # like the demo's own models
             draft_model.set_dtype(mx.float32)
     drafter_name = None if drafter is None else args.drafter or DEMO
-    return Workload(
-        args.model or DEMO, model, drafter, drafter_name, draft_model, draft_model_name, []
-    ), tokenizer
+    workload = Workload(
+        name=args.model or DEMO,
+        model=model,
+        drafter=drafter,
+        drafter_name=drafter_name,
+        draft_model=draft_model,
+        draft_model_name=draft_model_name,
+        prompts=[],
+    )
+    return workload, tokenizer
 
 
-def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
+def load_prompts(names: Sequence[str], tokenizer: Any) -> list[NamedPrompt]:
     """The prompts with these names, without duplicates.
 
     Args:
@@ -185,29 +203,29 @@ def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
     paths = {f"{path.parent.name}/{path.stem}": path for path in sorted(PROMPTS.glob("*/*.txt"))}
     texts = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()}
     for category, kind in DEMO_CATEGORIES.items():
-        texts |= {
-            f"{category}/{number:02d}": text
-            for number, text in enumerate(demo_prompts(kind), start=1)
-        }
-    found: dict[str, list[int]] = {}
+        for number, text in enumerate(demo_prompts(kind), start=1):
+            texts[f"{category}/{number:02d}"] = text
+    kinds = dict.fromkeys(name.partition("/")[0] for name in texts)
+
+    tokens: dict[str, list[int]] = {}
     for name in names:
         wanted = set(DEMO_CATEGORIES) if name == DEMO else {name}
-        chosen = (
-            paths
-            if name == "all"
-            else [each for each in texts if wanted & {each, each.partition("/")[0]}]
-        )
-        found |= {each: encode_chat(tokenizer, texts[each]) for each in chosen}
+        chosen = [each for each in texts if wanted & {each, each.partition("/")[0]}]
+        if name == "all":
+            chosen = list(paths)
+        tokens |= {each: encode_chat(tokenizer, texts[each]) for each in chosen}
         if not chosen:
             file = expand_path(name)
             if not file.exists():
-                kinds = ", ".join(dict.fromkeys(each.partition("/")[0] for each in texts))
                 raise RedrafterError(
-                    f"no prompt, category or file is called {name!r}: categories are {kinds}"
+                    f"no prompt, category or file is called {name!r}: "
+                    f"categories are {', '.join(kinds)}"
                 )
             own = encode_prompts(read_prompts(file), tokenizer)
-            found |= {f"{file.name}:{n}": ids for n, ids in enumerate(own, start=1)}
+            tokens |= {f"{file.name}:{number}": ids for number, ids in enumerate(own, start=1)}
+
     ends = frozenset(tokenizer.eos_token_ids)
     return [
-        Prompt(name, name.rpartition("/")[0] or "own", ids, ends) for name, ids in found.items()
+        NamedPrompt(name, name.rpartition("/")[0] or "own", ids, ends)
+        for name, ids in tokens.items()
     ]

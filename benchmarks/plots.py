@@ -1,6 +1,4 @@
-"""Bar charts as PNG, on a background of their own, so that they can be read on light and on dark
-pages.
-"""
+"""Bar charts as PNG, on a background of their own, to be read on light and on dark pages."""
 
 from __future__ import annotations
 
@@ -10,16 +8,16 @@ from pathlib import Path
 from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.errors import RedrafterError
 
-from .tables import Row
+from .tables import Line
 
-COLOURS = ("#e3a008", "#1d7a54", "#f3d27a", "#7cc4a4", "#2f5db3", "#9aa5b1", "#b3462f", "#6b4ba3")
+COLORS = ("#e3a008", "#1d7a54", "#f3d27a", "#7cc4a4", "#2f5db3", "#9aa5b1", "#b3462f", "#6b4ba3")
 
 
-def draw_bars(path: Path, rows: Sequence[Row], label: str, *, has_line: bool = False) -> None:
-    """Draws a group of bars for each row, completely or not at all.
+def draw_bars(path: Path, lines: Sequence[Line], label: str, *, has_line: bool = False) -> None:
+    """Draws a group of bars for each line of a table, completely or not at all.
 
     Args:
-        rows: the first column names the group; each other one is a bar, None leaves it out.
+        lines: the first column names the group; each other one is a bar, None leaves it out.
         label: of the vertical axis.
         has_line: whether to draw a line at 1.
     """
@@ -28,21 +26,21 @@ def draw_bars(path: Path, rows: Sequence[Row], label: str, *, has_line: bool = F
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RedrafterError("plots need matplotlib: pip install '.[bench]'") from error
-    groups, *names = rows[0]
-    figure = Figure(figsize=(1.5 * len(rows) + 1, 3.6), layout="constrained", facecolor="white")
+    groups, *names = lines[0]
+    figure = Figure(figsize=(1.5 * len(lines) + 1, 3.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     width = 0.8 / len(names)
     for at, name in enumerate(names):
-        places = [place + (at - len(names) / 2 + 0.5) * width for place in range(len(rows))]
-        values = [row[name] or 0.0 for row in rows]
-        bars = axes.bar(places, values, width * 0.92, label=name, color=COLOURS[at % len(COLOURS)])
-        axes.bar_label(
-            bars, [f"{value:.2f}" if value else "" for value in values], fontsize=6.5, padding=1
-        )
+        places = [place + (at - len(names) / 2 + 0.5) * width for place in range(len(lines))]
+        values = [line[name] or 0.0 for line in lines]
+        color = COLORS[at % len(COLORS)]
+        bars = axes.bar(places, values, width * 0.92, label=name, color=color)
+        labels = [f"{value:.2f}" if value else "" for value in values]
+        axes.bar_label(bars, labels, fontsize=6.5, padding=1)
     if has_line:
         axes.axhline(1.0, color="black", linewidth=1)
-    axes.set_xticks(range(len(rows)), [row[groups] for row in rows], fontsize="small")
+    axes.set_xticks(range(len(lines)), [line[groups] for line in lines], fontsize="small")
     axes.set_ylabel(label, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(

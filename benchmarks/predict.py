@@ -19,7 +19,7 @@ import csv
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +32,8 @@ from .tables import format_markdown
 
 RUNS = Path(__file__).parent / "data" / "apple-mlx-2024"
 SOURCE = (
-    "Apple's published runs, https://github.com/apple/ml-recurrent-drafter, recurrent_drafting/mlx/experiments: "
-    "Vicuna-7B in 16 bits, one prompt"
+    "Apple's published runs, https://github.com/apple/ml-recurrent-drafter, "
+    "recurrent_drafting/mlx/experiments: Vicuna-7B in 16 bits, one prompt"
 )
 CHIPS = ("m1-max", "m2", "m2-ultra")
 DTYPES = ("float16", "bfloat16")
@@ -44,9 +44,8 @@ MAX_DEPTH = 4
 # for this many rows or more, MLX of 2024 used another matrix kernel
 CLIFF = 16
 NO_CLIFF = 1 << 30
-DRAFT = (
-    0.86 / 13.5
-)  # size of Vicuna-7B's drafter over the target's: the cost of a level that only reads weights
+# size of Vicuna-7B's drafter over the target's: the cost of a level that only reads weights
+DRAFT = 0.86 / 13.5
 PRIOR = {
     "two": (1.0, 0.5),
     "row": (0.0, 0.05),
@@ -73,8 +72,11 @@ class Cell(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The published results for a chip and dtype: a plain step of Apple's own Llama, and the rounds
-    of each shape.
+    """The published results for a chip and dtype.
+
+    Attributes:
+        plain_ms: a plain step of Apple's own Llama.
+        cells: the rounds of each shape.
     """
 
     chip: str
@@ -97,14 +99,10 @@ class RoundModel(NamedTuple):
             draft_scale: factor for the cost of drafts.
             hidden_ms: host time that overlaps and is subtracted.
         """
-        steps = [
-            count * number
-            for count, number in zip(count_terms(plan, self.cliff), self.numbers, strict=True)
-        ]
-        return max(
-            self.plain_ms * (sum(steps[:4]) + draft_scale * sum(steps[4:])) - hidden_ms,
-            self.plain_ms,
-        )
+        terms = zip(count_terms(plan, self.cliff), self.numbers, strict=True)
+        steps = [factor * number for factor, number in terms]
+        total = sum(steps[:4]) + draft_scale * sum(steps[4:])
+        return max(self.plain_ms * total - hidden_ms, self.plain_ms)
 
 
 def count_terms(plan: Plan, cliff: int) -> tuple[float, ...]:
@@ -116,27 +114,28 @@ def count_terms(plan: Plan, cliff: int) -> tuple[float, ...]:
 
 def fit_model(cells: Iterable[Cell], plain_ms: float, cliff: int = CLIFF) -> RoundModel:
     """Fits the model by least squares of relative errors, with the priors; eight cells suffice."""
-    centre, spread = (np.array(side) for side in zip(*PRIOR.values(), strict=True))
-    rows = [np.diag(1 / spread)]
-    right = [centre / spread]
+    centers, spreads = map(np.array, zip(*PRIOR.values(), strict=True))
+    factors = [np.diag(1 / spreads)]
+    values = [centers / spreads]
     for cell in cells:
-        rows.append(plain_ms / cell.round_ms / NOISE * np.array([count_terms(cell.plan, cliff)]))
-        right.append(np.array([1 / NOISE]))
-    numbers = np.linalg.lstsq(np.concatenate(rows), np.concatenate(right), rcond=None)[0]
-    return RoundModel(plain_ms, tuple(map(float, numbers)), cliff)
+        weight = plain_ms / cell.round_ms / NOISE
+        factors.append(weight * np.array([count_terms(cell.plan, cliff)]))
+        values.append(np.array([1 / NOISE]))
+    fitted = np.linalg.lstsq(np.concatenate(factors), np.concatenate(values), rcond=None)
+    return RoundModel(plain_ms, tuple(map(float, fitted[0])), cliff)
 
 
-def read_rows(name: str, dtype: str) -> Iterator[dict[str, str]]:
-    """The rows of a file with this dtype, except those listed in `disturbed.csv`."""
+def read_runs(name: str, dtype: str) -> Iterator[dict[str, str]]:
+    """The lines of a file with this dtype, except those listed in `disturbed.csv`."""
     with (RUNS / "disturbed.csv").open(encoding="utf-8") as file:
-        disturbed = [row for row in csv.DictReader(file) if row["file"] == name]
+        listed = [each for each in csv.DictReader(file) if each["file"] == name]
+    disturbed = set[int]()
+    for each in listed:
+        disturbed |= set(range(int(each["first_line"]), int(each["last_line"]) + 1))
     with (RUNS / name).open(encoding="utf-8") as file:
-        for line, row in enumerate(csv.DictReader(file), start=2):
-            kept = not any(
-                int(each["first_line"]) <= line <= int(each["last_line"]) for each in disturbed
-            )
-            if kept and row["dtype"] == f"mlx.core.{dtype}":
-                yield row
+        for line, run in enumerate(csv.DictReader(file), start=2):
+            if line not in disturbed and run["dtype"] == f"mlx.core.{dtype}":
+                yield run
 
 
 def read_published() -> list[Published]:
@@ -145,27 +144,21 @@ def read_published() -> list[Published]:
     Of several runs the fastest counts, as disturbances only slow them down.
     """
     found = []
-    for chip, dtype in ((chip, dtype) for chip in CHIPS for dtype in DTYPES):
-        plain = list(read_rows(f"{chip}-autoregression.csv", dtype))
-        step, prompt = (
-            min(float(row[name]) for row in plain)
-            for name in ("generation_ours", "comprehension_ours")
-        )
-        runs: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
-        for row in read_rows(f"{chip}-recurrent_drafting.csv", dtype):
-            if row["greedy"] == "True":
-                shape = int(row["beam_width"]), int(row["beam_length"]) - 1
-                runs[shape].append(
-                    (float(row["comprehension_and_generation_time"]), int(row["steps"]) + 1)
-                )
+    for chip, dtype in product(CHIPS, DTYPES):
+        plain = list(read_runs(f"{chip}-autoregression.csv", dtype))
+        step = min(float(run["generation_ours"]) for run in plain)
+        prompt = min(float(run["comprehension_ours"]) for run in plain)
+        by_shape: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+        for run in read_runs(f"{chip}-recurrent_drafting.csv", dtype):
+            if run["greedy"] == "True":
+                shape = int(run["beam_width"]), int(run["beam_length"]) - 1
+                ms = float(run["comprehension_and_generation_time"])
+                by_shape[shape].append((ms, int(run["steps"]) + 1))
         cells = []
-        for (width, depth), some in runs.items():
-            ms, rounds = min(some)
-            cells.append(
-                Cell(
-                    Plan(width, depth, width * (depth + 1)), TOKENS / rounds, (ms - prompt) / rounds
-                )
-            )
+        for (width, depth), runs in by_shape.items():
+            ms, rounds = min(runs)
+            plan = Plan(width, depth, width * (depth + 1))
+            cells.append(Cell(plan, TOKENS / rounds, (ms - prompt) / rounds))
         found.append(Published(chip, dtype, step / TOKENS, cells))
     return found
 
@@ -175,25 +168,23 @@ def split_shapes() -> list[set[tuple[int, int]]]:
 
     Each has a shape of at least `CLIFF` rows, to fit the cliff.
     """
-    shapes = [
-        (width, depth) for width in range(1, MAX_WIDTH + 1) for depth in range(1, MAX_DEPTH + 1)
-    ]
+    shapes = list(product(range(1, MAX_WIDTH + 1), range(1, MAX_DEPTH + 1)))
     halves = (set(random.Random(seed).sample(shapes, len(shapes) // 2)) for seed in count())
-    seeing = (half for half in halves if any(width * (depth + 1) >= CLIFF for width, depth in half))
-    return list(islice(seeing, SPLITS))
+    has_cliff = (half for half in halves if any(w * (k + 1) >= CLIFF for w, k in half))
+    return list(islice(has_cliff, SPLITS))
 
 
-def find_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[str, float]:
-    """Relative errors of predicted speeds, for the cells outside each fitted half, given their
-    tokens per round.
+def compute_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[str, float]:
+    """Relative errors of predicted speeds, for the cells outside each fitted half.
+
+    Their tokens per round are given.
     """
     errors = []
     for half in split_shapes():
         for each in published:
-            model = fit_model(
-                (cell for cell in each.cells if cell.plan[:2] in half), each.plain_ms, cliff
-            )
-            others = (cell for cell in each.cells if cell.plan[:2] not in half)
+            fitted = [cell for cell in each.cells if cell.plan[:2] in half]
+            others = [cell for cell in each.cells if cell.plan[:2] not in half]
+            model = fit_model(fitted, each.plain_ms, cliff)
             errors += [abs(cell.round_ms / model.round_ms(cell.plan) - 1) for cell in others]
     median, tail = np.percentile(errors, (50, 95))
     return {"cells": len(errors), "median": median, "95th percentile": tail, "worst": max(errors)}
@@ -207,14 +198,18 @@ def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
     """
     width, depth, whole = plan.shape
     full = sum(compute_cumulative(UNKNOWN_ACCEPTANCE, plan))
-    for size in [whole] if width == 1 else range(max(width, depth) + 1, min(whole, CLIFF - 1) + 1):
+    sizes = [whole]
+    if width > 1:
+        sizes = list(range(max(width, depth) + 1, min(whole, CLIFF - 1) + 1))
+    for size in sizes:
         pruned = Plan(width, depth, size)
         yield pruned, tokens * sum(compute_cumulative(UNKNOWN_ACCEPTANCE, pruned)) / full
 
 
 def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
-    """Each change alone and all together, on each chip and dtype, with the fastest of the published
-    shapes.
+    """Each change alone and all together, on each chip and dtype.
+
+    With the fastest of the published shapes.
     """
     models = [fit_model(each.cells, each.plain_ms) for each in published]
     # Host time per round is at most the lowest cost of a second row, as Python is about equally
@@ -234,9 +229,10 @@ def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
             "all, at most": (pruned, QUANTIZED, hidden),
         }
         for change, (options, scale, less) in changes.items():
-            speed, plan = max(
+            speeds = [
                 (1e3 * tokens / model.round_ms(plan, scale, less), plan) for plan, tokens in options
-            )
+            ]
+            speed, plan = max(speeds)
             yield {
                 "chip": f"{each.chip} {each.dtype}",
                 "change": change,
@@ -259,12 +255,12 @@ def describe_best(each: Published) -> dict[str, Any]:
     }
 
 
-def study() -> dict[str, Any]:
+def make_study() -> dict[str, Any]:
     """The model's errors, Apple's best shapes, and predicted speeds with changes."""
     published = read_published()
     return {
-        "error": find_errors(published),
-        "error without the cliff": find_errors(published, NO_CLIFF),
+        "error": compute_errors(published),
+        "error without the cliff": compute_errors(published, NO_CLIFF),
         "measured by Apple": [describe_best(each) for each in published],
         "predicted changes": list(predict_changes(published)),
     }
@@ -272,11 +268,10 @@ def study() -> dict[str, Any]:
 
 def format_study(found: dict[str, Any]) -> str:
     """The study as text and Markdown tables."""
-    errors = [
-        {"predicted speed": name}
-        | {key: f"{x:.2%}" if key != "cells" else x for key, x in found[name].items()}
-        for name in ("error", "error without the cliff")
-    ]
+    errors = []
+    for name in ("error", "error without the cliff"):
+        shares = {key: f"{value:.2%}" for key, value in found[name].items()}
+        errors.append({"predicted speed": name} | shares | {"cells": found[name]["cells"]})
     return (
         f"Source: {SOURCE}.\n\n{format_markdown(errors)}\n"
         f"Measured by Apple:\n\n{format_markdown(found['measured by Apple'])}\n"
@@ -290,5 +285,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints tables; returns the exit status."""
-    print(format_study(study()))
+    print(format_study(make_study()))
     return 0

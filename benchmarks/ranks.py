@@ -1,8 +1,9 @@
-"""Speedup of drafting on several ranks by network latency: a sharded model, with a delay added to
-every message.
+"""Speedup of drafting on several ranks by network latency.
 
-    python -m benchmarks ranks --layers 4 python -m benchmarks ranks --shape llama-3.2-1b --layers 4
-    --delays 0 1 --plans 1,3 --count 2 --pipeline
+    python -m benchmarks ranks --layers 4
+    python -m benchmarks ranks --shape llama-3.2-1b --layers 4 --delays 0 1 --plans 1,3 --pipeline
+
+The model is sharded, and a delay is added to every message.
 
 Each rank is a process on this machine; all share its processors. A proxy between two neighbours of
 the ring delays everything in both directions, in addition to the time of sockets and proxy.
@@ -45,7 +46,7 @@ from .command import add_json, parse_plan, parse_positive
 from .contest import measure_costs
 from .contestants import Contestant, Settings, make_contestants, warm_up
 from .synthetic import add_shape, open_shape
-from .tables import show_rows
+from .tables import print_table
 
 DELAYS = (0.0, 0.2, 1.0, 5.0)
 START = "from benchmarks.ranks import main; main()"
@@ -90,10 +91,12 @@ class DelayedLink:
     def _write(self, sink: socket.socket, delayed: queue.SimpleQueue[tuple[float, bytes]]) -> None:
         while True:
             due, data = delayed.get()
-            if (left := due - perf_counter()) > 0:
-                time.sleep(left)
+            time.sleep(max(0.0, due - perf_counter()))
             try:
-                sink.sendall(data) if data else sink.close()
+                if data:
+                    sink.sendall(data)
+                else:
+                    sink.close()
             except OSError:
                 return
 
@@ -101,6 +104,7 @@ class DelayedLink:
 @contextmanager
 def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[DelayedLink]]]:
     """Runs this command on several ranks; yields rank 0's process and the links between ranks."""
+    n_threads = max(1, (os.cpu_count() or 1) // count)
     with tempfile.TemporaryDirectory() as folder:
         ports = []
         for _ in range(count):
@@ -114,13 +118,11 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Delaye
             file = Path(folder, f"{rank}.json")
             file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in seen]), encoding="utf-8")
             environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
-            environment.setdefault(
-                "OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))
-            )
+            environment.setdefault("OPENBLAS_NUM_THREADS", str(n_threads))
             command = [sys.executable, "-c", START, *sys.argv[2:]]
-            out = None if rank else subprocess.PIPE
+            pipe = None if rank else subprocess.PIPE
             processes.append(
-                subprocess.Popen(command, env=environment, stdin=out, stdout=out, text=True)
+                subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
             )
         try:
             yield processes[0], links
@@ -147,7 +149,10 @@ def time_rounds(
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    """Runs one of the ranks: decodes at each delay, which rank 0 requests from the parent process."""
+    """Runs one of the ranks: decodes at each delay.
+
+    Rank 0 requests the delays from the parent process.
+    """
     workload = open_shape(args)
     model = workload.model
     group = mx.distributed.init()
@@ -172,62 +177,67 @@ def run_rank(args: argparse.Namespace) -> None:
         if "auto" in args.plans:
             measure_costs(workload)
         times: dict[str, list[float]] = {side.label: [] for side in sides}
-        texts = dict[str, list[int]]()
+        generated = dict[str, list[int]]()
         made = dict[str, float]()
         with wired_limit(model):
             for side in sides * args.repeats:
-                texts[side.label], ms, stats = time_rounds(
-                    side, workload.prompts[0].ids, args.max_tokens
-                )
+                prompt = workload.prompts[0].ids
+                tokens, ms, stats = time_rounds(side, prompt, args.max_tokens)
+                generated[side.label] = tokens
                 times[side.label] += ms
                 made[side.label] = stats.tokens_per_round
-        if any(text != texts[sides[0].label] for text in texts.values()):
+        plain = generated[sides[0].label]
+        if any(tokens != plain for tokens in generated.values()):
             raise RedrafterError("a plan's text differs from plain decoding")
-        for plan, ms in times.items():
-            row = {"plan": plan, "ms/round": compute_lower_quartile(ms), "tokens/round": made[plan]}
+        for label, ms in times.items():
+            record = {"plan": label, "ms/round": compute_lower_quartile(ms)}
+            record["tokens/round"] = made[label]
             if ranks.get_rank() == 0:
-                print(json.dumps(row), flush=True)
+                print(json.dumps(record), flush=True)
     ranks.gather(None)
 
 
-def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rank 0's results, a row for each delay and plan."""
-    rows = list[dict[str, Any]]()
+def read_records(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rank 0's results, a record for each delay and plan."""
+    records = list[dict[str, Any]]()
     delay = 0.0
     with start_ranks(args.count) as (first, links):
         assert first.stdout is not None and first.stdin is not None
         for line in first.stdout:
-            row = json.loads(line)
-            if "delay" in row:
-                delay = row["delay"]
+            record = json.loads(line)
+            if "delay" in record:
+                delay = record["delay"]
                 for link in links:
                     link.milliseconds = delay
                 first.stdin.write("\n")
                 first.stdin.flush()
             else:
-                rows.append({"delay, ms": delay} | row)
+                records.append({"delay, ms": delay} | record)
         if first.wait():
             raise RedrafterError(f"rank 0 exited with status {first.returncode}")
-    return rows
+    return records
 
 
-def compare_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with each plan's speed over plain decoding at the same delay, and its expected
-    speed.
+def add_speeds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records with each plan's speed over plain decoding at the same delay.
+
+    Beside it the expected speed, and the number of messages.
     """
-    ms = {(row["delay, ms"], row["plan"]): row["ms/round"] for row in rows}
+    ms = {(each["delay, ms"], each["plan"]): each["ms/round"] for each in records}
     least = min(delay for delay, _ in ms)
     most = max(delay for delay, _ in ms)
-    messages = (ms[most, "plain"] - ms[least, "plain"]) / (most - least) if most > least else 0.0
+    messages = 0.0
+    if most > least:
+        messages = (ms[most, "plain"] - ms[least, "plain"]) / (most - least)
     found = []
-    for row in rows:
-        delay = row["delay, ms"]
-        plan = row["plan"]
-        made = row["tokens/round"]
+    for each in records:
+        delay = each["delay, ms"]
+        plan = each["plan"]
+        made = each["tokens/round"]
         added = messages * (delay - least)
         speedup = made * ms[delay, "plain"] / ms[delay, plan]
         expected = made * (ms[least, "plain"] + added) / (ms[least, plan] + added)
-        found.append(row | {"x plain": speedup, "expected": expected, "messages": messages})
+        found.append(each | {"x plain": speedup, "expected": expected, "messages": messages})
     return found
 
 
@@ -245,11 +255,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="per message (default: %(default)s)",
     )
+    plans = [(1, 3), (1, 7)]
     add(
         "--plans",
         type=parse_plan,
         nargs="+",
-        default=[(1, 3), (1, 7)],
+        default=plans,
         metavar="PLAN",
         help="default: 1,3 1,7",
     )
@@ -270,7 +281,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table; returns the exit status."""
-    show_rows(args, compare_rows(read_rows(args)))
+    print_table(args, add_speeds(read_records(args)))
     return 0
 
 

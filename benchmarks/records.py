@@ -1,8 +1,8 @@
-"""Records of results: one JSON object per line, with machine and versions, checked against
-`record.schema.json`.
+"""Records of results: one JSON object per line, with machine and versions.
 
-A "speed" record has the results of a contestant on a prompt, a "costs" record the times of the
-parts of a round on a machine. A "suite" is a contributed file with records of both kinds.
+They are checked against `record.schema.json`. A "speed" record has the results of a contestant on
+a prompt, a "costs" record the times of the parts of a round on a machine. A "suite" is a
+contributed file with records of both kinds.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CONTRIBUTED = "contributed"
 Record = dict[str, Any]
 
 
-def find_problem(record: Any) -> str | None:
-    """The first problem of a record and its place; None if it is valid."""
+def explain_invalid(record: Any) -> str | None:
+    """Why a record is invalid, and where; None if it is valid."""
     try:
         import jsonschema
     except ImportError as error:
@@ -50,10 +50,9 @@ def find_problem(record: Any) -> str | None:
 @cache
 def read_schema() -> dict[str, Any]:
     """The contents of `record.schema.json`."""
-    found: dict[str, Any] = json.loads(
-        Path(__file__).with_name("record.schema.json").read_text(encoding="utf-8")
-    )
-    return found
+    path = Path(__file__).with_name("record.schema.json")
+    schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return schema
 
 
 def parse_record(text: str, where: str) -> Record:
@@ -62,7 +61,8 @@ def parse_record(text: str, where: str) -> Record:
         record = json.loads(text)
     except ValueError as error:
         raise RedrafterError(f"{where}: expected a JSON object: {join_lines(error)}") from error
-    if problem := find_problem(record):
+    problem = explain_invalid(record)
+    if problem:
         raise RedrafterError(f"{where}: {problem}")
     if "machine" not in record:
         raise RedrafterError(f"{where}: expected a field 'machine'")
@@ -114,23 +114,18 @@ def stamp() -> dict[str, Any]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     found = describe_machine() | {"mlx_redrafter": __version__, "when": now}
     if sys.platform == "darwin":
-        cores = ask_system(
-            r'"sppci_cores"\s*:\s*"(\d+)"', "system_profiler", "SPDisplaysDataType", "-json"
-        )
-        found |= {
-            "gpu_cores": cores and int(cores),
-            "power": ask_system(r"'(.+)'", "pmset", "-g", "batt"),
-        }
+        pattern = r'"sppci_cores"\s*:\s*"(\d+)"'
+        cores = ask_system(pattern, "system_profiler", "SPDisplaysDataType", "-json")
+        found["gpu_cores"] = cores and int(cores)
+        found["power"] = ask_system(r"'(.+)'", "pmset", "-g", "batt")
     return found
 
 
 def ask_system(pattern: str, *command: str) -> str | None:
     """The first group of `pattern` in the output of a system command; None if there is no match."""
     try:
-        printed = subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        ).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    found = re.search(pattern, printed)
+    found = re.search(pattern, done.stdout)
     return found and found[1]

@@ -1,11 +1,12 @@
 """Makes the tables and plots of the documentation from stored results.
 
-    python -m benchmarks report python -m benchmarks report --results my-results python -m
-    benchmarks report --write
+    python -m benchmarks report
+    python -m benchmarks report --results my-results
+    python -m benchmarks report --write
 
 Prints the tables in Markdown. `--write` inserts them into the documentation of this repository,
-between the lines `<!-- results: NAME -->` and `<!-- results: end -->`, and draws the plots. Rows in
-which drafting is slower than plain decoding are included.
+between the lines `<!-- results: NAME -->` and `<!-- results: end -->`, and draws the plots. Lines
+in which drafting is slower than plain decoding are included.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.costs import interpolate, parse_costs
 
 from .plots import draw_bars
-from .predict import study
+from .predict import make_study
 from .records import RESULTS, Record, Results, read_results
-from .specbench import SPEED_LABEL, make_kind_rows
+from .specbench import SPEED_LABEL, make_kind_lines
 from .tables import (
     CONTEXT,
     PLAIN,
-    Row,
+    Line,
     describe_machine,
     describe_setting,
     format_cell,
@@ -59,14 +60,13 @@ RESULTS_BLOCK = re.compile(
 )
 
 
-def find_costs(records: Iterable[Record]) -> Record | None:
+def get_costs(records: Iterable[Record]) -> Record | None:
     """The first costs record; None without any."""
     return next((record for record in records if record["kind"] == "costs"), None)
 
 
-def find_limit(costs: Record | None, record: Record) -> float | None:
-    """The speed over plain decoding that a record would have if a round took only its verify
-    forward.
+def compute_limit(costs: Record | None, record: Record) -> float | None:
+    """The speed over plain decoding that a record would have if a round took only its forward.
 
     That is tokens per round over the cost of the forward in plain steps, measured separately, at
     the context length halfway through the text. Of all forwards with at least as many nodes, the
@@ -80,31 +80,28 @@ def find_limit(costs: Record | None, record: Record) -> float | None:
     if plan.size not in table.counts:
         return None
     length = record["prompt_tokens"] + record["tokens"] // 2
-    columns = zip(table.counts, zip(*table.verify, strict=True), strict=True)
-    forwards = [
-        interpolate(table.contexts, column, length)
-        for count, column in columns
-        if count >= plan.size
-    ]
+    by_count = list(zip(*table.verify, strict=True))[table.counts.index(plan.size) :]
+    forwards = [interpolate(table.contexts, by_context, length) for by_context in by_count]
     verify = max(1.0, min(forwards) / table.plain_ms(length))
     return max((record["tokens"] - 1) / record["rounds"] / verify, record["ratio"])
 
 
-def find_median(values: Iterable[float | None]) -> float | None:
+def compute_median(values: Iterable[float | None]) -> float | None:
     """The median of the values that are not None; None if there are none."""
-    return median(found) if (found := [value for value in values if value is not None]) else None
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
-def make_row(name: str, records: list[Record]) -> Row:
+def make_demo_line(name: str, records: list[Record]) -> Line:
     """A contestant's medians over all prompts."""
-    row = summarize(records)
-    speed = SPREAD.format(**row) if row["x plain"] else "busy, not measured"
+    line = summarize(records)
+    speed = SPREAD.format(**line) if line["x plain"] else "busy, not measured"
     return {
         "": name,
-        "tokens per round": None if name == PLAIN else row["tokens/round"],
-        "tokens/s": row["tokens/s"],
+        "tokens per round": None if name == PLAIN else line["tokens/round"],
+        "tokens/s": line["tokens/s"],
         "against plain decoding, median (least to most)": speed,
-        "same tokens": row["same tokens"],
+        "same tokens": line["same tokens"],
     }
 
 
@@ -112,9 +109,11 @@ def make_demo_table(results: Results) -> str:
     """Every contestant on the demo's own prompts: edits, then fresh code."""
     parts = []
     for file, text in DEMO_FILES.items():
-        if records := results.files.get(file):
-            rows = [make_row(name, own) for name, own in group_by_contestant(records).items()]
-            parts.append(f"{text}:\n\n{format_markdown(rows)}\n{describe_setting(records)}")
+        records = results.files.get(file)
+        if records:
+            by_side = group_by_contestant(records)
+            lines = [make_demo_line(name, own) for name, own in by_side.items()]
+            parts.append(f"{text}:\n\n{format_markdown(lines)}\n{describe_setting(records)}")
     return "\n".join(parts)
 
 
@@ -128,98 +127,94 @@ def split_temps(results: Results) -> dict[str, list[Record]]:
     return found
 
 
-def make_summary_rows(results: Results, what: str) -> list[Row]:
-    """A row for each kind of text of a chat model's answers: the context alone, and with a drafter,
-    by temperature.
-    """
-    rows: dict[str, Row] = {}
+def make_summary_lines(results: Results, what: str) -> list[Line]:
+    """A line for each kind of text: the context alone, and with a drafter, by temperature."""
+    lines: dict[str, Line] = {}
     for temp, records in split_temps(results).items():
-        for each in make_kind_rows(records, what):
-            row = rows.setdefault(each["text"], {"text (answers)": each["text"]})
-            row |= {f"{temp}, {name}": each.get(contestant) for name, contestant in SUMMARY.items()}
-    return list(rows.values())
+        for each in make_kind_lines(records, what):
+            line = lines.setdefault(each["text"], {"text (answers)": each["text"]})
+            line |= {
+                f"{temp}, {name}": each.get(contestant) for name, contestant in SUMMARY.items()
+            }
+    return list(lines.values())
 
 
-def join_rows(rows: list[Row], others: list[Row]) -> list[Row]:
-    """Rows with the numbers of `others`, which have the same columns, in brackets where there are
-    two.
-    """
+def bracket_lines(lines: list[Line], others: list[Line]) -> list[Line]:
+    """Lines with the numbers of `others`, which have the same columns, in brackets."""
 
     def join(cell: Any, other: Any) -> Any:
         both = isinstance(cell, float) and isinstance(other, float)
         return f"{cell:.2f} ({other:.2f})" if both else cell
 
     return [
-        {name: join(cell, other[name]) for name, cell in row.items()}
-        for row, other in zip(rows, others, strict=True)
+        {name: join(cell, other[name]) for name, cell in line.items()}
+        for line, other in zip(lines, others, strict=True)
     ]
 
 
 def make_summary_table(results: Results) -> str:
     """Speeds of a chat model's answers by kind of text, and tokens per round."""
-    return format_markdown(
-        join_rows(*(make_summary_rows(results, what) for what in ("x plain", "tokens/round")))
-    )
+    speeds = make_summary_lines(results, "x plain")
+    tokens = make_summary_lines(results, "tokens/round")
+    return format_markdown(bracket_lines(speeds, tokens))
 
 
 def make_chat_table(results: Results) -> str:
-    """Every contestant on a chat model's answers, by kind of text: speed, and tokens per round in
-    brackets.
+    """Every contestant on a chat model's answers, by kind of text.
+
+    Speed, and tokens per round in brackets.
     """
     parts = []
     for temp, records in split_temps(results).items():
-        rows = join_rows(*(make_kind_rows(records, what) for what in ("x plain", "tokens/round")))
-        parts.append(f"{temp}:\n\n{format_markdown(rows)}\n{describe_setting(records)}")
+        speeds = make_kind_lines(records, "x plain")
+        lines = bracket_lines(speeds, make_kind_lines(records, "tokens/round"))
+        parts.append(f"{temp}:\n\n{format_markdown(lines)}\n{describe_setting(records)}")
     return "\n".join(parts)
 
 
-def make_drafter_rows(results: Results, what: str) -> list[Row]:
-    """A row for each kind of drafter of the chat model: one column of `summarize` for each fixed
-    plan.
-    """
-    rows = []
+def make_drafter_lines(results: Results, what: str) -> list[Line]:
+    """A line for each kind of drafter of the chat model: a value of `summarize` by fixed plan."""
+    lines = []
     for name, records in results.files.items():
         if name.startswith(DRAFTERS):
-            own = group_by_contestant(
-                record for record in records if record["kind"] == "speed" and is_fixed(record)
-            )
-            cells = {plan: summarize(found)[what] for plan, found in own.items()}
-            rows.append({"kind": name.removeprefix(DRAFTERS)} | cells)
-    return rows
+            fixed = [record for record in records if record["kind"] == "speed" and is_fixed(record)]
+            line: Line = {"kind": name.removeprefix(DRAFTERS)}
+            for plan, own in group_by_contestant(fixed).items():
+                line[plan] = summarize(own)[what]
+            lines.append(line)
+    return lines
 
 
 def make_drafters_table(results: Results) -> str:
     """Tokens per round of each kind of drafter of the chat model, and speeds."""
-    rows = join_rows(*(make_drafter_rows(results, what) for what in ("tokens/round", "x plain")))
-    settings = (
-        describe_setting(records)
-        for name, records in results.files.items()
-        if name.startswith(DRAFTERS)
-    )
-    return f"{format_markdown(rows)}\n{next(settings)}" if rows else ""
+    tokens = make_drafter_lines(results, "tokens/round")
+    lines = bracket_lines(tokens, make_drafter_lines(results, "x plain"))
+    if not lines:
+        return ""
+    first = next(records for name, records in results.files.items() if name.startswith(DRAFTERS))
+    return f"{format_markdown(lines)}\n{describe_setting(first)}"
 
 
-def make_size_rows(records: Iterable[Record]) -> Iterator[Row]:
-    """A row for each target, acceptance and contestant at real model sizes."""
+def make_size_lines(records: Iterable[Record]) -> Iterator[Line]:
+    """A line for each target, acceptance and contestant at real model sizes."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        groups.setdefault((record["model"], record["model_bits"], record["drafter"]), []).append(
-            record
-        )
+        key = (record["model"], record["model_bits"], record["drafter"])
+        groups.setdefault(key, []).append(record)
     for (model, bits, drafter), group in groups.items():
-        costs = find_costs(group)
+        costs = get_costs(group)
         for name, own in group_by_contestant(group).items():
-            row = summarize(own)
+            line = summarize(own)
             yield {
                 "target": f"{model.replace(', random weights', '')}, {bits:.3g} bits",
                 "acceptance": (drafter or "").removeprefix("oracle, acceptance ").split(",")[0],
                 "": name,
-                "tokens/s": row["tokens/s"],
-                "tokens per round": row["tokens/round"],
-                "x plain": row["x plain"],
-                "limit": find_median(find_limit(costs, each) for each in own),
-                "GB/s": find_median(each["bandwidth_gb_s"] for each in own),
-                "same tokens": row["same tokens"],
+                "tokens/s": line["tokens/s"],
+                "tokens per round": line["tokens/round"],
+                "x plain": line["x plain"],
+                "limit": compute_median(compute_limit(costs, each) for each in own),
+                "GB/s": compute_median(each["bandwidth_gb_s"] for each in own),
+                "same tokens": line["same tokens"],
                 "tokens x turns": f"{own[0]['max_tokens']} x {own[0]['repeats']}",
             }
 
@@ -227,22 +222,23 @@ def make_size_rows(records: Iterable[Record]) -> Iterator[Row]:
 def make_synthetic_table(results: Results) -> str:
     """Every contestant at real model sizes."""
     files = [records for name, records in results.files.items() if name.startswith("synthetic")]
-    rows = [row for records in files for row in make_size_rows(records)]
+    lines = [line for records in files for line in make_size_lines(records)]
     settings = dict.fromkeys(describe_setting(records) for records in files)
-    return f"{format_markdown(rows)}\n{''.join(settings)}" if rows else ""
+    return f"{format_markdown(lines)}\n{''.join(settings)}" if lines else ""
 
 
 def make_rounds_table(results: Results) -> str:
-    """The cost of a round in plain steps for each published kind of head, and of its verify forward
-    alone.
+    """The cost of a round in plain steps for each published kind of head.
+
+    Beside it that of its verify forward alone.
     """
-    rows = []
+    lines = []
     records = results.files.get("published-heads", [])
     for record in [each for each in records if each["kind"] == "speed" and is_fixed(each)]:
         group = [each for each in records if each["drafter"] == record["drafter"]]
         tokens = record["tokens_per_round"]
-        limit = find_limit(find_costs(group), record)
-        rows.append(
+        limit = compute_limit(get_costs(group), record)
+        lines.append(
             {
                 "head": record["drafter"].split(",")[0],
                 "GB": record["drafter_gb"],
@@ -254,27 +250,27 @@ def make_rounds_table(results: Results) -> str:
                 "same tokens": "yes" if record["same_tokens"] else "no",
             }
         )
-    return f"{format_markdown(rows)}\n{describe_setting(records)}" if rows else ""
+    return f"{format_markdown(lines)}\n{describe_setting(records)}" if lines else ""
 
 
 def make_predicted_table(results: Results) -> str:
     """Predicted speeds with changes on Apple's chips of 2024, next to Apple's measurements."""
-    found = study()
-    rows = []
+    found = make_study()
+    lines = []
     for best in found["measured by Apple"]:
-        text = f"{format_cell(best['best shape'])}: {best['tokens/s']:.1f}, {best['x plain']:.2f}"
-        changes = [each for each in found["predicted changes"] if each["chip"] == best["chip"]]
-        rows.append(
-            {"chip": best["chip"], "measured by Apple: best": text}
-            | {
-                f"predicted: {each['change']}": f"{each['predicted x plain']:.2f}"
-                for each in changes
-            }
-        )
+        shape = format_cell(best["best shape"])
+        measured = f"{shape}: {best['tokens/s']:.1f}, {best['x plain']:.2f}"
+        line = {"chip": best["chip"], "measured by Apple: best": measured}
+        for each in found["predicted changes"]:
+            if each["chip"] == best["chip"]:
+                line[f"predicted: {each['change']}"] = f"{each['predicted x plain']:.2f}"
+        lines.append(line)
     error = found["error"]
     return (
-        f"{format_markdown(rows)}\nThe model's error on held-out cells, {error['cells']} predictions: median "
-        f"{error['median']:.2%}, 95th percentile {error['95th percentile']:.1%}, worst {error['worst']:.1%}.\n"
+        f"{format_markdown(lines)}\n"
+        f"The model's error on held-out cells, {error['cells']} predictions: "
+        f"median {error['median']:.2%}, 95th percentile {error['95th percentile']:.1%}, "
+        f"worst {error['worst']:.1%}.\n"
     )
 
 
@@ -293,40 +289,37 @@ def describe_hardware(machine: Record) -> str:
 
 def make_contributed_table(results: Results) -> str:
     """Contributed results with their machines."""
-    rows = []
+    lines = []
     for suite in results.contributed:
         who = {"measured by": suite["contributor"], "on": describe_hardware(suite["machine"])}
-        rows += [who | row for row in make_size_rows(suite["records"])]
-    return format_markdown(rows)
+        lines += [who | line for line in make_size_lines(suite["records"])]
+    return format_markdown(lines)
 
 
-def make_forward_rows(records: Iterable[Record]) -> Iterator[Row]:
-    """A row for each costs record: forwards over several nodes in plain steps, at the shortest
-    context.
-    """
+def make_forward_lines(records: Iterable[Record]) -> Iterator[Line]:
+    """A line for each costs record: forwards in plain steps, at the shortest context."""
     for record in records:
         if record["kind"] == "costs":
             costs = record["costs"]
             plain = costs["plain"][0]
-            forwards = zip(costs["counts"], costs["verify"][0], strict=True)
+            forwards = [
+                f"{count}: {ms / plain:.2f}"
+                for count, ms in zip(costs["counts"], costs["verify"][0], strict=True)
+            ]
             yield {
                 "target": f"{record['model']}, {record['model_bits']:.3g} bits",
                 "plain step, ms": plain,
-                "nodes: forward in plain steps": ", ".join(
-                    f"{count}: {ms / plain:.2f}" for count, ms in forwards
-                ),
+                "nodes: forward in plain steps": ", ".join(forwards),
             }
 
 
 def format_suite(suite: Record) -> str:
-    """A suite as Markdown to paste into an issue: the machine, forwards, every contestant, and what
-    was skipped.
-    """
+    """A suite as Markdown to paste: machine, forwards, every contestant, and what was skipped."""
     machine = suite["machine"]
     parts = [
         f"{describe_hardware(machine)}\n{describe_machine(machine)}; {machine['when'][:10]}\n",
-        format_markdown(list(make_forward_rows(suite["records"]))),
-        format_markdown(list(make_size_rows(suite["records"]))),
+        format_markdown(list(make_forward_lines(suite["records"]))),
+        format_markdown(list(make_size_lines(suite["records"]))),
         "".join(f"- skipped: {each['name']}: {each['why']}\n" for each in suite["skipped"]),
     ]
     return "\n".join(filter(None, parts))
@@ -342,22 +335,20 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "predicted": make_predicted_table,
     "contributed": make_contributed_table,
 }
-"""Name of a place in the documentation -> the function that makes its table, or "" without results.
-"""
+"""Name of a place in the documentation -> the function that makes its table, or ""."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--results",
         type=Path,
         default=RESULTS,
         metavar="DIR",
         help="default: the repository's results",
     )
-    parser.add_argument(
-        "--write", action="store_true", help="write to the documentation and docs/plots"
-    )
+    add("--write", action="store_true", help="write to the documentation and docs/plots")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -370,7 +361,8 @@ def run(args: argparse.Namespace) -> int:
     texts = {path: place_tables(path.read_text(encoding="utf-8"), results) for path in DOCUMENTS}
     for path, text in texts.items():
         write_text(path, text)
-    if speeds := make_summary_rows(results, "x plain"):
+    speeds = make_summary_lines(results, "x plain")
+    if speeds:
         draw_bars(PLOTS / "speed.png", speeds, SPEED_LABEL, has_line=True)
     return 0
 

@@ -1,18 +1,16 @@
-"""Decodes prompts with alternating contestants: plain decoding, mlx-lm, and our loop with each
-plan.
+"""Decodes prompts with alternating contestants: plain, mlx-lm, and our loop with each plan.
 
-    python -m benchmarks run --quick python -m benchmarks run --plans auto 1,3 2,3 --output
-    demo.jsonl python -m benchmarks run --suite mac --output my-mac.json
+    python -m benchmarks run --quick
+    python -m benchmarks run --plans auto 1,3 2,3 --output demo.jsonl
+    python -m benchmarks run --suite mac --output my-mac.json
 
-Prints a row for each contestant: medians over prompts, and ratios to plain decoding in the same
-repeat. `--output`
-writes one JSON object per line: the times of the parts of a round on this machine, then one per
-    prompt and contestant.
+Prints a line for each contestant: medians over prompts, and ratios to plain decoding in the same
+repeat. `--output` writes one JSON object per line: the times of the parts of a round on this
+machine, then one per prompt and contestant.
 
 `--suite mac` makes a file to contribute, and prints its tables as text to paste: the demo on one
-prompt per category,
-then published shapes with random weights, from small to large. Shapes that do not fit into memory
-or time are listed as skipped; their measurements so far are kept.
+prompt per category, then published shapes with random weights, from small to large. Shapes that do
+not fit into memory or time are listed as skipped; their measurements so far are kept.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from .contest import (
     QUICK_TOKENS,
     add_options,
     compare_contestants,
-    find_status,
+    compute_status,
     measure,
     measure_costs,
 )
@@ -76,21 +74,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["mac"],
         help="make a file to contribute; only --output and --minutes apply to it",
     )
-    about = f"time after which the suite starts no more items (default: {MINUTES:g})"
-    add("--minutes", type=parse_above_zero, default=MINUTES, help=about)
+    add(
+        "--minutes",
+        type=parse_above_zero,
+        default=MINUTES,
+        help=f"time after which the suite starts no more items (default: {MINUTES:g})",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the contest; returns the exit status of `find_status`."""
+    """Runs the contest; returns the exit status of `compute_status`."""
     if args.suite:
         return run_suite(list_items(), args.output or OUTPUT, args.minutes)
     workload = open_workload(args)
     if args.plans or args.random_drafter:
         workload.require_drafter()
-    status, _ = measure(
-        workload, args.plans or (QUICK_PLANS if args.quick else PLANS), args, context=True
-    )
-    return status
+    plans = args.plans or (QUICK_PLANS if args.quick else PLANS)
+    return measure(workload, plans, args, context=True)
 
 
 def list_items() -> dict[str, Callable[[], Workload]]:
@@ -106,17 +106,17 @@ def list_items() -> dict[str, Callable[[], Workload]]:
     demo = argparse.Namespace(
         model=None, drafter=None, draft_model=None, prompts=["all"], quick=True
     )
-    shapes = {
-        f"{name}, {bits} bits, {layers} layers": partial(build, name, bits, layers)
-        for name, bits, layers in sizes
-    }
-    return {"demo": lambda: open_workload(demo), **shapes}
+    items: dict[str, Callable[[], Workload]] = {"demo": lambda: open_workload(demo)}
+    for size in sizes:
+        name, bits, layers = size
+        items[f"{name}, {bits} bits, {layers} layers"] = partial(build, *size)
+    return items
 
 
 def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: float) -> int:
     """Measures items while there is time, and writes the results after each.
 
-    Returns the status of `find_status`.
+    Returns the status of `compute_status`.
     """
     if output.exists():
         raise RedrafterError(f"{output} exists already: give another --output")
@@ -131,26 +131,20 @@ def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: f
             if perf_counter() > end:
                 raise RedrafterError("no time was left")
             measure_item(make(), records, is_demo=name == "demo")
-        except (
-            ValueError,
-            RuntimeError,
-            MemoryError,
-        ) as error:  # also from MLX and mlx-lm; other items may still work
+        # Also from MLX and mlx-lm; other items may still work.
+        except (ValueError, RuntimeError, MemoryError) as error:
             skipped.append({"name": name, "why": join_lines(error)})
             print(f"skipped: {join_lines(error)}", file=sys.stderr)
         mx.clear_cache()
         if records:
             write_text(output, json.dumps(suite, indent=1, allow_nan=False) + "\n")
     if not records:
-        raise RedrafterError(
-            f"nothing could be measured, {skipped[0]['name']}: {skipped[0]['why']}"
-        )
+        first = skipped[0]
+        raise RedrafterError(f"nothing could be measured, {first['name']}: {first['why']}")
     print(format_suite(suite), end="")
-    print(
-        f"{len(records)} records in {output}; CONTRIBUTING.md says how to send them in",
-        file=sys.stderr,
-    )
-    return find_status(records)
+    how = "CONTRIBUTING.md says how to send them in"
+    print(f"{len(records)} records in {output}; {how}", file=sys.stderr)
+    return compute_status(records)
 
 
 def measure_item(workload: Workload, records: list[Record], *, is_demo: bool) -> None:

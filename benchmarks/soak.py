@@ -1,6 +1,7 @@
 """Soak test of the server: checks answers and memory growth under mixed load for a given time.
 
-    python -m benchmarks soak --minutes 60 python -m benchmarks soak --requests 200 --clients 16
+    python -m benchmarks soak --minutes 60
+    python -m benchmarks soak --requests 200 --clients 16
     python -m benchmarks soak --minutes 20 --model HYBRID
 
 The server runs in its own process with the packaged demo in float32. Each client sends one request
@@ -40,10 +41,10 @@ from mlx_redrafter.serving.command import parse_size
 
 from .command import add_json, parse_above_zero, parse_positive
 from .serving import OURS, save_demo, start_server
-from .tables import show_rows
+from .tables import print_table
 
 # Number of prompts with a known answer; their common prefix comes from the server's prompt cache.
-PROMPTS = 6
+N_PROMPTS = 6
 PENALTY: dict[str, Any] = {"repetition_penalty": 1.3, "repetition_context_size": 20}
 SAMPLING: tuple[dict[str, Any], ...] = (
     {},
@@ -92,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--model",
-        help="an mlx-lm model whose batches are exact (default: the packaged demo with its drafter)",
+        help="an mlx-lm model whose batches are exact (default: the packaged demo and its drafter)",
     )
     add(
         "--prompt-cache-bytes",
@@ -107,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the results; returns the exit status."""
-    prompts = demo_prompts()[:PROMPTS]
+    prompts = demo_prompts()[:N_PROMPTS]
     expected = decode_expected(args.model, prompts, args.max_tokens)
     sizes: list[tuple[float, float]] = []
     limited = ["--prompt-cache-bytes", str(args.prompt_cache_bytes), "--log-level", "ERROR"]
@@ -123,22 +124,19 @@ def run(args: argparse.Namespace) -> int:
             answers = list[tuple[str, str]]()
             while time.monotonic() < end and len(answers) != args.requests:
                 try:
-                    answers.append(
-                        send_random_request(
-                            server.port, generator, prompts, expected, args.max_tokens
-                        )
+                    answer = send_random_request(
+                        server.port, generator, prompts, expected, args.max_tokens
                     )
                 except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-                    answers.append(("failed", f"{type(error).__name__}: {error}"))
+                    answer = ("failed", f"{type(error).__name__}: {error}")
+                answers.append(answer)
             return answers
 
         with ThreadPoolExecutor(args.clients) as pool:
             clients = [pool.submit(ask_until_the_end, number) for number in range(args.clients)]
             while not all(client.done() for client in clients):
-                beside = (
-                    measure_memory(server.pid) - read_metrics(server.port)["prompt_cache_bytes"]
-                )
-                sizes.append((time.monotonic() - started, beside))
+                cached = read_metrics(server.port)["prompt_cache_bytes"]
+                sizes.append((time.monotonic() - started, measure_memory(server.pid) - cached))
                 time.sleep(min(MEASURE_SECONDS, 6 * args.minutes))
         answers = [answer for client in clients for answer in client.result()]
         while read_metrics(server.port)["running"]:
@@ -147,19 +145,23 @@ def run(args: argparse.Namespace) -> int:
         metrics = read_metrics(server.port)
     counts = Counter(kind for kind, _ in answers)
     wrong = [fault for _, fault in answers if fault]
-    warm, last = find_growth(sizes)
+    warm, last = compute_growth(sizes)
     counted = metrics["prompt_cache_bytes"]
     held = metrics["active_memory_bytes"] - empty
-    row = {kind: counts[kind] for kind in ("answered", "refused", "left", "failed")} | {
-        "wrong": len(wrong)
+    line: dict[str, Any] = {
+        kind: counts[kind] for kind in ("answered", "refused", "left", "failed")
     }
-    memory = {"MB after two tenths": warm / 1e6, "MB at the end": last / 1e6, "growth": last / warm}
-    caches = {
+    line |= {
+        "wrong": len(wrong),
+        "MB after two tenths": warm / 1e6,
+        "MB at the end": last / 1e6,
+        "growth": last / warm,
         "MB of caches": counted / 1e6,
         "MB that they hold": held / 1e6,
         "limit": args.prompt_cache_bytes / 1e6,
+        "first wrong": "; ".join(wrong[:3]) or None,
     }
-    show_rows(args, [row | memory | caches | {"first wrong": "; ".join(wrong[:3]) or None}])
+    print_table(args, [line])
     return int(bool(wrong) or last > MAX_GROWTH * warm or held > MAX_HELD * args.prompt_cache_bytes)
 
 
@@ -170,21 +172,19 @@ def decode_expected(name: str | None, prompts: list[str], max_tokens: int) -> li
         name: the model; None for the packaged demo.
     """
     model, tokenizer = load_demo()[:2] if name is None else load(name)
-    found = []
+    expected = []
     for prompt in prompts:
-        row = []
+        texts = []
         for fields in SAMPLING:
-            options = {
-                name: value
-                for name, value in fields.items()
-                if name not in (*PENALTY, "temperature")
-            }
-            options["temp"] = fields.get("temperature", 0.0)
+            options = dict(fields)
+            options["temp"] = options.pop("temperature", 0.0)
             if "repetition_penalty" in fields:
+                for name in PENALTY:
+                    del options[name]
                 options["logits_processors"] = make_logits_processors(None, **PENALTY)
-            row.append(generate(model, tokenizer, prompt, max_tokens=max_tokens, **options))
-        found.append(row)
-    return found
+            texts.append(generate(model, tokenizer, prompt, max_tokens=max_tokens, **options))
+        expected.append(texts)
+    return expected
 
 
 def send_random_request(
@@ -222,9 +222,9 @@ def send_random_request(
         return "refused", "" if reply.status == 400 else f"{body}: {reply.status} instead of 400"
     if reply.status != 200:
         return "answered", f"{body}: {reply.status} {raw[:200]!r}"
-    events = (
-        [line[6:] for line in raw.splitlines() if line.startswith(b"data: {")] if stream else [raw]
-    )
+    events = [raw]
+    if stream:
+        events = [line[6:] for line in raw.splitlines() if line.startswith(b"data: {")]
     text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
     right = expected[prompt][way] if is_known else text
     return "answered", "" if text == right else f"{body}: {text!r} instead of {right!r}"
@@ -232,10 +232,9 @@ def send_random_request(
 
 def measure_memory(pid: int) -> int:
     """The current memory of a process in bytes."""
-    found = subprocess.run(
-        ["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False
-    )
-    return 1024 * int(found.stdout)
+    command = ["ps", "-o", "rss=", "-p", str(pid)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return 1024 * int(done.stdout)
 
 
 def read_metrics(port: int) -> dict[str, float]:
@@ -249,7 +248,7 @@ def read_metrics(port: int) -> dict[str, float]:
     return {name: float(found[f"mlx_redrafter_{name}"]) for name in names}
 
 
-def find_growth(sizes: list[tuple[float, float]]) -> tuple[float, float]:
+def compute_growth(sizes: list[tuple[float, float]]) -> tuple[float, float]:
     """(median bytes in the third tenth of the time, median bytes in the last)."""
     whole = sizes[-1][0]
     early = [size for at, size in sizes if 0.2 * whole <= at <= 0.3 * whole] or [sizes[0][1]]

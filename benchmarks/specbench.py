@@ -1,8 +1,7 @@
 """Speedup of a chat model on Spec-Bench, by kind of text, with alternating contestants.
 
-    python -m benchmarks specbench --model mlx-community/SmolLM2-135M-Instruct --questions
-    question.jsonl python -m benchmarks specbench --model M --drafter D --questions question.jsonl
-    --output m.jsonl --plot m.png
+    python -m benchmarks specbench --model M --questions question.jsonl
+    python -m benchmarks specbench --model M --drafter D --questions question.jsonl --plot m.png
 
 The questions come from https://github.com/hemingkx/Spec-Bench: a file with one JSON object per
 line, with `question_id`, `category` and `turns`. The second turn of a question follows the plain
@@ -32,14 +31,14 @@ from mlx_redrafter.training.prompts import read_lines
 from mlx_redrafter.trials import decode_prompts
 
 from .command import parse_output, parse_plan, parse_positive
-from .contest import compare_contestants, find_status, measure_costs
+from .contest import compare_contestants, compute_status, measure_costs
 from .contestants import Settings, make_contestants, warm_up
-from .models import Prompt, add_workload, load_models
+from .models import NamedPrompt, add_workload, load_models
 from .plots import draw_bars
 from .records import Record, read_records, stamp, write_records
-from .tables import PLAIN, Row, describe_setting, format_text, group_by_contestant, summarize
+from .tables import PLAIN, Line, describe_setting, format_text, group_by_contestant, summarize
 
-KINDS = {
+KIND_BY_CATEGORY = {
     "summarization": "summaries",
     "translation": "translation",
     "math_reasoning": "maths",
@@ -73,7 +72,7 @@ def read_questions(path: Path) -> list[Question]:
             number, category, turns = (value[key] for key in ("question_id", "category", "turns"))
         except KeyError as error:
             raise RedrafterError(f"{place}: expected a question with a field {error}") from error
-        found.append(Question(f"{category}/{number}", KINDS.get(category, CHAT), turns))
+        found.append(Question(f"{category}/{number}", KIND_BY_CATEGORY.get(category, CHAT), turns))
     return found
 
 
@@ -90,7 +89,7 @@ def choose_questions(questions: Sequence[Question], limit: int | None) -> list[Q
 
 def make_prompts(
     questions: Iterable[Question], model: Any, tokenizer: Any, max_tokens: int
-) -> Iterator[Prompt]:
+) -> Iterator[NamedPrompt]:
     """A prompt for each turn; later turns follow the plain greedy answer to the previous one."""
     ends = frozenset(tokenizer.eos_token_ids)
     options = Options(max_tokens=max_tokens, temp=0.0, plan="off")
@@ -100,32 +99,31 @@ def make_prompts(
         for number, turn in enumerate(question.turns, 1):
             messages.append({"role": "user", "content": turn})
             ids = encode_chat(tokenizer, messages)
-            yield Prompt(f"{question.name}/{number}", question.kind, ids, ends)
+            yield NamedPrompt(f"{question.name}/{number}", question.kind, ids, ends)
             if number < len(question.turns):
                 tokens = decode_prompts(pair, [ids], options, ends).tokens[0]
                 answer = tokenizer.decode([token for token in tokens if token not in ends])
                 messages.append({"role": "assistant", "content": answer})
 
 
-def make_kind_rows(records: Sequence[Record], what: str) -> list[Row]:
-    """A row for each kind of text and one for all: the value `what` of `summarize` for each
-    contestant.
+def make_kind_lines(records: Sequence[Record], what: str) -> list[Line]:
+    """A line for each kind of text and one for all: a value of `summarize` for each contestant.
+
+    Args:
+        what: the name of the value.
     """
-    kinds = list(
-        dict.fromkeys(record["category"] for record in records if record["kind"] == "speed")
-    )
-    rows = []
-    for kind in [*kinds, ALL]:
-        sides = group_by_contestant(
-            record for record in records if kind in (record.get("category"), ALL)
-        )
-        summaries = {name: summarize(own) for name, own in sides.items() if name != PLAIN}
+    speeds = [record for record in records if record["kind"] == "speed"]
+    lines = []
+    for kind in [*dict.fromkeys(record["category"] for record in speeds), ALL]:
+        chosen = [record for record in speeds if kind in (record["category"], ALL)]
+        by_side = group_by_contestant(chosen)
+        summaries = {name: summarize(own) for name, own in by_side.items() if name != PLAIN}
         count = max((summary["prompts"] for summary in summaries.values()), default=0)
-        rows.append(
-            {"text": f"{kind} ({count})"}
-            | {name: summary[what] for name, summary in summaries.items()}
-        )
-    return rows
+        line: Line = {"text": f"{kind} ({count})"}
+        for name, summary in summaries.items():
+            line[name] = summary[what]
+        lines.append(line)
+    return lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,25 +180,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints tables of speeds and tokens per round for each temperature.
 
-    Returns the status of `find_status`.
+    Returns the status of `compute_status`.
     """
     questions = choose_questions(read_questions(args.questions), args.limit)
     workload, tokenizer = load_models(args)
     if args.random_drafter:
         workload.require_drafter()
-    prompts = list(
-        tqdm(make_prompts(questions, workload.model, tokenizer, args.max_tokens), "prompts")
-    )
-    records = read_records(args.output) if args.output and args.output.exists() else list[Record]()
+    made = make_prompts(questions, workload.model, tokenizer, args.max_tokens)
+    prompts = list(tqdm(made, "prompts"))
+    records = list[Record]()
+    if args.output and args.output.exists():
+        records = read_records(args.output)
     machine = stamp()
     sets = list[list[Record]]()
     if workload.drafter is not None and not any(record["kind"] == "costs" for record in records):
         records.append(measure_costs(workload) | {"machine": machine})
     for temp in args.temp:
         settings = Settings(args.max_tokens, temp, args.seed, args.repeats)
-        how = {"context": True, "random": args.random_drafter, "exact": args.exact}
-        how["mlx_lm"] = not temp  # its sampled texts differ
-        sides = make_contestants(workload, args.plans, settings, **how)
+        sides = make_contestants(
+            workload,
+            args.plans,
+            settings,
+            mlx_lm=not temp,  # its sampled texts differ
+            context=True,
+            random=args.random_drafter,
+            exact=args.exact,
+        )
         shared = {
             "temp": temp,
             "seed": args.seed,
@@ -214,21 +219,18 @@ def run(args: argparse.Namespace) -> int:
         for side in sides if missing else ():
             warm_up(replace(workload, prompts=missing), side)
         contest = compare_contestants(replace(workload, prompts=missing), sides, settings)
-        for found in tqdm(
-            contest, f"temperature {temp:g}", initial=len(done), total=len(prompts), unit="prompt"
-        ):
+        name = f"temperature {temp:g}"
+        for found in tqdm(contest, name, initial=len(done), total=len(prompts), unit="prompt"):
             stamped = [each | {"machine": machine} for each in found]
-            own = own + stamped
-            records = records + stamped
+            own += stamped
+            records += stamped
             if args.output:
                 write_records(args.output, records)
         sets.append(own)
-        print(
-            f"\ntemperature {temp:g}, times plain decoding\n\n{format_text(make_kind_rows(own, 'x plain'))}"
-        )
-        print(
-            f"\ntokens per round\n\n{format_text(make_kind_rows(own, 'tokens/round'))}\n\n{describe_setting(own)}"
-        )
+        speeds = format_text(make_kind_lines(own, "x plain"))
+        tokens = format_text(make_kind_lines(own, "tokens/round"))
+        print(f"\n{name}, times plain decoding\n\n{speeds}")
+        print(f"\ntokens per round\n\n{tokens}\n\n{describe_setting(own)}")
     if args.plot:
-        draw_bars(args.plot, make_kind_rows(sets[0], "x plain"), SPEED_LABEL, has_line=True)
-    return max(find_status(own) for own in sets)
+        draw_bars(args.plot, make_kind_lines(sets[0], "x plain"), SPEED_LABEL, has_line=True)
+    return max(compute_status(own) for own in sets)

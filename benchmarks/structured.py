@@ -20,7 +20,7 @@ from mlx_redrafter.serving.scheduling.request import Request
 from mlx_redrafter.trials import check_speedup
 
 from .command import add_json, parse_positive
-from .tables import show_rows
+from .tables import print_table
 
 if TYPE_CHECKING:
     from mlx_redrafter.serving.scheduling.worker import Worker
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each schema.
+    """Prints a line for each schema.
 
     Returns exit status 1 if a drafted text differs from the plain one.
     """
@@ -109,17 +109,17 @@ def run(args: argparse.Namespace) -> int:
     )
     engine.start()
     try:
-        rows = [time_schema(engine, tokenizer, name, args) for name in SCHEMAS]
+        lines = [time_schema(engine, tokenizer, name, args) for name in SCHEMAS]
     finally:
         engine.close(20)
-    show_rows(args, rows)
-    return 0 if all(row["same text"] for row in rows) else 1
+    print_table(args, lines)
+    return 0 if all(line["same text"] for line in lines) else 1
 
 
 def time_schema(
     engine: Worker, tokenizer: Any, name: str, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The row of a schema."""
+    """The line of a schema."""
     asked = {
         "prompt": tokenizer.encode(PROMPT.format(name)),
         "grammar": engine.grammars.compile(SCHEMAS[name]),
@@ -127,12 +127,12 @@ def time_schema(
         "temp": args.temp,
         "seed": 0,
     }
-    texts: set[tuple[int, ...]] = set()
+    answers = set[tuple[int, ...]]()
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(args.repeats):
         for draft, found in speeds.items():
             tokens, made = asyncio.run(generate(engine, draft=draft, **asked))
-            texts.add(tuple(tokens))
+            answers.add(tuple(tokens))
             found.append((len(made.output.tokens) - 1) / made.seconds)
     plain = median(speeds[False])
     drafted = median(speeds[True])
@@ -144,7 +144,7 @@ def time_schema(
         "drafted, tokens/s": drafted,
         "ratio": check_speedup(drafted / plain, tokens_per_round),
         "tokens per round": tokens_per_round,
-        "same text": len(texts) == 1,
+        "same text": len(answers) == 1,
     }
 
 

@@ -1,8 +1,7 @@
-"""Measures real model sizes without a download: published shapes, random weights, and a chosen
-acceptance.
+"""Measures real model sizes without a download: random weights, and a chosen acceptance.
 
-    python -m benchmarks synthetic --quick python -m benchmarks synthetic --shape llama-3.1-8b
-    --bits 4 --acceptance 0.7 --plans auto 1,3 2,3
+    python -m benchmarks synthetic --quick
+    python -m benchmarks synthetic --shape llama-3.1-8b --bits 4 --plans auto 1,3 2,3
 
 The text is fixed (`Oracle`), so that drafts are right with a given probability. Target and drafter
 compute everything as usual. `--layers` uses only the first layers of a shape, if it is too large or
@@ -35,7 +34,7 @@ from mlx_redrafter.planning.sizing import MAX_DRAFT_COST, count_weights, list_ca
 
 from .command import parse_plan, parse_positive
 from .contest import PLANS, add_options, measure
-from .models import Prompt, Workload, count_bytes
+from .models import NamedPrompt, Workload, count_bytes
 
 QUICK_PLANS = ["auto", (1, 3)]
 QUICK_LAYERS = 2
@@ -59,11 +58,12 @@ def make_config(
         "intermediate_size",
         "num_attention_heads",
         "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
     )
-    found = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
     common = {"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "max_position_embeddings": 32768}
     common |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": tied}
-    return {"model_type": model_type} | found | common | more
+    return {"model_type": model_type} | dict(zip(names, sizes, strict=True)) | common | more
 
 
 EXPERTS = {
@@ -107,8 +107,9 @@ def make_mtp_config(shape: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads",
         "num_key_value_heads",
         "head_dim",
+        "rms_norm_eps",
     )
-    return {name: shape[name] for name in (*names, "rms_norm_eps")} | {"model_type": "qwen3_5"}
+    return {name: shape[name] for name in names} | {"model_type": "qwen3_5"}
 
 
 def spread(shape: dict[str, Any], count: int) -> list[int]:
@@ -117,31 +118,31 @@ def spread(shape: dict[str, Any], count: int) -> list[int]:
     return [round(at * last / (count - 1)) for at in range(count)]
 
 
-HEADS: dict[str, Callable[[dict[str, Any]], tuple[type[DrafterArgs], dict[str, Any]]]] = {
-    "medusa": lambda shape: (medusa.DrafterArgs, {"num_heads": 4, "num_layers": 1}),
-    "eagle": lambda shape: (eagle.DrafterArgs, make_layer(shape, version=1, fc_bias=True)),
-    "eagle3": lambda shape: (
-        eagle.DrafterArgs,
-        make_layer(
-            shape,
-            version=3,
-            draft_vocab_size=min(32000, shape["vocab_size"]),
-            capture_layers=spread(shape, 3),
-        ),
-    ),
-    "mtp": lambda shape: (mtp.DrafterArgs, {"layer_config": make_mtp_config(shape)}),
-    "dflash": lambda shape: (block.DrafterArgs, make_block(shape, block_size=16)),
-    "dspark": lambda shape: (
-        block.DrafterArgs,
-        make_block(shape, model_type="dspark", block_size=7, from_anchor=True, markov_rank=256),
-    ),
+def make_eagle3(shape: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of an EAGLE-3 head that reads three of the target's layers."""
+    draft_vocab_size = min(32000, shape["vocab_size"])
+    layers = spread(shape, 3)
+    return make_layer(shape, version=3, draft_vocab_size=draft_vocab_size, capture_layers=layers)
+
+
+def make_dspark(shape: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of a DSpark drafter."""
+    return make_block(shape, model_type="dspark", block_size=7, from_anchor=True, markov_rank=256)
+
+
+PUBLISHED_HEADS: dict[str, tuple[type[DrafterArgs], Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "medusa": (medusa.DrafterArgs, lambda shape: {"num_heads": 4, "num_layers": 1}),
+    "eagle": (eagle.DrafterArgs, lambda shape: make_layer(shape, version=1, fc_bias=True)),
+    "eagle3": (eagle.DrafterArgs, make_eagle3),
+    "mtp": (mtp.DrafterArgs, lambda shape: {"layer_config": make_mtp_config(shape)}),
+    "dflash": (block.DrafterArgs, lambda shape: make_block(shape, block_size=16)),
+    "dspark": (block.DrafterArgs, make_dspark),
 }
-"""Kind -> function from a target's shape to (config class, its arguments for published heads)."""
+"""Kind -> (config class, function from a target's shape to its arguments for published heads)."""
 
 
 class Oracle(Sampler):
-    """A sampler with a fixed text, in which the drafter's guess of rank r is right with a given
-    probability.
+    """A sampler with a fixed text, in which the drafter's guesses are right at given rates.
 
     The token at each position depends on the position, not on the logits: random weights produce
     meaningless text that no drafter could learn. A random draw per position decides the rank of the
@@ -155,7 +156,7 @@ class Oracle(Sampler):
     """
 
     def __init__(self, acceptance: AcceptanceTable, seed: int = 0) -> None:
-        self.acceptance = [list(row) for row in acceptance]
+        self.acceptance = [list(rates) for rates in acceptance]
         self._key = mx.random.key(seed)
         mx.eval(self._key)
 
@@ -202,8 +203,9 @@ class Oracle(Sampler):
 
 
 def make_acceptance(rate: float) -> AcceptanceTable:
-    """A table whose first guess is right at this rate at every depth, and whose other guesses at
-    most as often.
+    """A table whose first guess is right at this rate at every depth.
+
+    Its other guesses are right at most as often.
     """
     first, *others = UNKNOWN_ACCEPTANCE[0]
     return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
@@ -214,7 +216,8 @@ def parse_rate(text: str) -> AcceptanceTable:
 
     The other guesses have the assumed default rates.
     """
-    if not 0 <= (rate := float(text)) <= 1:
+    rate = float(text)
+    if not 0 <= rate <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return make_acceptance(rate)
 
@@ -228,69 +231,67 @@ def build_workload(
     drafter_type: str | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Makes a target with random weights, a drafter of suitable size, and an oracle for its
-    acceptance.
+    """Makes a target with random weights, a drafter of suitable size, and an oracle for it.
 
     Args:
         name: one of `SHAPES`.
         bits: 32 for float32, 16 for bfloat16; fewer for quantized layers, with float32 on a CPU and
             else bfloat16.
         layers: the number of layers, at most the shape's.
-        drafter_type: one of `HEADS`, with published sizes; None for a recurrent drafter of suitable
-            size.
+        drafter_type: one of `PUBLISHED_HEADS`; None for a recurrent drafter of suitable size.
     """
     oracle = Oracle(acceptance, seed)
     shape = SHAPES[name]
     every = shape["num_hidden_layers"]
     if layers > every:
         raise RedrafterError(f"{name} has {every} layers, got --layers {layers}")
-    dtype = (
-        mx.float32
-        if bits == 32 or (mx.default_device().type == mx.cpu and bits < 16)
-        else mx.bfloat16
-    )
+    is_cpu = mx.default_device().type == mx.cpu
+    is_float32 = bits == 32 or (is_cpu and bits < 16)
+    dtype = mx.float32 if is_float32 else mx.bfloat16
     mx.random.seed(seed)
     model = make_target(shape | {"num_hidden_layers": layers}, bits, dtype)
-    # nothing is computed yet
-    needed = 1.25 * count_bytes(model)
+    needed = 1.25 * count_bytes(model)  # nothing is computed yet
     memory = get_usable_bytes()
     if needed > memory:
         raise RedrafterError(
-            f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, more than "
-            f"the {memory / 1e9:.1f} GB that MLX should use on this machine: give fewer --layers or --bits"
+            f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, "
+            f"more than the {memory / 1e9:.1f} GB that MLX should use on this machine: "
+            "give fewer --layers or --bits"
         )
-    for (
-        _,
-        module,
-    ) in model.named_modules():  # one by one, so that at most one is in memory unquantized
+    # One by one, so that at most one is in memory unquantized.
+    for _, module in model.named_modules():
         mx.eval([array for array in module.values() if isinstance(array, mx.array)])
     mx.clear_cache()
     set_blas_threads(model)
+    hidden_size = shape["hidden_size"]
+    vocab_size = shape["vocab_size"]
     if drafter_type is None:
-        sizes = list_candidates(
-            shape["hidden_size"], shape["vocab_size"]
-        )  # the last one is the fallback
-        budget = MAX_DRAFT_COST * count_bytes(model)
-        size = next(
-            (each for each in sizes if count_weights(each) * dtype.size < budget), sizes[-1]
-        )
+        sizes = list_candidates(hidden_size, vocab_size)
+        max_bytes = MAX_DRAFT_COST * count_bytes(model)
+        size = sizes[-1]
+        for each in sizes:
+            if count_weights(each) * dtype.size < max_bytes:
+                size = each
+                break
     else:
-        kind, own = HEADS[drafter_type](shape | {"num_hidden_layers": layers})
-        size = kind(shape["hidden_size"], shape["vocab_size"], **own)
+        kind, make_arguments = PUBLISHED_HEADS[drafter_type]
+        arguments = make_arguments(shape | {"num_hidden_layers": layers})
+        size = kind(hidden_size, vocab_size, **arguments)
     drafter = make_drafter(replace(size, acceptance=oracle.acceptance))
     drafter.set_dtype(dtype)
     mx.eval(drafter.parameters())
-    ids = cast(list[int], oracle.make_text(mx.arange(PROMPT_TOKENS), shape["vocab_size"]).tolist())
+    text = oracle.make_text(mx.arange(PROMPT_TOKENS), vocab_size)
+    ids = cast(list[int], text.tolist())
+    rates = ",".join(f"{chance:.3g}" for chance in oracle.acceptance[0])
+    part = "" if layers == every else f", {layers} of {every} layers"
     return Workload(
-        name=f"{name}, random weights"
-        + ("" if layers == every else f", {layers} of {every} layers"),
+        name=f"{name}, random weights{part}",
         model=model,
         drafter=drafter,
-        drafter_name=f"{drafter_type or 'oracle'}, acceptance "
-        + ",".join(f"{chance:.3g}" for chance in oracle.acceptance[0]),
+        drafter_name=f"{drafter_type or 'oracle'}, acceptance {rates}",
         draft_model=None,
         draft_model_name=None,
-        prompts=[Prompt(f"synthetic/{PROMPT_TOKENS}", "synthetic", ids)],
+        prompts=[NamedPrompt(f"synthetic/{PROMPT_TOKENS}", "synthetic", ids)],
         sampler=oracle,
     )
 
@@ -339,7 +340,7 @@ def add_shape(parser: argparse.ArgumentParser, default: str | None) -> None:
     )
     add(
         "--drafter-type",
-        choices=HEADS,
+        choices=PUBLISHED_HEADS,
         help="a head with published sizes (default: recurrent, small)",
     )
     parser.set_defaults(seed=0)
@@ -371,7 +372,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Makes a workload and measures it; returns the exit status."""
-    status, _ = measure(
-        open_shape(args), args.plans or (QUICK_PLANS if args.quick else PLANS), args
-    )
-    return status
+    plans = args.plans or (QUICK_PLANS if args.quick else PLANS)
+    return measure(open_shape(args), plans, args)

@@ -28,7 +28,8 @@ DRAFT_MODEL_BOTH = "draft model + context"
 draft model in our loop without and with the context. New ones need a name here and in
 `record.schema.json`."""
 
-Row = dict[str, Any]
+Line = dict[str, Any]
+"""A line of a table: column -> cell."""
 
 
 def format_cell(value: Any) -> str:
@@ -42,65 +43,63 @@ def format_cell(value: Any) -> str:
     return str(value)
 
 
-def format_cells(rows: Sequence[Row]) -> list[list[str]]:
+def format_cells(lines: Sequence[Line]) -> list[list[str]]:
     """The cells of a table, including the header."""
-    return [list(rows[0]), *([format_cell(value) for value in row.values()] for row in rows)]
+    return [list(lines[0]), *([format_cell(value) for value in line.values()] for line in lines)]
 
 
-def format_text(rows: Sequence[Row]) -> str:
-    """Formats rows as a table for a terminal."""
-    lines = format_cells(rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+def format_text(lines: Sequence[Line]) -> str:
+    """Formats lines as a table for a terminal."""
+    cells = format_cells(lines)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = []
+    for line in cells:
+        padded.append([text.rjust(width) for text, width in zip(line, widths, strict=True)])
+    return "\n".join(map("  ".join, padded))
 
 
-def format_markdown(rows: Sequence[Row]) -> str:
-    """Formats rows as a Markdown table with a final newline; "" for no rows."""
-    if not rows:
+def format_markdown(lines: Sequence[Line]) -> str:
+    """Formats lines as a Markdown table with a final newline; "" for no lines."""
+    if not lines:
         return ""
-    lines = [[text.replace("|", "\\|") for text in line] for line in format_cells(rows)]
-    lines.insert(1, ["---"] * len(rows[0]))
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    cells = [[text.replace("|", "\\|") for text in line] for line in format_cells(lines)]
+    cells.insert(1, ["---"] * len(lines[0]))
+    return "".join("| " + " | ".join(line) + " |\n" for line in cells)
 
 
-def show_rows(args: argparse.Namespace, rows: Sequence[Row]) -> None:
+def print_table(args: argparse.Namespace, lines: Sequence[Line]) -> None:
     """Prints a table, then a line with machine and flags.
 
-    With `--json` one object per row with both.
+    With `--json` one object per line of the table, with both.
     """
     machine = stamp()
-    settings = {
-        name: value for name, value in vars(args).items() if name not in ("command", "json")
-    }
+    settings = vars(args) | {}
+    for name in ("command", "json"):
+        settings.pop(name, None)
     if args.json:
-        for row in rows:
-            print(
-                json.dumps(
-                    row | {"settings": settings, "machine": machine}, allow_nan=False, default=str
-                )
-            )
+        for line in lines:
+            stamped = line | {"settings": settings, "machine": machine}
+            print(json.dumps(stamped, allow_nan=False, default=str))
         return
-    given = {
-        name: value for name, value in settings.items() if value is not None and value is not False
-    }
-    flags = ", ".join(f"{name} {value}" for name, value in given.items())
-    print(f"{format_text(rows)}\n\n{describe_machine(machine)}; {flags}; {machine['when'][:10]}.")
+    given = [
+        f"{name} {value}"
+        for name, value in settings.items()
+        if value is not None and value is not False
+    ]
+    about = f"{describe_machine(machine)}; {', '.join(given)}; {machine['when'][:10]}."
+    print(f"{format_text(lines)}\n\n{about}")
 
 
 def describe_machine(machine: dict[str, Any]) -> str:
     """One line with the machine and its versions."""
     parts = [machine["chip"], f"{machine['cores']} cores", machine["platform"].split("-with")[0]]
     parts += [f"{name} {machine[name]}" for name in ("mlx", "mlx-lm", "mlx_redrafter")]
-    parts += [str(machine["blas"])] if "blas" in machine else [machine["device"]]
-    parts += [f"BLAS threads: {machine['blas_threads']}"] if "blas_threads" in machine else []
-    parts += [
-        f"{name}={value}"
-        for name, value in machine.items()
-        if name.startswith(("OPENBLAS_", "OMP_"))
-    ]
+    parts.append(str(machine["blas"]) if "blas" in machine else machine["device"])
+    if "blas_threads" in machine:
+        parts.append(f"BLAS threads: {machine['blas_threads']}")
+    for name, value in machine.items():
+        if name.startswith(("OPENBLAS_", "OMP_")):
+            parts.append(f"{name}={value}")
     return ", ".join(parts)
 
 
@@ -109,13 +108,14 @@ def describe_setting(records: Iterable[Record]) -> str:
     record = next((record for record in records if record["kind"] == "speed"), None)
     if record is None:
         return ""
-    how = [
+    settings = [
         f"at most {record['max_tokens']} tokens",
         f"turns: {record['repeats']}",
         f"temperature {record['temp']:g}",
+        f"seed {record['seed']}",
     ]
     machine = record["machine"]
-    return f"{describe_machine(machine)}; {', '.join(how)}, seed {record['seed']}; {machine['when'][:10]}.\n"
+    return f"{describe_machine(machine)}; {', '.join(settings)}; {machine['when'][:10]}.\n"
 
 
 def describe_plan(plan: Plan) -> str:
@@ -125,16 +125,16 @@ def describe_plan(plan: Plan) -> str:
 
 def label(kind: str, plan: Any) -> str:
     """A contestant's name in tables: `1 x 3`, `4 x 3, 9 nodes`, `auto`, `plain`, ..."""
-    name = (
-        describe_plan(Plan(*plan)) if isinstance(plan, list) else "auto" if plan == "auto" else kind
-    )
+    name = kind
+    if isinstance(plan, list):
+        name = describe_plan(Plan(*plan))
+    elif plan == "auto":
+        name = "auto"
     labels = {
         CONTEXT: kind,
         BOTH: f"{name} + context",
         EXACT: f"{name} + context, exact",
         RANDOM: f"{name}, random drafter",
-    }
-    labels |= {
         DRAFT_MODEL: f"draft model, {name}",
         DRAFT_MODEL_BOTH: f"draft model, {name} + context",
     }
@@ -150,19 +150,16 @@ def group_by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
     return found
 
 
-def summarize(records: Sequence[Record]) -> Row:
-    """A row over several prompts: medians, the range of ratios, and how many texts equal plain
-    decoding's.
+def summarize(records: Sequence[Record]) -> Line:
+    """A line over several prompts.
 
-    Ratios above the tokens per round were disturbed and do not count.
+    Medians, the range of ratios, and how many texts equal plain decoding's. Ratios above the tokens
+    per round were disturbed and do not count.
     """
-    possible = (
-        check_speedup(record["ratio"], record["tokens_per_round"] or math.inf) for record in records
-    )
     ratios = [
         record["ratio"]
-        for record, ratio in zip(records, possible, strict=True)
-        if ratio is not None
+        for record in records
+        if check_speedup(record["ratio"], record["tokens_per_round"] or math.inf) is not None
     ]
     rounds = [record for record in records if record["tokens_per_round"] is not None]
     same = [record["same_tokens"] for record in records if record["same_tokens"] is not None]
@@ -179,8 +176,8 @@ def summarize(records: Sequence[Record]) -> Row:
     }
 
 
-def make_rows(records: Iterable[Record]) -> list[Row]:
-    """A row for each contestant."""
+def make_lines(records: Iterable[Record]) -> list[Line]:
+    """A line for each contestant."""
     return [
         {"contestant": name, **summarize(own)} for name, own in group_by_contestant(records).items()
     ]

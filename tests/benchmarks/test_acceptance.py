@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import acceptance, run, tables
-from benchmarks.models import Prompt, Workload
+from benchmarks.models import NamedPrompt, Workload
 from helpers.bench_records import MACHINE, parse_flags
 from helpers.small import small_drafter, small_llama
 from mlx_redrafter.errors import RedrafterError
@@ -19,7 +19,7 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Workload:
     """Replaces the loaded models with a small random pair."""
-    prompts = [Prompt(f"code/{number}", "code", ids) for number, ids in enumerate(PROMPTS)]
+    prompts = [NamedPrompt(f"code/{number}", "code", ids) for number, ids in enumerate(PROMPTS)]
     found = Workload("small", small_llama(layers=1), small_drafter(), "random", None, None, prompts)
     monkeypatch.setattr(acceptance, "open_workload", lambda args: found)
     monkeypatch.setattr(tables, "stamp", lambda: MACHINE)
@@ -67,7 +67,7 @@ def test_differences_are_errors_if_exact(
 @pytest.mark.parametrize("module", [acceptance, run])
 def test_plans_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = Workload(
-        "small", small_llama(), None, None, None, None, [Prompt("code/one", "code", [1])]
+        "small", small_llama(), None, None, None, None, [NamedPrompt("code/one", "code", [1])]
     )
     monkeypatch.setattr(module, "open_workload", lambda args: bare)
     with pytest.raises(

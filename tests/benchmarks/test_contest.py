@@ -14,15 +14,18 @@ import pytest
 from benchmarks import contest, contestants, run
 from benchmarks.contest import compare_contestants
 from benchmarks.contestants import Contestant, Settings, make_contestants, make_random_drafter
-from benchmarks.models import Prompt, Workload, count_bytes
-from benchmarks.records import find_problem, read_records
+from benchmarks.models import NamedPrompt, Workload, count_bytes
+from benchmarks.records import explain_invalid, read_records
 from benchmarks.tables import CONTEXT, DRAFT_MODEL, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
 from helpers.bench_records import MACHINE, make_costs, parse_flags
 from helpers.small import small_drafter, small_llama
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
 
-PROMPTS = [Prompt("code/one", "code", [1, 2, 3]), Prompt("chat/two", "chat", [4, 5, 6, 7])]
+PROMPTS = [
+    NamedPrompt("code/one", "code", [1, 2, 3]),
+    NamedPrompt("chat/two", "chat", [4, 5, 6, 7]),
+]
 QUICKLY = ("--plans", "1,2", "--max-tokens", "4", "--repeats", "1")
 
 
@@ -144,7 +147,7 @@ def test_contestants_match_plain_decoding(temp: float) -> None:
     ]
     theirs = None if temp else True  # mlx-lm draws different samples
     assert [each["same_tokens"] for each in found] == [None, theirs, theirs, True, True, True] * 2
-    assert {find_problem(each) for each in found} == {None}
+    assert {explain_invalid(each) for each in found} == {None}
     assert all(each["tokens"] == 10 and each["prompt_tokens"] in (3, 4) for each in found)
 
 

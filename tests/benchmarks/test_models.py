@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 
 from benchmarks import run
-from benchmarks.models import count_bytes, count_bytes_read, find_prompts, open_workload
+from benchmarks.models import count_bytes, count_bytes_read, load_prompts, open_workload
 from helpers.bench_records import parse_flags
 from helpers.small import small_llama
 from mlx_redrafter import load_demo
@@ -21,18 +21,18 @@ def tokenizer() -> Any:
 
 
 def test_prompts_are_found_by_name_and_category(tokenizer: Any) -> None:
-    everything = find_prompts(["all"], tokenizer)
+    everything = load_prompts(["all"], tokenizer)
     assert (
         len({each.category for each in everything}) == 7
         and len({tuple(each.ids) for each in everything}) == 16
     )
     name = everything[0].name
-    assert [each.name for each in find_prompts([name], tokenizer)] == [name]
+    assert [each.name for each in load_prompts([name], tokenizer)] == [name]
     code = [each.name for each in everything if each.category == "code"]
-    assert [each.name for each in find_prompts(["code", code[0]], tokenizer)] == code, (
+    assert [each.name for each in load_prompts(["code", code[0]], tokenizer)] == code, (
         "no duplicates"
     )
-    own = find_prompts(["demo"], tokenizer)
+    own = load_prompts(["demo"], tokenizer)
     assert {each.category for each in own} == {"demo-edits", "demo-code"} and own[
         0
     ].name == "demo-edits/01"
@@ -41,7 +41,7 @@ def test_prompts_are_found_by_name_and_category(tokenizer: Any) -> None:
 
 def test_user_prompts_are_named_after_their_file(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "mine.txt").write_text("one\n\ntwo\n")
-    found = find_prompts([str(tmp_path / "mine.txt")], tokenizer)
+    found = load_prompts([str(tmp_path / "mine.txt")], tokenizer)
     assert [(each.name, each.category) for each in found] == [
         ("mine.txt:1", "own"),
         ("mine.txt:2", "own"),

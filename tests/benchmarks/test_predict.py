@@ -11,7 +11,7 @@ from benchmarks.predict import (
     Cell,
     Published,
     RoundModel,
-    find_errors,
+    compute_errors,
     fit_model,
     predict_changes,
     read_published,
@@ -55,11 +55,11 @@ def test_published_runs_are_parsed(published: list[Published]) -> None:
 def test_speeds_of_unseen_shapes_are_predicted(published: list[Published]) -> None:
     halves = split_shapes()
     assert len(halves) == 50 and all(len(half) == 8 and {(4, 3), (4, 4)} & half for half in halves)
-    assert passes(find_errors(published))
+    assert passes(compute_errors(published))
 
 
 def test_a_model_without_the_cliff_fails(published: list[Published]) -> None:
-    assert not passes(find_errors(published, NO_CLIFF))
+    assert not passes(compute_errors(published, NO_CLIFF))
 
 
 def test_fitting_recovers_a_known_model() -> None:

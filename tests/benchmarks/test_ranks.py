@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from benchmarks.ranks import DelayedLink, compare_rows
+from benchmarks.ranks import DelayedLink, add_speeds
 
 
 def test_a_wire_forwards_all_bytes_in_order() -> None:
@@ -40,7 +40,7 @@ def test_rounds_hide_network_delay() -> None:
         for delay in (0.0, 1.0, 5.0)
         for plan, ms, made in (("plain", 10.0, 1.0), ("1 x 3", 15.0, 3.0))
     ]
-    found = [row for row in compare_rows(rows) if row["plan"] == "1 x 3"]
+    found = [row for row in add_speeds(rows) if row["plan"] == "1 x 3"]
     assert [row["messages"] for row in found] == pytest.approx([4.0] * 3)
     assert [row["x plain"] for row in found] == pytest.approx(
         [3 * 10 / 15, 3 * 14 / 19, 3 * 30 / 35]

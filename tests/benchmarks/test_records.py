@@ -14,7 +14,7 @@ import pytest
 from benchmarks import records
 from benchmarks.records import (
     CONTRIBUTED,
-    find_problem,
+    explain_invalid,
     read_records,
     read_results,
     stamp,
@@ -83,7 +83,7 @@ def test_damaged_or_unsigned_contributions_are_refused(
     path = tmp_path / CONTRIBUTED / "ada.json"
     path.parent.mkdir()
     path.write_text(json.dumps(suite))
-    assert find_problem(suite) is None and read_results(tmp_path).contributed == [suite]
+    assert explain_invalid(suite) is None and read_results(tmp_path).contributed == [suite]
     path.write_text(json.dumps(suite | more))
     with pytest.raises(RedrafterError, match=message):
         read_results(tmp_path)
@@ -102,6 +102,6 @@ def test_stamps_satisfy_the_schema(platform: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(records.sys, "platform", platform)
     monkeypatch.setattr(records.subprocess, "run", answer)
     found = stamp()
-    assert find_problem(make_speed() | {"machine": found}) is None
+    assert explain_invalid(make_speed() | {"machine": found}) is None
     mac = {"gpu_cores": 38, "power": "AC Power"} if platform == "darwin" else {}
     assert {name: found[name] for name in ("gpu_cores", "power") if name in found} == mac

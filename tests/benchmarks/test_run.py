@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import run
-from benchmarks.records import find_problem
+from benchmarks.records import explain_invalid
 from benchmarks.run import run_suite
 from helpers.bench_records import MACHINE, make_costs
 from mlx_redrafter.errors import RedrafterError
@@ -52,7 +52,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
 
 def read_names(path: Path) -> list[str]:
     found = json.loads(path.read_text())
-    assert find_problem(found) is None and found["contributor"] is None
+    assert explain_invalid(found) is None and found["contributor"] is None
     return [each["model"] for each in found["records"]]
 
 

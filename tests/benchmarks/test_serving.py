@@ -12,7 +12,7 @@ from helpers.toys import make_tokenizer
 from mlx_redrafter.errors import RedrafterError
 
 
-def find_blas_libraries(process: int | str = "self") -> set[str]:
+def list_blas_libraries(process: int | str = "self") -> set[str]:
     """File names of the BLAS libraries that a process has loaded."""
     maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8")
     return {Path(line.split()[-1]).name for line in maps.splitlines() if "blas" in line}
@@ -23,8 +23,8 @@ def test_both_servers_have_the_same_blas(tmp_path: Path) -> None:
     found = []
     for module in (OURS, THEIRS):
         with start_server(module, ["--model", str(tmp_path), "--log-level", "ERROR"]) as server:
-            found.append(find_blas_libraries(server.pid))
-    assert found == [find_blas_libraries()] * 2
+            found.append(list_blas_libraries(server.pid))
+    assert found == [list_blas_libraries()] * 2
 
 
 def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import soak
-from benchmarks.soak import decode_expected, find_growth
+from benchmarks.soak import compute_growth, decode_expected
 from helpers.bench_records import parse_flags
 
 
@@ -15,10 +15,10 @@ from helpers.bench_records import parse_flags
 def test_only_wrong_answers_are_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(soak, "PROMPTS", 2)
+    monkeypatch.setattr(soak, "N_PROMPTS", 2)
     monkeypatch.setattr(soak, "MEASURE_SECONDS", 0.5)
     wrong = [
-        ["no", *row[1:]] for row in decode_expected(None, soak.demo_prompts()[: soak.PROMPTS], 6)
+        ["no", *row[1:]] for row in decode_expected(None, soak.demo_prompts()[: soak.N_PROMPTS], 6)
     ]
     monkeypatch.setattr(soak, "decode_expected", lambda *given: wrong)
     flags = parse_flags(soak, "--minutes", "2", "--requests", "12", "--clients", "2", "--max-tokens", "6", "--json",
@@ -35,5 +35,5 @@ def test_only_wrong_answers_are_reported(
 
 def test_memory_growth_skips_the_first_two_tenths() -> None:
     sizes = [(float(at), 100 + at) for at in range(101)]
-    assert find_growth(sizes) == (125, 195)
-    assert find_growth([(0.0, 7)]) == (7, 7)
+    assert compute_growth(sizes) == (125, 195)
+    assert compute_growth([(0.0, 7)]) == (7, 7)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import specbench
 from benchmarks.models import Workload
 from benchmarks.records import read_records
-from benchmarks.specbench import choose_questions, make_kind_rows, make_prompts, read_questions
+from benchmarks.specbench import choose_questions, make_kind_lines, make_prompts, read_questions
 from helpers.bench_records import MACHINE, make_costs, make_speed, parse_flags
 from helpers.small import make_byte_tokenizer, small_drafter, small_llama
 
@@ -128,6 +128,6 @@ def test_rows_are_categories_and_a_total() -> None:
         make_speed(ratio=1.6, category="maths"),
         make_speed(ratio=1.4, category="maths"),
     ]
-    rows = make_kind_rows(records, "x plain")
+    rows = make_kind_lines(records, "x plain")
     assert [row["text"] for row in rows] == ["chat (1)", "maths (2)", "all (3)"]
     assert [row["1 x 3"] for row in rows] == [1.2, 1.5, 1.4]

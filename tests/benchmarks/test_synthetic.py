@@ -15,7 +15,7 @@ from benchmarks.models import Workload
 from benchmarks.records import read_records
 from benchmarks.synthetic import (
     EXPERTS,
-    HEADS,
+    PUBLISHED_HEADS,
     SHAPES,
     Oracle,
     build_workload,
@@ -117,7 +117,7 @@ def test_built_pairs_decode_the_same_with_drafts(
     assert found.drafter is not None and found.drafter.args.acceptance == [[0.6, 0.1]]
 
 
-@pytest.mark.parametrize("drafter_type", HEADS)
+@pytest.mark.parametrize("drafter_type", PUBLISHED_HEADS)
 def test_heads_of_published_sizes_decode_the_same(
     drafter_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.records import Results
-from benchmarks.report import TABLES, find_limit, place_tables
+from benchmarks.report import TABLES, compute_limit, place_tables
 from benchmarks.tables import format_cell, format_markdown, format_text
 from helpers.bench_records import MACHINE, make_costs, make_line, make_speed
 from mlx_redrafter.errors import RedrafterError
@@ -58,14 +58,14 @@ def test_rows_where_drafting_loses_are_kept() -> None:
 
 def test_the_limit_counts_only_verify_forwards() -> None:
     # A verify forward of four nodes (plan 1 x 3) takes 14 ms, a plain step 10 ms.
-    assert find_limit(make_costs(), make_speed(ratio=1.0)) == pytest.approx(127 / 64 / 1.4)
-    assert find_limit(make_costs(), make_speed(plan=(4, 3, 13))) is None, "not measured"
+    assert compute_limit(make_costs(), make_speed(ratio=1.0)) == pytest.approx(127 / 64 / 1.4)
+    assert compute_limit(make_costs(), make_speed(plan=(4, 3, 13))) is None, "not measured"
     assert (
-        find_limit(make_costs(), make_speed(plan="auto")) is None
-        and find_limit(None, make_speed()) is None
+        compute_limit(make_costs(), make_speed(plan="auto")) is None
+        and compute_limit(None, make_speed()) is None
     )
     slow = make_costs()["costs"] | {"verify": [[11.0, 12.0, 13.0, 99.0, 15.0, 16.0, 17.0]]}
-    assert find_limit(make_costs(costs=slow), make_speed(ratio=1.0)) == pytest.approx(
+    assert compute_limit(make_costs(costs=slow), make_speed(ratio=1.0)) == pytest.approx(
         127 / 64 / 1.5
     )
     # From 64 to 264 tokens a plain step grows from 10 to 20 ms, a forward of N nodes from 10 + N to
@@ -74,7 +74,7 @@ def test_the_limit_counts_only_verify_forwards() -> None:
     table = make_costs()["costs"] | {"contexts": [64, 264], "plain": [10.0, 20.0], "verify": verify}
     for prompt, tokens, plain, forward in ((32, 64, 10, 14), (64, 200, 15, 24), (164, 200, 20, 34)):
         record = make_speed(prompt_tokens=prompt, tokens=tokens, rounds=50, ratio=0.1)
-        assert find_limit(make_costs(costs=table), record) == pytest.approx(
+        assert compute_limit(make_costs(costs=table), record) == pytest.approx(
             (tokens - 1) / 50 * plain / forward
         )
 
