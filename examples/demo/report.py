@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from benchmarks.acceptance import measure
-from mlx_redrafter.demo.sources import find_library_name, split_files
+from mlx_redrafter.demo.sources import get_library_name, split_files
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.generation import stream_generate
 from mlx_redrafter.text.encoding import encode
@@ -37,7 +37,7 @@ def choose_prompts(tokenizer: TokenizerWrapper, count: int = PROMPTS) -> dict[st
         text = path.read_text(encoding="utf-8")
         starts = [match.start() for match in DEFINITION.finditer(text)]
         if starts and (prompt := find_excerpt(text[starts[len(starts) // 2] :], tokenizer)):
-            found[find_library_name(path)] = prompt
+            found[get_library_name(path)] = prompt
     names = list(found)
     return {name: found[name] for name in names[:: max(1, len(names) // count)][:count]}
 

@@ -15,7 +15,8 @@ def demo_prompts(*kinds: str) -> list[str]:
         kinds: "edits" (an instruction above a function or a JSON document), "code" (the beginning
             of a function); both if none is given.
     """
-    files = [DIRECTORY / f"{kind}.json" for kind in kinds or ("edits", "code")]
-    return [
-        prompt["text"] for file in files for prompt in json.loads(file.read_text(encoding="utf-8"))
-    ]
+    texts = []
+    for kind in kinds or ("edits", "code"):
+        stored = (DIRECTORY / f"{kind}.json").read_text(encoding="utf-8")
+        texts += [prompt["text"] for prompt in json.loads(stored)]
+    return texts

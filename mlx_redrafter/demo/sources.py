@@ -1,5 +1,4 @@
-"""The demo's text: the Python standard library's sources, split by file into training and held-out
-text.
+"""The demo's text: sources of the Python standard library, for training or held out.
 
 The standard library may be redistributed (PSF licence), and every machine that runs this package
 has it.
@@ -36,7 +35,7 @@ def list_source_files() -> list[Path]:
     return files
 
 
-def find_library_name(path: Path) -> str:
+def get_library_name(path: Path) -> str:
     """Returns a source's path within the standard library, with forward slashes."""
     return path.relative_to(sysconfig.get_path("stdlib")).as_posix()
 
@@ -46,14 +45,15 @@ def is_held_out(path: Path) -> bool:
 
     A hash of its library path decides, the same on every machine.
     """
-    return (
-        int(hashlib.sha256(find_library_name(path).encode()).hexdigest(), 16) % 100
-        < HELD_OUT_PERCENT
-    )
+    digest = hashlib.sha256(get_library_name(path).encode()).hexdigest()
+    return int(digest, 16) % 100 < HELD_OUT_PERCENT
 
 
 @cache
 def split_files() -> tuple[list[Path], list[Path]]:
     """Returns (training files, held-out files)."""
-    files = list_source_files()
-    return [f for f in files if not is_held_out(f)], [f for f in files if is_held_out(f)]
+    training: list[Path] = []
+    held_out: list[Path] = []
+    for path in list_source_files():
+        (held_out if is_held_out(path) else training).append(path)
+    return training, held_out
