@@ -22,7 +22,7 @@ KINDS: dict[str, ModuleType] = {
 }
 """`model_type` in a drafter's config -> its module.
 
-The last one that recognises a published head reads it.
+The last one that recognizes a published head reads it.
 """
 
 TRAINABLE: dict[str, type[TrainableArgs]] = {

@@ -1,10 +1,10 @@
 """Block drafters, DFlash and DSpark: one forward guesses a whole block of tokens.
 
 For the text they cache only keys and values, computed from the outputs u_i of some target layers at
-position i:
+position i::
 
-    c_i = norm(fc(u_i))            shared by all layers; each has its own keys k_proj(c_i) and
-    values v_proj(c_i)
+    c_i = norm(fc(u_i))            shared by all layers
+    k_proj(c_i), v_proj(c_i)       each layer's own keys and values
 
 After p positions, a block is the root at p and mask tokens at p + 1, p + 2, ... Its rows run
 through the layers together, and see the text and each other. The block's keys and values are then
@@ -13,28 +13,28 @@ prefix of a longer one.
 
     x_0 = embedding of the root, x_j = embedding of the mask token
     h   = norm(layers(x))
-    row j guesses from h_j: logits = U h_j, U: an output matrix, its own or the target's
+    row j guesses from h_j: logits = U h_j      U: an output matrix, its own or the target's
 
 A row guesses the token at its own position, so that the root's is not used (DFlash), or at the next
 one (DSpark). Heads have some of these parts:
 
     DSpark      a correction by the token e before: logits_j + W2 W1[e], after the multiplier and
-    the cap
+                the cap
     DFlash 2    convolutions over the rows of the block before and after attention and MLP, and a
-    selector Gemma 4     Gemma's layers. Values are the keys before their norm, or have their own
-    projection, and are normed
-                without a weight. The outputs of attention and MLP are normed, too. Embeddings are
-                scaled
+                selector
+    Gemma 4     Gemma's layers. Values are the keys before their norm, or have their own projection,
+                and are normed without a weight. The outputs of attention and MLP are normed, too.
+                Embeddings are scaled
 
 The coefficients of a convolution depend on the normed input rows y:
 
-    conv(a)_j = sum_t (base_t + D_{j,t}) * a_{j-t}          D_j = projection(y_j), a number per
-    group of channels
+    conv(a)_j = sum_t (base_t + D_{j,t}) * a_{j-t}
+    D_j = projection(y_j)                                   a number per group of channels
 
 The selector ranks the K likeliest tokens c of a row, given the token e before it:
 
-    score(c) = logit(c) + <predecessor(e) * P h_j, successor(c)>        minus infinity for all other
-    tokens
+    score(c) = logit(c) + <predecessor(e) * P h_j, successor(c)>
+    minus infinity for all other tokens
 
 Published DSpark heads also estimate how likely each row is right, to end a draft early. This is
 left out, as the plan fixes the length of a draft before anything is computed. A head's dtype is the
@@ -51,11 +51,11 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from ..engine.beam_search import Advance, State, top_w
@@ -66,8 +66,8 @@ from .cached import CachedSource
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
 from .config import NEUTRAL, LayerArgs, check_neutral, flatten, get_object, read_layer
 from .layers import MLP, Attention
+from .protocol import N_SAMPLES, Head, make_samples, scatter
 from .protocol import Drafter as BaseDrafter
-from .protocol import Head
 
 MODEL_TYPES = DFLASH, DSPARK = "dflash", "dspark"
 
@@ -113,16 +113,14 @@ DEFAULT_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 """The activations of Qwen3 and of Gemma 4."""
 
 
-def find_architecture(config: Config) -> str:
+def get_architecture(config: Config) -> str:
     """The architecture in a config; empty if it names no architecture."""
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
-def recognises(names: Collection[str], config: Config) -> bool:
-    return (
-        matches_any(MARKS, names) or ARCHITECTURE.fullmatch(find_architecture(config)) is not None
-    )
+def recognizes(names: Collection[str], config: Config) -> bool:
+    return bool(matches_any(MARKS, names) or ARCHITECTURE.fullmatch(get_architecture(config)))
 
 
 def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
@@ -132,9 +130,9 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     to the target's whole config, which does not apply to the drafter. In speculators' configs, the
     keys of layers are under `transformer_layer_config`.
     """
-    name = find_architecture(checkpoint.config)
+    name = get_architecture(checkpoint.config)
     flat = flatten(checkpoint.config, "dflash_config")
-    model_type = find_model_type(checkpoint, name, flat)
+    model_type = choose_model_type(checkpoint, name, flat)
     checkpoint.rename(NAMES)
     tensors = checkpoint.tensors
     checkpoint.config = flat
@@ -147,11 +145,10 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     vocab_size = checkpoint.get_vocab_size(by_token)
     if vocab_size is None:
         if model is None:
-            raise CheckpointError(
-                f"expected vocab_size in {checkpoint.where}/config.json, got none: give --base-model"
-            )
+            expected = f"expected vocab_size in {checkpoint.where}/config.json"
+            raise CheckpointError(f"{expected}, got none: give --base-model")
         vocab_size = get_model_sizes(model)[1]
-    checkpoint.add_row_numbers(vocab_size)
+    checkpoint.convert_offsets(vocab_size)
     if not DEEPSPEC.fullmatch(name):
         check_neutral(flat, NEUTRAL)
     width, n_inputs = checkpoint.shape("fc.weight")
@@ -160,7 +157,7 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     is_gemma = name.startswith("Gemma4DSpark")
     return {
         **read_layer(checkpoint, flat, "layers.0"),
-        **find_layer_masks(flat, name, n_layers),
+        **parse_layer_masks(flat, name, n_layers),
         **read_parts(checkpoint, width),
         "model_type": model_type,
         "vocab_size": vocab_size,
@@ -182,38 +179,33 @@ def read_parts(checkpoint: Checkpoint, width: int) -> Config:
     """The fields of the parts that only some heads have."""
     tensors = checkpoint.tensors
     convolution = "layers.0.attention_conv"
-    fields = dict.fromkeys(
-        ("markov_rank", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    )
+    # A config may name parts that it does not have.
+    sizes = "markov_rank conv_kernel_size conv_group_size selector_rank selector_top_k"
+    fields: Config = dict.fromkeys(sizes.split())
     if "markov_w1.weight" in tensors:
         fields["markov_rank"] = checkpoint.shape("markov_w1.weight")[1]
     if f"{convolution}.base_kernel" in tensors:
-        taps = fields["conv_kernel_size"] = checkpoint.shape(f"{convolution}.base_kernel")[1]
-        fields["conv_group_size"] = (
-            2 * taps * width // checkpoint.shape(f"{convolution}.kernel_projection.weight")[0]
-        )
+        taps = checkpoint.shape(f"{convolution}.base_kernel")[1]
+        n_groups = checkpoint.shape(f"{convolution}.kernel_projection.weight")[0]
+        fields["conv_kernel_size"] = taps
+        fields["conv_group_size"] = 2 * taps * width // n_groups
     if "selector.predecessor.weight" in tensors:
         fields["selector_rank"] = checkpoint.shape("selector.predecessor.weight")[1]
         fields["selector_top_k"] = checkpoint.config.get("selector_top_k", DEFAULT_CANDIDATES)
     return fields
 
 
-def find_model_type(checkpoint: Checkpoint, name: str, flat: Config) -> str:
+def choose_model_type(checkpoint: Checkpoint, name: str, flat: Config) -> str:
     """The kind of a published head with this architecture."""
-    kinds = [
-        str(flat[key]).lower()
-        for key in ("speculators_model_type", "projector_type")
-        if key in flat
-    ]
+    keys = ("speculators_model_type", "projector_type")
+    kinds = [str(flat[key]).lower() for key in keys if key in flat]
     head = flat.get("markov_head_type", "vanilla")
-    is_known = {*kinds} <= {"dflash", "dflash2", "dspark"} and (
-        not name or ARCHITECTURE.fullmatch(name)
-    )
-    if not is_known or (head != "vanilla" and flat.get("markov_rank") != 0):
+    is_known = not name or ARCHITECTURE.fullmatch(name)
+    is_plain = head == "vanilla" or flat.get("markov_rank") == 0
+    if not is_known or not is_plain or {*kinds} - {"dflash", "dflash2", "dspark"}:
+        expected = f"{checkpoint.where}: expected DFlash, DFlash 2 or plain DSpark"
         got = f"{' '.join([*kinds, name])!s:.60} with a Markov head of type {head!r:.40}"
-        raise CheckpointError(
-            f"{checkpoint.where}: expected DFlash, DFlash 2 or plain DSpark, got {got}"
-        )
+        raise CheckpointError(f"{expected}, got {got}")
     says_so = "DSpark" in name or "dspark" in kinds
     return DSPARK if says_so or matches_any(MARKOV, checkpoint.tensors.keys()) else DFLASH
 
@@ -223,13 +215,11 @@ def get_capture_layers(flat: Config, where: str) -> list[int]:
     layers = flat.get("target_layer_ids")
     entering = flat.get("aux_hidden_state_layer_ids")
     if layers is None and entering is not None:
-        layers = [
-            layer - 1 for layer in entering
-        ]  # a layer's input is the output of the one before
+        # A layer's input is the output of the one before.
+        layers = [layer - 1 for layer in entering]
     if not layers:
-        raise CheckpointError(
-            f"{where}/config.json has no target_layer_ids, the target's layers to read"
-        )
+        missing = "has no target_layer_ids, the target's layers to read"
+        raise CheckpointError(f"{where}/config.json {missing}")
     return list(layers)
 
 
@@ -242,7 +232,7 @@ def guesses_from_anchor(flat: Config, model_type: str) -> bool:
     return not is_speculators or methods[0].get("speculative_tokens", 0) == flat.get("block_size")
 
 
-def find_layer_masks(flat: Config, name: str, n_layers: int) -> Config:
+def parse_layer_masks(flat: Config, name: str, n_layers: int) -> Config:
     """`layer_windows` and `layer_causal`, each None if no layer has a window or is causal.
 
     Sliding layers are causal unless the config says otherwise. In Qwen3's configs they have a
@@ -256,31 +246,32 @@ def find_layer_masks(flat: Config, name: str, n_layers: int) -> Config:
         raise ValueError("expected layer_types with use_sliding_window, got none")
     types = types or [FULL] * n_layers
     if len(types) != n_layers or {*types} - {FULL, SLIDING}:
-        raise ValueError(
-            f"expected {n_layers} layer_types, each {FULL} or {SLIDING}, got {types!r:.80}"
-        )
+        expected = f"expected {n_layers} layer_types, each {FULL} or {SLIDING}"
+        raise ValueError(f"{expected}, got {types!r:.80}")
+
     has_window = flat.get("model_type") != "qwen3" or flat.get("use_sliding_window") is True
     window = flat.get("sliding_window")
     is_causal = "Assistant" not in name
     if "speculators_model_type" in flat:
-        is_causal = not flat.get(
-            "sliding_window_non_causal", flat.get("speculators_model_type") == "dflash2"
-        )
+        sees_later = flat["speculators_model_type"] == "dflash2"
+        is_causal = not flat.get("sliding_window_non_causal", sees_later)
     if flat.get("use_swa") and SLIDING not in types:
         types = [SLIDING] * n_layers
         window = flat.get("swa_window_size", window)
         is_causal = False
         has_window = True
-    if has_window and SLIDING in types and not (isinstance(window, int) and window > 0):
+    has_window = has_window and SLIDING in types
+    if has_window and not (isinstance(window, int) and window > 0):
         raise ValueError(f"expected sliding_window to be at least 1, got {window!r:.40}")
     ropes = get_object(flat, "rope_parameters")
-    if has_window and SLIDING in types and ropes.get(SLIDING) != ropes.get(FULL):
+    if has_window and ropes.get(SLIDING) != ropes.get(FULL):
         raise ValueError(f"expected the same RoPE in all layers, got {ropes!r:.80}")
+
     explicit = flat.get("is_causal", flat.get("causal"))
     windows = [window if has_window and each == SLIDING else 0 for each in types]
-    causal = [
-        each == SLIDING and is_causal if explicit is None else explicit is True for each in types
-    ]
+    causal = [each == SLIDING and is_causal for each in types]
+    if explicit is not None:
+        causal = [explicit is True] * n_layers
     return {
         "layer_windows": windows if any(windows) else None,
         "layer_causal": causal if any(causal) else None,
@@ -340,12 +331,10 @@ class DrafterArgs(LayerArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (
-            not 0 <= self.mask_token_id < self.vocab_size
-        ):  # MLX reads beyond an embedding without an error
-            raise ValueError(
-                f"expected mask_token_id below {self.vocab_size}, got {self.mask_token_id}"
-            )
+        # MLX reads beyond an embedding without an error.
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            expected = f"expected mask_token_id below {self.vocab_size}"
+            raise ValueError(f"{expected}, got {self.mask_token_id}")
 
     @property
     def max_depth(self) -> int:
@@ -354,13 +343,10 @@ class DrafterArgs(LayerArgs):
 
     @property
     def layer_masks(self) -> list[tuple[int, bool]]:
-        """For each layer, (the window of its attention mask or 0 for none, whether the mask is
-        causal).
-        """
-        windows, causal = (
-            given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal)
-        )
-        return list(zip(windows, map(bool, causal), strict=True))
+        """For each layer, (the window of its mask or 0 for none, whether the mask is causal)."""
+        windows = self.layer_windows or [0] * self.num_layers
+        causal = self.layer_causal or [False] * self.num_layers
+        return list(zip(windows, causal, strict=True))
 
     def describe(self) -> str:
         kind = "DFlash 2, " if self.conv_kernel_size else ""
@@ -373,12 +359,10 @@ class Layer(nn.Module):
     def __init__(self, args: Any) -> None:
         super().__init__()
         bias = args.attention_bias
-        self.self_attn: Attention = (GemmaAttention if args.gemma else Attention)(
-            args, args.width, bias, bias, True
-        )
-        self.mlp = MLP(
-            args.width, args.intermediate_size, args.hidden_act or DEFAULT_ACTIVATIONS[args.gemma]
-        )
+        kind = GemmaAttention if args.gemma else Attention
+        self.self_attn: Attention = kind(args, args.width, bias, bias, True)
+        activation = args.hidden_act or DEFAULT_ACTIVATIONS[args.gemma]
+        self.mlp = MLP(args.width, args.intermediate_size, activation)
         self.input_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
 
@@ -396,17 +380,15 @@ class Convolution(nn.Module):
         taps = args.conv_kernel_size
         self.group_size = args.conv_group_size
         self.base_kernel = mx.zeros((2, taps, args.width))
-        self.kernel_projection = nn.Linear(
-            args.width, 2 * taps * args.width // self.group_size, bias=False
-        )
+        n_outputs = 2 * taps * args.width // self.group_size
+        self.kernel_projection = nn.Linear(args.width, n_outputs, bias=False)
 
     def __call__(self, rows: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
         """(B, H): rows (B, H) after a convolution, `part` and another convolution."""
         taps = self.base_kernel.shape[1]
         changes = self.kernel_projection(rows).reshape(len(rows), 2, taps, -1)
-        before, after = (self.base_kernel + mx.repeat(changes, self.group_size, axis=-1)).swapaxes(
-            0, 1
-        )
+        kernels = self.base_kernel + mx.repeat(changes, self.group_size, axis=-1)
+        before, after = kernels.swapaxes(0, 1)
         return convolve(part(convolve(rows, before)), after)
 
 
@@ -444,12 +426,13 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(args.width, args.selector_rank, bias=False)
 
     def __call__(self, tokens: mx.array, candidates: mx.array, state: mx.array) -> mx.array:
-        """(W, K) float32 scores of each candidate (K,) after each token (W,), for a row's final
-        state (H,).
+        """(W, K) float32 scores of candidates (K,) after each token (W,).
+
+        Args:
+            state: (H,) the row's final state.
         """
-        scores: mx.array = (
-            self.predecessor(tokens) * self.hidden_projection(state)
-        ) @ self.successor(candidates).T
+        before = self.predecessor(tokens) * self.hidden_projection(state)
+        scores: mx.array = before @ self.successor(candidates).T
         return scores.astype(mx.float32)
 
 
@@ -494,9 +477,9 @@ class Drafter(BaseDrafter):
         width = args.width
         self.fc = nn.Linear(self.n_inputs, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, args.rms_norm_eps)
-        kind = (
-            GemmaLayer if args.gemma else Layer if args.conv_kernel_size is None else ConvolvedLayer
-        )
+        kind = Layer if args.conv_kernel_size is None else ConvolvedLayer
+        if args.gemma:
+            kind = GemmaLayer
         self.layers: list[Layer] = [kind(args) for _ in args.layer_masks]
         self.norm = nn.RMSNorm(width, args.rms_norm_eps)
         if args.own_embedding:
@@ -549,21 +532,14 @@ class Drafter(BaseDrafter):
         """
         rows = embedded.astype(self.dtype)
         for layer, cache, mask in zip(self.layers, caches, masks, strict=True):
-
-            def attend(
-                normed: mx.array,
-                attention: Attention = layer.self_attn,
-                cache: KVCache = cache,
-                mask: mx.array = mask,
-            ) -> mx.array:
-                return attention(normed, position, cache, mask)
-
+            attend = partial(layer.self_attn, position=position, cache=cache, mask=mask)
             rows = layer(rows, attend)
         return cast(mx.array, self.norm(rows))
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
-        """The guesses of rows with final states (D, H); with W1 and W2 or a selector they depend on
-        the token before.
+        """The guesses of rows with final states (D, H).
+
+        With W1 and W2 or a selector they depend on the token before.
 
         Args:
             head: its own or the target's output matrix.
@@ -579,10 +555,7 @@ class Drafter(BaseDrafter):
                 return guesses
             candidates = top_w(logits[row], count)
             scores = guesses[:, candidates] + self.selector(tokens, candidates, states[row])
-            everything = mx.full(guesses.shape, -mx.inf)
-            return mx.put_along_axis(
-                everything, mx.broadcast_to(candidates, scores.shape), scores, axis=-1
-            )
+            return scatter(scores, candidates, guesses.shape[1])
 
         return guess
 
@@ -597,17 +570,13 @@ class Drafter(BaseDrafter):
 
         A drafter that uses the target's output matrix returns their final states instead.
         """
-        generator = np.random.default_rng(0)
         args = self.args
-        states, embedded = (
-            mx.array(generator.normal(size=(8, width)).astype(np.float32))
-            for width in (self.n_inputs, args.width)
-        )
-        count = min(8, args.max_depth)
+        states, embedded = make_samples(self.n_inputs, args.width)
+        count = min(N_SAMPLES, args.max_depth)
         caches = [KVCache() for _ in self.layers]
         self.append(states, 0, caches)
-        masks = [mx.ones((count, 8 + count), mx.bool_)] * len(caches)
-        rows = self.run(embedded[:count], mx.array(8), caches, masks)
+        masks = [mx.ones((count, N_SAMPLES + count), mx.bool_)] * len(caches)
+        rows = self.run(embedded[:count], mx.array(N_SAMPLES), caches, masks)
         if "lm_head" not in self:
             return rows.astype(mx.float32)
         guess = self.make_guess(rows, self.lm_head)
@@ -620,19 +589,15 @@ class Drafter(BaseDrafter):
         return [*own, self.markov_w2] if own and "markov_w2" in self else own
 
     def name_part(self, name: str) -> str:
-        tables = ("markov_w1", "selector.predecessor", "selector.successor")
-        return (
-            "embedding"
-            if name in tables
-            else "head"
-            if name == "markov_w2"
-            else super().name_part(name)
-        )
+        if name in ("markov_w1", "selector.predecessor", "selector.successor"):
+            return "embedding"
+        return "head" if name == "markov_w2" else super().name_part(name)
 
 
 class BlockSource(CachedSource):
-    """The source of a block drafter: each layer's cache holds the text's keys and values, then a
-    block's.
+    """The source of a block drafter.
+
+    Each layer's cache holds the text's keys and values, then a block's.
 
     Args:
         drafter: its weights.
@@ -649,22 +614,19 @@ class BlockSource(CachedSource):
         self._positions = mx.zeros((0,), mx.int32)  # of the rows
         if "embed_tokens" in drafter:
             self._embed = drafter.embed_tokens
-        scale = args.embedding_scale
-        if scale is None:
-            scale = (
-                math.sqrt(args.hidden_size) if get_module_name(model).startswith("gemma") else 1.0
-            )
-        self._scale = scale
-        # in its own dtype, to avoid a copy in another one
+        is_gemma = get_module_name(model).startswith("gemma")
+        scale = math.sqrt(args.hidden_size) if is_gemma else 1.0
+        self._scale = scale if args.embedding_scale is None else args.embedding_scale
+        # In its own dtype, to avoid a copy in another one.
         head = get_head(model)
         dtype = get_compute_dtype(model)
         self._head: Head = drafter.get("lm_head", lambda states: head(states.astype(dtype)))
 
-    def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+    def append_rows(self, hidden: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; the tokens are not used."""
-        own = mx.arange(position, position + len(states))
+        own = mx.arange(position, position + len(hidden))
         self._positions = mx.concatenate([self._positions[: self._caches[0].offset], own])
-        return self.drafter.append(states, position, self._caches)
+        return self.drafter.append(hidden, position, self._caches)
 
     def _drop_oldest(self) -> None:
         before = self._n_rows
@@ -674,21 +636,23 @@ class BlockSource(CachedSource):
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
         """Runs a block. Beyond `depth`, which no plan reaches, the last row's guess is repeated."""
-        _, sees, position = self.append_pending_rows(root)
+        _, sees, position = self.append_pending(root)
         drafter = self.drafter
         args = self.drafter.args
         first = 0 if args.from_anchor else 1
-        tokens = mx.concatenate(
-            [root.reshape(1).astype(mx.int32), mx.full((first + depth - 1,), args.mask_token_id)]
-        )
+        unknown = mx.full((first + depth - 1,), args.mask_token_id)
+        tokens = mx.concatenate([root.reshape(1).astype(mx.int32), unknown])
         own = position + mx.arange(len(tokens))
-        kinds = {
-            kind: make_mask(sees, self._positions, own, *kind) for kind in set(args.layer_masks)
-        }
-        near = len(self._rows[-1].tokens) + len(tokens) - 2
-        # All rows before these columns are outside the window.
-        masks = [kinds[kind][:, -(kind[0] + near) if kind[0] else 0 :] for kind in args.layer_masks]
-        rows = drafter.run(self._scale * self._embed(tokens), position, self._caches, masks)
+        near = len(self._waiting[-1].tokens) + len(tokens) - 2
+        masks: dict[tuple[int, bool], mx.array] = {}
+        for window, causal in set(args.layer_masks):
+            mask = make_mask(sees, self._positions, own, window, causal)
+            # All rows before these columns are outside the window.
+            masks[window, causal] = mask[:, -(window + near) :] if window else mask
+
+        embedded = self._scale * self._embed(tokens)
+        each = (masks[kind] for kind in args.layer_masks)
+        rows = drafter.run(embedded, position, self._caches, each)
         guess = drafter.make_guess(rows[first:], self._head)
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
@@ -714,10 +678,8 @@ def make_mask(
         window: a row sees positions at a distance below this, before and after; 0 for all.
         causal: whether a row sees no later row of its block.
     """
-    size = len(own)
-    mask = mx.concatenate(
-        [mx.broadcast_to(sees, (size, len(sees))), mx.ones((size, size), mx.bool_)], axis=1
-    )
+    block = mx.ones((len(own), len(own)), mx.bool_)
+    mask = mx.concatenate([mx.broadcast_to(sees, (len(own), len(sees))), block], axis=1)
     distance = own[:, None] - mx.concatenate([positions, own])
     if window:
         mask = mask & (mx.abs(distance) < window)

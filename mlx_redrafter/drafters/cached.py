@@ -1,8 +1,8 @@
 """Sources with their own KV cache: it has a row for every position of the text that they have read.
 
-A draft does not wait for the pending round's host read, so the number of that round's rows that
-stay is not known yet. All of them are appended, and masked by that number, which is an array. The
-next round's position gives the number; the other rows, and the draft's, are then overwritten::
+A draft does not wait for the pending round's host read, so the number of that round's positions
+that stay is not known yet. All of them are appended, and masked by that number, which is an array.
+The next round's position gives the number; the other rows, and the draft's, are then overwritten::
 
     rows    settled | the pending round: n_kept, then others | the draft
     seen    all     | the first n_kept                       | itself and its ancestors
@@ -18,34 +18,33 @@ from typing import Any, NamedTuple, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from ..engine.beam_search import Advance, State
 from ..engine.model_parts import StateName, get_head, get_parts
 from ..engine.tree_attention import Nodes, build_with_nodes
 from ..engine.types import Kept
-from .protocol import Drafter, Embed, Head, StepwiseSource
+from .protocol import N_SAMPLES, Drafter, Embed, Head, StepwiseSource, make_samples
 
 MAX_WAITING = 64
-"""The most rows that are buffered while nothing is drafted; more are read together."""
+"""The most states that are buffered while nothing is drafted; more are read together."""
 
 MAX_EXCESS = 256
 """A cache may exceed `max_kv_size` by this many rows before its oldest rows are dropped."""
 
 
-class Rows(NamedTuple):
-    """Consecutive positions of the text whose rows in the cache are missing or not final.
+class States(NamedTuple):
+    """States of consecutive positions whose rows in the cache are missing or not final.
 
     Attributes:
         tokens: (R,) int32.
-        states: (R, X) the captured hidden states, concatenated.
-        n_kept: () int32 or a number, how many of the R rows stay.
+        hidden: (R, X) the captured hidden states, concatenated.
+        n_kept: () int32 or a number, how many of the R positions stay.
         position: of the first of them in the text.
     """
 
     tokens: mx.array
-    states: mx.array
+    hidden: mx.array
     n_kept: mx.array | int
     position: int
 
@@ -74,8 +73,9 @@ class LayerCache:
 
 
 class CachedSource(StepwiseSource):
-    """The source of a drafter with a KV cache. Subclasses define how rows are made and how a draft
-    begins.
+    """The source of a drafter with a KV cache.
+
+    Subclasses define how rows are made and how a draft begins.
 
     Args:
         drafter: its weights.
@@ -95,14 +95,14 @@ class CachedSource(StepwiseSource):
         self._window: int | None = None  # the last positions that the drafter sees; None for all
         self._caches = [KVCache() for _ in range(n_layers)]
         self._n_rows = 0  # settled in the caches
-        self._rows: list[Rows] = []  # not settled; some of the last may be dropped
+        self._waiting: list[States] = []  # not settled; some of the last may be dropped
         self._is_appended = False  # whether the last ones are in the caches
 
-    def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+    def append_rows(self, hidden: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends the rows of consecutive positions to the caches.
 
         Args:
-            states: (R, X) the captured hidden states.
+            hidden: (R, X) the captured hidden states.
             tokens: (R,) int32, the token after each position.
             position: of the first.
 
@@ -112,105 +112,101 @@ class CachedSource(StepwiseSource):
         raise NotImplementedError
 
     def keep(self, kept: Kept) -> None:
-        """Buffers the rows that stay. If there are many, reads those whose next token is known."""
+        """Buffers the states that stay. If there are many, reads those with a known next token."""
         self._settle(kept.position)
-        states = mx.concatenate([kept.rows(kept.hidden[name]) for name in self.capture], axis=-1)
-        self._rows.append(
-            Rows(kept.rows(kept.tokens).astype(mx.int32), states, kept.n_kept, kept.position)
-        )
-        if sum(len(rows.tokens) for rows in self._rows) > MAX_WAITING:
-            self._append_known_rows()
+        tokens = kept.rows(kept.tokens).astype(mx.int32)
+        hidden = mx.concatenate([kept.rows(kept.hidden[name]) for name in self.capture], axis=-1)
+        self._waiting.append(States(tokens, hidden, kept.n_kept, kept.position))
+        if sum(len(states.tokens) for states in self._waiting) > MAX_WAITING:
+            self._append_known()
         self._drop_oldest()
 
-    def _append_known_rows(self) -> None:
-        """Reads the buffered rows that certainly stay and whose next token is known."""
-        last = self._rows[-1]
-        tokens, states, position = self._join()
+    def _append_known(self) -> None:
+        """Reads the buffered states that certainly stay and whose next token is known."""
+        last = self._waiting[-1]
+        tokens, hidden, position = self._join()
         is_known = isinstance(last.n_kept, int)
         n_known = len(tokens) - (1 if is_known else len(last.tokens))
         if n_known:
-            self._append_after_settled(states[:n_known], tokens[1 : n_known + 1], position)
+            self._append_after_settled(hidden[:n_known], tokens[1 : n_known + 1], position)
             self._n_rows += n_known
         if is_known:
-            row = mx.array([n_known])  # a copy, so that the other rows can be freed
-            last = Rows(tokens[row], states[row], 1, position + n_known)
-        self._rows = [last]
+            end = mx.array([n_known])  # a copy, so that the other states can be freed
+            last = States(tokens[end], hidden[end], 1, position + n_known)
+        self._waiting = [last]
 
     def _drop_oldest(self) -> None:
         most = min(filter(None, (self.max_kv_size, self._window)), default=None)
-        count = self._n_rows
-        if most is not None and count > most + MAX_EXCESS:
-            for cache in self._caches:
-                keys = cast(mx.array, cache.keys)
-                values = cast(mx.array, cache.values)
-                cache.keys = keys[..., count - most : count, :]
-                cache.values = values[..., count - most : count, :]
-            self._n_rows = most
+        if most is None or self._n_rows <= most + MAX_EXCESS:
+            return
+        newest = slice(self._n_rows - most, self._n_rows)
+        for cache in self._caches:
+            cache.keys = cast(mx.array, cache.keys)[..., newest, :]
+            cache.values = cast(mx.array, cache.values)[..., newest, :]
+        self._n_rows = most
 
     def _settle(self, position: int) -> None:
-        """Finds how many of the last rows stayed, given that the next ones begin at `position`."""
-        if not self._rows:
+        """Notes how many of the last states stayed, as the next ones begin at `position`."""
+        if not self._waiting:
             return
-        last = self._rows[-1]
+        last = self._waiting.pop()
         n_kept = position - last.position
         is_appended = self._is_appended
         self._is_appended = False
         if n_kept == 0 and not is_appended:  # a plain step that did not stay
-            self._rows.pop()
-        elif not 0 < n_kept <= len(last.tokens):
-            self._rows = []  # positions are missing, so the token after the last row is not known
+            return
+        if not 0 < n_kept <= len(last.tokens):
+            self._waiting = []  # positions are missing, so the last state's next token is not known
         elif is_appended:
-            self._rows = []
             self._n_rows += n_kept
         else:
-            self._rows[-1] = Rows(last.tokens[:n_kept], last.states[:n_kept], n_kept, last.position)
+            kept = States(last.tokens[:n_kept], last.hidden[:n_kept], n_kept, last.position)
+            self._waiting.append(kept)
 
     def _join(self) -> tuple[mx.array, mx.array, int]:
-        """(tokens, states, the first position) of all buffered rows."""
-        tokens, states, _, positions = zip(*self._rows, strict=True)
-        return mx.concatenate(list(tokens)), mx.concatenate(list(states)), positions[0]
+        """(tokens, hidden states, the first position) of all that is buffered."""
+        tokens, hidden, _, positions = zip(*self._waiting, strict=True)
+        return mx.concatenate(list(tokens)), mx.concatenate(list(hidden)), positions[0]
 
-    def _append_after_settled(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+    def _append_after_settled(self, hidden: mx.array, tokens: mx.array, position: int) -> mx.array:
         for cache in self._caches:
             cache.offset = self._n_rows
-        return self.append_rows(states, tokens, position)
+        return self.append_rows(hidden, tokens, position)
 
-    def append_pending_rows(self, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Reads all buffered rows, including the pending round's. A draft's rows follow them.
+    def append_pending(self, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Reads all buffered states, including the pending round's. A draft's rows follow theirs.
 
         Args:
-            root: () int32, the token after the last row that stays.
+            root: () int32, the token after the last position that stays.
 
         Returns:
-            (...) the drafter's output for that row; (C,) bool, which cache rows a draft sees; ()
-            int32, the root's position.
+            (...) the drafter's output for that position; (C,) bool, which cache rows a draft sees;
+            () int32, the root's position.
         """
-        last = self._rows[-1]
-        tokens, states, position = self._join()
+        last = self._waiting[-1]
+        tokens, hidden, position = self._join()
         n_before = len(tokens) - len(last.tokens)
         tip = n_before + last.n_kept - 1
         following = mx.concatenate([tokens[1:], tokens[-1:]])
         following = mx.where(mx.arange(len(tokens)) < tip, following, root.astype(mx.int32))
-        made = self._append_after_settled(states, following, position)
+        made = self._append_after_settled(hidden, following, position)
+
         self._n_rows += n_before
-        self._rows = [last]
+        self._waiting = [last]
         self._is_appended = True
-        n_slots = self._n_rows + len(last.tokens)
-        return (
-            made[tip],
-            mx.arange(n_slots) < self._n_rows + last.n_kept,
-            mx.array(last.position + last.n_kept),
-        )
+        sees = mx.arange(self._n_rows + len(last.tokens)) < self._n_rows + last.n_kept
+        return made[tip], sees, mx.array(last.position + last.n_kept)
 
     def rewind(self, count: int) -> None:
-        """Drops rows. The last remaining one is read again, as the token after it will differ."""
-        if self._rows:
-            self._rows[-1] = self._rows[-1]._replace(n_kept=self._rows[-1].n_kept - count)
+        """Drops positions. The last one left is read again, as the token after it will differ."""
+        if self._waiting:
+            last = self._waiting.pop()
+            self._waiting.append(last._replace(n_kept=last.n_kept - count))
             self._is_appended = False
 
     def fork(self) -> Self:
         other = copy.copy(self)
-        other._rows = list(self._rows)
+        other._waiting = list(self._waiting)
         other._caches = []
         for cache in self._caches:
             mine = KVCache()
@@ -223,15 +219,13 @@ class CachedSource(StepwiseSource):
 
     @property
     def state(self) -> Any:
-        """The caches and the buffered rows."""
-        return [
-            (cache.keys, cache.values) for cache in self._caches if cache.keys is not None
-        ], self._rows
+        """The caches and the buffered states."""
+        caches = [(cache.keys, cache.values) for cache in self._caches if cache.keys is not None]
+        return caches, self._waiting
 
 
 class PairDrafter(Drafter):
-    """A head with a KV cache that reads pairs of a position's state and the token after it, see
-    `PairSource`.
+    """A head with a KV cache that reads pairs of a position's state and the token after it.
 
     Attributes:
         needs_head: whether it uses the target's output matrix.
@@ -272,24 +266,16 @@ class PairDrafter(Drafter):
         return head(features).astype(mx.float32)
 
     def sample_logits(self) -> mx.array:
-        """Logits for fixed random pairs, or their features if the target's output matrix is used."""
-        generator = np.random.default_rng(0)
-        dtype = self.dtype
-        embedded = mx.array(
-            generator.normal(size=(8, self.args.hidden_size)).astype(np.float32)
-        ).astype(dtype)
-        states = mx.array(generator.normal(size=(8, self.n_inputs)).astype(np.float32)).astype(
-            dtype
-        )
+        """Logits for fixed random pairs, or their features if it uses the target's matrix."""
+        samples = make_samples(self.args.hidden_size, self.n_inputs)
+        embedded, states = (array.astype(self.dtype) for array in samples)
         cache = LayerCache(KVCache(), 0)
-        tokens = mx.arange(8) % self.args.vocab_size
-        features = self.read_pairs(
-            self.project(states), tokens, lambda tokens: embedded[tokens], cache, "causal"
-        )
+        tokens = mx.arange(N_SAMPLES) % self.args.vocab_size
+        features = self.project(states)
+        features = self.read_pairs(features, tokens, lambda ids: embedded[ids], cache, "causal")
         if self.needs_head:
             return features.astype(mx.float32)
-        logits = self.guess(features, None)
-        return logits[:, self.draft_ids] if "draft_ids" in self else logits
+        return self.gather(self.guess(features, None))
 
     @property
     def n_inputs(self) -> int:
@@ -298,11 +284,10 @@ class PairDrafter(Drafter):
 
 
 class PairSource(CachedSource):
-    """The source of a head that reads pairs of a position's state and the next token, and guesses
-    the token after that.
+    """The source of a head that reads pairs of a position's state and the next token.
 
-    In a draft, the head's output replaces states that do not exist yet. The rows of all hypotheses
-    follow each other in the cache, and each row sees its ancestors.
+    It guesses the token after that. In a draft, the head's output replaces states that do not exist
+    yet. The rows of all hypotheses follow each other in the cache, and each row sees its ancestors.
     """
 
     drafter: PairDrafter
@@ -313,22 +298,21 @@ class PairSource(CachedSource):
         super().__init__(drafter, model, capture)
         self._head = get_head(model) if drafter.needs_head else None
 
-    def append_rows(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+    def append_rows(self, hidden: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; returns (R, H), the head's output."""
-        features = self.drafter.project(states)
+        features = self.drafter.project(hidden)
         cache = LayerCache(self._caches[0], position)
         return self.drafter.read_pairs(features, tokens, self._embed, cache, "causal")
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        feature, sees, position = self.append_pending_rows(root)
+        feature, sees, position = self.append_pending(root)
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
             if state is None:  # the root, which is the token of the last pair
                 return self.drafter.guess(feature[None], self._head), (feature[None], None, 0)
             features, ancestors, level = state
-            features, ancestors = self._read_level(
-                features, tokens, ancestors, sees, position + level
-            )
+            at = position + level
+            features, ancestors = self._read_level(features, tokens, ancestors, sees, at)
             return self.drafter.guess(features, self._head), (features, ancestors, level + 1)
 
         return advance
@@ -341,8 +325,9 @@ class PairSource(CachedSource):
         sees: mx.array,
         position: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """(the head's output for the tokens of a level, (W, M) bool, which of the draft's rows are
-        its ancestors).
+        """(the head's output for a level's tokens, which of the draft's rows are their ancestors).
+
+        The latter is (W, M) bool.
 
         Args:
             features: (W, H) the head's output for their parents.
@@ -352,14 +337,11 @@ class PairSource(CachedSource):
         width = len(tokens)
         own = mx.eye(width, dtype=mx.bool_)
         ancestors = own if ancestors is None else mx.concatenate([ancestors, own], axis=1)
-        mask = mx.concatenate([mx.broadcast_to(sees, (width, len(sees))), ancestors], axis=1)[
-            None, None
-        ]
+        mask = mx.concatenate([mx.broadcast_to(sees, (width, len(sees))), ancestors], axis=1)
+        cache = LayerCache(self._caches[0], position)
 
         def read(_: list[Any]) -> mx.array:
-            return self.drafter.read_pairs(
-                features, tokens, self._embed, LayerCache(self._caches[0], position), mask
-            )
+            return self.drafter.read_pairs(features, tokens, self._embed, cache, mask[None, None])
 
         if width == 1:
             return read([]), ancestors

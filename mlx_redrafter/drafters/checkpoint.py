@@ -87,8 +87,8 @@ class Checkpoint:
         self.tensors = found
         self.stored = stored
 
-    def find_quantization(self, layer: str) -> dict[str, Any] | None:
-        """The keyword arguments of MLX's quantization of a layer; None if it is not quantized."""
+    def get_quantization(self, layer: str) -> dict[str, Any] | None:
+        """The keyword arguments of a layer's quantization; None if it is not quantized."""
         if f"{layer}.scales" not in self.tensors:
             return None
         said = self.config.get("quantization") or self.config.get("quantization_config")
@@ -96,13 +96,11 @@ class Checkpoint:
         own = said.get(self.stored[f"{layer}.scales"].removesuffix(".scales"))
         how = own if isinstance(own, dict) else said
         mode = how.get("mode", "affine")
-        group_size, bits = (
-            how.get(key, default)
-            for key, default in zip(("group_size", "bits"), MODES[mode], strict=True)
-        )
-        if not (
-            type(group_size) is type(bits) is int and group_size > 0 and bits > 0
-        ):  # MLX divides by them
+        group_size, bits = MODES[mode]
+        group_size = how.get("group_size", group_size)
+        bits = how.get("bits", bits)
+        # MLX divides by them.
+        if not type(group_size) is type(bits) is int or group_size < 1 or bits < 1:
             raise ValueError(f"expected {layer} quantized to some bits in groups, got {how!r:.80}")
         return {"group_size": group_size, "bits": bits, "mode": mode}
 
@@ -112,53 +110,43 @@ class Checkpoint:
             begin = f"its tensors begin {sorted(self.tensors)[:3]}"
             raise CheckpointError(f"incomplete drafter: {self.where} holds no {name}; {begin}")
         shape = self.tensors[name].shape
-        how = self.find_quantization(name.removesuffix(".weight"))
+        how = self.get_quantization(name.removesuffix(".weight"))
         return shape if how is None else (*shape[:-1], shape[-1] * 32 // how["bits"])
 
     def pop(self, name: str) -> mx.array:
         """Removes a weight, and returns it dequantized."""
         layer = name.removesuffix(".weight")
-        how = self.find_quantization(layer)
+        how = self.get_quantization(layer)
         weight = self.tensors.pop(name)
         if how is None:
             return weight
-        return mx.dequantize(
-            weight,
-            self.tensors.pop(f"{layer}.scales"),
-            self.tensors.pop(f"{layer}.biases", None),
-            **how,
-        )
+        scales = self.tensors.pop(f"{layer}.scales")
+        biases = self.tensors.pop(f"{layer}.biases", None)
+        return mx.dequantize(weight, scales, biases, **how)
 
     def count(self, pattern: str) -> int:
         """1 + the largest number that `pattern` finds in tensor names; 0 without a match."""
-        return max(
-            (1 + int(found[1]) for name in self.tensors if (found := re.fullmatch(pattern, name))),
-            default=0,
-        )
+        matches = filter(None, (re.fullmatch(pattern, name) for name in self.tensors))
+        return max((1 + int(match[1]) for match in matches), default=0)
 
     def get_vocab_size(self, names: Sequence[str]) -> Any:
-        """V of the config.
-
-        Else the rows of the first of these tensors that exists, or of a full output matrix.
-        """
+        """V of the config; else the length of one of these tensors, or of a full output matrix."""
         if self.config.get("vocab_size") is not None:
             return self.config["vocab_size"]
         names = [*names, *(() if DRAFT_IDS in self.tensors else ("lm_head.weight",))]
         return next((self.shape(name)[0] for name in names if name in self.tensors), None)
 
-    def add_row_numbers(self, vocab_size: Any) -> None:
-        """Turns a draft vocabulary of offsets from row numbers into token ids; drops one that has
-        all tokens.
+    def convert_offsets(self, vocab_size: Any) -> None:
+        """Turns a draft vocabulary of offsets from indices into token ids.
 
-        `t2d` is a mask of the same tokens, and is dropped.
+        One that has all tokens is dropped, and so is `t2d`, a mask of the same tokens.
         """
-        offsets, mask = (self.tensors.pop(name, None) for name in (DRAFT_IDS, "t2d"))
+        offsets = self.tensors.pop(DRAFT_IDS, None)
+        mask = self.tensors.pop("t2d", None)
         if offsets is None:
             return
         ids = mx.arange(len(offsets), dtype=mx.int32) + offsets
-        if mask is not None and set(np.flatnonzero(np.array(mask)).tolist()) != set(
-            np.array(ids).tolist()
-        ):
+        if mask is not None and {*np.flatnonzero(np.array(mask))} != {*np.array(ids)}:
             raise ValueError("expected t2d and d2t to name the same tokens, got different ones")
         if len(offsets) != vocab_size or offsets.any().item():
             self.tensors[DRAFT_IDS] = ids
@@ -168,30 +156,25 @@ class Checkpoint:
 
         A tensor that is missing or has another shape is named by MLX's own error.
         """
-        if (ids := self.tensors.get(DRAFT_IDS)) is not None and not is_float(ids):
+        ids = self.tensors.get(DRAFT_IDS)
+        if ids is not None and not is_float(ids):
             self.tensors[DRAFT_IDS] = ids = ids.astype(mx.int32)
-            found: list[Any] = ids.tolist()  # type: ignore[assignment]
-            if (
-                len(set(found)) < len(found)
-                or min(found) < 0
-                or max(found) >= drafter.args.vocab_size
-            ):
-                vocab_size = drafter.args.vocab_size
-                raise CheckpointError(
-                    f"{self.where}: expected {DRAFT_IDS} below {vocab_size}, each once"
-                )
-        nn.quantize(drafter, class_predicate=lambda name, _: self.find_quantization(name) or False)
-        expected = list_weights(drafter)
+            found = np.array(ids).tolist()
+            vocab_size = drafter.args.vocab_size
+            if len({*found} & {*range(vocab_size)}) < len(found):
+                expected = f"expected {DRAFT_IDS} below {vocab_size}, each once"
+                raise CheckpointError(f"{self.where}: {expected}")
+
+        nn.quantize(drafter, class_predicate=lambda name, _: self.get_quantization(name) or False)
+        weights = list_weights(drafter)
         for name, array in self.tensors.items():
-            if name not in expected:
-                odd = self.stored.get(name, name)
-                raise CheckpointError(
-                    f"{self.where} holds a tensor that this kind of drafter lacks: {odd!r}"
-                )
-            if is_float(array) != is_float(expected[name]):
-                raise CheckpointError(
-                    f"{self.where}: expected {name} as {expected[name].dtype}, got {array.dtype}"
-                )
+            if name not in weights:
+                odd = f"a tensor that this kind of drafter lacks: {self.stored.get(name, name)!r}"
+                raise CheckpointError(f"{self.where} holds {odd}")
+            if is_float(array) != is_float(weights[name]):
+                wrong = f"expected {name} as {weights[name].dtype}, got {array.dtype}"
+                raise CheckpointError(f"{self.where}: {wrong}")
+
         drafter.load_weights(list(self.tensors.items()))
         if (bad := get_not_finite(list_weights(drafter))) is not None:
             raise CheckpointError(f"{self.where}: {bad} holds NaN or infinity")
@@ -202,22 +185,22 @@ def unwrap(names: Iterable[str]) -> dict[str, str]:
 
     If the files also hold a model, only the drafter's names.
     """
-    bare = {name: INSERTED.sub("", name) for name in names}
-    tails = {name: WRAPPERS.sub("", text, count=1) for name, text in bare.items()}
-    inside = {
-        name: tails[name]
-        for name, text in bare.items()
-        if DRAFTERS.search(text.removesuffix(tails[name]))
-    }
+    tails: dict[str, str] = {}
+    inside: dict[str, str] = {}
+    for name in names:
+        bare = INSERTED.sub("", name)
+        tails[name] = tail = WRAPPERS.sub("", bare, count=1)
+        if DRAFTERS.search(bare.removesuffix(tail)):
+            inside[name] = tail
     return inside or tails
 
 
 def rename(name: str, names: Names) -> str:
     """Our name for a tensor, or "" if it is left out; the same name if no pattern matches."""
-    return next(
-        (match.expand(ours) for pattern, ours in names if (match := re.fullmatch(pattern, name))),
-        name,
-    )
+    for pattern, ours in names:
+        if match := re.fullmatch(pattern, name):
+            return match.expand(ours)
+    return name
 
 
 def matches_any(pattern: str, names: Collection[str]) -> bool:
@@ -243,10 +226,9 @@ def is_float(array: mx.array) -> bool:
 def get_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
     """The name of an array that holds NaN or infinity; None if all numbers are finite."""
     for name, array in arrays.items():
-        # A few rows at a time, as checking a whole head at once needs half of its memory in
-        # addition.
-        rows = max(1, CHUNK // max(1, math.prod(array.shape[1:])))
-        parts = (array[start : start + rows] for start in range(0, len(array), rows))
-        if not all(mx.isfinite(part).all().item() for part in parts):
-            return name
+        # In parts, as checking a whole head at once needs half of its memory in addition.
+        size = max(1, CHUNK // max(1, math.prod(array.shape[1:])))
+        for start in range(0, len(array), size):
+            if not mx.isfinite(array[start : start + size]).all().item():
+                return name
     return None

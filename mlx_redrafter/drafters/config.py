@@ -10,7 +10,7 @@ import numpy as np
 from ..engine.model_parts import AFTER_NORM, BEFORE_NORM
 from ..engine.plan import MAX_DRAFT_DEPTH
 from .checkpoint import Checkpoint, Config
-from .layers import ACTIVATIONS, find_rope_type
+from .layers import ACTIVATIONS, get_rope_type
 
 TYPES: dict[str, Any] = {
     "int": int,
@@ -47,13 +47,16 @@ ROPES = ("default", "mrope", "linear", "llama3", "yarn", "deepseek_yarn", "propo
 """Supported types of RoPE. Others depend on the length of the text."""
 
 NEUTRAL = {
-    **dict.fromkeys(
-        ("embedding_multiplier", "residual_multiplier", "logits_scaling", "scale_emb"), 1
-    ),
-    **dict.fromkeys(
-        ("attention_multiplier", "query_pre_attn_scalar", "scale_depth", "dim_model_base"), None
-    ),
-    **dict.fromkeys(("attn_logit_softcapping", "clip_qkv"), None),
+    "embedding_multiplier": 1,
+    "residual_multiplier": 1,
+    "logits_scaling": 1,
+    "scale_emb": 1,
+    "attention_multiplier": None,
+    "query_pre_attn_scalar": None,
+    "scale_depth": None,
+    "dim_model_base": None,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
     "attention_sink_bias": False,
     "partial_rotary_factor": 1,
 }
@@ -92,21 +95,20 @@ class DrafterArgs:
     hidden_state: str | None = None
 
     def __post_init__(self) -> None:
-        if self.draft_depth is not None and not 1 <= self.draft_depth <= MAX_DRAFT_DEPTH:
-            raise ValueError(
-                f"expected draft_depth from 1 to {MAX_DRAFT_DEPTH}, got {self.draft_depth}"
-            )
-        if self.hidden_state not in (None, AFTER_NORM, BEFORE_NORM):
-            raise ValueError(
-                f"expected hidden_state to be {AFTER_NORM} or {BEFORE_NORM}, got {self.hidden_state!r}"
-            )
+        depth = self.draft_depth
+        if depth is not None and not 1 <= depth <= MAX_DRAFT_DEPTH:
+            raise ValueError(f"expected draft_depth from 1 to {MAX_DRAFT_DEPTH}, got {depth}")
+        state = self.hidden_state
+        if state not in (None, AFTER_NORM, BEFORE_NORM):
+            expected = f"expected hidden_state to be {AFTER_NORM} or {BEFORE_NORM}"
+            raise ValueError(f"{expected}, got {state!r}")
         shares = np.array([[1.0]] if self.acceptance is None else self.acceptance)
         if shares.ndim != 2 or not shares.size or not (abs(shares - 0.5) <= 0.5).all():
             raise ValueError("expected acceptance to be a row of shares from 0 to 1 for each depth")
 
     @property
     def n_guesses(self) -> int:
-        """V', how many tokens it can guess, the rows of its head."""
+        """V', how many tokens it can guess."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
@@ -116,7 +118,7 @@ class DrafterArgs:
 
     @property
     def min_layers(self) -> int:
-        """The fewest layers that a target must have for all layers to exist whose outputs are read."""
+        """The fewest layers that a target must have, so that all layers exist that are read."""
         return 0
 
     @property
@@ -130,11 +132,13 @@ class DrafterArgs:
 
     def describe_states(self) -> str:
         """The target's hidden states that it reads, in words."""
-        return f"the hidden state {'before' if self.hidden_state == BEFORE_NORM else 'after'} the final norm"
+        place = "before" if self.hidden_state == BEFORE_NORM else "after"
+        return f"the hidden state {place} the final norm"
 
     def explain_useless(self) -> str:
         """What to check if no guess is right."""
-        return f"Was it trained for this model, and do its weights fit this dtype? It reads {self.describe_states()}"
+        doubts = "Was it trained for this model, and do its weights fit this dtype?"
+        return f"{doubts} It reads {self.describe_states()}"
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of a `config.json`, without fields that are None."""
@@ -149,10 +153,9 @@ class DrafterArgs:
             kind = types[key].split(" ")[0].split("[")[0]
             if not isinstance(value, TYPES[kind]) or isinstance(value, bool) != (kind == "bool"):
                 raise ValueError(f"expected {key} as {types[key]}, got {value!r:.40}")
-        if missing := [
-            each.name for each in fields(cls) if each.default is MISSING and each.name not in found
-        ]:
-            raise ValueError(f"expected {missing[0]} in config.json, got none")
+        for each in fields(cls):
+            if each.default is MISSING and each.name not in found:
+                raise ValueError(f"expected {each.name} in config.json, got none")
         return cls(**found)
 
 
@@ -161,7 +164,7 @@ class LayerArgs(DrafterArgs):
     """The config of a drafter with transformer layers.
 
     Attributes:
-        width: H, the width of its rows.
+        width: H, the width of its layers.
         rope_scaling: as in mlx-lm's models; None for none.
         rope_traditional: whether RoPE pairs adjacent dimensions instead of halves.
         hidden_act: the MLP's activation, a name in `ACTIVATIONS`; None for the kind's default.
@@ -184,14 +187,13 @@ class LayerArgs(DrafterArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.capture_layers or [0]) < 0:
-            raise ValueError(
-                f"expected the numbers of the target's layers from 0, got {self.capture_layers}"
-            )
-        if self.hidden_act not in (None, *ACTIVATIONS):
-            raise ValueError(
-                f"expected hidden_act to be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r:.40}"
-            )
+        layers = self.capture_layers or [0]
+        if min(layers) < 0:
+            raise ValueError(f"expected the numbers of the target's layers from 0, got {layers}")
+        name = self.hidden_act
+        if name not in (None, *ACTIVATIONS):
+            expected = f"expected hidden_act to be one of {', '.join(ACTIVATIONS)}"
+            raise ValueError(f"{expected}, got {name!r:.40}")
 
     @property
     def min_layers(self) -> int:
@@ -203,28 +205,27 @@ class LayerArgs(DrafterArgs):
         return f"the outputs of layers {', '.join(map(str, self.capture_layers))}"
 
     def describe(self) -> str:
-        return f"width {self.width}, heads {self.num_attention_heads} of {self.head_dim}, MLP {self.intermediate_size}"
+        heads = f"heads {self.num_attention_heads} of {self.head_dim}"
+        return f"width {self.width}, {heads}, MLP {self.intermediate_size}"
 
 
 def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
-    """The fields of a published head's first transformer layer, from its tensors' shapes and a flat
-    config.
+    """The fields of a published head's transformer layer, from a flat config and tensors' shapes.
 
     Args:
         layer: the prefix of its tensors' names.
     """
-    head_dim = (
-        checkpoint.shape(f"{layer}.self_attn.o_proj.weight")[1] // config["num_attention_heads"]
-    )
+    attention = f"{layer}.self_attn"
     (width,) = checkpoint.shape(f"{layer}.post_attention_layernorm.weight")
     joined = checkpoint.shape("fc.weight")
     if joined[0] != width:
-        raise ValueError(
-            f"expected fc.weight of {width} rows, one for each output, got shape {joined}"
-        )
+        expected = f"expected fc.weight of {width} rows, one for each output"
+        raise ValueError(f"{expected}, got shape {joined}")
+    inner = checkpoint.shape(f"{attention}.o_proj.weight")[1]
+    head_dim = inner // config["num_attention_heads"]
     return config | {
         "head_dim": head_dim,
-        "num_key_value_heads": checkpoint.shape(f"{layer}.self_attn.k_proj.weight")[0] // head_dim,
+        "num_key_value_heads": checkpoint.shape(f"{attention}.k_proj.weight")[0] // head_dim,
         "intermediate_size": checkpoint.shape(f"{layer}.mlp.gate_proj.weight")[0],
         "width": width,
         "hidden_act": config.get("hidden_activation") or config.get("hidden_act"),
@@ -235,19 +236,21 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
 def read_rope(config: Config) -> Config:
     """The fields of a head's RoPE, from a flat config. A factor of 1 is no scaling."""
     rope = parse_rope(config)
-    thetas = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
-    kind = find_rope_type(rope)
+    theta = rope.pop("rope_theta", None)
+    if theta is None:
+        theta = config.get("rope_theta", 10000.0)
+    kind = get_rope_type(rope)
     if rope.get("factor") == 1 and kind != "proportional":
         kind = "default"
     if kind not in ROPES or (kind == "default" and rope.get("factor", 1) != 1):
         raise ValueError(f"expected rope_scaling of type {', '.join(ROPES)}, got {rope!r:.80}")
     if "max_position_embeddings" in config:
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    is_neox = config.get("rope_is_neox_style", config.get("is_neox_style"))
     return {
-        "rope_theta": next(theta for theta in thetas if theta is not None),
+        "rope_theta": theta,
         "rope_scaling": None if kind == "default" else rope,
-        "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True))
-        is False,
+        "rope_traditional": is_neox is False,
     }
 
 
@@ -261,8 +264,8 @@ def check_neutral(config: Config, neutral: Config) -> None:
     """Refuses a flat config in which one of the keys has another value than in `neutral`."""
     rope = parse_rope(config)
     for key, value in neutral.items():
+        if key == "partial_rotary_factor" and get_rope_type(rope) == "proportional":
+            continue
         got = config.get(key, rope.get(key, value))
-        if got != value and not (
-            key == "partial_rotary_factor" and find_rope_type(rope) == "proportional"
-        ):
+        if got != value:
             raise ValueError(f"{key} {got!r:.40} is not supported")

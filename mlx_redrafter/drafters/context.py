@@ -29,10 +29,7 @@ from ..engine.tree import chain
 from ..engine.types import Tree
 
 MAX_TOKENS = 1 << 17
-"""The most tokens of an index, about 0.3 KB each.
-
-When there are more, the older half is dropped.
-"""
+"""The most tokens of an index, about 0.3 KB each; if there are more, the older half is dropped."""
 
 SIZES = (4, 2, 1)
 """Lengths of the n-grams that are looked up, the longest first."""
@@ -50,10 +47,7 @@ MAX_PROPOSAL_RATIO = 2
 """A proposal is at most this many times as long as its match."""
 
 BUCKETS = (2, 3, 4, 6, 9, 16)
-"""Bounds of match lengths.
-
-Each bucket (below 2, below 3, ..., 16 or more tokens) has its own acceptance rate.
-"""
+"""Bounds of match lengths: each bucket (below 2, below 3, ..., 16 or more) has its own rate."""
 
 PRIOR_RATES = (0.25, 0.4, 0.5, 0.65, 0.75, 0.85, 0.95)
 """Prior acceptance rate of each bucket."""
@@ -146,11 +140,8 @@ class Matches:
             self._clear()
             self.read(kept)
 
-    def find(self, count: int) -> list[int]:
-        """`count` tokens after the match.
-
-        If the text ends before, they are repeated from the match on.
-        """
+    def list_following(self, count: int) -> list[int]:
+        """`count` tokens after the match; if the text ends before, they are repeated."""
         start = self.end + 1
         period = len(self.tokens) - start
         return [self.tokens[start + i % period] for i in range(count)]
@@ -196,23 +187,25 @@ class ContextSource(Source):
         self._matches.forget()
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """The forecast for the tokens after the match: at most `MAX_PROPOSAL`, and twice the
-        match's length.
+        """The forecast for the tokens after the match.
+
+        They are at most `MAX_PROPOSAL`, and `MAX_PROPOSAL_RATIO` times the match's length.
         """
-        found = self._matches
-        if not found.match:
+        matches = self._matches
+        if not matches.match:
             return None
-        match = found.match + ahead
-        chance = math.prod(map(found.rate, range(found.match, match)))
-        rates = map(found.rate, range(match, match + min(MAX_PROPOSAL_RATIO * match, MAX_PROPOSAL)))
+        match = matches.match + ahead
+        count = min(MAX_PROPOSAL_RATIO * match, MAX_PROPOSAL)
+        chance = math.prod(map(matches.rate, range(matches.match, match)))
+        rates = map(matches.rate, range(match, match + count))
         return Forecast(chance, list(accumulate(rates, mul)))
 
     def propose(
         self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
     ) -> Tree:
         """The chain of the first `plan.context` tokens after the match."""
-        return chain(root, mx.array(self.find(plan.context), mx.int32))
+        return chain(root, mx.array(self.list_tokens(plan.context), mx.int32))
 
-    def find(self, count: int) -> list[int]:
-        """The tokens after the match."""
-        return self._matches.find(count) if self._matches.match else []
+    def list_tokens(self, count: int) -> list[int]:
+        """The tokens after the match, if there is one."""
+        return self._matches.list_following(count) if self._matches.match else []

@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from ..engine import kv_cache
@@ -39,19 +40,15 @@ from .config import DrafterArgs
 from .protocol import Drafter, draft
 
 MAX_PADDING = 1024
-"""The heads of two models with the same tokenizer may differ by this many rows, because of padding.
-"""
+"""The vocabularies of two models with the same tokenizer may differ by this much, by padding."""
 
-MAX_ROWS = 32
-"""The most tokens in the forward that returns the logits.
-
-The tokens before them are read in pieces.
-"""
+MAX_LAST_PIECE = 32
+"""The most tokens in the forward that returns the logits; those before are read in pieces."""
 
 
 @dataclass(frozen=True)
 class DraftModelArgs(DrafterArgs):
-    """The sizes of a draft model: its own hidden size, and the rows of its head.
+    """The sizes of a draft model: its own hidden size and vocabulary.
 
     Attributes:
         name: the name of its module in `mlx_lm.models`.
@@ -67,7 +64,8 @@ class DraftModelArgs(DrafterArgs):
         return "only the text, no hidden state"
 
     def explain_useless(self) -> str:
-        return "Do the draft model and the target have the same tokenizer, and do its weights fit this dtype?"
+        question = "Do the draft model and the target have the same tokenizer"
+        return f"{question}, and do its weights fit this dtype?"
 
 
 class DraftModel(Drafter):
@@ -78,11 +76,10 @@ class DraftModel(Drafter):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if reason := REFUSED.get(get_module_name(model)):
-            raise UnsupportedModelError(
-                f"{get_module_name(model)} cannot be a draft model: {reason}"
-            )
-        super().__init__(DraftModelArgs(*get_model_sizes(model), name=get_module_name(model)))
+        name = get_module_name(model)
+        if reason := REFUSED.get(name):
+            raise UnsupportedModelError(f"{name} cannot be a draft model: {reason}")
+        super().__init__(DraftModelArgs(*get_model_sizes(model), name=name))
         self.model = model
         self._chains = explain_chains(model)
         self.n_cache_layers = len(make_prompt_cache(model))
@@ -103,9 +100,8 @@ class DraftModel(Drafter):
         own = self.args.vocab_size
         other = get_model_sizes(model)[1]
         if abs(own - other) > MAX_PADDING:
-            raise CheckpointError(
-                f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}"
-            )
+            sizes = f"it has a vocabulary of {own} tokens, the target of {other}"
+            raise CheckpointError(f"{name} cannot draft: {sizes}")
 
     def explain_chains(self) -> str | None:
         return self._chains and f"the draft model takes chains only, {self._chains}"
@@ -113,21 +109,22 @@ class DraftModel(Drafter):
 
 @lru_cache(maxsize=64)
 def path_constants(width: int, length: int) -> tuple[mx.array, mx.array]:
-    """(depths (N,) int32, ancestors (N, N) bool) of N = W * L nodes:
+    """(depths (N,) int32, ancestors (N, N) bool) of N = W * L nodes.
 
-    W paths of length L, one after the other.
+    They are W paths of length L, one after the other.
     """
-    nodes = [divmod(node, length) for node in range(width * length)]
-    ancestors = [[path == other and place >= at for other, at in nodes] for path, place in nodes]
-    return mx.array([place for _, place in nodes], mx.int32), mx.array(ancestors)
+    nodes = np.arange(width * length, dtype=np.int32)
+    path = nodes // length
+    ancestors = (path[:, None] == path) & (nodes[:, None] >= nodes)
+    return mx.array(nodes % length), mx.array(ancestors)
 
 
 class DraftModelSource(Source):
-    """The source of a draft model. Its cache holds a prefix of the text; `read` trims it to what a
-    new text shares.
+    """The source of a draft model.
 
-    Nothing is computed before the first draft. If the draft model drafts chains only, wider plans
-    become chains of the same depth.
+    Its cache holds a prefix of the text; `read` trims it to what a new text shares. Nothing is
+    computed before the first draft. If the draft model drafts chains only, wider plans become
+    chains of the same depth.
 
     Args:
         vocab_size: V, the target's.
@@ -141,25 +138,29 @@ class DraftModelSource(Source):
         self._vocab_size = vocab_size
         self._takes_trees = drafter.explain_chains() is None
         self._n_embedded: int = get_parts(drafter.model).embedding.weight.shape[0]
-        self._text: list[int] = []
+        self._tokens: list[int] = []  # of the text
         self._cache: kv_cache.Cache = []  # none yet
-        self._held = 0  # tokens of the text that are in it
+        self._held = 0  # how many of the tokens are in it
 
     def read(self, tokens: Sequence[int]) -> None:
         """Keeps the part of the cache that the new text shares."""
-        pairs = zip(self._text[: self._held], tokens, strict=False)
-        self._trim(next((at for at, (old, new) in enumerate(pairs) if old != new), len(tokens)))
-        self._text = list(tokens)
+        shared = 0
+        for old, new in zip(self._tokens[: self._held], tokens, strict=False):
+            if old != new:
+                break
+            shared += 1
+        self._trim(shared)
+        self._tokens = list(tokens)
 
     def confirm(self, tokens: Sequence[int]) -> None:
         """Appends tokens, which the next draft will read."""
-        self._text += tokens
+        self._tokens += tokens
 
     def propose(
         self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
     ) -> Tree:
         """See `Source.propose`. The root must be the last token of the text."""
-        self._trim(len(self._text) - 1)
+        self._trim(len(self._tokens) - 1)
         # After an error, no partly written cache must remain.
         cache = self._cache or make_cache(self._model, self.max_kv_size)
         self._cache = []
@@ -181,12 +182,12 @@ class DraftModelSource(Source):
         tree = draft(advance, root, plan, adjust, in_level_order=in_level_order)
         kv_cache.restore(cache, states)
         self._cache = cache
-        self._held = len(self._text)
+        self._held = len(self._tokens)
         return tree
 
     def fork(self) -> DraftModelSource:
         other = copy.copy(self)
-        other._text = list(self._text)
+        other._tokens = list(self._tokens)
         other._cache = copy.deepcopy(self._cache)
         return other
 
@@ -197,7 +198,7 @@ class DraftModelSource(Source):
 
     def _trim(self, count: int) -> None:
         """Trims the cache to the first `count` tokens; drops it if it cannot be trimmed."""
-        beyond = self._held - count if self._cache else 0
+        beyond = self._held - count
         if beyond > 0 and can_trim_prompt_cache(self._cache):
             trim_prompt_cache(self._cache, beyond)
         elif beyond > 0:
@@ -209,8 +210,8 @@ class DraftModelSource(Source):
 
         Reads the tokens that are not in the cache, in pieces if there are many.
         """
-        tokens = mx.array(self._text[self._held :], mx.int32)
-        while tokens.shape[0] > MAX_ROWS:
+        tokens = mx.array(self._tokens[self._held :], mx.int32)
+        while tokens.shape[0] > MAX_LAST_PIECE:
             size = min(self.prefill_step_size, tokens.shape[0] - 1)
             self._run(tokens[:size], cache)
             mx.eval([vars(c) for c in kv_cache.leaves(cache)])
@@ -219,13 +220,14 @@ class DraftModelSource(Source):
         return self._fit(self._run(tokens, cache)[-1:])
 
     def _read_paths(self, paths: mx.array, cache: kv_cache.Cache) -> mx.array:
-        """(W, V') the model's own logits after each of `paths` (W, 1 + L), whose first token is in
-        the cache.
+        """(W, V') the model's own logits after each of `paths` (W, 1 + L).
+
+        Their first token is in the cache.
         """
         width = paths.shape[0]
         length = paths.shape[1] - 1
         states = kv_cache.snapshot(cache)
-        nodes = Nodes(len(self._text), *path_constants(width, length), is_tree=True)
+        nodes = Nodes(len(self._tokens), *path_constants(width, length), is_tree=True)
         tokens = paths[:, 1:].reshape(-1)
         logits = build_with_nodes(cache, nodes, lambda views: self._run(tokens, views)).result
         kv_cache.restore(cache, states)
@@ -234,7 +236,7 @@ class DraftModelSource(Source):
     def _run(self, tokens: mx.array, cache: kv_cache.Cache) -> mx.array:
         """(T, V') the model's own logits after each of `tokens` (T,).
 
-        Ids beyond its embedding use the last row.
+        Ids beyond its embedding use the last vector.
         """
         if self._n_embedded < self._vocab_size:
             tokens = mx.minimum(tokens, self._n_embedded - 1)
@@ -245,6 +247,4 @@ class DraftModelSource(Source):
         """(W, V) float32 logits from (W, V'), cut or padded with minus infinity."""
         logits = logits[:, : self._vocab_size].astype(mx.float32)
         missing = self._vocab_size - logits.shape[1]
-        return (
-            mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing else logits
-        )
+        return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)

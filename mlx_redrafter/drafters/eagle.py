@@ -1,5 +1,6 @@
-"""EAGLE heads: one transformer layer with a KV cache that reads the target's states and its own
-outputs.
+"""EAGLE heads: one transformer layer that reads the target's states and its own outputs.
+
+It has a KV cache.
 
 A pair is the state f_i at a position and the token t_(i+1) after it; e = embedding of t_(i+1):
 
@@ -13,15 +14,13 @@ A pair is the state f_i at a position and the token t_(i+1) after it; e = embedd
               feature = x + mlp(norm(x))         logits = lm_head(norm(feature))
 
 In a draft, the feature replaces the state f of the next position. Norms are RMS norms. EAGLE-3
-heads differ in what is
-normed: a, b and c, each (fc_norm) or concatenated (norm_before_fc); queries and keys (qk_norm); the
-    residual to which
-attention is added (norm_before_residual); the feature that replaces the next state (norm_output).
+heads differ in what is normed: a, b and c, each (fc_norm) or concatenated (norm_before_fc);
+queries and keys (qk_norm); the residual to which attention is added (norm_before_residual); the
+feature that replaces the next state (norm_output).
 
 Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2503.01840. `fc_norm`
-and a separate
-`head_dim`: SpecForge; the other norms: vllm-project/speculators. Tensors are named as there, except
-    the layer's.
+and a separate `head_dim`: SpecForge; the other norms: vllm-project/speculators. Tensors are named
+as there, except the layer's.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from .protocol import Embed, Head
 
 MODEL_TYPE = "eagle"
 
-N_DEFAULT_STATES = 3
-"""How many target layers EAGLE-3 reads if its config does not name them."""
+DEFAULT_STATES = ("low", "middle", "high")
+"""The target layers that EAGLE-3 reads if its config does not name them."""
 
 NAMES = (
     (r"(?:.*\.)?rotary_emb\.inv_freq", ""),
@@ -56,15 +55,16 @@ SUPPORTED = {
     "speculators_model_type": "eagle3",
     "use_aux_hidden_state": True,
     "use_mtp_layernorm": False,
-    **dict.fromkeys(
-        ("parallel_draft_step", "logit_scale", "output_multiplier", "input_embedding_scale"), 1
-    ),
+    "parallel_draft_step": 1,
+    "logit_scale": 1,
+    "output_multiplier": 1,
+    "input_embedding_scale": 1,
     "final_logit_softcapping": None,
 }
 """The supported values of config keys whose effect no tensor shows."""
 
 
-def recognises(names: Collection[str], config: Config) -> bool:
+def recognizes(names: Collection[str], config: Config) -> bool:
     return matches_any(r"fc\.weight|(?:midlayer|layers\.0)\.hidden_norm\.weight", names)
 
 
@@ -80,25 +80,23 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     only_in_3 = {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"}
     version = 1 if only_in_3.isdisjoint(tensors) else 3
     check_neutral(config, SUPPORTED)
-    sees_all = (
-        config.get("use_sliding_window") is False
-        or "full_attention" in config.get("layer_types", [])[:1]
-    )
-    if config.get("sliding_window") and not sees_all:
-        raise ValueError(f"sliding_window {config['sliding_window']!r:.40} is not supported")
+    window = config.get("sliding_window")
+    is_full = config.get("layer_types", [])[:1] == ["full_attention"]
+    if window and not is_full and config.get("use_sliding_window") is not False:
+        raise ValueError(f"sliding_window {window!r:.40} is not supported")
+
     layers = get_capture_layers(config) if version == 3 else None
     width, n_inputs = checkpoint.shape("fc.weight")
     vocab_size = checkpoint.get_vocab_size(["embed_tokens.weight"])
     if version == 1 and "embed_tokens.weight" in tensors:
         checkpoint.pop("embed_tokens.weight")
-    checkpoint.add_row_numbers(vocab_size)
+    checkpoint.convert_offsets(vocab_size)
     own_embedding = "embed_tokens.weight" in tensors
+    hidden_size = n_inputs // len(layers or DEFAULT_STATES) if own_embedding else width
     return read_layer(checkpoint, config, "layer") | {
         "model_type": MODEL_TYPE,
         "vocab_size": vocab_size,
-        "hidden_size": n_inputs // len(layers or [0] * N_DEFAULT_STATES)
-        if own_embedding
-        else width,
+        "hidden_size": hidden_size,
         "version": version,
         "capture_layers": layers,
         "own_embedding": own_embedding,
@@ -119,10 +117,9 @@ def get_capture_layers(flat: Config) -> list[int] | None:
     """
     if not (layers := flat.get("eagle_aux_hidden_state_layer_ids")):
         return None
-    says_inputs = "speculators_model_type" in flat or "use_aux_hidden_state" in get_object(
-        flat, "eagle_config"
-    )
-    return [layer - 1 for layer in layers] if says_inputs or layers[0] != 1 else layers
+    is_nvidia = "use_aux_hidden_state" in get_object(flat, "eagle_config")
+    says_inputs = "speculators_model_type" in flat or is_nvidia or layers[0] != 1
+    return [layer - 1 for layer in layers] if says_inputs else layers
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ class DrafterArgs(LayerArgs):
     @property
     def n_states(self) -> int:
         """How many target layers EAGLE-3 reads."""
-        return len(self.capture_layers or [0] * N_DEFAULT_STATES)
+        return len(self.capture_layers or DEFAULT_STATES)
 
     @property
     def min_layers(self) -> int:
@@ -165,7 +162,7 @@ class DrafterArgs(LayerArgs):
 
     def describe_states(self) -> str:
         if self.version == 3 and self.capture_layers is None:
-            return f"the outputs of {N_DEFAULT_STATES} layers, the default ones"
+            return f"the outputs of {len(DEFAULT_STATES)} layers, the default ones"
         return super().describe_states()
 
     def describe(self) -> str:
@@ -199,14 +196,13 @@ class Drafter(PairDrafter):
         self.layer = Layer(args)
         if args.own_embedding:
             self.embed_tokens = nn.Embedding(args.vocab_size, args.width)
+        eps = args.rms_norm_eps
         if args.fc_norm:
-            self.fc_norm = [
-                nn.RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(args.n_states)
-            ]
+            self.fc_norm = [nn.RMSNorm(args.hidden_size, eps) for _ in range(args.n_states)]
         if args.norm_before_fc:
-            self.input_norm = nn.RMSNorm(n_inputs, args.rms_norm_eps)
+            self.input_norm = nn.RMSNorm(n_inputs, eps)
         if args.version == 3 or args.norm_output:
-            self.norm = nn.RMSNorm(args.width, args.rms_norm_eps)
+            self.norm = nn.RMSNorm(args.width, eps)
         if args.version == 3:
             self.lm_head = nn.Linear(args.width, args.n_guesses, bias=False)
         self.hold_draft_ids()
@@ -228,9 +224,8 @@ class Drafter(PairDrafter):
             return states
         if "fc_norm" in self:
             parts = mx.split(states, self.args.n_states, axis=-1)
-            states = mx.concatenate(
-                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1
-            )
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            states = mx.concatenate(normed, axis=-1)
         elif "input_norm" in self:
             states = self.input_norm(states)
         return self.fc(states)
@@ -243,9 +238,9 @@ class Drafter(PairDrafter):
         cache: LayerCache,
         mask: mx.array | str,
     ) -> mx.array:
-        embedded = (self.embed_tokens if "embed_tokens" in self else embed)(tokens).astype(
-            self.dtype
-        )
+        if "embed_tokens" in self:
+            embed = self.embed_tokens
+        embedded = embed(tokens).astype(self.dtype)
         layer = self.layer
         if self.args.version == 1:
             x = residual = self.fc(mx.concatenate([embedded, features], axis=-1))
@@ -260,9 +255,8 @@ class Drafter(PairDrafter):
     def guess(self, features: mx.array, head: Head | None) -> mx.array:
         if head is not None:
             return super().guess(features, head)
-        return self.scatter(
-            self.lm_head(features if self.args.norm_output else self.norm(features))
-        )
+        normed = features if self.args.norm_output else self.norm(features)
+        return self.scatter(self.lm_head(normed))
 
     @property
     def dtype(self) -> mx.Dtype:

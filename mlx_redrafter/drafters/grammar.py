@@ -1,5 +1,6 @@
-"""Drafts the tokens that a grammar forces, and between them the context's proposals if the grammar
-allows them.
+"""Drafts the tokens that a grammar forces, and between them what the context proposes.
+
+The grammar must allow it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ MIN_CHANCE = 0.1
 
 
 class GrammarSource(ContextSource):
-    """Drafts one chain: the tokens that a grammar forces, which are always right, and the tokens
-    after a match.
+    """Drafts one chain: tokens that a grammar forces, always right, and tokens after a match.
 
     Args:
         grammar: of the text; it takes tokens before this source gets them.
@@ -35,32 +35,36 @@ class GrammarSource(ContextSource):
         cumulative = self._make_proposal()
         return Forecast(1.0, cumulative) if cumulative else None
 
-    def find(self, count: int) -> list[int]:
+    def list_tokens(self, count: int) -> list[int]:
         """The first tokens of the proposal."""
         return self._proposal[:count]
 
     def _make_proposal(self) -> list[float]:
-        """Makes the proposal, with each token as text for the next one's match.
+        """Makes the proposal; returns its cumulative acceptance.
 
-        Returns its cumulative acceptance.
+        Each of its tokens may extend the match for the next one.
         """
-        found = self._matches
+        matches = self._matches
         size = len(self)
-        before = found.key, found.end, found.match
+        before = matches.key, matches.end, matches.match
         grammar = self._grammar.fork()
         following = list[int]()
         chance = 1.0
         cumulative = list[float]()
         while len(cumulative) < MAX_PROPOSAL:
             following = following or grammar.find_forced()
-            if not following and found.match:
-                following = [found.next_token]
-                chance = chance * found.rate(found.match)
-            if not following or chance < MIN_CHANCE or not grammar.take(token := following.pop(0)):
+            if not following and matches.match:
+                following = [matches.next_token]
+                chance = chance * matches.rate(matches.match)
+            if not following or chance < MIN_CHANCE:
+                break
+            token = following.pop(0)
+            if not grammar.take(token):
                 break
             cumulative.append(chance)
-            found.append(token, is_noted=False)
-        self._proposal = found.tokens[size:]
-        del found.tokens[size:]
-        found.key, found.end, found.match = before
+            matches.append(token, is_noted=False)
+
+        self._proposal = matches.tokens[size:]
+        del matches.tokens[size:]
+        matches.key, matches.end, matches.match = before
         return cumulative

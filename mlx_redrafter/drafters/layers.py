@@ -11,16 +11,22 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
 ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
-    **dict.fromkeys(("silu", "swish"), nn.silu),
-    **dict.fromkeys(("gelu", "gelu_python"), nn.gelu),
-    **dict.fromkeys(
-        ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"), nn.gelu_approx
-    ),
+    "silu": nn.silu,
+    "swish": nn.silu,
+    "gelu": nn.gelu,
+    "gelu_python": nn.gelu,
+    "gelu_new": nn.gelu_approx,
+    "gelu_pytorch_tanh": nn.gelu_approx,
+    "gelu_fast": nn.gelu_approx,
+    "gelu_accurate": nn.gelu_approx,
     "quick_gelu": nn.gelu_fast_approx,
-    **{
-        name: getattr(nn, name)
-        for name in ("relu", "relu2", "relu6", "leaky_relu", "mish", "sigmoid", "tanh")
-    },
+    "relu": nn.relu,
+    "relu2": nn.relu2,
+    "relu6": nn.relu6,
+    "leaky_relu": nn.leaky_relu,
+    "mish": nn.mish,
+    "sigmoid": nn.sigmoid,
+    "tanh": nn.tanh,
 }
 """Activations by their names in Hugging Face's configs."""
 
@@ -53,7 +59,7 @@ def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any]
     Source: transformers, modeling_rope_utils.py; arXiv 2309.00071, section 3.
     """
     scaling = scaling or {}
-    if find_rope_type(scaling) == "proportional":
+    if get_rope_type(scaling) == "proportional":
         pairs = int(dims * scaling.get("partial_rotary_factor", 1.0)) // 2
         scaling = scaling | {"partial_rotary_factor": 2 * pairs / dims}
     rope: Any = initialize_rope(dims, base, traditional, scaling)
@@ -61,19 +67,18 @@ def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any]
         return rope
     rope.mscale = scaling.get("attention_factor") or rope.mscale
     if scaling.get("truncate") is False:
-        length = scaling["original_max_position_embeddings"]
-        low, high = (
-            dims * math.log(length / (2 * math.pi * scaling.get(key, turns))) / (2 * math.log(base))
-            for key, turns in (("beta_fast", 32), ("beta_slow", 1))
-        )
+        radians = scaling["original_max_position_embeddings"] / (2 * math.pi)
+        turns = scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)
+        low, high = (dims * math.log(radians / each, base) / 2 for each in turns)
         low = max(low, 0)
         high = min(high, dims - 1)
         ramp = mx.clip((mx.arange(dims // 2) - low) / max(high - low, 1e-3), 0, 1)
-        rope._freqs = base ** (mx.arange(0, dims, 2) / dims) / (1 - ramp + ramp / scaling["factor"])
+        slower = 1 - ramp + ramp / scaling["factor"]
+        rope._freqs = base ** (mx.arange(0, dims, 2) / dims) / slower
     return rope
 
 
-def find_rope_type(rope: dict[str, Any]) -> str:
+def get_rope_type(rope: dict[str, Any]) -> str:
     """The type of a RoPE, read as mlx-lm reads it."""
     return str(rope.get("type") or rope.get("rope_type") or "default")
 
@@ -114,15 +119,15 @@ class Attention(nn.Module):
         """
         keys = self._split(self.k_proj(rows))
         values = self.make_values(rows, keys)
-        found: tuple[mx.array, mx.array] = cache.update_and_fetch(
-            self._rotate("k_norm", keys, position), values
-        )
-        return found
+        keys = self._rotate("k_norm", keys, position)
+        joined: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
+        return joined
 
     def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
-        """(1, heads, R, head_dim) the values of rows (R, H);
+        """(1, heads, R, head_dim) the values of rows (R, H).
 
-        `keys` are their keys before the norm.
+        Args:
+            keys: of the same rows, before their norm.
         """
         return self._split(self.v_proj(rows))
 
@@ -138,15 +143,17 @@ class Attention(nn.Module):
         queries = self._rotate("q_norm", self._split(self.q_proj(rows)), position)
         keys, values = self.append(rows, position, cache)
         if isinstance(mask, mx.array):
-            keys, values = (array[..., -mask.shape[-1] :, :] for array in (keys, values))
-        out = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=self.scale, mask=mask
-        )
+            n_seen = mask.shape[-1]
+            keys = keys[..., -n_seen:, :]
+            values = values[..., -n_seen:, :]
+        attention = mx.fast.scaled_dot_product_attention
+        out = attention(queries, keys, values, scale=self.scale, mask=mask)
         return self.o_proj(out[0].swapaxes(0, 1).flatten(1))
 
     def _split(self, rows: mx.array) -> mx.array:
         return rows.reshape(1, len(rows), -1, self.head_dim).swapaxes(1, 2)
 
     def _rotate(self, norm: str, heads: mx.array, position: mx.array | int) -> mx.array:
-        rotated: mx.array = self.rope(self[norm](heads) if norm in self else heads, offset=position)
+        normed = self[norm](heads) if norm in self else heads
+        rotated: mx.array = self.rope(normed, offset=position)
         return rotated

@@ -24,7 +24,7 @@ from ..errors import CheckpointError, RedrafterError, join_lines
 from ..json_objects import parse_object
 from . import KINDS, is_converted, recurrent
 from .checkpoint import DRAFT_IDS, Checkpoint, list_weights, unwrap
-from .mtp import find_layers
+from .mtp import parse_layers
 from .protocol import Drafter
 
 PACKAGED = {"smollm2": Path(__file__).parents[1] / "demo" / "smollm2"}
@@ -34,26 +34,21 @@ INDEX = "model.safetensors.index.json"
 """The index of tensors and files."""
 
 SIDECAR = "mtp.safetensors"
-"""A file with the multi-token-prediction layer in an MLX folder.
-
-The folder's index does not name it.
-"""
+"""A file with the multi-token-prediction layer in an MLX folder, whose index does not name it."""
 
 HAS_LAYER = (
     "{} is a model that has a multi-token-prediction layer: convert --from-base reads only that"
 )
 NO_LAYER = (
-    "{} has no multi-token-prediction layer: few models have one, and conversions to MLX leave it out; "
-    "give the repository of such a model's authors"
+    "{} has no multi-token-prediction layer: few models have one, and conversions to MLX leave it "
+    "out; give the repository of such a model's authors"
 )
 
 REMOVED = {
     "arctic_lstm": {"forget_emb.0.weight"},
     "mlp_speculator": {"emb.0.weight", "emb.0.0.weight"},
 }
-"""`model_type` of kinds that earlier versions loaded -> tensors, one of which each published head
-of the kind has.
-"""
+"""`model_type` of kinds that earlier versions loaded -> tensors that show it."""
 
 LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
 """Name patterns of files with tensors.
@@ -65,7 +60,7 @@ Choose = Callable[[Iterable[str], str], list[str]]
 """(files of a checkpoint, its name) -> those that hold its tensors, in order."""
 
 
-class Files(NamedTuple):
+class CheckpointFiles(NamedTuple):
     """The files of a checkpoint.
 
     Attributes:
@@ -82,7 +77,7 @@ class Files(NamedTuple):
 
 
 def choose_files(present: Iterable[str], name: str, layouts: Sequence[str] = LAYOUTS) -> list[str]:
-    """The files outside folders that match the first of the patterns with any match, see `Choose`."""
+    """The files outside folders that match the first pattern with any match, see `Choose`."""
     present = sorted(present)
     for pattern in layouts:
         files = [file for file in present if "/" not in file and re.fullmatch(pattern, file)]
@@ -101,7 +96,7 @@ def locate_files(
     choose: Choose = choose_files,
     *,
     is_base: bool = False,
-) -> Files:
+) -> CheckpointFiles:
     """The files of a directory, a hub id or a drafter in `PACKAGED`, or a single file.
 
     Args:
@@ -111,17 +106,16 @@ def locate_files(
     name = str(path_or_hf_repo)
     path = expand_path(path_or_hf_repo)
     if path.is_file():
-        return Files(path, (path,), read_config(path.parent), is_base)
+        return CheckpointFiles(path, (path,), read_config(path.parent), is_base)
     if not name or not path.is_dir():
         path = PACKAGED.get(name) or download(name, revision, choose, is_base)
-    present = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
+    present = list_folder(path)
     files = choose_base_files(path, present, name, choose) if is_base else choose(present, name)
-    return Files(path, tuple(path / file for file in files), read_config(path), is_base)
+    return CheckpointFiles(path, tuple(path / file for file in files), read_config(path), is_base)
 
 
 def choose_base_files(path: Path, present: Collection[str], name: str, choose: Choose) -> list[str]:
-    """The files of `name` that hold its multi-token-prediction layer, by its index; all files
-    without an index.
+    """The files of `name` that hold its multi-token-prediction layer; all without an index.
 
     Args:
         path: the directory of the index.
@@ -131,7 +125,7 @@ def choose_base_files(path: Path, present: Collection[str], name: str, choose: C
     placed = read_object(path / INDEX).get("weight_map")
     if not isinstance(placed, dict):
         raise CheckpointError(f"{path / INDEX} does not say which file holds which tensor")
-    layers = find_layers(placed)
+    layers = parse_layers(placed)
     if layers is None and SIDECAR in present:
         return [SIDECAR]
     if layers is None:
@@ -151,21 +145,18 @@ def download(name: str, revision: str | None, choose: Choose, is_base: bool) -> 
     try:
         present = list_files(name, revision)
         if is_base and INDEX in present:
-            index = Path(
-                snapshot_download(name, revision=revision, allow_patterns=["config.json", INDEX])
-            )
+            wanted = ["config.json", INDEX]
+            index = Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
             files = [INDEX, *choose_base_files(index, present, name, choose)]
         else:
             files = choose(present, name)
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=["config.json", *files])
-        )
+        wanted = ["config.json", *files]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except CheckpointError:
         raise
     except Exception as error:  # of the network or the hub
-        raise CheckpointError(
-            f"{name!r} is not a file or directory, and cannot be downloaded from the hub: {join_lines(error)}"
-        ) from error
+        why = f"cannot be downloaded from the hub: {join_lines(error)}"
+        raise CheckpointError(f"{name!r} is not a file or directory, and {why}") from error
 
 
 def list_files(name: str, revision: str | None) -> list[str]:
@@ -174,9 +165,8 @@ def list_files(name: str, revision: str | None) -> list[str]:
     If the hub cannot be reached, those that were downloaded before.
     """
     try:  # unlike `list_repo_files` this does not retry without a network
-        return [
-            file.rfilename for file in HfApi().repo_info(name, revision=revision).siblings or []
-        ]
+        info = HfApi().repo_info(name, revision=revision)
+        return [file.rfilename for file in info.siblings or []]
     except HfHubHTTPError:  # the hub has answered
         raise
     except Exception as error:
@@ -184,7 +174,12 @@ def list_files(name: str, revision: str | None) -> list[str]:
             folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
         except LocalEntryNotFoundError:
             raise error from None
-        return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+        return list_folder(folder)
+
+
+def list_folder(folder: Path) -> list[str]:
+    """The files in a folder and below, relative to it."""
+    return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -205,9 +200,8 @@ def read_object(file: Path) -> dict[str, Any]:
 def read_safetensors(file: Path) -> dict[str, mx.array]:
     """The tensors of a file by name, lazily."""
     try:
-        with safe_open(
-            file, framework="numpy"
-        ):  # compares the header with the file's size, unlike mx.load
+        # This compares the header with the file's size, unlike `mx.load`.
+        with safe_open(file, framework="numpy"):
             pass
         found: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         return found
@@ -216,7 +210,7 @@ def read_safetensors(file: Path) -> dict[str, mx.array]:
 
 
 def read_checkpoint(
-    files: Files, read: Callable[[Path], dict[str, mx.array]] = read_safetensors
+    files: CheckpointFiles, read: Callable[[Path], dict[str, mx.array]] = read_safetensors
 ) -> Checkpoint:
     """Reads a checkpoint.
 
@@ -232,7 +226,9 @@ def read_checkpoint(
     return make_checkpoint(files, found)
 
 
-def make_checkpoint(files: Files, tensors: Mapping[str, mx.array], n_ranks: int = 0) -> Checkpoint:
+def make_checkpoint(
+    files: CheckpointFiles, tensors: Mapping[str, mx.array], n_ranks: int = 0
+) -> Checkpoint:
     """A checkpoint of tensors, by their names in the files."""
     stored: dict[str, str] = {}
     for name, tail in sorted(unwrap(tensors).items()):
@@ -245,7 +241,7 @@ def make_checkpoint(files: Files, tensors: Mapping[str, mx.array], n_ranks: int 
 
 def detect_kind(checkpoint: Checkpoint) -> ModuleType:
     """The module of a published drafter's kind, by the names of its tensors."""
-    layers = find_layers(checkpoint.stored.values())
+    layers = parse_layers(checkpoint.stored.values())
     where = checkpoint.where
     if checkpoint.is_base and layers is None:
         raise CheckpointError(NO_LAYER.format(where))
@@ -256,9 +252,8 @@ def detect_kind(checkpoint: Checkpoint) -> ModuleType:
         if checkpoint.config.get("model_type") == kind or not tensors.isdisjoint(names):
             last = "version 0.4.0 of mlx_redrafter was the last that could load it"
             raise CheckpointError(f"{where} holds a drafter of kind {kind}: {last}")
-    return next(
-        kind for kind in reversed(KINDS.values()) if kind.recognises(names, checkpoint.config)
-    )
+    config = checkpoint.config
+    return next(kind for kind in reversed(KINDS.values()) if kind.recognizes(names, config))
 
 
 def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Drafter:
@@ -274,38 +269,33 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
     is_ours = is_converted(config) and model_type != recurrent.MODEL_TYPE
     kind = KINDS[model_type] if is_ours else detect_kind(checkpoint)
     try:
-        if is_ours:
-            fields = config
-        else:
-            fields = {
-                "hidden_state": AFTER_NORM,
-                "base_model": config.get("base_model_name_or_path"),
-            }
+        fields = {**config}
+        if not is_ours:
+            base = config.get("base_model_name_or_path")
+            fields = {"hidden_state": AFTER_NORM, "base_model": base}
             fields |= kind.sanitize(checkpoint, model)
-        if (ids := checkpoint.tensors.get(DRAFT_IDS)) is not None:
-            fields = fields | {"draft_vocab_size": len(ids)}
+        ids = checkpoint.tensors.get(DRAFT_IDS)
+        if ids is not None:
+            fields["draft_vocab_size"] = len(ids)
         elif fields.get("draft_vocab_size") == fields.get("vocab_size"):
-            fields = fields | {"draft_vocab_size": None}
+            fields["draft_vocab_size"] = None
         args = kind.DrafterArgs.from_dict(fields)
         drafter: Drafter = kind.Drafter(args)
         if model is not None:
-            base = f", trained for {args.base_model}," if args.base_model else ""
-            drafter.check_fit(model, where + base)
+            origin = f", trained for {args.base_model}," if args.base_model else ""
+            drafter.check_fit(model, where + origin)
         checkpoint.fill(drafter)
     except CheckpointError:
         raise
-    except (
-        Exception
-    ) as error:  # a config or a tensor that does not fit the others may raise any type
+    except Exception as error:  # what does not fit together may raise any type
         why = f"its config lacks {error}" if isinstance(error, KeyError) else join_lines(error)
-        raise CheckpointError(
-            f"{where} cannot be read as a drafter ({kind.__name__.rpartition('.')[2]}): {why[:400]}"
-        ) from error
-    if not drafter.takes_float16 and any(
-        array.dtype == mx.float16 for array in list_weights(drafter).values()
-    ):
+        name = kind.__name__.rpartition(".")[2]
+        message = f"{where} cannot be read as a drafter ({name}): {why[:400]}"
+        raise CheckpointError(message) from error
+
+    dtypes = {array.dtype for array in list_weights(drafter).values()}
+    if mx.float16 in dtypes and not drafter.takes_float16:
         drafter.set_dtype(mx.bfloat16)
-        checkpoint.notes.append(
-            "it is stored in float16, whose range may be too small for it: read as bfloat16"
-        )
+        note = "it is stored in float16, whose range may be too small for it: read as bfloat16"
+        checkpoint.notes.append(note)
     return drafter

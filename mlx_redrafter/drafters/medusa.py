@@ -40,9 +40,11 @@ NAMES = (
 """The authors' names and vLLM's."""
 
 
-def recognises(names: Collection[str], config: Config) -> bool:
-    """Whether a checkpoint holds Medusa heads. A single head is named like an old recurrent
-    drafter: the config decides."""
+def recognizes(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds Medusa heads.
+
+    A single head is named like an old recurrent drafter: the config decides.
+    """
     pattern = r"blocks\.\d+\.layers\..*|[1-9]\d*\.\d+\.(linear\.)?weight"
     return "medusa_num_heads" in config or matches_any(pattern, names)
 
@@ -56,25 +58,25 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     checkpoint.rename(NAMES)
     tensors = checkpoint.tensors
     config = checkpoint.config
-    if tied := not any(name.startswith("output.") for name in tensors):
+    is_tied = not any(name.startswith("output.") for name in tensors)
+    if is_tied:
         if model is None:
             message = "holds Medusa heads that use the target's output matrix: give --base-model"
             raise CheckpointError(f"{checkpoint.where} {message}")
         tensors["output.0.weight"] = get_output_matrix(model)
     blocks = [name for name in tensors if name.startswith("blocks.")]
     if not any(name.endswith(".bias") for name in tensors):  # vLLM's layout may have none
-        tensors |= {
-            re.sub(r"weight$", "bias", name): mx.zeros(checkpoint.shape(name)[:1])
-            for name in blocks
-        }
+        for name in blocks:
+            tensors[re.sub(r"weight$", "bias", name)] = mx.zeros(checkpoint.shape(name)[:1])
+    vocab_size = config.get("vocab_size")
+    if DRAFT_IDS not in tensors:
+        vocab_size = checkpoint.shape("output.0.weight")[0]
     return {
         "hidden_size": checkpoint.shape("blocks.0.0.linear.weight")[0],
-        "vocab_size": config.get("vocab_size")
-        if DRAFT_IDS in tensors
-        else checkpoint.shape("output.0.weight")[0],
+        "vocab_size": vocab_size,
         "num_heads": checkpoint.count(r"blocks\.(\d+)\..*"),
         "num_layers": checkpoint.count(r"blocks\.0\.(\d+)\..*"),
-        "tie_output": tied or config.get("original_lm_head") is True,
+        "tie_output": is_tied or config.get("original_lm_head") is True,
     }
 
 
@@ -114,7 +116,8 @@ class DrafterArgs(TrainableArgs):
         return cls(hidden_size, vocab_size, depth, 1, True, draft_vocab_size=draft_vocab_size)
 
     def describe(self) -> str:
-        return f"heads {self.num_heads}, blocks {self.num_layers}{', one output matrix' if self.tie_output else ''}"
+        shared = ", one output matrix" if self.tie_output else ""
+        return f"heads {self.num_heads}, blocks {self.num_layers}{shared}"
 
 
 class Drafter(TrainableDrafter):
@@ -125,11 +128,11 @@ class Drafter(TrainableDrafter):
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__(args)
         width = args.hidden_size
-        self.blocks = [
-            [ResidualBlock(width) for _ in range(args.num_layers)] for _ in range(args.num_heads)
-        ]
-        outputs = 1 if args.tie_output else args.num_heads
-        self.output = [nn.Linear(width, args.n_guesses, bias=False) for _ in range(outputs)]
+        self.blocks: list[list[ResidualBlock]] = []
+        for _ in range(args.num_heads):
+            self.blocks.append([ResidualBlock(width) for _ in range(args.num_layers)])
+        n_outputs = 1 if args.tie_output else args.num_heads
+        self.output = [nn.Linear(width, args.n_guesses, bias=False) for _ in range(n_outputs)]
         self.hold_draft_ids()
 
     def read_token(
@@ -146,8 +149,9 @@ class Drafter(TrainableDrafter):
         return hidden
 
     def start_from(self, project: Project) -> None:
-        """Initialises the output matrices as the scaled target embedding, in the coordinates of
-        hidden states.
+        """Initializes the output matrices as the scaled target embedding.
+
+        It is in the coordinates of hidden states.
         """
         super().start_from(scale_components(lambda tokens, _: project(tokens, None)))
 

@@ -1,11 +1,11 @@
 """Multi-token-prediction layers: an additional layer of the target's kind, published with it.
 
-f is the target's hidden state after the final norm at position i, e the embedding of the token at i
-+ 1::
+f is the target's hidden state after the final norm at position i, e the embedding of the token at
+i + 1::
 
     x = fc([norm(e) ; norm(f)])
-    feature = norm(layer(x))              layer: mlx-lm's own class for the target, attention and MLP or experts
-    logits = U feature                    U: the target's output matrix
+    feature = norm(layer(x))        layer: mlx-lm's own for the target, attention and MLP or experts
+    logits = U feature              U: the target's output matrix
 
 In a draft, the feature replaces the state f of the next position, so one layer drafts any number of
 tokens. Norms are RMS norms; their weights are stored in full, without subtracting 1. MiMo's fc
@@ -13,9 +13,8 @@ reads the state first. Nemotron-H's layer is a sequence of its blocks, one of th
 ERNIE's final norm is the target's, or missing.
 
 Source: arXiv 2412.19437, section 2.2; the order of e and f, and the normed feature: transformers,
-class MtpLayer; MiMo
-and Nemotron-H: vLLM, mimo_mtp.py and nemotron_h_mtp.py; ERNIE: PaddlePaddle/FastDeploy,
-ernie4_5_mtp.py.
+class MtpLayer; MiMo and Nemotron-H: vLLM, mimo_mtp.py and nemotron_h_mtp.py; ERNIE:
+PaddlePaddle/FastDeploy, ernie4_5_mtp.py.
 """
 
 from __future__ import annotations
@@ -88,44 +87,38 @@ LAYER_0_CONFIG = {
     "first_k_dense_replace": 0,
     "moe_layer_freq": 1,
 }
-"""Config values that make layer 0 of a target like these layers: full attention, and experts if it
-has any.
-"""
+"""Config values that make layer 0 of a target like these: full attention, and experts if any."""
 
 ROUTERS = ("layer.mlp.gate", "layer.mlp.shared_expert_gate")
 """Small layers that choose or weight experts."""
 
+INPUT = r"(?:layers\.0\.)?(?:fc|eh_proj|input_proj|mtp_linear_proj)"
+EMBEDDING_NORM = r"(?:layers\.0\.)?(?:pre_fc_norm_embedding|enorm|token_layernorm|mtp_emb_norm)"
+HIDDEN_NORM = r"(?:layers\.0\.)?(?:pre_fc_norm_hidden|hnorm|hidden_layernorm|mtp_hidden_norm)"
+PART = "self_attn|mlp|input_layernorm|post_attention_layernorm"
+COPIES = r"(?:shared_head\.head|lm_head|embed_tokens)\..*|.*\.rotary_emb\.inv_freq"
+
 NAMES = (
-    (r"(?:layers\.0\.)?(?:fc|eh_proj|input_proj|mtp_linear_proj)\.weight", "fc.weight"),
-    (
-        r"(?:layers\.0\.)?(?:pre_fc_norm_embedding|enorm|token_layernorm|mtp_emb_norm)\.weight",
-        "norm_embedding.weight",
-    ),
-    (
-        r"(?:layers\.0\.)?(?:pre_fc_norm_hidden|hnorm|hidden_layernorm|mtp_hidden_norm)\.weight",
-        "norm_hidden.weight",
-    ),
+    (rf"{INPUT}\.weight", "fc.weight"),
+    (rf"{EMBEDDING_NORM}\.weight", "norm_embedding.weight"),
+    (rf"{HIDDEN_NORM}\.weight", "norm_hidden.weight"),
     (r"(?:shared_head[._])?norm\.weight|(?:layers\.\d\.)?final_layernorm\.weight", "norm.weight"),
-    (
-        r"(?:layers\.0\.|mtp_block\.)?((?:self_attn|mlp|input_layernorm|post_attention_layernorm)\..*)",
-        r"layer.\1",
-    ),
+    (rf"(?:layers\.0\.|mtp_block\.)?((?:{PART})\..*)", r"layer.\1"),
     (r"layers\.(\d\.(?:norm|mixer)\..*)", r"layer.blocks.\1"),
-    (
-        r"(?:shared_head\.head|lm_head|embed_tokens)\..*|.*\.rotary_emb\.inv_freq",
-        "",
-    ),  # copies of the target's
+    (COPIES, ""),
 )
-"""Qwen's names, DeepSeek's, mlx-vlm's, MiMo's, ERNIE's and Nemotron-H's."""
+"""Qwen's names, DeepSeek's, mlx-vlm's, MiMo's, ERNIE's and Nemotron-H's.
+
+Copies of the target's tensors are left out.
+"""
 
 LAYER_NAMES = (
     (r"(?:.*\.)?mtp\.((?:layers\.(\d+)\.)?.+)", r"\2", r"\1"),
     (r"(?:.*\.)?mtp_layers\.(\d+)\.(.+)", r"\1", r"\2"),
     (r"(?:.*\.)?(mtp_(?!layers)\w+)\.(\d+)\.(.+)", r"\2", r"\1.\3"),
 )
-"""(names of tensors, the number of their layer, their names in `NAMES`):
-
-Qwen's and Nemotron-H's; MiMo's; ERNIE's.
+"""(names of tensors, their layer's number, their names in `NAMES`): of Qwen and Nemotron-H, MiMo,
+ERNIE.
 """
 
 SPLIT_LAYER_NAME = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight")
@@ -133,17 +126,13 @@ SPLIT_LAYER_NAME = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight
 
 INPUT_NORMS = ("norm_embedding.weight", "norm_hidden.weight")
 REFERENCE_NORM = "layer.input_layernorm.weight"
-"""Norms whose mean does not show whether 1 was subtracted from their weights, and the norm whose
-mean does.
-"""
+"""Norms whose mean does not show whether 1 was subtracted from their weights, and one that does."""
 
 OWN_QUANTIZATION = "mtplx_mtp_quantization"
 """MTPLX's config key for the layer's quantization, if it differs from the model's."""
 
 MAX_ZERO_CENTERED_MEAN = 0.5
-"""Norm weights with a mean below this were stored after subtracting 1: their mean is near 0,
-otherwise near 1.
-"""
+"""Norm weights with a mean below this were stored after subtracting 1, as others are near 1."""
 
 EXPERTS = {"up_proj": "fc1", "down_proj": "fc2"}
 """mlx-lm's names of the matrices of Nemotron-H's experts."""
@@ -165,100 +154,94 @@ class Layers(NamedTuple):
     is_split: bool = False
 
 
-def find_layers(names: Collection[str]) -> Layers | None:
+def parse_layers(names: Collection[str]) -> Layers | None:
     """The multi-token-prediction layers among tensors of these names; None if there are none."""
-    numbered = {
-        name: found
-        for name in names
-        if (found := re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.+)", name))
-    }
-    parts = {
-        name: (int(found.expand(layer) or 0), found.expand(tail))
-        for name in names
-        for pattern, layer, tail in LAYER_NAMES
-        if (found := re.fullmatch(pattern, name))
-    }
-    if "layers.0.eh_proj.weight" in (
-        tail for _, tail in parts.values()
-    ):  # Nemotron-H: all blocks are one layer
+    numbered: dict[str, tuple[int, str]] = {}
+    parts: dict[str, tuple[int, str]] = {}
+    for name in names:
+        if found := re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.+)", name):
+            numbered[name] = int(found[1]), found[2]
+        for pattern, number, rest in LAYER_NAMES:
+            if found := re.fullmatch(pattern, name):
+                parts[name] = int(found.expand(number) or 0), found.expand(rest)
+
+    if any(tail == "layers.0.eh_proj.weight" for _, tail in parts.values()):
+        # Nemotron-H: all blocks are one layer.
         parts = {name: (0, tail) for name, (_, tail) in parts.items()}
     if not parts and any(map(SPLIT_LAYER_NAME.fullmatch, names)):
-        return Layers(
-            {name.removeprefix("model."): name for name in names}, 1, False, is_split=True
-        )
-    if not parts:  # DeepSeek's layers follow the model's
-        own = sorted(
-            {found[1] for found in numbered.values() if found[2].startswith("eh_proj.")}, key=int
-        )
-        parts = {
-            name: (own.index(found[1]), found[2])
-            for name, found in numbered.items()
-            if found[1] in own
-        }
+        tails = {name.removeprefix("model."): name for name in names}
+        return Layers(tails, 1, False, is_split=True)
+    if not parts:
+        # DeepSeek's layers follow the model's.
+        own = {layer for layer, tail in numbered.values() if tail.startswith("eh_proj.")}
+        for name, (layer, tail) in numbered.items():
+            if layer in own:
+                parts[name] = layer - min(own), tail
     if not parts:
         return None
+
     first = {tail: name for name, (layer, tail) in parts.items() if layer == 0}
-    if "mtp_linear_proj.weight" in first:  # ERNIE's final norm is the target's
-        first |= {"norm.weight": name for name in names if name.endswith("model.norm.weight")}  # noqa: B035
-    return Layers(
-        first, 1 + max(layer for layer, _ in parts.values()), bool(numbered.keys() - parts.keys())
-    )
+    if "mtp_linear_proj.weight" in first:
+        # ERNIE's final norm is the target's.
+        for name in names:
+            if name.endswith("model.norm.weight"):
+                first["norm.weight"] = name
+    n_layers = 1 + max(layer for layer, _ in parts.values())
+    return Layers(first, n_layers, bool(numbered.keys() - parts.keys()))
 
 
-def recognises(names: Collection[str], config: Config) -> bool:
+def recognizes(names: Collection[str], config: Config) -> bool:
     """Whether a checkpoint holds a multi-token-prediction layer, alone or in a model."""
-    return find_layers(names) is not None
+    return parse_layers(names) is not None
 
 
 def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
-    """Renames the tensors of the first multi-token-prediction layer to our names; returns our
-    config.
+    """Renames the tensors of the first multi-token-prediction layer; returns our config.
 
     Copies of the target's matrices are left out.
     """
     places = {name: key for key, name in checkpoint.stored.items()}
-    layers = find_layers(places)
+    layers = parse_layers(places)
     config = checkpoint.config
-    assert layers is not None  # see `recognises`
-    text = get_object(config, "text_config") or config
-    given = str(text.get("model_type") if layers.is_split else config.get("model_type"))
+    assert layers is not None  # see `recognizes`
+    sizes = get_object(config, "text_config") or config
+    given = str((sizes if layers.is_split else config).get("model_type"))
     model_type = given.removesuffix("_mtp").removesuffix("_text")
     if model_type not in LAYERS:
         model_type = model_type.removesuffix("_moe")
     if model_type not in LAYERS:
-        raise ValueError(
-            f"expected the multi-token-prediction layer of {', '.join(LAYERS)}, got {given!r:.40}"
-        )
-    if text.get("mtp_use_dedicated_embeddings"):
+        expected = f"expected the multi-token-prediction layer of {', '.join(LAYERS)}"
+        raise ValueError(f"{expected}, got {given!r:.40}")
+    if sizes.get("mtp_use_dedicated_embeddings"):
         raise ValueError("a multi-token-prediction layer with its own embedding is not supported")
-    checkpoint.config = {
-        **config,
-        **({"quantization": config[OWN_QUANTIZATION]} if OWN_QUANTIZATION in config else {}),
-    }
-    checkpoint.tensors = {
-        tail: checkpoint.tensors[places[name]] for tail, name in layers.names.items()
-    }
+
+    if OWN_QUANTIZATION in config:
+        checkpoint.config = config | {"quantization": config[OWN_QUANTIZATION]}
+    stored = checkpoint.tensors
+    checkpoint.tensors = {tail: stored[places[name]] for tail, name in layers.names.items()}
     checkpoint.stored = dict(layers.names)
     multiply_scales(checkpoint)
     checkpoint.rename(NAMES)
     stack_experts(checkpoint)
     tensors = checkpoint.tensors
-    if model_type == "ernie4_5" and tensors["fc.weight"].shape[0] > tensors["fc.weight"].shape[1]:
-        tensors["fc.weight"] = tensors["fc.weight"].T  # as in its first files
+    if model_type == "ernie4_5":
+        n_outputs, n_inputs = tensors["fc.weight"].shape
+        if n_outputs > n_inputs:  # as in its first files
+            tensors["fc.weight"] = tensors["fc.weight"].T
     if not model_type.startswith("qwen"):
-        split_latent(checkpoint, text)
+        split_latent(checkpoint, sizes)
     elif not layers.is_split:
         tensors |= add_ones(tensors)
     if layers.n_layers > 1:
         count = f"the first of {layers.n_layers} multi-token-prediction layers"
         checkpoint.notes.append(f"{count} is used at every depth")
-    layer_config = select_layer_config(text, model_type)
+    layer_config = select_layer_config(sizes, model_type)
     if model_type == "mimo":
         inner = checkpoint.shape("layer.self_attn.o_proj.weight")[1]
-        layer_config["head_dim"] = inner // text["num_attention_heads"]
+        layer_config["head_dim"] = inner // sizes["num_attention_heads"]
     return {
-        "hidden_size": text["hidden_size"],
-        "vocab_size": text.get("vocab_size"),
+        "hidden_size": sizes["hidden_size"],
+        "vocab_size": sizes.get("vocab_size"),
         "layer_config": layer_config,
     }
 
@@ -279,33 +262,25 @@ class DrafterArgs(BaseArgs):
     model_type: str = field(default=MODEL_TYPE)
 
     def describe(self) -> str:
-        experts = self.layer_config.get("num_experts") or self.layer_config.get("n_routed_experts")
-        return f"a {self.layer_config['model_type']} layer" + (
-            f" of {experts} experts" if experts else ""
-        )
+        own = self.layer_config
+        experts = own.get("num_experts") or own.get("n_routed_experts")
+        mixed = f" of {experts} experts" if experts else ""
+        return f"a {own['model_type']} layer{mixed}"
 
 
 def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """The part of a target's config that its layer class needs; `model_type` is in `LAYERS`."""
-    names = {each.name for each in fields(_find_class(model_type, "args"))}
+    names = {each.name for each in fields(get_class(model_type, "args"))}
     family = LAYERS[model_type]
     found = family.defaults | {key: value for key, value in config.items() if key in names}
     if model_type == "nemotron_h":
+        found.pop("layers_block_type", None)
+        found.pop("layer_types", None)
         types = {"attention": ATTENTION, "full_attention": ATTENTION, "moe": "E", "mlp": "-"}
-        listed = config.get("mtp_layers_block_type")
-        pattern = (
-            [types.get(str(each), str(each)) for each in listed]
-            if isinstance(listed, list)
-            else None
-        )
-        found = {
-            key: value
-            for key, value in found.items()
-            if key not in ("layers_block_type", "layer_types")
-        }
-        found["hybrid_override_pattern"] = pattern or [
-            *config.get("mtp_hybrid_override_pattern", "*E")
-        ]
+        blocks = config.get("mtp_layers_block_type")
+        if not isinstance(blocks, list) or not blocks:
+            blocks = [*config.get("mtp_hybrid_override_pattern", "*E")]
+        found["hybrid_override_pattern"] = [types.get(str(each), str(each)) for each in blocks]
     return found | {"model_type": model_type}
 
 
@@ -313,20 +288,19 @@ def make_layer(layer_config: Mapping[str, Any]) -> nn.Module:
     """A layer of mlx-lm with full attention. Its weights are not evaluated."""
     model_type = layer_config["model_type"]
     given = copy.deepcopy({**layer_config, **LAYER_0_CONFIG})  # `from_dict` may change it
-    args = _find_class(model_type, "args").from_dict(given)
+    args = get_class(model_type, "args").from_dict(given)
     if model_type == "nemotron_h":
         return Blocks(args)
-    layer: nn.Module = _find_class(model_type, "layer")(
-        args, *([0] if LAYERS[model_type].is_numbered else [])
-    )
+    number = [0] if LAYERS[model_type].is_numbered else []
+    layer: nn.Module = get_class(model_type, "layer")(args, *number)
     return layer
 
 
-def _find_class(model_type: str, what: str) -> Any:
+def get_class(model_type: str, what: str) -> Any:
+    """A class of a target's module: "layer" or "args"."""
     family = LAYERS[model_type]
-    return getattr(
-        import_module(f"mlx_lm.models.{family.module or model_type}"), getattr(family, what)
-    )
+    module = import_module(f"mlx_lm.models.{family.module or model_type}")
+    return getattr(module, getattr(family, what))
 
 
 class Blocks(nn.Module):
@@ -334,13 +308,12 @@ class Blocks(nn.Module):
 
     def __init__(self, args: Any) -> None:
         super().__init__()
-        if (count := args.hybrid_override_pattern.count(ATTENTION)) != 1:
-            raise ValueError(
-                f"expected one block of attention, got {count} in {args.hybrid_override_pattern}"
-            )
-        self.blocks = [
-            _find_class("nemotron_h", "layer")(args, kind) for kind in args.hybrid_override_pattern
-        ]
+        pattern = args.hybrid_override_pattern
+        count = pattern.count(ATTENTION)
+        if count != 1:
+            raise ValueError(f"expected one block of attention, got {count} in {pattern}")
+        make_block = get_class("nemotron_h", "layer")
+        self.blocks = [make_block(args, kind) for kind in pattern]
 
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         for block in self.blocks:
@@ -359,25 +332,19 @@ class Drafter(PairDrafter):
         own = args.layer_config
         width = args.hidden_size
         eps = own.get("rms_norm_eps", own.get("layer_norm_epsilon", 1e-6))
-        self.norm_embedding, self.norm_hidden, self.norm = (
-            nn.RMSNorm(width, eps) for _ in range(3)
-        )
+        self.norm_embedding = nn.RMSNorm(width, eps)
+        self.norm_hidden = nn.RMSNorm(width, eps)
+        self.norm = nn.RMSNorm(width, eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.layer = make_layer(args.layer_config)
 
     def open(self, model: nn.Module) -> Source:
-        experts = [
-            layer
-            for name, layer in self.layer.named_modules()
-            if "switch_mlp." in name and "weight" in layer
-        ]
-        are_half = any(
-            "scales" not in layer and layer.weight.dtype != mx.float32 for layer in experts
-        )
-        if are_half and mx.default_device().type == mx.cpu:
-            raise RedrafterError(
-                "on a CPU MLX computes experts only in float32: convert with --dtype float32, or -q"
-            )
+        on_cpu = mx.default_device().type == mx.cpu
+        for name, layer in self.layer.named_modules():
+            is_expert = "switch_mlp." in name and "weight" in layer and "scales" not in layer
+            if is_expert and layer.weight.dtype != mx.float32 and on_cpu:
+                only = "on a CPU MLX computes experts only in float32"
+                raise RedrafterError(f"{only}: convert with --dtype float32, or -q")
         return PairSource(self, model, [self.args.state_name])
 
     def read_pairs(
@@ -389,11 +356,11 @@ class Drafter(PairDrafter):
         mask: mx.array | str,
     ) -> mx.array:
         parts = [self.norm_embedding(embed(tokens).astype(self.dtype)), self.norm_hidden(features)]
-        is_reversed = self.args.layer_config["model_type"] == "mimo"  # which shapes do not show
-        x = self.fc(mx.concatenate(parts[::-1] if is_reversed else parts, axis=-1))
-        if isinstance(mask, str) and "embed_q" in self.layer.get(
-            "self_attn", {}
-        ):  # latent attention needs an array
+        if self.args.layer_config["model_type"] == "mimo":  # which shapes do not show
+            parts.reverse()
+        x = self.fc(mx.concatenate(parts, axis=-1))
+        is_latent = "embed_q" in self.layer.get("self_attn", {})
+        if is_latent and isinstance(mask, str):  # latent attention needs an array
             mask = create_causal_mask(len(tokens), cache.n_rows)
         x = self.layer(x[None], mask, cache)[0]
         return self.norm(x) if self.args.norm_output else x
@@ -413,10 +380,8 @@ class Drafter(PairDrafter):
 def multiply_scales(checkpoint: Checkpoint) -> None:
     """Multiplies FP8 tensors (e4m3, stored as uint8) by their blocks' scales, into bfloat16."""
     tensors = checkpoint.tensors
-    block = get_object(checkpoint.config, "quantization_config").get("weight_block_size") or [
-        128,
-        128,
-    ]
+    how = get_object(checkpoint.config, "quantization_config")
+    block = how.get("weight_block_size") or (128, 128)
     for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:
         weight = tensors[name]
         factors = tensors.pop(f"{name}_scale_inv").astype(mx.float32)
@@ -427,20 +392,17 @@ def multiply_scales(checkpoint: Checkpoint) -> None:
 
 
 def add_ones(arrays: Mapping[str, Any]) -> dict[str, mx.array]:
-    """Adds 1 to the norms of Qwen's layer from which 1 was subtracted.
+    """Adds 1 to the norms of Qwen's layer from which 1 was subtracted; returns those.
 
     In MLX folders these may be some, or none.
     """
-    norms = {
-        name: array
-        for name, array in arrays.items()
-        if name.endswith("norm.weight") or name in INPUT_NORMS
-    }
-    means = {name: array.astype(mx.float32).mean().item() for name, array in norms.items()}
-    means |= dict.fromkeys(INPUT_NORMS, means.get(REFERENCE_NORM, 0))
-    return {
-        name: array + 1 for name, array in norms.items() if means[name] < MAX_ZERO_CENTERED_MEAN
-    }
+    added: dict[str, mx.array] = {}
+    for name, array in arrays.items():
+        if name.endswith("norm.weight") or name in INPUT_NORMS:
+            shown = arrays.get(REFERENCE_NORM, mx.zeros(1)) if name in INPUT_NORMS else array
+            if shown.astype(mx.float32).mean().item() < MAX_ZERO_CENTERED_MEAN:
+                added[name] = array + 1
+    return added
 
 
 def stack_experts(checkpoint: Checkpoint) -> None:
@@ -452,20 +414,21 @@ def stack_experts(checkpoint: Checkpoint) -> None:
     experts = dict[str, dict[int, mx.array]]()
     for name in list(tensors):
         if found := re.fullmatch(r"(layer\..*)\.experts\.(\d+)\.(\w+)\.weight", name):
-            ours = EXPERTS.get(found[3], found[3]) if ".mixer" in found[1] else found[3]
-            experts.setdefault(f"{found[1]}.switch_mlp.{ours}.weight", {})[int(found[2])] = (
-                checkpoint.pop(name)
-            )
+            part, number, kind = found.groups()
+            if ".mixer" in part:
+                kind = EXPERTS.get(kind, kind)
+            each = experts.setdefault(f"{part}.switch_mlp.{kind}.weight", {})
+            each[int(number)] = checkpoint.pop(name)
     for name, each in experts.items():
         tensors[name] = mx.stack([each[number] for number in sorted(each)])
-    if (both := tensors.pop("layer.mlp.experts.gate_up_proj", None)) is not None:
-        gate, up = mx.split(both, [both.shape[1] // 2], axis=1)
-        tensors |= {
-            "layer.mlp.switch_mlp.gate_proj.weight": gate,
-            "layer.mlp.switch_mlp.up_proj.weight": up,
-        }
-    if (down := tensors.pop("layer.mlp.experts.down_proj", None)) is not None:
-        tensors["layer.mlp.switch_mlp.down_proj.weight"] = down
+
+    fused = "layer.mlp.experts."
+    joined = "layer.mlp.switch_mlp."
+    if f"{fused}gate_up_proj" in tensors:
+        gate, up = mx.split(tensors.pop(f"{fused}gate_up_proj"), 2, axis=1)
+        tensors |= {f"{joined}gate_proj.weight": gate, f"{joined}up_proj.weight": up}
+    if f"{fused}down_proj" in tensors:
+        tensors[f"{joined}down_proj.weight"] = tensors.pop(f"{fused}down_proj")
 
 
 def split_latent(checkpoint: Checkpoint, config: Config) -> None:
@@ -473,11 +436,7 @@ def split_latent(checkpoint: Checkpoint, config: Config) -> None:
     at = "layer.self_attn."
     if f"{at}kv_b_proj.weight" in checkpoint.tensors:
         matrix = checkpoint.pop(f"{at}kv_b_proj.weight")
-        heads = config["num_attention_heads"]
-        keys, values = mx.split(
-            matrix.reshape(heads, -1, matrix.shape[-1]), [config["qk_nope_head_dim"]], axis=1
-        )
-        checkpoint.tensors |= {
-            f"{at}embed_q.weight": keys.swapaxes(-1, -2),
-            f"{at}unembed_out.weight": values,
-        }
+        matrix = matrix.reshape(config["num_attention_heads"], -1, matrix.shape[-1])
+        keys, values = mx.split(matrix, [config["qk_nope_head_dim"]], axis=1)
+        checkpoint.tensors[f"{at}embed_q.weight"] = keys.swapaxes(-1, -2)
+        checkpoint.tensors[f"{at}unembed_out.weight"] = values

@@ -1,13 +1,12 @@
 """The interface of drafters for decoding.
 
 A kind is a module of this package, listed in `KINDS`, with a `MODEL_TYPE`, a `DrafterArgs`, a
-`Drafter`, `recognises` (whether a checkpoint holds a published drafter of this kind), and
+`Drafter`, `recognizes` (whether a checkpoint holds a published drafter of this kind), and
 `sanitize` (renames its tensors to our names and returns our config). No code outside this package
 depends on the kind of a drafter.
 
 Most kinds guess from one hidden state of the target and keep nothing between drafts:
-`StepwiseSource` drafts with them.
-Others open their own source, see `Drafter.open`.
+`StepwiseSource` drafts with them. Others open their own source, see `Drafter.open`.
 """
 
 from __future__ import annotations
@@ -33,8 +32,11 @@ SHARPNESS = 1.25
 """A factor for a drafter's logits in greedy decoding. Beams should hold the target's likeliest
 token, and that token's distribution is sharper than the target's."""
 
+N_SAMPLES = 8
+"""How many fixed random inputs a drafter is compared with a copy on."""
+
 Embed = Callable[[mx.array], mx.array]
-"""(tokens (W,)) -> (W, D), the target's raw embedding rows."""
+"""(tokens (W,)) -> (W, D), their vectors in the target's embedding."""
 
 Head = Callable[[mx.array], mx.array]
 """(hidden states (..., D)) -> logits (..., V), the target's output matrix."""
@@ -45,8 +47,8 @@ class Drafter(nn.Module):
 
     Attributes:
         args: its config.
-        draft_ids: (V',) int32, the token of each row of its head; only if its vocabulary is smaller
-            than the target's.
+        draft_ids: (V',) int32, the tokens that its head's logits are for; only if its vocabulary
+            is smaller than the target's.
         takes_float16: whether the range of float16 is large enough for its computation.
         n_cache_layers: how many layers of an mlx-lm prompt cache are its own; they follow the
             target's.
@@ -74,19 +76,17 @@ class Drafter(nn.Module):
         Args:
             name: the drafter's, for the error.
         """
+        names = "hidden size", "vocabulary size"
         own = self.args.hidden_size, self.args.vocab_size
-        for what, expected, got in zip(
-            ("hidden size", "vocabulary size"), own, get_model_sizes(model), strict=True
-        ):
+        for what, expected, got in zip(names, own, get_model_sizes(model), strict=True):
             if expected != got:
                 raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
+
         least = self.args.min_layers
         count = len(getattr(model, "layers", []))
         if count < least:
-            states = self.args.describe_states()
-            raise CheckpointError(
-                f"{name} reads {states}: expected a target of at least {least} layers, got {count}"
-            )
+            wrong = f"expected a target of at least {least} layers, got {count}"
+            raise CheckpointError(f"{name} reads {self.args.describe_states()}: {wrong}")
 
     def explain_chains(self) -> str | None:
         """Why it drafts chains only; None if it drafts trees."""
@@ -99,8 +99,7 @@ class Drafter(nn.Module):
         return dtype
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """Begins a draft: returns the function that reads tokens one by one and guesses the next
-        one.
+        """Begins a draft: returns the function that reads tokens and guesses the next ones.
 
         Args:
             hidden: (D,) the target's hidden state from which the first token was chosen, or (W, D).
@@ -110,21 +109,17 @@ class Drafter(nn.Module):
 
     def sample_logits(self) -> mx.array:
         """(8, V') logits for fixed random inputs, to compare the drafter with a copy."""
-        draws = (
-            np.random.default_rng(0).normal(size=(2, 8, self.args.hidden_size)).astype(np.float32)
-        )
-        hidden, embedded = (mx.array(rows).astype(self.dtype) for rows in draws)
+        width = self.args.hidden_size
+        hidden, embedded = (array.astype(self.dtype) for array in make_samples(width, width))
         advance = self.begin(hidden, lambda tokens: embedded[tokens])
-        tokens = mx.arange(8) % self.args.vocab_size
-        logits, _ = advance(tokens[::-1], advance(tokens, None)[1])
-        return logits[:, self.draft_ids] if "draft_ids" in self else logits
+        tokens = mx.arange(N_SAMPLES) % self.args.vocab_size
+        _, state = advance(tokens, None)
+        logits, _ = advance(tokens[::-1], state)
+        return self.gather(logits)
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """Its output matrices, without a bias and with a row for each token it can guess.
-
-        [] for the target's.
-        """
+        """Its output matrices, which have no bias; [] if it uses the target's."""
         return [self.lm_head] if "lm_head" in self else []
 
     def name_part(self, name: str) -> str:
@@ -141,16 +136,31 @@ class Drafter(nn.Module):
             self.freeze(recurse=False, keys=["draft_ids"])
 
     def scatter(self, guesses: mx.array) -> mx.array:
-        """(..., V) float32 logits from its head's (..., V'), with minus infinity for tokens that it
-        cannot guess.
+        """(..., V) float32 logits from its head's (..., V').
+
+        Tokens that it cannot guess have minus infinity.
         """
         guesses = guesses.astype(mx.float32)
         if "draft_ids" not in self:
             return guesses
-        everything = mx.full((*guesses.shape[:-1], self.args.vocab_size), -mx.inf)
-        return mx.put_along_axis(
-            everything, mx.broadcast_to(self.draft_ids, guesses.shape), guesses, axis=-1
-        )
+        return scatter(guesses, self.draft_ids, self.args.vocab_size)
+
+    def gather(self, logits: mx.array) -> mx.array:
+        """(..., V') the logits of the tokens that it can guess, from (..., V)."""
+        return logits[..., self.draft_ids] if "draft_ids" in self else logits
+
+
+def make_samples(*widths: int) -> list[mx.array]:
+    """(8, width) float32 fixed random numbers, for each width."""
+    generator = np.random.default_rng(0)
+    draws = [generator.normal(size=(N_SAMPLES, width)) for width in widths]
+    return [mx.array(each.astype(np.float32)) for each in draws]
+
+
+def scatter(logits: mx.array, ids: mx.array, size: int) -> mx.array:
+    """(..., size) the logits (..., M) at `ids` (M,), and minus infinity elsewhere."""
+    everything = mx.full((*logits.shape[:-1], size), -mx.inf)
+    return mx.put_along_axis(everything, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
 
 
 def draft(
@@ -166,8 +176,9 @@ def draft(
 
 
 class StepwiseSource(Source):
-    """Beam search over a drafter that reads tokens one by one. This class starts from the last
-    hidden state only.
+    """Beam search over a drafter that reads tokens one by one.
+
+    This class starts from the last hidden state only.
 
     Args:
         drafter: its weights.
@@ -187,8 +198,7 @@ class StepwiseSource(Source):
         self._hidden = kept.last_hidden(self.capture[0])
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        """Begins a draft: returns the function that reads its tokens, `root` first, and guesses the
-        next one.
+        """Begins a draft: returns the function that reads its tokens, `root` first, and guesses.
 
         Args:
             depth: how many tokens are drafted; some drafters guess all of them at once.
@@ -199,9 +209,8 @@ class StepwiseSource(Source):
     def propose(
         self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
     ) -> Tree:
-        return draft(
-            self.begin(root, plan.depth), root, plan, adjust, in_level_order=in_level_order
-        )
+        advance = self.begin(root, plan.depth)
+        return draft(advance, root, plan, adjust, in_level_order=in_level_order)
 
     @property
     def state(self) -> Any:

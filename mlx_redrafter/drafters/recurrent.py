@@ -1,15 +1,14 @@
-"""The recurrent drafter: a small network that guesses the next tokens from the target's last hidden
-state.
+"""The recurrent drafter: guesses the next tokens from the target's last hidden state.
 
-    s_t = SiLU(rnn_w(e_t) + rnn_u(s_{t-1}))         s_0 = 0; e_t: the target's raw embedding of the
-    token before y   = concat[h, s_t]                            h: the target's hidden state, the
-    same for the whole draft y   = input_proj(y)                             only when exit_dim != 2
-    * hidden_size y   = y + SiLU(linear(y))                       num_draft_layers times logits =
-    head(y)                                of all tokens, or of those in draft_ids
+    s_t = SiLU(rnn_w(e_t) + rnn_u(s_{t-1}))     s_0 = 0; e_t: the token before, in the target's
+                                                embedding
+    y   = concat[h, s_t]                        h: the target's hidden state, the same for a draft
+    y   = input_proj(y)                         only when exit_dim != 2 * hidden_size
+    y   = y + SiLU(linear(y))                   num_draft_layers times
+    logits = head(y)                            of all tokens, or of those in draft_ids
 
 Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py::Drafter; arXiv
-2403.09919, section 3.
-Parameters are named as in its checkpoints, so that its files load unchanged.
+2403.09919, section 3. Parameters are named as in its checkpoints, so that its files load unchanged.
 """
 
 from __future__ import annotations
@@ -31,24 +30,19 @@ from .trainable import TrainableArgs, TrainableDrafter
 MODEL_TYPE = "recurrent_drafting_drafter"
 
 HEAD = "lm_head.weight"
-"""TensorRT-LLM's name for the output matrix;
+"""TensorRT-LLM's name for the output matrix, and many models'; Apple's has a number."""
 
-Apple's has a number. Many base models have this name, too.
-"""
+OLD_HEAD = r"(?:lm_heads?\.(?:0\.(?=\d))?|0\.)"
+OURS = r"(?:rnn_[uw]|input_proj|lm_head(?:\.\d+)?(?:\.linear)?)\.(?:weight|bias|scales|biases)"
+"""Our names, and `HEAD`."""
 
 NAMES = (
     (r"input_proj(?:s(?:\.0)?)?\.(weight|bias)", r"input_proj.\1"),
-    (
-        r"(?:lm_heads?\.(?:0\.(?=\d))?|0\.)(\d{1,3}\.(?:linear\.(?:weight|bias)|weight))",
-        r"lm_head.\1",
-    ),
+    (rf"{OLD_HEAD}(\d{{1,3}}\.(?:linear\.(?:weight|bias)|weight))", r"lm_head.\1"),
     (r"layers\.(\d{1,3}\.linear\.(?:weight|bias))", r"lm_head.\1"),
     (r"emb_norm\.weight", ""),  # from Apple's internal trainer; no forward uses it
 )
 """Apple's names and their older forms, and those of NeMo-Skills, ModelOpt and TensorRT-LLM."""
-
-OURS = r"(?:(?:rnn_[uw]|input_proj|lm_head(?:\.\d+)?(?:\.linear)?)\.(?:weight|bias|scales|biases)|draft_ids)"
-"""Our names, and `HEAD`."""
 
 TENSORRT_LLM = {
     "redrafter_exit_dim": "exit_dim",
@@ -58,55 +52,67 @@ TENSORRT_LLM = {
 """Keys of TensorRT-LLM's config -> Apple's."""
 
 PADDING = 64
-"""TensorRT-LLM pads a vocabulary by fewer rows than this for each rank.
+"""TensorRT-LLM pads a vocabulary by fewer tokens than this for each rank.
 
 More is an error in the config.
 """
 
 
-def recognises(names: Collection[str], config: Config) -> bool:
-    """Always true: a checkpoint that no other kind recognises is read as a recurrent drafter."""
+def recognizes(names: Collection[str], config: Config) -> bool:
+    """Always true: a checkpoint that no other kind recognizes is read as a recurrent drafter."""
     return True
 
 
 def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
-    """Renames the tensors of a drafter in Apple's format, which is also ours, to our names; returns
-    its config.
+    """Renames the tensors of a drafter in Apple's format to our names; returns its config.
 
-    Sizes that the config does not give follow from the tensors. The config beside some drafters is
-    their base model's.
+    That format is also ours. Sizes that the config does not give follow from the tensors. The
+    config beside some drafters is their base model's.
     """
     checkpoint.rename(NAMES)
     tensors = checkpoint.tensors
     where = checkpoint.where
-    unknown = [checkpoint.stored[name] for name in tensors if not re.fullmatch(OURS, name)]
+    unknown = [
+        checkpoint.stored[name]
+        for name in tensors
+        if not re.fullmatch(rf"{OURS}|{DRAFT_IDS}", name)
+    ]
     if unknown or tensors.keys() <= {HEAD}:
         why = f"it holds {unknown[0]!r}" if unknown else "it holds at most an output matrix"
         raise CheckpointError(
             f"{where} is not a drafter: {why}; a smaller language model is given as --draft-model"
         )
+
     blocks = checkpoint.count(r"lm_head\.(\d+)\.linear\.weight")
     head = f"lm_head.{blocks}.weight"
     if HEAD in tensors and head not in tensors:
         tensors[head] = tensors.pop(HEAD)
-    rows, exit_dim = checkpoint.shape(head)
-    hidden_size = (
-        checkpoint.shape("input_proj.weight" if "input_proj.weight" in tensors else head)[1] // 2
-    )
-    found: Config = {"hidden_size": hidden_size, "exit_dim": exit_dim, "num_draft_layers": blocks}
-    found |= {"rnn": "rnn_w.weight" in tensors, "hidden_state": None}
-    if found["rnn"]:
-        found["hidden_size"] = checkpoint.shape("rnn_w.weight")[0]
+    n_guesses, exit_dim = checkpoint.shape(head)
+    has_rnn = "rnn_w.weight" in tensors
+    if has_rnn:
+        hidden_size = checkpoint.shape("rnn_w.weight")[0]
+    else:
+        widest = "input_proj.weight" if "input_proj.weight" in tensors else head
+        hidden_size = checkpoint.shape(widest)[1] // 2
+    found: Config = {
+        "hidden_size": hidden_size,
+        "exit_dim": exit_dim,
+        "num_draft_layers": blocks,
+        "rnn": has_rnn,
+        "hidden_state": None,
+    }
     if DRAFT_IDS not in tensors:
-        found["vocab_size"] = rows
+        found["vocab_size"] = n_guesses
+
     config = {TENSORRT_LLM.get(key, key): value for key, value in checkpoint.config.items()}
     if config.get("model_type", MODEL_TYPE) != MODEL_TYPE:
         config = {"vocab_size": config.get("vocab_size")}
     found |= {key: value for key, value in config.items() if value not in (None, -1)}
-    padding = rows - found["vocab_size"] if DRAFT_IDS not in tensors else 0
+
+    padding = n_guesses - found["vocab_size"] if DRAFT_IDS not in tensors else 0
     if 0 < padding < PADDING * checkpoint.n_ranks:
-        tensors[head] = tensors[head][: rows - padding]
-        said = f"config.json says vocab_size {rows - padding}"
+        tensors[head] = tensors[head][:-padding]
+        said = f"config.json says vocab_size {n_guesses - padding}"
         checkpoint.notes.append(f"the last {padding} rows of the head are left out: {said}")
     return found
 
@@ -127,7 +133,8 @@ class DrafterArgs(TrainableArgs):
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
     def describe(self) -> str:
-        return f"exit_dim {self.exit_dim}, blocks {self.num_draft_layers}{'' if self.rnn else ', no rnn'}"
+        cell = "" if self.rnn else ", no rnn"
+        return f"exit_dim {self.exit_dim}, blocks {self.num_draft_layers}{cell}"
 
     @classmethod
     def for_training(
@@ -148,13 +155,10 @@ class DrafterArgs(TrainableArgs):
     @classmethod
     def sizes_to_try(cls, hidden_size: int) -> list[dict[str, int]]:
         """Widths from 1/16 to 2 times the target's, with one block and with two."""
-        widths = {
-            max(64, int(times * hidden_size) // 32 * 32)
-            for times in (2, 1, 0.5, 0.25, 0.125, 0.0625)
-        }
-        return [
-            {"exit_dim": width, "num_draft_layers": layers} for width in widths for layers in (1, 2)
-        ]
+        sizes = []
+        for width in {max(64, 2 * hidden_size // 2**n // 32 * 32) for n in range(6)}:
+            sizes += [{"exit_dim": width, "num_draft_layers": layers} for layers in (1, 2)]
+        return sizes
 
 
 class ResidualBlock(nn.Module):
@@ -177,9 +181,7 @@ class Drafter(TrainableDrafter):
         super().__init__(args)
         if args.exit_dim != 2 * args.hidden_size:
             self.input_proj = nn.Linear(2 * args.hidden_size, args.exit_dim)
-        blocks: list[nn.Module] = [
-            ResidualBlock(args.exit_dim) for _ in range(args.num_draft_layers)
-        ]
+        blocks = [ResidualBlock(args.exit_dim) for _ in range(args.num_draft_layers)]
         self.lm_head = [*blocks, nn.Linear(args.exit_dim, args.n_guesses, bias=False)]
         if args.rnn:
             self.rnn_u = nn.Linear(args.hidden_size, args.hidden_size)
@@ -193,9 +195,8 @@ class Drafter(TrainableDrafter):
         embedding = embed(tokens).astype(self.dtype)
         if "rnn_w" not in self:
             return embedding if state is None else embedding + state
-        return nn.silu(
-            self.rnn_w(embedding) + (self.rnn_u.bias if state is None else self.rnn_u(state))
-        )
+        before = self.rnn_u.bias if state is None else self.rnn_u(state)
+        return nn.silu(self.rnn_w(embedding) + before)
 
     def features(self, hidden: mx.array, state: mx.array, depth: int = 0) -> mx.array:
         """(..., X) the head's input, the same function at every depth."""
@@ -208,8 +209,10 @@ class Drafter(TrainableDrafter):
         return y
 
     def set_axes(self, axes: mx.array) -> None:
-        """Takes the axes in which its output matrix is initialised, so that features along them
-        predict the target's choice."""
+        """Takes the axes in which its output matrix is initialized.
+
+        So features along them predict the target's choice.
+        """
         self._axes = axes[:, : self.args.exit_dim]
 
     @property

@@ -14,8 +14,10 @@ from .protocol import Drafter, Embed
 
 Project = Callable[[mx.array, int | None], mx.array]
 """(tokens (V',), width) -> (V', at most width) float32, the principal components of the tokens'
-centred embeddings, the
-largest first. If the width is None: (V', D), in the embedding's own coordinates."""
+centered embeddings, the largest first.
+
+If the width is None: (V', D), in the embedding's own coordinates.
+"""
 
 
 class TrainableArgs(DrafterArgs):
@@ -47,8 +49,9 @@ class TrainableArgs(DrafterArgs):
 
 
 class TrainableDrafter(Drafter):
-    """A drafter that reads tokens one by one into a state, and guesses the next token with an
-    output matrix.
+    """A drafter that reads tokens one by one into a state.
+
+    It guesses the next token with an output matrix.
     """
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
@@ -65,7 +68,7 @@ class TrainableDrafter(Drafter):
     def read_token(
         self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int
     ) -> State:
-        """The state after one more token, for rows of any shape.
+        """The state after one more token, for tokens of any shape.
 
         Args:
             tokens: (...) the tokens at this depth of the draft.
@@ -77,8 +80,7 @@ class TrainableDrafter(Drafter):
         raise NotImplementedError
 
     def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., X) the input of the output matrix, from the state of `read_token` at this depth; by
-        default the state.
+        """(..., X) the input of the output matrix, by default the state of `read_token`.
 
         The loss calls it only for learned positions.
         """
@@ -86,34 +88,29 @@ class TrainableDrafter(Drafter):
         return features
 
     def logits(self, hidden: mx.array, state: State, depth: int = 0) -> mx.array:
-        """(..., V) float32 logits of the next token, minus infinity for tokens that cannot be
-        guessed.
-        """
-        guesses: Any = self.output_layer(depth)
-        return self.scatter(guesses(self.features(hidden, state, depth)))
+        """(..., V) float32 logits of the next token; minus infinity for tokens it cannot guess."""
+        output: Any = self.output_layer(depth)
+        return self.scatter(output(self.features(hidden, state, depth)))
 
     def output_layer(self, depth: int) -> nn.Module:
-        """The output matrix of the guess after `depth` + 1 tokens.
-
-        The last one for all deeper guesses.
-        """
+        """The output matrix of the guess after `depth` + 1 tokens; the last for deeper ones."""
         layers = self.output_layers
         return layers[min(depth, len(layers) - 1)]
 
     def start_from(self, project: Project) -> None:
-        """Initialises an untrained drafter from the target's embedding, in which similar tokens are
-        close.
+        """Initializes an untrained drafter from the target's embedding.
 
-        The first columns of its output matrices become the embedding's principal components; the
-        others stay random.
+        Similar tokens are close in it. The first columns of its output matrices become the
+        embedding's principal components; the others stay random.
         """
-        guessed = self.draft_ids if "draft_ids" in self else mx.arange(self.args.vocab_size)
+        guessed = self.gather(mx.arange(self.args.vocab_size))
         for layer in cast(list[Any], self.output_layers):
-            layer.weight = fill_columns(layer.weight, project(guessed, layer.weight.shape[1]))
+            columns = project(guessed, layer.weight.shape[1])
+            rest = layer.weight[:, columns.shape[1] :]
+            layer.weight = mx.concatenate([columns, rest], axis=1)
 
     def set_axes(self, axes: mx.array) -> None:
-        """Makes a new drafter also learn the target's next hidden states, if its features can
-        represent them.
+        """Makes a new drafter also learn the target's next hidden states, if it can.
 
         Args:
             axes: (D, D), the principal axes of the target's embedding, the largest first.
@@ -121,10 +118,7 @@ class TrainableDrafter(Drafter):
 
     @property
     def axes(self) -> mx.array | None:
-        """(D, R) the axes along which its first R features learn the target's next hidden state;
-
-        None for none.
-        """
+        """(D, R) the axes along which its first R features learn the next hidden state, if any."""
         axes: mx.array | None = self.get("_axes")
         return axes
 
@@ -133,11 +127,6 @@ class TrainableDrafter(Drafter):
         head: Any = self.output_layers[0]
         dtype: mx.Dtype = head.scales.dtype if "scales" in head else head.weight.dtype
         return dtype if mx.issubdtype(dtype, mx.floating) else mx.float32
-
-
-def fill_columns(weight: mx.array, columns: mx.array) -> mx.array:
-    """(V', X) `weight` with its first columns replaced."""
-    return mx.concatenate([columns, weight[:, columns.shape[1] :]], axis=1)
 
 
 def scale_components(project: Project) -> Project:

@@ -21,7 +21,7 @@ from helpers.heads import draft_logits
 from helpers.published import Arrays, publish, read_golden
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
-from mlx_redrafter.drafters.block import find_architecture, find_layer_masks
+from mlx_redrafter.drafters.block import get_architecture, parse_layer_masks
 from mlx_redrafter.drafters.config import flatten
 from mlx_redrafter.errors import CheckpointError
 
@@ -124,7 +124,8 @@ def test_medusa_heads_may_be_one_or_without_biases(tmp_path: Path) -> None:
     arrays = {k: x for k, x in vllm(arrays).items() if not k.endswith(".bias")}
     drafter = load_drafter(publish("medusa", tmp_path / "bare", arrays=arrays))
     biases: Any = [x for name, x in tree_flatten(drafter.parameters()) if name.endswith(".bias")]
-    assert len(biases) == 3 and not any(x.any().item() for x in biases)
+    assert len(biases) == 3
+    assert not any(x.any().item() for x in biases)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,8 @@ def test_a_logit_scale_multiplies_the_logits_of_blocks(tmp_path: Path) -> None:
         ).sample_logits()
         for scale in (0.25, None)
     )
-    assert mx.allclose(found, 0.25 * sound, atol=1e-5) and not mx.allclose(found, sound, atol=1e-2)
+    assert mx.allclose(found, 0.25 * sound, atol=1e-5)
+    assert not mx.allclose(found, sound, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dspark_speculators"])
@@ -309,15 +311,16 @@ def test_gemma_values_may_have_their_own_projection(tmp_path: Path) -> None:
 
 def test_an_assumed_block_size_is_noted(tmp_path: Path) -> None:
     done = convert(publish("dflash", tmp_path / "in", block_size=None), tmp_path / "out")
-    assert len(done.notes) == 1 and "block_size" in done.notes[0] and done.args.max_depth == 15
+    assert len(done.notes) == 1
+    assert "block_size" in done.notes[0]
+    assert done.args.max_depth == 15
 
 
 def test_block_heads_are_never_in_float16(tmp_path: Path) -> None:
     weights = {name: array.astype(mx.float16) for name, array in read_golden("dflash")[0].items()}
     done = convert(publish("dflash", tmp_path / "in", arrays=weights), tmp_path / "out")
-    assert [note for note in done.notes if "float16" in note] and load_drafter(
-        done.path
-    ).dtype == mx.bfloat16
+    assert [note for note in done.notes if "float16" in note]
+    assert load_drafter(done.path).dtype == mx.bfloat16
     assert (
         load_drafter(convert(tmp_path / "in", tmp_path / "whole", dtype="float32").path).dtype
         == mx.float32
@@ -364,7 +367,7 @@ def test_windows_and_causal_masks_follow_from_the_config(
     config: dict[str, Any], windows: list[int] | None, causal: list[bool] | None
 ) -> None:
     said = read_golden("dflash_sliding")[2] | config
-    said = find_layer_masks(flatten(said, "dflash_config"), find_architecture(said), 3)
+    said = parse_layer_masks(flatten(said, "dflash_config"), get_architecture(said), 3)
     assert (said["layer_windows"], said["layer_causal"]) == (windows, causal)
 
 

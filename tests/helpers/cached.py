@@ -79,21 +79,50 @@ class Reading:
 
 
 LAYERS: dict[str, dict[str, Any]] = {
-    "mtp qwen3_5": {"model_type": "qwen3_5", "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "mtp qwen3_5": {
+        "model_type": "qwen3_5",
+        "intermediate_size": 48,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
     "mtp qwen3_next": {
-        "model_type": "qwen3_next", "num_hidden_layers": 4, "intermediate_size": 48, "num_key_value_heads": 2,
-        "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 5, "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1, "shared_expert_intermediate_size": 16, "mlp_only_layers": [],
-        "moe_intermediate_size": 16, "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 512, "norm_topk_prob": True,
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "intermediate_size": 48,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 16,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 512,
+        "norm_topk_prob": True,
     },
     "mtp deepseek_v3": {
-        "model_type": "deepseek_v3", "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 6,
-        "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2, "kv_lora_rank": 16, "q_lora_rank": 12,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 12, "first_k_dense_replace": 3,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 12,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 3,
     },
-}  # fmt: skip
+}
 """Configs of small multi-token-prediction layers, without the keys they share with their targets.
 """
 
