@@ -12,13 +12,17 @@ from mlx_redrafter.errors import Parser
 
 from .conversion import Conversion, convert
 
+ABOUT = (
+    "Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, EAGLE, DFlash or DSpark heads, "
+    "multi-token-prediction layers."
+)
+
 
 def make_parser() -> Parser:
     """The argument parser; each flag is a parameter of `convert`."""
     parser = Parser(
         prog="mlx_redrafter.convert",
-        description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, EAGLE, DFlash or DSpark heads, "
-        "multi-token-prediction layers.",
+        description=ABOUT,
     )
     add = parser.add_argument
     origin = parser.add_mutually_exclusive_group(required=True)
@@ -38,22 +42,15 @@ def make_parser() -> Parser:
         choices=list(MODES),
         help="quantization mode (default: %(default)s)",
     )
-    for part, means in {
-        "head": "output matrix",
-        "blocks": "blocks and input projection",
-        "rnn": "cell",
-    }.items():
-        add(
-            f"--{part}-bits",
-            type=int,
-            metavar="BITS",
-            help=f"bits for the {means} (default: --q-bits); 0 for none",
-        )
+    parts = {"head": "output matrix", "blocks": "blocks and input projection", "rnn": "cell"}
+    for part, means in parts.items():
+        about = f"bits for the {means} (default: --q-bits); 0 for none"
+        add(f"--{part}-bits", type=int, metavar="BITS", help=about)
     add("--dtype", choices=DTYPES, help="dtype of unquantized weights; as stored if not given")
     add("-d", "--dequantize", action="store_true", help="dequantize a quantized drafter")
     add(
         "--base-model",
-        help="the drafter's target; recorded, and used to measure tokens per round before and after",
+        help="the drafter's target; recorded, and measures tokens per round before and after",
     )
     add("--draft-depth", type=int, help="default number of drafted tokens; recorded")
     add(
@@ -78,9 +75,8 @@ def make_parser() -> Parser:
 def run() -> int:
     """Runs the command with `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
-    logging.getLogger("huggingface_hub").setLevel(
-        logging.ERROR
-    )  # otherwise it logs every attempt to reach the hub
+    # Otherwise it logs every attempt to reach the hub.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     done = convert(**vars(args))
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -91,18 +87,17 @@ def run() -> int:
 def describe(done: Conversion) -> str:
     """The report to print."""
     args = done.args
+    kind = f"{args.model_type}, hidden size {args.hidden_size}, vocabulary {args.vocab_size}"
+    sizes = f"{done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after"
+    difference, largest = done.difference
+    error = f"at most {difference:.3g} (largest logit {largest:.3g})"
     lines = [
-        f"{done.path}: {args.model_type}, hidden size {args.hidden_size}, vocabulary {args.vocab_size}, "
-        f"{args.describe()}; reads {args.describe_states()}",
-        f"size: {done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after, "
-        f"{done.bits_per_weight:.3f} bits per weight",
-        "outputs: differ by at most {:.3g} (largest logit {:.3g}) on random inputs".format(
-            *done.difference
-        ),
+        f"{done.path}: {kind}, {args.describe()}; reads {args.describe_states()}",
+        f"size: {sizes}, {done.bits_per_weight:.3f} bits per weight",
+        f"outputs: differ by {error} on random inputs",
     ]
     if done.tokens_per_round:
         before, after = done.tokens_per_round
-        lines.append(
-            f"tokens per round: {before:.2f} before, {after:.2f} after, greedy, {args.base_model}"
-        )
+        tokens = f"{before:.2f} before, {after:.2f} after"
+        lines.append(f"tokens per round: {tokens}, greedy, {args.base_model}")
     return "\n".join(lines)

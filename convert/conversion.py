@@ -97,13 +97,13 @@ def convert(
         hf_path: a directory, a file or a hub id; docs/checkpoints.md lists the supported formats.
         mlx_path: the directory to write, completely or not at all.
         quantize, q_group_size, q_bits, q_mode, dtype, upload_repo, revision, dequantize: as in
-        `mlx_lm.convert`.
+            `mlx_lm.convert`.
         head_bits, blocks_bits, rnn_bits: bits for a part, if not `q_bits`; 0 for unquantized.
         base_model: the drafter's target; recorded, and used to measure tokens per round.
         draft_depth: the default draft depth K; recorded.
         hidden_state: the target's hidden state that the drafter reads, `AFTER_NORM` or
             `BEFORE_NORM`; recorded.
-        draft_vocab_size: keep only this many rows of the head, for the most frequent tokens of
+        draft_vocab_size: the head keeps only this many tokens, the most frequent of
             `token_counts`.
         token_counts: a JSON file, see `read_frequent_tokens`.
         from_base: a model instead of `hf_path`, a directory or a hub id; only its
@@ -111,91 +111,67 @@ def convert(
 
     Raises:
         RedrafterError: settings contradict each other, or the directory exists or cannot be
-        written. CheckpointError: the source cannot be converted.
+            written.
+        CheckpointError: the source cannot be converted.
     """
-    given = {"head": head_bits, "blocks": blocks_bits, "rnn": rnn_bits}
-    parts = {part: bits for part, bits in given.items() if bits is not None}
     if quantize and dequantize:
         raise RedrafterError("give either -q to quantize or -d to dequantize, got both")
-    if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
-        raise RedrafterError("bits, group size and mode need -q")
-    group_size, bits = (
-        default if value is None else value
-        for value, default in zip((q_group_size, q_bits), MODES[q_mode], strict=True)
-    )
-    odd = [each for each in (bits, *filter(None, parts.values())) if each not in BITS]
-    if odd or group_size < 1:
-        got = f"{(*odd, bits)[0]} bits in groups of {group_size}"
-        raise RedrafterError(f"expected 1 to 6 or 8 bits in groups of at least 1, got {got}")
+    parts = {"head": head_bits, "blocks": blocks_bits, "rnn": rnn_bits}
+    given = {part: bits for part, bits in parts.items() if bits is not None}
+    how = check_quantization(q_group_size, q_bits, q_mode, given, is_used=quantize)
     check_option("draft_depth", draft_depth)
     if (draft_vocab_size is None) != (token_counts is None):
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
     origin = hf_path if from_base is None else from_base
     if origin is None or None not in (hf_path, from_base):
-        raise RedrafterError(
-            "give either a drafter (--hf-path) or a model that contains one (--from-base)"
-        )
+        message = "give either a drafter (--hf-path) or a model that contains one (--from-base)"
+        raise RedrafterError(message)
     place = expand_path(mlx_path).absolute()
     if os.path.lexists(place):
         raise RedrafterError(f"{place} exists already: delete it, or give another --mlx-path")
+
     source = locate_files(origin, revision, choose_files, is_base=from_base is not None)
     models = load(base_model) if base_model is not None else None
     checkpoint = read_checkpoint(source)
     drafter = read_drafter(checkpoint, models[0] if models else None)
     is_quantized = has_quantized_layers(drafter)
-    notes = tuple(checkpoint.notes)
+    notes = checkpoint.notes
     if dtype == "float16" and not drafter.takes_float16:
-        raise RedrafterError(
-            f"the range of float16 is too small for {drafter.args.model_type}: give bfloat16"
-        )
+        kind = drafter.args.model_type
+        raise RedrafterError(f"the range of float16 is too small for {kind}: give bfloat16")
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
     if is_quantized and not dequantize and (quantize or from_base is None):
-        raise CheckpointError(
-            f"{source.path} is already quantized: --drafter reads it, -d dequantizes it"
-        )
+        advice = "--drafter reads it, -d dequantizes it"
+        raise CheckpointError(f"{source.path} is already quantized: {advice}")
 
-    recorded: dict[str, Any] = {
+    recorded = {
         "base_model": base_model,
         "draft_depth": draft_depth,
         "hidden_state": hidden_state,
     }
-    args = drafter.args = replace(
-        drafter.args, **{name: value for name, value in recorded.items() if value}
-    )
-    Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # checks the depth
+    changes: dict[str, Any] = {name: value for name, value in recorded.items() if value}
+    drafter.args = replace(drafter.args, **changes)
+    Options(draft_depth=drafter.args.draft_depth).resolve_plan(drafter)  # checks the depth
     bytes_before = count_bytes(drafter)
-    before = measure(drafter, models)
-    stored_dtype = (
-        source.config.get("dtype") if is_quantized else None
-    )  # mxfp4's scales do not tell the dtype
-    dtype = dtype or (stored_dtype if stored_dtype in DTYPES else format_dtype(drafter.dtype))
+    logits, tokens_before = measure(drafter, models)
+
+    # The scales of mxfp4 do not tell the dtype.
+    stored = source.config.get("dtype") if is_quantized else None
+    dtype = dtype or (stored if stored in DTYPES else format_dtype(drafter.dtype))
     if dequantize or not is_quantized:  # the layer of a quantized model stays quantized
         drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:
-        ids = trim_vocabulary(
-            drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size)
-        )
-        before = (before[0][:, ids], before[1])
-        args = drafter.args
+        ids = read_frequent_tokens(token_counts, draft_vocab_size, drafter.args.vocab_size)
+        trim_vocabulary(drafter, ids)
+        logits = logits[:, ids]
     drafter.set_dtype(getattr(mx, dtype))
     if (name := get_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
+
     n_weights = sum(array.size for array in list_weights(drafter).values())
     if quantize:
-        present = {
-            drafter.name_part(name)
-            for name, each in drafter.named_modules()
-            if hasattr(each, "to_quantized")
-        }
-        if absent := sorted(parts.keys() - present):
-            raise RedrafterError(f"the drafter has no {absent[0]}: leave out --{absent[0]}-bits")
-        skipped = quantize_layers(drafter, group_size, bits, q_mode, parts)
-        if not has_quantized_layers(drafter):
-            raise RedrafterError(
-                f"no layer can be quantized: {(*skipped, 'all its parts have 0 bits')[0]}"
-            )
-        notes += skipped
+        notes += quantize_layers(drafter, how)
     config: dict[str, Any] = {"dtype": dtype}
     if quantization := describe_quantization(drafter):
         config |= {"quantization": quantization, "quantization_config": quantization}
@@ -203,16 +179,55 @@ def convert(
 
     with make_directory(place) as stage:
         save_drafter(stage, drafter, extra=config)
-        (stage / "README.md").write_text(make_card(origin, args, config), encoding="utf-8")
-        after = measure(load_drafter(stage), models)
+        (stage / "README.md").write_text(make_card(origin, drafter.args, config), encoding="utf-8")
+        after, tokens_after = measure(load_drafter(stage), models)
     if upload_repo is not None:
         upload(place, upload_repo)
-    difference = (float(mx.abs(after[0] - before[0]).max()), float(mx.abs(before[0]).max()))
-    tokens = (before[1], after[1]) if models else None
-    bits_per_weight = 8 * bytes_after / n_weights
     return Conversion(
-        place, args, bytes_before, bytes_after, bits_per_weight, difference, tokens, notes
+        path=place,
+        args=drafter.args,
+        bytes_before=bytes_before,
+        bytes_after=bytes_after,
+        bits_per_weight=8 * bytes_after / n_weights,
+        difference=(float(mx.abs(after - logits).max()), float(mx.abs(logits).max())),
+        tokens_per_round=(tokens_before, tokens_after) if models else None,
+        notes=tuple(notes),
     )
+
+
+class Quantization(NamedTuple):
+    """How weights are quantized.
+
+    Attributes:
+        group_size, bits, mode: as in MLX.
+        parts: bits of `head`, `blocks` (including the input projection) or `rnn`, if not `bits`; 0
+            for unquantized.
+    """
+
+    group_size: int
+    bits: int
+    mode: str
+    parts: dict[str, int]
+
+
+def check_quantization(
+    group_size: int | None, bits: int | None, mode: str, parts: dict[str, int], *, is_used: bool
+) -> Quantization:
+    """The quantization that a user asks for, with the mode's defaults instead of None.
+
+    Args:
+        is_used: whether anything is quantized; if not, nothing must be given.
+    """
+    if not is_used and (parts or (group_size, bits, mode) != (None, None, "affine")):
+        raise RedrafterError("bits, group size and mode need -q")
+    default_size, default_bits = MODES[mode]
+    group_size = default_size if group_size is None else group_size
+    bits = default_bits if bits is None else bits
+    odd = [each for each in (bits, *filter(None, parts.values())) if each not in BITS]
+    if odd or group_size < 1:
+        got = f"{(*odd, bits)[0]} bits in groups of {group_size}"
+        raise RedrafterError(f"expected 1 to 6 or 8 bits in groups of at least 1, got {got}")
+    return Quantization(group_size, bits, mode, parts)
 
 
 def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.array:
@@ -228,34 +243,29 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
             found = sorted(found, key=lambda token: -found[token])
         ids = [int(token) for token in found]
     except (OSError, ValueError, TypeError) as error:
-        raise RedrafterError(
-            f"cannot read token counts from {path}: {join_lines(error)}"
-        ) from error
+        message = f"cannot read token counts from {path}: {join_lines(error)}"
+        raise RedrafterError(message) from error
     if len(set(ids)) != len(ids) or not set(ids) <= set(range(vocab_size)):
         raise RedrafterError(f"{path}: expected token ids from 0 to {vocab_size - 1}, each once")
     if not 1 <= count <= len(ids):
-        raise RedrafterError(
-            f"draft_vocab_size must be from 1 to the {len(ids)} tokens in {path}, got {count}"
-        )
+        expected = f"draft_vocab_size must be from 1 to the {len(ids)} tokens in {path}"
+        raise RedrafterError(f"{expected}, got {count}")
     return mx.array(sorted(ids[:count]), mx.int32)
 
 
-def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
-    """Reduces the head of an unquantized drafter to the rows of these tokens; returns `ids`."""
+def trim_vocabulary(drafter: Drafter, ids: mx.array) -> None:
+    """Reduces the head of an unquantized drafter to these tokens."""
     if not drafter.output_layers:
-        raise CheckpointError(
-            "the drafter uses the target's output matrix: its vocabulary cannot be trimmed"
-        )
-    if drafter.args.draft_vocab_size is not None:
-        raise CheckpointError(
-            f"the drafter already has a draft vocabulary of {drafter.args.draft_vocab_size} tokens"
-        )
+        message = "the drafter uses the target's output matrix: its vocabulary cannot be trimmed"
+        raise CheckpointError(message)
+    size = drafter.args.draft_vocab_size
+    if size is not None:
+        raise CheckpointError(f"the drafter already has a draft vocabulary of {size} tokens")
     for layer in drafter.output_layers:
         layer.weight = layer.weight[ids]
     drafter.args = replace(drafter.args, draft_vocab_size=len(ids))
     drafter.hold_draft_ids()
     drafter.draft_ids = ids
-    return ids
 
 
 def dequantize_heads(module: nn.Module) -> nn.Module:
@@ -273,49 +283,48 @@ def dequantize_heads(module: nn.Module) -> nn.Module:
     return module
 
 
-def quantize_layers(
-    drafter: Drafter, group_size: int, bits: int, mode: str, parts: dict[str, int]
-) -> tuple[str, ...]:
-    """Quantizes a drafter's layers; returns a note for each layer that cannot be.
-
-    Args:
-        parts: bits of `head`, `blocks` (including the input projection) or `rnn`, if not `bits`; 0
-            for unquantized.
-    """
+def quantize_layers(drafter: Drafter, how: Quantization) -> list[str]:
+    """Quantizes a drafter's layers; returns a note for each layer that cannot be."""
     notes: list[str] = []
+    present = set[str]()
 
     def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
-        part = drafter.name_part(name) if hasattr(layer, "to_quantized") else "router"
-        own = (
-            0 if part == "router" else parts.get(part, bits)
-        )  # routers are small, and sensitive to rounding
-        if not own:
+        if not hasattr(layer, "to_quantized"):
             return False
-        inputs = layer.weight.shape[-1]
-        rows = math.prod(layer.weight.shape[:-1])
-        if (
-            inputs % group_size or rows * inputs % 32
-        ):  # MLX packs 32 weights at a time, two groups of nvfp4
-            notes.append(
-                f"{name} is not quantized: MLX does not pack {rows} x {inputs} weights by {group_size}"
-            )
+        part = drafter.name_part(name)
+        present.add(part)
+        # Routers are small, and sensitive to rounding.
+        bits = 0 if part == "router" else how.parts.get(part, how.bits)
+        if not bits:
             return False
-        return {"group_size": group_size, "bits": own, "mode": mode}
+        *outer, inputs = layer.weight.shape
+        outputs = math.prod(outer)
+        # MLX packs 32 weights at a time, two groups of nvfp4.
+        if inputs % how.group_size or outputs * inputs % 32:
+            size = f"{outputs} x {inputs} weights by {how.group_size}"
+            notes.append(f"{name} is not quantized: MLX does not pack {size}")
+            return False
+        return {"group_size": how.group_size, "bits": bits, "mode": how.mode}
 
     nn.quantize(drafter, class_predicate=choose)
-    return tuple(notes)
+    if absent := sorted(how.parts.keys() - present):
+        raise RedrafterError(f"the drafter has no {absent[0]}: leave out --{absent[0]}-bits")
+    if not has_quantized_layers(drafter):
+        why = (*notes, "all its parts have 0 bits")[0]
+        raise RedrafterError(f"no layer can be quantized: {why}")
+    return notes
 
 
 def describe_quantization(drafter: Drafter) -> dict[str, Any]:
-    """The config entry in mlx-lm's format, of the commonest quantization and the others by layer.
+    """The config entry in mlx-lm's format: the commonest quantization, and others by layer.
 
     Empty for none.
     """
-    layers = {
-        name: {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-        for name, layer in drafter.named_modules()
-        if hasattr(layer, "bits")
-    }
+    layers: dict[str, dict[str, Any]] = {}
+    for name, layer in drafter.named_modules():
+        if hasattr(layer, "bits"):
+            how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+            layers[name] = how
     common = max(layers.values(), key=list(layers.values()).count, default={})
     return common | {name: how for name, how in layers.items() if how != common}
 

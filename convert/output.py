@@ -17,22 +17,21 @@ from mlx_redrafter.errors import RedrafterError, join_lines
 
 @contextmanager
 def make_directory(place: Path) -> Iterator[Path]:
-    """Yields a new directory that becomes `place` after the block, or is removed if the block
-    raises.
+    """Yields a new directory that becomes `place` after the block.
+
+    It is removed if the block raises.
     """
+    folder = place.parent
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=place.parent, prefix=".convert-unfinished-"
-        ) as scratch:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".convert-unfinished-") as scratch:
             stage = Path(scratch, "new")
             stage.mkdir()
             yield stage
             stage.rename(place)
     except OSError as error:
-        raise RedrafterError(
-            f"cannot write {place}: {error.strerror or join_lines(error)}"
-        ) from error
+        why = error.strerror or join_lines(error)
+        raise RedrafterError(f"cannot write {place}: {why}") from error
 
 
 def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> str:
@@ -40,11 +39,9 @@ def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> 
     base = args.base_model
     how = config.get("quantization")
     target = strip_folders(base) if base else None
-    packing = (
-        "in {bits} bits, group size {group_size}, mode {mode}".format(**how)
-        if how
-        else "not quantized"
-    )
+    packing = "not quantized"
+    if how:
+        packing = "in {bits} bits, group size {group_size}, mode {mode}".format(**how)
     return f"""{make_card_header(base)}
 # A drafter for {target or "its target"}
 
@@ -64,6 +61,5 @@ def upload(path: Path, repo: str) -> None:
         HfApi().create_repo(repo_id=repo, exist_ok=True)
         HfApi().upload_folder(folder_path=path, repo_id=repo, repo_type="model")
     except Exception as error:  # network and hub errors
-        raise RedrafterError(
-            f"{path} is written, but not uploaded to {repo}: {join_lines(error)}"
-        ) from error
+        message = f"{path} is written, but not uploaded to {repo}: {join_lines(error)}"
+        raise RedrafterError(message) from error
