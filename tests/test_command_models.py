@@ -60,9 +60,8 @@ def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
             for k, a in list_weights(stored).items()
         }
         found = list_weights(cast)
-        assert found.keys() == expected.keys() and all(
-            found[k].dtype == expected[k].dtype for k in found
-        )
+        assert found.keys() == expected.keys()
+        assert all(found[k].dtype == expected[k].dtype for k in found)
         assert all(mx.array_equal(found[k], expected[k]) for k in found)
     assert loaded(mx.array([[1, 2]])).dtype == mx.float32
 
@@ -131,4 +130,5 @@ def test_a_16_bit_drafter_runs_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Pa
     args = parse("--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"))
     head = load_models(args)[2]
     is_cast = dtype == mx.float32 and mx.default_device().type == mx.cpu
-    assert head is not None and head.dtype == (mx.float32 if is_cast else mx.float16)
+    assert head is not None
+    assert head.dtype == (mx.float32 if is_cast else mx.float16)

@@ -108,9 +108,11 @@ def test_a_quantized_head_guesses_nearly_the_same(kind: str, tmp_path: Path) -> 
         key.removesuffix(".weight") for key, array in tensors(drafter).items() if array.ndim > 1
     }
     unpacked = {name for name in matrices - found - skipped if not name.endswith("base_kernel")}
-    assert unpacked <= {*mtp.ROUTERS} and len(found) > 1
+    assert unpacked <= {*mtp.ROUTERS}
+    assert len(found) > 1
     plain = convert(done.path, tmp_path / "back", dequantize=True, dtype="float32")
-    assert plain.difference[0] < 1e-3 * largest and not quantized_layers(plain.path)
+    assert plain.difference[0] < 1e-3 * largest
+    assert not quantized_layers(plain.path)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +162,8 @@ def test_dequantized_drafter_has_its_original_dtype(mode: str, dtype: str, tmp_p
         apple(tmp_path / "in", tensors(drafter)), tmp_path / "packed", True, q_mode=mode
     ).path
     done = convert(packed, tmp_path / "out", dequantize=True)
-    assert done.args == drafter.args and "quantization" not in json.loads(
-        (done.path / CONFIG).read_text()
-    )
+    assert done.args == drafter.args
+    assert "quantization" not in json.loads((done.path / CONFIG).read_text())
     expected = dequantize_model(load_drafter(packed))
     expected.set_dtype(getattr(mx, dtype))
     assert same(tensors(load_drafter(done.path)), tensors(expected))
@@ -247,9 +248,11 @@ def test_settings_are_recorded(tmp_path: Path) -> None:
     source = publish("medusa", tmp_path / "in")
     flags = ("--hidden-state", "before_norm", "--draft-depth", "2")
     status, out, _ = command("--hf-path", source, "--mlx-path", tmp_path / "out", *flags)
-    assert status == 0 and "before the final norm" in out
+    assert status == 0
+    assert "before the final norm" in out
     args = load_drafter(tmp_path / "out").args
-    assert args.hidden_state == "before_norm" and args.draft_depth == 2
+    assert args.hidden_state == "before_norm"
+    assert args.draft_depth == 2
 
 
 def compute_logits(drafter: Drafter) -> np.ndarray:
@@ -271,7 +274,8 @@ def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, form: str, tmp_pa
     )
     done = convert(source, tmp_path / "out", draft_vocab_size=20, token_counts=file)
     drafter = load_drafter(done.path)
-    assert done.difference[0] < 1e-5 and done.args.draft_vocab_size == 20
+    assert done.difference[0] < 1e-5
+    assert done.args.draft_vocab_size == 20
     assert drafter.draft_ids.tolist() == sorted(ids[:20])
     if name != "dspark":
         found = compute_logits(drafter)
@@ -305,7 +309,8 @@ def test_the_report_compares_tokens_per_round_at_the_recorded_depth(
     status, out, _ = command("--hf-path", DRAFTER, "--mlx-path", tmp_path / "out", *flags)
     found = re.search(r"tokens per round: (\S+) before, (\S+) after", out)
     assert status == 0 and found, out
-    assert found[1] == found[2] and 1 < float(found[1]) <= 2
+    assert found[1] == found[2]
+    assert 1 < float(found[1]) <= 2
     again = convert(tmp_path / "out", tmp_path / "again")
     assert (again.args.base_model, again.args.draft_depth) == (str(demo_target), 1)
 

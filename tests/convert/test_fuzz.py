@@ -39,9 +39,12 @@ def check(write: Callable[[Path], Any]) -> bool:
         status, out, said = command("--hf-path", source, "--mlx-path", into / "out")
         if status == 0:
             load_drafter(into / "out")
-            assert [path.name for path in into.iterdir()] == ["out"] and out.count("\n") == 3
+            assert [path.name for path in into.iterdir()] == ["out"]
+            assert out.count("\n") == 3
         else:
-            assert (status, out) == (1, "") and said.startswith("error: ") and said.count("\n") == 1
+            assert (status, out) == (1, "")
+            assert said.startswith("error: ")
+            assert said.count("\n") == 1
             assert not list(into.iterdir())
         return status == 0
 
@@ -78,7 +81,8 @@ def test_damaged_file_is_refused_or_sound(name: str) -> None:
         found.append(check(lambda directory: write(directory, change)))
 
     damage()
-    assert found[0] and not all(found)
+    assert found[0]
+    assert not all(found)
 
 
 @pytest.mark.torch

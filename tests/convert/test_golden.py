@@ -1,4 +1,4 @@
-"""Published heads of every kind: they load, convert, and compute what their authors' code computed."""
+"""Published heads of every kind load, convert, and compute what their authors' code computed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def medusa_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_converted_head_equals_the_published_one(name: str, tmp_path: Path) -> None:
     drafter = load_golden(name, tmp_path)
     published = load_drafter(tmp_path / "in")
-    assert published.args == drafter.args and same(tensors(published), tensors(drafter))
+    assert published.args == drafter.args
+    assert same(tensors(published), tensors(drafter))
 
 
 @pytest.mark.parametrize("name", ["eagle3_mlx", "dflash_mlx"])
@@ -55,9 +56,8 @@ def test_a_quantized_head_stays_quantized(name: str, tmp_path: Path) -> None:
     said = read_golden(name)[2]["quantization"]
     layers = {key: layer.bits for key, layer in drafter.named_modules() if hasattr(layer, "bits")}
     own = [entry["bits"] for entry in said.values() if isinstance(entry, dict)]
-    assert "fc" in layers and sorted(
-        bits for bits in layers.values() if bits != said["bits"]
-    ) == sorted(own)
+    assert "fc" in layers
+    assert sorted(bits for bits in layers.values() if bits != said["bits"]) == sorted(own)
     refused(source, tmp_path / "result")
     plain = load_drafter(convert(source, tmp_path / "plain", dequantize=True).path)
     assert not [layer for _, layer in plain.named_modules() if hasattr(layer, "bits")]
@@ -81,7 +81,8 @@ def test_logits_match_the_original(name: str, medusa_target: Path, tmp_path: Pat
     done = convert(publish(name, tmp_path / "in"), tmp_path / "out", base_model=base_model)
     drafter = load_drafter(done.path)
     golden = read_golden(name)[1]
-    assert done.args.hidden_state == "after_norm" and done.difference[0] == 0
+    assert done.args.hidden_state == "after_norm"
+    assert done.difference[0] == 0
     np.testing.assert_allclose(compute_logits(drafter, golden), golden["logits"], atol=1e-4, rtol=0)
     # Negative control: states of another text.
     other = golden | {"hidden_states": golden["hidden_states"][::-1]}

@@ -74,7 +74,8 @@ def test_a_models_own_layer_drafts_for_it(
         tmp_path / "in", config, name_as_published(layer, fused=name == "qwen3_5_moe")
     )
     drafter = load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out").path, model)
-    assert drafter.args == layer.args and close(layer, drafter)
+    assert drafter.args == layer.args
+    assert close(layer, drafter)
     plan = (3, 3, 8) if name == "deepseek_v3" else (1, 4)
     for size, temp in ((5, 0.0), (19, 0.9)):
         prompt = make_prompt(size, vocab=FEW)
@@ -95,9 +96,8 @@ def test_only_the_router_bias_keeps_its_dtype(tmp_path: Path) -> None:
         load_drafter(convert(from_base=directory, mlx_path=tmp_path / "out", dtype="bfloat16").path)
     )
     name = "layer.mlp.gate.e_score_correction_bias"
-    assert mx.array_equal(found.pop(name), tensors(layer)[name]) and {
-        x.dtype for x in found.values()
-    } == {mx.bfloat16}
+    assert mx.array_equal(found.pop(name), tensors(layer)[name])
+    assert {x.dtype for x in found.values()} == {mx.bfloat16}
 
 
 @pytest.mark.parametrize("is_cpu", [False, True])
@@ -162,7 +162,8 @@ def test_blocks_of_fp8_are_dequantized(kind: str, fused: bool, tmp_path: Path) -
         np.testing.assert_allclose(
             array, meant.get(name, np.array(arrays[name])), rtol=2**-8, atol=1e-6
         )
-    assert not close(layer, found, tolerance=0.001) and close(layer, found, tolerance=0.1)
+    assert not close(layer, found, tolerance=0.001)
+    assert close(layer, found, tolerance=0.1)
     changed = arrays | {f"{next(iter(meant))}_scale_inv": mx.ones((1, 2))}
     refused(save_base(tmp_path / "two", config, changed), tmp_path / "result", origin="--from-base")
 
@@ -180,7 +181,8 @@ def test_the_first_of_several_layers_is_used(kind: str, tmp_path: Path) -> None:
     done = convert(
         from_base=save_base(tmp_path / "in", config, later | first), mlx_path=tmp_path / "out"
     )
-    assert len(done.notes) == 1 and "first of 2" in done.notes[0]
+    assert len(done.notes) == 1
+    assert "first of 2" in done.notes[0]
     assert close(layer, load_drafter(done.path))
 
 
@@ -195,7 +197,8 @@ def test_a_separate_layer_loads_and_a_small_model_needs_no_index(kind: str, tmp_
     assert close(layer, load_drafter(alone))
     one = load_drafter(convert(from_base=whole, mlx_path=tmp_path / "one").path)
     two = load_drafter(convert(from_base=alone, mlx_path=tmp_path / "two").path)
-    assert close(layer, one) and same(tensors(one), tensors(two))
+    assert close(layer, one)
+    assert same(tensors(one), tensors(two))
     refused(whole, tmp_path / "result", names="--from-base")
 
 
@@ -207,9 +210,8 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
     plain = load_drafter(
         convert(from_base=source, mlx_path=tmp_path / "plain", dequantize=True).path
     )
-    assert n_quantized(plain) == 0 and mx.allclose(
-        plain.sample_logits(), kept.sample_logits(), atol=1e-3
-    )
+    assert n_quantized(plain) == 0
+    assert mx.allclose(plain.sample_logits(), kept.sample_logits(), atol=1e-3)
     refused(source, tmp_path / "result", "-q", origin="--from-base")
     sidecar = publish("qwen3_5_mtp_mlx_sidecar", tmp_path / "sidecar")
     alone = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / "alone").path)

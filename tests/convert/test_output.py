@@ -49,12 +49,11 @@ def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_p
         "base_model": str(tmp_path),
     }
     card = (done.path / "README.md").read_text()
-    assert (
-        card.startswith("---\nlibrary_name: mlx\n")
-        and "base_model:" not in card
-        and str(tmp_path) not in card
-    )
-    assert "Converted from `in`" in card and f"--model {tmp_path.name} --drafter THIS" in card
+    assert card.startswith("---\nlibrary_name: mlx\n")
+    assert "base_model:" not in card
+    assert str(tmp_path) not in card
+    assert "Converted from `in`" in card
+    assert f"--model {tmp_path.name} --drafter THIS" in card
 
 
 EXISTING: dict[str, Callable[[Path], Any]] = {
@@ -93,10 +92,8 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
         timeout=100,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert (
-        done.stderr.startswith(f"error: cannot write the drafter to {tmp_path}/")
-        and done.stderr.count("\n") == 1
-    )
+    assert done.stderr.startswith(f"error: cannot write the drafter to {tmp_path}/")
+    assert done.stderr.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
 
@@ -123,7 +120,8 @@ def test_a_killed_run_leaves_nothing_loadable(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"slow\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"slow\n"
         process.kill()
     (left,) = into.glob("*/new")
     assert not (into / "out").exists()
@@ -155,9 +153,7 @@ def test_result_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     status, _, said = command(
         "--hf-path", source, "--mlx-path", tmp_path / "out2", "--upload-repo", "some/closed"
     )
-    assert (
-        status == 1
-        and said.endswith(": 403 Forbidden\n")
-        and said.count("\n") == 1
-        and (tmp_path / "out2").exists()
-    )
+    assert status == 1
+    assert said.endswith(": 403 Forbidden\n")
+    assert said.count("\n") == 1
+    assert (tmp_path / "out2").exists()

@@ -122,11 +122,11 @@ def test_pickles_need_a_safe_torch(
     mark = trap(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="needs torch"):
         convert(tmp_path, tmp_path / "out")
-    assert not mark.exists() and not (tmp_path / "out").exists()
+    assert not mark.exists()
+    assert not (tmp_path / "out").exists()
     save(tmp_path / WEIGHTS, tensors(make()))
-    assert is_identical(convert(tmp_path, tmp_path / "out"), make()), (
-        "negative control: safetensors need no torch"
-    )
+    # Negative control: safetensors need no torch.
+    assert is_identical(convert(tmp_path, tmp_path / "out"), make())
 
 
 def test_trainer_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def guess_after(
     depth: int = 3,
     model: Any = None,
 ) -> mx.array:
-    """(D, V) logits of a chain of zeros, drafted after the source has seen these spans of one text."""
+    """(D, V) logits of a chain of zeros, after the source has seen these spans of a text."""
     model = model or make_model()
     source: Any = drafter.open(model)
     reading = Reading(source, model, make_prompt(size))

@@ -124,18 +124,17 @@ def test_proposals_continue_actual_matches(seed: int) -> None:
 def test_rates_are_learned_from_decoded_tokens() -> None:
     copied = [0, 1] + [2, 3, 4, 5] * 20
     misled = [token for i in range(200) for token in (1, 2, 10 + i)] + [1, 2]
-    assert first_rate([], copied) > 0.9 and first_rate([], misled) < 0.1
-    assert first_rate(misled, []) == pytest.approx(context.PRIOR_RATES[1]), (
-        "prompts do not change the rates"
-    )
+    assert first_rate([], copied) > 0.9
+    assert first_rate([], misled) < 0.1
+    # Prompts do not change the rates.
+    assert first_rate(misled, []) == pytest.approx(context.PRIOR_RATES[1])
     made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
     forecast = made.forecast(2)
     proposal = propose(made)
-    assert forecast is not None and proposal is not None
-    assert (
-        forecast.chance == pytest.approx(proposal[1][1])
-        and len(forecast.cumulative_acceptance) == 8
-    )
+    assert forecast is not None
+    assert proposal is not None
+    assert forecast.chance == pytest.approx(proposal[1][1])
+    assert len(forecast.cumulative_acceptance) == 8
     assert index([1, 2, 3]).forecast(1) is None
 
 
@@ -149,7 +148,8 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(made) <= 1000
     made.confirm([1, 2, 3, 4, 5, 6, 1, 2, 3, 4])
     proposal = propose(made)
-    assert proposal is not None and proposal[0][:2] == [5, 6]
+    assert proposal is not None
+    assert proposal[0][:2] == [5, 6]
 
 
 # Decoding with an index.
@@ -194,7 +194,8 @@ def test_text_matches_plain_decoding(
     assert 1 + stats.rounds + stats.accepted == 60
     assert sources.count("context") == stats.context_accepted > (20 if right == 1 else -1)
     assert sources.count("drafter") == stats.accepted - stats.context_accepted
-    assert (stats.context_accepted == 0) is (right == 0) and stats.context_drafted > 20
+    assert (stats.context_accepted == 0) is (right == 0)
+    assert stats.context_drafted > 20
     assert ("drafter" in sources) is not alone
 
 

@@ -114,9 +114,8 @@ def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]) -> 
     steps = run(model, prompt, DraftModel(model), plan=plan, context=False, **options)
     assert_same_steps(steps, run(model, prompt, **options), tolerance=2e-3)
     stats = steps[-1].stats
-    assert stats.tokens_per_round == pytest.approx(plan[1] + 1, abs=0.5), (
-        "a model guesses its own choices"
-    )
+    # A model guesses its own choices.
+    assert stats.tokens_per_round == pytest.approx(plan[1] + 1, abs=0.5)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -148,9 +147,8 @@ def test_a_target_drafting_for_itself_is_nearly_always_right(name: str) -> None:
             assert_same_steps(steps, plain, tolerance=2e-3)
             # The likeliest path may differ from the path of likeliest tokens.
             assert steps[-1].stats.accepted >= (18 if plan[0] == 1 else 13), (size, plan)
-            assert bool(caught) is (name not in TREES and plan[0] > 1), (
-                "only chains without tree support"
-            )
+            # Only chains without tree support.
+            assert bool(caught) is (name not in TREES and plan[0] > 1)
             assert_same_cache(cache, expected, tolerance=2e-3)
 
 
@@ -179,19 +177,23 @@ def test_it_continues_a_text_that_was_closed_early(family: str, taken: int) -> N
     fork = source.fork()
     other_prompt = [*left, 7, 9, 11]
     other = run(model, other_prompt, fork, max_tokens=20, plan=(1, 3))
-    assert (
-        ids(other) == ids(run(model, other_prompt, max_tokens=20))
-        and other[-1].stats.accepted >= 14
+    assert ids(other) == ids(run(model, other_prompt, max_tokens=20))
+    assert other[-1].stats.accepted >= 14
+    rest = run(
+        model,
+        text[len(left) : len(left) + 2],
+        source,
+        max_tokens=20,
+        plan=(1, 3),
+        prompt_cache=cache,
+        history=left,
     )
-    rest = run(model, text[len(left) : len(left) + 2], source, max_tokens=20, plan=(1, 3),
-               prompt_cache=cache, history=left)  # fmt: skip
-    assert ids(rest) == text[len(left) + 2 : len(left) + 22] and rest[-1].stats.accepted >= 14
+    assert ids(rest) == text[len(left) + 2 : len(left) + 22]
+    assert rest[-1].stats.accepted >= 14
     # A text that shares no prefix with the last one.
     fresh = run(model, prompt[::-1], source, max_tokens=20, plan=(1, 3))
-    assert (
-        ids(fresh) == decode_plainly(family, tuple(prompt[::-1]), 20)
-        and fresh[-1].stats.accepted >= 14
-    )
+    assert ids(fresh) == decode_plainly(family, tuple(prompt[::-1]), 20)
+    assert fresh[-1].stats.accepted >= 14
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -208,10 +210,8 @@ def test_sessions_keep_its_cache(family: str) -> None:
         answers = [each.send(turn) for each in (session, fork)]
         assert session.tokens == fork.tokens == plain.tokens
         for answer in answers:
-            assert (
-                answer.last is not None
-                and answer.last.accepted >= (answer.last.generation_tokens - 1) / 2
-            )
+            assert answer.last is not None
+            assert answer.last.accepted >= (answer.last.generation_tokens - 1) / 2
 
 
 def test_it_reads_only_when_it_drafts_and_recovers_after_a_failure() -> None:
@@ -229,11 +229,13 @@ def test_it_reads_only_when_it_drafts_and_recovers_after_a_failure() -> None:
     assert 90 < watched.n_read < 150, "each token once, and its guesses"
     watched.fails = True
     steps = run(model, prompt, source, max_tokens=20, plan=(1, 3), on_drafter_failure=errors.append)
-    assert ids(steps) == ids(plain) and [str(each) for each in errors] == ["no more"]
+    assert ids(steps) == ids(plain)
+    assert [str(each) for each in errors] == ["no more"]
     watched.fails = False
     source = DraftModel(watched).open(model)
     steps = run(model, prompt, source, max_tokens=20, plan=(1, 3))
-    assert ids(steps) == ids(plain) and steps[-1].stats.accepted > 12
+    assert ids(steps) == ids(plain)
+    assert steps[-1].stats.accepted > 12
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -247,9 +249,8 @@ def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatc
         steps = run(model, prompt, DraftModel(draft), max_tokens=50, plan=(width, 3), context=True)
         assert_same_steps(steps, plain[:50])
         stats = steps[-1].stats
-        assert stats.context_accepted and (stats.accepted > stats.context_accepted) is (
-            draft is model
-        )
+        assert stats.context_accepted
+        assert (stats.accepted > stats.context_accepted) is (draft is model)
 
 
 @pytest.mark.parametrize("vocab", [32, 48])
@@ -282,7 +283,8 @@ def test_max_kv_size_bounds_its_cache() -> None:
     source = DraftModel(model).open(model)
     plain = run(model, prompt, max_tokens=40, max_kv_size=16)
     steps = run(model, prompt, source, max_tokens=40, max_kv_size=16, plan=(1, 3))
-    assert ids(steps) == ids(plain) and steps[-1].stats.accepted > 15
+    assert ids(steps) == ids(plain)
+    assert steps[-1].stats.accepted > 15
     assert all(cache["keys"].shape[2] <= 16 + 8 for cache in source.state)
 
 
@@ -309,9 +311,8 @@ def test_mlx_lms_keywords() -> None:
     without = stream_generate(
         model, tokenizer, prompt, num_draft_tokens=3, max_tokens=20, context=False
     )
-    assert [each.token for each in without] == [t for t, _ in expected], (
-        "nothing is drafted, as in mlx-lm"
-    )
+    # Nothing is drafted, as in mlx-lm.
+    assert [each.token for each in without] == [t for t, _ in expected]
     for wrong, message in (
         ({"drafter": DraftModel(model)}, "drafter or draft_model"),
         ({"draft_depth": 3}, "num_draft_tokens or draft_depth"),
@@ -326,7 +327,8 @@ def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
     target = small_llama(vocab=53, hidden=64)
     save_target(tmp_path / "same", small_llama(vocab=53), make_tokenizer(vocab=53)._tokenizer)
     found = load_draft_model(tmp_path / "same", target, make_tokenizer(vocab=53))
-    assert found.args.vocab_size == 53 and found.args.hidden_size == 32
+    assert found.args.vocab_size == 53
+    assert found.args.hidden_size == 32
     assert ids(run(target, [1, 2], found, max_tokens=9, plan=(1, 2))) == ids(
         run(target, [1, 2], max_tokens=9)
     )
@@ -376,7 +378,8 @@ def test_mlx_lms_joint_prompt_cache_is_accepted() -> None:
         run(model, prompt[:20], max_tokens=0, prompt_cache=cache)
     given: dict[str, Any] = {"max_tokens": 12, "plan": (1, 3), "history": prompt[:20]}
     steps = run(model, prompt[20:], DraftModel(draft), prompt_cache=joint, **given)
-    assert ids(steps) == ids(run(model, prompt, max_tokens=12)) and steps[-1].stats.drafted
+    assert ids(steps) == ids(run(model, prompt, max_tokens=12))
+    assert steps[-1].stats.drafted
     run(model, prompt[20:], DraftModel(draft), prompt_cache=own, **given)
     assert_same_cache(joint[: len(own)], own)
     with pytest.raises(RedrafterError, match=f"got {len(joint)}"):

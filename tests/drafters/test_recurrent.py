@@ -120,13 +120,13 @@ def test_other_tokens_have_logits_of_minus_infinity() -> None:
     hidden, state = (mx.array(rng.normal(size=(2, 3, 32)).astype(np.float32)) for _ in range(2))
     logits = drafter.logits(hidden, state)
     expected = whole.logits(hidden, state)
-    assert logits.shape == expected.shape == (2, 3, VOCAB) and logits.dtype == mx.float32
+    assert logits.shape == expected.shape == (2, 3, VOCAB)
+    assert logits.dtype == mx.float32
     others = np.setdiff1d(np.arange(VOCAB), GUESSED)
     assert mx.allclose(logits[..., mx.array(GUESSED)], expected[..., mx.array(GUESSED)], atol=1e-5)
     assert (np.array(logits)[..., others] == -np.inf).all()
-    assert drafter.logits(hidden[0, 0], state[0]).shape == (3, VOCAB), (
-        "the hidden state is broadcast"
-    )
+    # The hidden state is broadcast.
+    assert drafter.logits(hidden[0, 0], state[0]).shape == (3, VOCAB)
 
 
 def test_a_draft_vocabulary_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -135,9 +135,12 @@ def test_a_draft_vocabulary_is_saved_and_loaded(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCAB, len(GUESSED))
     found = load_drafter(tmp_path, small_llama())
-    assert found.draft_ids.dtype == mx.int32 and np.array_equal(np.array(found.draft_ids), GUESSED)
-    assert found.lm_head[-1].weight.dtype == mx.float16 and found.args == drafter.args
+    assert found.draft_ids.dtype == mx.int32
+    assert np.array_equal(np.array(found.draft_ids), GUESSED)
+    assert found.lm_head[-1].weight.dtype == mx.float16
+    assert found.args == drafter.args
     found.set_dtype(mx.float32)
-    assert found.draft_ids.dtype == mx.int32 and "draft_ids" not in found.trainable_parameters()
+    assert found.draft_ids.dtype == mx.int32
+    assert "draft_ids" not in found.trainable_parameters()
     with pytest.raises(CheckpointError, match="64, the target has 70"):
         load_drafter(tmp_path, small_llama(vocab=70))

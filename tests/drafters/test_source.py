@@ -39,13 +39,14 @@ def test_rows_follow_the_text_across_turns(family: str, count: int) -> None:
         assert answer.last is not None
         # An end token that was drafted counts as the round's own.
         accepted = answer.last.accepted + (answer.finish_reason == "stop")
-        assert accepted >= (answer.last.generation_tokens - 1) / 2, (
-            "it has a row for every token so far"
-        )
+        # It has a row for every token so far.
+        assert accepted >= (answer.last.generation_tokens - 1) / 2
         other = fork.send(turn)
-        assert other.last is not None and other.tokens == answer.tokens
+        assert other.last is not None
+        assert other.tokens == answer.tokens
         assert other.last.accepted == answer.last.accepted
-    assert session.tokens == plain.tokens and session.messages == plain.messages
+    assert session.tokens == plain.tokens
+    assert session.messages == plain.messages
 
 
 def test_a_turn_that_fails_or_is_cancelled_leaves_no_rows() -> None:
@@ -62,7 +63,8 @@ def test_a_turn_that_fails_or_is_cancelled_leaves_no_rows() -> None:
 
     assert session.send(TURNS[2], prompt_progress_callback=cancel).finish_reason == "cancelled"
     second = session.send(TURNS[1])
-    assert second.last is not None and second.last.accepted > 0
+    assert second.last is not None
+    assert second.last.accepted > 0
     with pytest.raises(ValueError, match="from the callback"):
         session.send("xyz", prompt_progress_callback=fail)
     third = session.send(TURNS[2])
