@@ -22,7 +22,7 @@ from helpers.small import small_llama
 from mlx_redrafter import Session, load_demo, load_drafter
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.settings import TrainingArgs
 
 VOCAB = 32
@@ -126,7 +126,7 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     )
     settings = TrainingArgs(draft_depth=3, batch_size=2)
     texts = [
-        Text(row, 0) for row in drafter.write_texts(model, tokens, tmp_path / "texts", batches=2)
+        Example(row, 0) for row in drafter.write_texts(model, tokens, tmp_path / "texts", batches=2)
     ]
     drafter.train(model, texts, args, settings, 2, tmp_path)
     drafter.describe(model, tokens, tmp_path, depth=3)

@@ -17,7 +17,7 @@ from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.model_parts import get_parts
-from mlx_redrafter.training.data import Text, find_most_frequent, make_batches
+from mlx_redrafter.training.data import Example, list_most_frequent, make_batches
 from mlx_redrafter.training.evaluation import measure_guesses
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
@@ -83,7 +83,7 @@ def write_texts(
 
 def train(
     model: nn.Module,
-    texts: list[Text],
+    examples: list[Example],
     args: DrafterArgs,
     settings: TrainingArgs,
     steps: int,
@@ -93,20 +93,25 @@ def train(
 
     Args:
         model: the target.
-        texts: what it learns from.
-        args: its sizes; a draft vocabulary is the texts' most frequent tokens.
+        examples: what it learns from.
+        args: its sizes; a draft vocabulary is the examples' most frequent tokens.
         settings: of the training.
         steps: its iterations.
     """
     mx.random.seed(settings.seed)
     count = args.draft_vocab_size
-    ids = None if count is None else find_most_frequent(texts, count, args.vocab_size)
+    ids = None if count is None else list_most_frequent(examples, count, args.vocab_size)
     drafter = initialize_drafter(model, args, ids)
-    batches = make_batches(add_hidden_states(model, texts), settings.batch_size, settings.seed)
-    embedding = get_parts(model).embedding
-    checkpoint = directory / "checkpoint.safetensors"
+    read = add_hidden_states(model, examples)
+    batches = make_batches(read, settings.batch_size, settings.seed)
     train_drafter(
-        embedding, drafter, batches, settings, lambda done: done / steps, checkpoint=checkpoint
+        get_parts(model).embedding,
+        drafter,
+        batches,
+        lambda done: done / steps,
+        depth=settings.draft_depth,
+        learning_rate=settings.learning_rate,
+        checkpoint=directory / "checkpoint.safetensors",
     )
     save_drafter(directory, drafter, dtype=mx.float16)
     return drafter
@@ -120,13 +125,10 @@ def describe(model: nn.Module, held_out: np.ndarray, directory: Path, depth: int
     """
     drafter = load_drafter(directory, model)
     drafter.set_dtype(mx.float32)
-    texts = [
-        Text(row.astype(np.int32), PROMPT)
-        for row in write_texts(model, held_out, directory / "texts", batches=1)
-    ]
-    settings = TrainingArgs(draft_depth=depth, batch_size=16)
-    read = add_hidden_states(model, texts)
-    acceptance = measure_guesses(get_parts(model).embedding, drafter, read, settings)[1]
+    texts = write_texts(model, held_out, directory / "texts", batches=1)
+    read = add_hidden_states(model, [Example(text.astype(np.int32), PROMPT) for text in texts])
+    embedding = get_parts(model).embedding
+    _, acceptance = measure_guesses(embedding, drafter, read, depth, batch_size=16)
     rounded = [[round(share, 4) for share in row] for row in acceptance]
     drafter.args = replace(drafter.args, acceptance=rounded)
     save_drafter(directory, drafter, dtype=mx.float16)

@@ -30,7 +30,7 @@ from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine.model_parts import get_model_sizes
-from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.settings import TrainingArgs
 
 from . import corpus, drafter, edits, report, target
@@ -160,11 +160,11 @@ def make_drafter(out: Path, steps: int) -> None:
         return
     model, tokenizer = load_trained(out)
     written = drafter.write_texts(model, np.load(out / "library.npy"), out / "texts")
-    texts = [Text(row.astype(np.int32), 0) for row in written]
+    texts = [Example(row.astype(np.int32), 0) for row in written]
     # The right answers, which are nearly always the target's own.
     rows = np.load(out / "edits.npz")
     answered = edits.split_rows(rows["edits"], rows["edits_weights"], tokenizer.eos_token_id)
-    texts += [Text(*edit) for edit in answered[:EDIT_TEXTS]]
+    texts += [Example(*edit) for edit in answered[:EDIT_TEXTS]]
     args = DrafterArgs(*get_model_sizes(model), exit_dim=EXIT_DIM, num_draft_layers=1)
     settings = TrainingArgs(batch_size=ROWS_PER_STEP, learning_rate=4e-3)
     drafter.train(model, texts, args, settings, steps, out / "drafter")

@@ -31,9 +31,8 @@ def make_parser() -> Parser:
 def parse_args(arguments: Sequence[str]) -> tuple[TrainingArgs, argparse.Namespace]:
     """The settings, and all flags."""
     flags = make_parser().parse_args(arguments)
-    return TrainingArgs(
-        **{each.name: getattr(flags, each.name) for each in fields(TrainingArgs)}
-    ), flags
+    settings = {each.name: getattr(flags, each.name) for each in fields(TrainingArgs)}
+    return TrainingArgs(**settings), flags
 
 
 def run() -> int:

@@ -1,4 +1,4 @@
-"""Training texts, and batches of them.
+"""Training examples, and batches of them.
 
 `--data` gives texts; otherwise they are the target's answers to prompts.
 """
@@ -18,22 +18,25 @@ from ..errors import RedrafterError, join_lines
 GIVEN = "given"
 """The kind of texts, and of answers to prompts, that a user gives."""
 
+States = np.ndarray[Any, Any]
+"""What the target computed at each token, see `make_state_dtype`."""
 
-class Text(NamedTuple):
-    """A text as token ids.
+
+class Example(NamedTuple):
+    """A text to learn, as tokens.
 
     Attributes:
-        ids: (L,) integers.
+        tokens: (L,) integers.
         offset: the number of prompt tokens at its start, which are not learned.
-        states: (L - 1,) what the target computed at all tokens except the last, see
-            `make_row_dtype`; None before it has read the text.
-        kind: the kind of its prompt, see `KINDS`; "given" for prompts and texts of the user's.
+        states: (L - 1,), at all tokens except the last; None before the target has read them.
+        kind: the kind of its prompt, see `PROMPT_KINDS`; "given" for prompts and texts of the
+            user's.
         is_held_out: whether it is for validation only.
     """
 
-    ids: np.ndarray
+    tokens: np.ndarray
     offset: int
-    states: np.ndarray | None = None
+    states: States | None = None
     kind: str = GIVEN
     is_held_out: bool = False
 
@@ -46,7 +49,9 @@ class Text(NamedTuple):
         return max(self.offset - 1, 1)
 
 
-def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Text], list[Text]]:
+def load_examples(
+    data: str, tokenizer: Any, *, mask_prompt: bool
+) -> tuple[list[Example], list[Example]]:
     """Loads (training, validation) texts with mlx-lm's loader.
 
     Args:
@@ -55,48 +60,53 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
     path = expand_path(data)
     name = str(path) if path.exists() else data
     settings = SimpleNamespace(data=name, train=True, test=False, mask_prompt=mask_prompt)
+
+    def read(part: Any, *, is_held_out: bool) -> list[Example]:
+        encoded = CacheDataset(part)
+        return [
+            Example(np.array(tokens), int(offset), is_held_out=is_held_out)
+            for tokens, offset in map(encoded.__getitem__, range(len(encoded)))
+        ]
+
     try:
-        training, validation, _ = (CacheDataset(part) for part in load_dataset(settings, tokenizer))
-        return tuple(  # type: ignore[return-value]
-            [
-                Text(np.array(ids), int(offset), is_held_out=bool(at))
-                for ids, offset in (part[i] for i in range(len(part)))
-            ]
-            for at, part in enumerate((training, validation))
-        )
+        training, validation, _ = load_dataset(settings, tokenizer)
+        return read(training, is_held_out=False), read(validation, is_held_out=True)
     except Exception as error:  # mlx-lm, the hub and tokenizers raise errors of many types
         reason = f"{type(error).__name__}: {join_lines(error)[:300]}"
         raise RedrafterError(f"cannot read the data {data}: {reason}") from error
 
 
-def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[[int], list[Text]]:
-    """Returns a function from iteration to texts of similar length; each epoch has another order.
+def make_batches(
+    examples: Sequence[Example], batch_size: int, seed: int
+) -> Callable[[int], list[Example]]:
+    """Returns a function from iteration to examples of similar length; each epoch has another
+    order.
 
     The batch depends only on the iteration, so that a resumed run sees the same batches.
     """
-    by_length = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
-    count = len(texts) // batch_size
+    by_length = sorted(range(len(examples)), key=lambda index: len(examples[index].tokens))
+    count = len(examples) // batch_size
 
-    def batch(iteration: int) -> list[Text]:
-        epoch, at = divmod(iteration, count)
+    def batch(iteration: int) -> list[Example]:
+        epoch, number = divmod(iteration, count)
         rng = np.random.default_rng((seed, epoch))
-        # Each epoch skips other texts to get whole batches.
-        skipped = set(
-            rng.choice(len(texts), len(texts) - count * batch_size, replace=False).tolist()
-        )
-        order = [i for place, i in enumerate(by_length) if place not in skipped]
-        start = int(rng.permutation(count)[at]) * batch_size
-        return [texts[i] for i in order[start : start + batch_size]]
+        # Each epoch skips other examples to get whole batches.
+        rest = len(examples) - count * batch_size
+        skipped = set(rng.choice(len(examples), rest, replace=False).tolist())
+        order = [index for place, index in enumerate(by_length) if place not in skipped]
+        start = int(rng.permutation(count)[number]) * batch_size
+        return [examples[index] for index in order[start : start + batch_size]]
 
     return batch
 
 
-def find_most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:
+def list_most_frequent(examples: Iterable[Example], count: int, vocab_size: int) -> np.ndarray:
     """(count,) int32, ascending: the most frequent tokens outside of prompts.
 
     Of equals, the lower ids.
     """
     seen = np.zeros(vocab_size, np.int64)
-    for text in texts:
-        seen += np.bincount(text.ids[text.offset :], minlength=vocab_size)[:vocab_size]
+    for example in examples:
+        learned = example.tokens[example.offset :]
+        seen += np.bincount(learned, minlength=vocab_size)[:vocab_size]
     return np.sort(np.argsort(-seen, kind="stable")[:count]).astype(np.int32)

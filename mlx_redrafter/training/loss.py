@@ -8,8 +8,7 @@ does when drafting::
     depth K   h_t, x_{t+1}, ..., x_{t+K}       guesses what follows x_{t+K}
 
 Logits over a large vocabulary are by far the largest arrays, so only those of a few guesses exist
-at a time: loss and
-gradient are computed together, chunk by chunk, and only the gradient is kept.
+at a time: loss and gradient are computed together, chunk by chunk, and only the gradient is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from mlx.utils import tree_map
 from ..drafters.trainable import TrainableDrafter
 from ..engine.beam_search import State
 
-LOGITS_IN_MEMORY = 1 << 24  # 64 MB in float32; a few arrays of this size exist at once
+LOGITS_IN_MEMORY = 1 << 24
+"""64 MB in float32; a few arrays of this size exist at once."""
 
 REGRESSION_WEIGHT = 3.0
 """The weight of the distance between features and the target's next hidden states."""
@@ -38,10 +38,10 @@ class TrainingTargets(NamedTuple):
         embeddings: (B, T, D) the target's raw embedding of each token.
         positions: (N,) int32 indices into the B * T tokens; the tokens that follow these are
             learned; -1 for padding.
-        choices: (N,) int32, the row of the drafter's head for the target's next token; -1 for a
+        choices: (N,) int32, the index in the drafter's head of the target's next token; -1 for a
             token that the drafter cannot guess.
         probs: (N, M) probabilities of some next tokens. They need not sum to 1.
-        ids: (N, M) int32, their rows of the head.
+        ids: (N, M) int32, their indices in the head.
     """
 
     tokens: mx.array
@@ -75,8 +75,7 @@ def draft_loss(
     *,
     axes: mx.array | None = None,
 ) -> DraftLoss:
-    """The teacher-forced loss of `depth` guesses from every position that has enough tokens after
-    it.
+    """The teacher-forced loss of `depth` guesses from every position with enough tokens after it.
 
     By default a guess is weighted by the probability that a draft reaches it: the product, over the
     guesses before it, of sum_v min(p_v, q_v), the acceptance rate of speculative sampling. Neither
@@ -95,47 +94,46 @@ def draft_loss(
             `TrainableDrafter.axes`.
 
     Source: arXiv 2403.09919, section 3.5; Apple's ml-recurrent-drafter,
-    recurrent_drafting/train/loss.py. The
-    acceptance rate: arXiv 2211.17192, section 3.1. Regression of the next hidden state: EAGLE,
-        arXiv 2401.15077.
+        recurrent_drafting/train/loss.py. The acceptance rate: arXiv 2211.17192, section 3.1.
+        Regression of the next hidden state: EAGLE, arXiv 2401.15077.
     """
     targets = TrainingTargets(*map(mx.stop_gradient, targets))
     chunk = max(1, LOGITS_IN_MEMORY // drafter.args.n_guesses)
     tokens, hidden, embeddings = targets[:3]
 
-    def read(hidden: mx.array, state: State, depth: int) -> tuple[State, mx.array]:
-        """(the state after each token, the features of the learned positions)."""
-        state = drafter.read_token(tokens, lambda _: embeddings, hidden, state, depth)
-        learned, at = (
-            tree_map(lambda array: array.flatten(0, 1)[targets.positions], each)
-            for each in (state, hidden)
-        )
-        return state, drafter.features(at, learned, depth)
+    def shift(array: mx.array) -> mx.array:
+        return mx.roll(array, 1, 1)
 
-    fixed = mx.ones((depth,)) if weights is None else mx.array(list(weights))
+    def pick_learned(array: mx.array) -> mx.array:
+        return array.flatten(0, 1)[targets.positions]
+
+    given = mx.ones((depth,)) if weights is None else mx.array(list(weights))
     wanted: mx.array | None = None
     if axes is not None:
-        wanted = hidden.flatten(0, 1)[targets.positions].astype(mx.float32) @ axes
+        wanted = pick_learned(hidden).astype(mx.float32) @ axes
         is_learned = targets.positions >= 0
-        size = (is_learned * mx.square(wanted).sum(axis=-1)).sum() / mx.maximum(
-            is_learned.sum(), 1
-        ) + 1e-6
+        square = (is_learned * mx.square(wanted).sum(axis=-1)).sum()
+        size = square / mx.maximum(is_learned.sum(), 1) + 1e-6
+
+    # An array for all depths, not a number for each: the compiler would make separate kernels.
+    columns = mx.where(targets.positions < 0, -1, targets.positions % tokens.shape[1])
+    is_guess = columns >= mx.arange(1, depth + 1)[:, None]
     reached = mx.ones(tokens.size)
     state: State = None
     total = mx.zeros(())
     mass = mx.zeros(())
     ranks = []
-    # An array for all depths, not a number for each: the compiler would make separate kernels.
-    columns = mx.where(targets.positions < 0, -1, targets.positions % tokens.shape[1])
-    is_guess = columns >= mx.arange(1, depth + 1)[:, None]
     for k in range(depth):
         # Column c of these belongs to the draft from position c - k - 1; without such a position,
         # its weight is 0.
-        hidden = mx.roll(hidden, 1, 1)
-        before = None if state is None else tree_map(lambda array: mx.roll(array, 1, 1), state)
-        state, features = read(hidden, before, k)
+        hidden = shift(hidden)
+        if state is not None:
+            state = tree_map(shift, state)
+        state = drafter.read_token(tokens, lambda _: embeddings, hidden, state, k)
+        features = drafter.features(pick_learned(hidden), tree_map(pick_learned, state), k)
+
         head: Any = drafter.output_layer(k)
-        each = is_guess[k] * fixed[k] * reached[targets.positions]
+        each = is_guess[k] * given[k] * reached[targets.positions]
         loss, rank, overlap = head_loss(features, head.weight, each, targets, chunk, total)
         if weights is None:
             factors = mx.where(is_guess[k], mx.stop_gradient(overlap), 1.0)
@@ -143,9 +141,8 @@ def draft_loss(
         total = total + loss
         mass = mass + each.sum()
         if wanted is not None:
-            distance = mx.square(features[:, : wanted.shape[1]].astype(mx.float32) - wanted).sum(
-                axis=-1
-            )
+            regressed = features[:, : wanted.shape[1]].astype(mx.float32)
+            distance = mx.square(regressed - wanted).sum(axis=-1)
             total += REGRESSION_WEIGHT * (each * distance).sum() / size
         ranks.append(mx.where(is_guess[k], rank, -1))
     return DraftLoss(total / mx.maximum(mass, 1e-6), mx.stack(ranks))
@@ -189,18 +186,16 @@ def head_loss(
             q = mx.softmax(logits, axis=-1)
             p = mx.zeros(logits.shape).at[mx.arange(len(y))[:, None], ids].add(probs)
             mass = p.sum(axis=-1, keepdims=True)
-            normal = logits.max(axis=-1, keepdims=True) - mx.log(
-                q.max(axis=-1, keepdims=True)
-            )  # logsumexp
-            loss += (weight * (mass * normal - (p * logits).sum(axis=-1, keepdims=True))).sum()
+            log_max = mx.log(q.max(axis=-1, keepdims=True))
+            logsumexp = logits.max(axis=-1, keepdims=True) - log_max
+            product = (p * logits).sum(axis=-1, keepdims=True)
+            loss += (weight * (mass * logsumexp - product)).sum()
             grad = (weight * (mass * q - p)).astype(y.dtype)
             head_grad += (grad.T @ y).astype(mx.float32)
             own = mx.take_along_axis(logits, mx.maximum(choice, 0), axis=-1)
-            rank = mx.where(
-                (choice < 0) | mx.isnan(own),
-                head.shape[0],
-                (logits > own).sum(axis=-1, keepdims=True),
-            )
+            is_unknown = (choice < 0) | mx.isnan(own)
+            better = (logits > own).sum(axis=-1, keepdims=True)
+            rank = mx.where(is_unknown, head.shape[0], better)
             done.append((grad @ head, rank[:, 0].astype(mx.int32), mx.minimum(p, q).sum(axis=-1)))
             gate = [loss, head_grad, *done[-1]]
         grads, ranks, overlaps = (mx.concatenate(list(each)) for each in zip(*done, strict=True))
@@ -210,9 +205,8 @@ def head_loss(
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
         *_, grads, head_grad = outputs
         scale = cotangents[0]
-        return (scale * grads).astype(primals[0].dtype), (scale * head_grad).astype(
-            primals[1].dtype
-        )
+        features, head = primals
+        return (scale * grads).astype(features.dtype), (scale * head_grad).astype(head.dtype)
 
     found: Any = compute(features, head)
     return found[0], found[1], found[2]

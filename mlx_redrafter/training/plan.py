@@ -1,4 +1,4 @@
-"""Divides the time of a run between making texts and learning them, and shows what is left of it."""
+"""Divides the time of a run between making examples and learning them, and shows what is left."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from tqdm import tqdm
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_parts import AFTER_NORM, get_compute_dtype, get_parts
+from ..engine.model_parts import AFTER_NORM, get_compute_dtype
 from ..pair import Findings, Pair
 from ..planning.measure import time_calls
 from .answers import MAX_BATCH_SIZE
-from .data import Text
-from .hidden_states import TOKENS_AT_ONCE, TOP_K, make_row_dtype, read_rows
-from .settings import TrainingArgs
+from .data import Example
+from .hidden_states import TOKENS_AT_ONCE, TOP_K, make_state_dtype, read_states
 from .trainer import train_drafter
 
 VISITS = 8
-"""How often each text is learned: in the rest of the time more texts are made.
+"""How often each example is learned: in the rest of the time more examples are made.
 
 Measured, see notes/training.md.
 """
 
 COMPARISON_SHARE = 0.08
-MAX_TEXT_SHARE = 0.75
-"""The largest share of a run's time for the comparison at the end, and of the rest for making
-texts.
-"""
+"""The largest share of a run's time for the comparison at the end."""
+
+MAX_MAKING_SHARE = 0.75
+"""The largest share of the rest for making examples."""
+
+TIMED_ITERATIONS = 3
+"""The iterations by which the time of one is measured; the first one compiles."""
 
 Say = Callable[[str], None]
 """Prints a message for the user."""
@@ -52,10 +54,13 @@ class Clock:
         self.reserve = 0.0
         self._say = say
         self._started = time.perf_counter()
-        interval = 0.5 if sys.stderr.isatty() else 30.0
-        shown = "{percentage:3.0f}%|{bar:20}| {desc}"
         self._bar = tqdm(
-            total=seconds, bar_format=shown, mininterval=interval, miniters=0, leave=False, delay=1
+            total=seconds,
+            bar_format="{percentage:3.0f}%|{bar:20}| {desc}",
+            mininterval=0.5 if sys.stderr.isatty() else 30.0,
+            miniters=0,
+            leave=False,
+            delay=1,
         )
 
     @property
@@ -70,10 +75,9 @@ class Clock:
 
     def show(self, text: str) -> None:
         """Updates the bar."""
-        self._bar.set_description_str(
-            f"{text}; {format_time(max(0.0, self.left))} left", refresh=False
-        )
-        self._bar.update(min(self.seconds, self.seconds - self.left) - self._bar.n)
+        left = max(0.0, self.left)
+        self._bar.set_description_str(f"{text}; {format_time(left)} left", refresh=False)
+        self._bar.update(self.seconds - left - self._bar.n)
 
     def say(self, text: str) -> None:
         """Prints a message in the place of the bar."""
@@ -93,65 +97,81 @@ def format_time(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
-class Speed(NamedTuple):
-    """Seconds to make a text with its states, and to learn it once."""
+class ExampleTimes(NamedTuple):
+    """Seconds to make an example with its states, and to learn it once."""
 
-    text: float
-    visit: float
+    make: float
+    learn: float
 
     def count_wanted(self, seconds: float, known: int, visits: int) -> int:
-        """The number of further texts with which each is learned `VISITS` times in all.
+        """The number of further examples with which each is learned `VISITS` times in all.
 
         Args:
-            seconds: for making texts and learning.
-            known: the texts that are there already.
-            visits: how often texts were learned already, summed over them.
+            seconds: for making examples and learning.
+            known: the examples that are there already.
+            visits: how often examples were learned already, summed over them.
         """
-        wanted = (seconds - (VISITS * known - visits) * self.visit) / (
-            self.text + VISITS * self.visit
-        )
-        return max(0, int(min(wanted, MAX_TEXT_SHARE * seconds / self.text)))
+        to_learn = (VISITS * known - visits) * self.learn
+        wanted = (seconds - to_learn) / (self.make + VISITS * self.learn)
+        return max(0, int(min(wanted, MAX_MAKING_SHARE * seconds / self.make)))
 
-    def find_seconds(self, count: int) -> float:
-        """Seconds in which `count` texts can be made and learned `VISITS` times."""
-        return count * max(self.text + VISITS * self.visit, self.text / MAX_TEXT_SHARE)
+    def estimate_seconds(self, count: int) -> float:
+        """Seconds in which `count` examples can be made and learned `VISITS` times."""
+        return count * max(self.make + VISITS * self.learn, self.make / MAX_MAKING_SHARE)
 
 
-def measure_speed(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, length: int) -> Speed:
-    """The speed with texts of this length, by timing a few forwards and iterations.
+def measure_making(model: nn.Module, length: int, *, is_given: bool) -> float:
+    """Seconds to make an example of this length, by timing a few forwards.
 
     Args:
-        sizes: the drafter's config.
-        length: tokens.
+        is_given: whether the target reads its tokens at once, instead of writing them.
     """
-    tokens = mx.zeros((MAX_BATCH_SIZE, 1), mx.int32)
-    row = [0] * TOKENS_AT_ONCE
-    forwards = {
-        TOKENS_AT_ONCE: lambda: read_rows(model, [row], [1]),
-        MAX_BATCH_SIZE: lambda: mx.eval(model(tokens)),
-    }
-    count = TOKENS_AT_ONCE if args.data else MAX_BATCH_SIZE
-    milliseconds = time_calls({count: forwards[count]}, 0.0, min_turns=2)[count][-1]
+
+    def read() -> None:
+        read_states(model, [[0] * TOKENS_AT_ONCE], [1])
+
+    def write() -> None:
+        mx.eval(model(mx.zeros((MAX_BATCH_SIZE, 1), mx.int32)))
+
+    count = TOKENS_AT_ONCE if is_given else MAX_BATCH_SIZE
+    milliseconds = time_calls({count: read if is_given else write}, 0.0, min_turns=2)[count][-1]
+    return milliseconds / 1e3 / count * length
+
+
+def measure_learning(
+    embedding: nn.Module, sizes: DrafterArgs, length: int, depth: int, batch_size: int
+) -> float:
+    """Seconds to learn an example of this length once, by timing a few iterations.
+
+    Args:
+        embedding: the target's.
+        sizes: the drafter's config.
+    """
     drafter = make_drafter(sizes)
-    ends = list[float]()
     assert isinstance(drafter, TrainableDrafter)
-    states = np.zeros(length - 1, make_row_dtype(sizes.hidden_size))
+    states = np.zeros(length - 1, make_state_dtype(sizes.hidden_size))
     states["ids"] = np.arange(TOP_K) % sizes.vocab_size
     states["probs"] = 1 / TOP_K
-    batch = [Text(np.zeros(length, np.int32), 0, states)] * args.batch_size
+    batch = [Example(np.zeros(length, np.int32), 0, states)] * batch_size
+    ends = list[float]()
 
     def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
         ends.append(time.perf_counter())
         return False
 
-    embedding = get_parts(model).embedding
     train_drafter(
-        embedding, drafter, lambda _: batch, args, lambda done: done / 3, on_iteration=on_iteration
+        embedding,
+        drafter,
+        lambda _: batch,
+        lambda done: done / TIMED_ITERATIONS,
+        depth=depth,
+        learning_rate=1e-3,
+        on_iteration=on_iteration,
     )
-    return Speed(milliseconds / 1e3 / count * length, (ends[-1] - ends[0]) / 2 / args.batch_size)
+    return (ends[-1] - ends[0]) / (TIMED_ITERATIONS - 1) / batch_size
 
 
-def measure_rounds(model: nn.Module, sizes: DrafterArgs) -> tuple[Findings, float]:
+def measure_decoding(model: nn.Module, sizes: DrafterArgs) -> tuple[Findings, float]:
     """(what decoding with a drafter of these sizes costs here, seconds of a plain step)."""
     drafter = make_drafter(sizes)
     drafter.set_dtype(get_compute_dtype(model))

@@ -17,9 +17,9 @@ from ..atomic_files import expand_path
 from ..errors import RedrafterError, join_lines
 from ..json_objects import parse_object
 from ..text.encoding import encode_chat
-from .answers import Row, ShouldStop, decode_rows
+from .answers import Continuation, ShouldStop, decode_batch
 
-KINDS: dict[str, dict[str, Any]] = json.loads(
+PROMPT_KINDS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("openings.json").read_text(encoding="utf-8")
 )
 """How prompts of each kind begin. The target goes on from first words, so that what it writes is of
@@ -30,13 +30,16 @@ that kind.
 and the target completes it.
 """
 
-TEMPERATURE = 0.7
-MIN_P = 0.05
-"""How prompts are sampled: tokens of less than `MIN_P` of the likeliest one's probability are left
-out.
-"""
+QUESTION_TOKENS = 32
+"""The most tokens of a question."""
 
-Prompt = str | list[dict[str, Any]]
+TEMPERATURE = 0.7
+"""How prompts are sampled."""
+
+MIN_P = 0.05
+"""Tokens of less than this share of the likeliest one's probability are left out."""
+
+GivenPrompt = str | list[dict[str, Any]]
 """A prompt as given: a string, or chat messages."""
 
 
@@ -60,55 +63,51 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
     return found
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
+def read_prompts(path: str | Path) -> list[GivenPrompt]:
     """Reads prompts from a file: one per line, or JSONL with `prompt` or `messages`.
 
     A final answer is dropped.
     """
     path = expand_path(path)
-    found: list[Prompt] = []
-    for line, place in read_lines(path, "prompts"):
-        if path.suffix not in (".jsonl", ".json"):
-            found.append(line)
-            continue
-        value = parse_object(line, place)
-        prompt = value.get("prompt")
-        messages = value.get("messages")
-        if isinstance(prompt, str) and prompt:
-            found.append(prompt)
-        elif (
-            isinstance(messages, list)
-            and messages
-            and all(isinstance(message, dict) for message in messages)
-        ):
-            is_answered = len(messages) > 1 and messages[-1].get("role") == "assistant"
-            found.append(messages[:-1] if is_answered else messages)
-        else:
-            raise RedrafterError(
-                f"{place}: expected an object with 'prompt' or 'messages', got {line[:40]!r}"
-            )
-    return found
+    lines = read_lines(path, "prompts")
+    if path.suffix not in (".jsonl", ".json"):
+        return [line for line, _ in lines]
+    return [parse_prompt(line, place) for line, place in lines]
 
 
-def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-    """The token ids of prompts, with the chat template if there is one."""
+def parse_prompt(line: str, place: str) -> GivenPrompt:
+    """The prompt in a line of JSONL."""
+    value = parse_object(line, place)
+    prompt = value.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    messages: Any = value.get("messages")
+    is_list = isinstance(messages, list) and len(messages) > 0
+    if not is_list or not all(isinstance(message, dict) for message in messages):
+        raise RedrafterError(
+            f"{place}: expected an object with 'prompt' or 'messages', got {line[:40]!r}"
+        )
+    is_answered = len(messages) > 1 and messages[-1].get("role") == "assistant"
+    return messages[:-1] if is_answered else messages
+
+
+def encode_prompts(prompts: Sequence[GivenPrompt], tokenizer: Any) -> list[list[int]]:
+    """The tokens of prompts, with the chat template if there is one."""
     found = []
     for number, prompt in enumerate(prompts, start=1):
         try:
-            found.append(encode_chat(tokenizer, prompt))
+            tokens = encode_chat(tokenizer, prompt)
         except Exception as error:  # chat templates raise errors of any type
-            raise RedrafterError(
-                f"prompt {number}: the tokenizer rejects it: {join_lines(error)[:200]}"
-            ) from error
-        if not found[-1]:
+            reason = join_lines(error)[:200]
+            raise RedrafterError(f"prompt {number}: the tokenizer rejects it: {reason}") from error
+        if not tokens:
             raise RedrafterError(f"prompt {number}: expected at least one token, got none")
+        found.append(tokens)
     return found
 
 
-class Draft(NamedTuple):
-    """The beginning of a prompt that the target completes: its text, and whether a question about
-    it follows.
-    """
+class PromptStart(NamedTuple):
+    """The beginning of a prompt that the target completes; a question about it may follow."""
 
     kind: str
     text: str
@@ -123,17 +122,17 @@ class PromptWriter:
     refuse a system message.
 
     Args:
-        most_rows: as for `decode_rows`.
-        drafts: the number of prompts that are written together; some are dropped.
+        batch_size: as for `decode_batch`.
+        count: the number of prompts that are written together; some are dropped.
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any, seed: int, most_rows: int, drafts: int
+        self, model: nn.Module, tokenizer: Any, seed: int, batch_size: int, count: int
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.most_rows = most_rows
-        self.drafts = drafts
+        self.batch_size = batch_size
+        self.count = count
         self.head, self.tail = split_template(tokenizer)
         self.ends = {*self.tail[:1], *tokenizer.eos_token_ids}
         self._rng = np.random.default_rng(seed)
@@ -141,58 +140,61 @@ class PromptWriter:
 
     def write(self, should_stop: ShouldStop) -> list[tuple[str, str]]:
         """(kind, text) of some new prompts, of all kinds."""
-        shares = np.array([kind["share"] for kind in KINDS.values()])
-        kinds = self._rng.choice(list(KINDS), self.drafts, p=shares / shares.sum()).tolist()
-        waiting = deque(
-            map(self.begin, sorted(kinds, key=lambda kind: -KINDS[kind].get("most", 0)))
-        )
+        shares = np.array([kind["share"] for kind in PROMPT_KINDS.values()])
+        kinds = self._rng.choice(list(PROMPT_KINDS), self.count, p=shares / shares.sum()).tolist()
+        kinds.sort(key=lambda kind: -PROMPT_KINDS[kind].get("most", 0))
+        waiting = deque(self.begin(kind) for kind in kinds)
         found = list[tuple[str, str]]()
 
-        def take(count: int) -> list[Row]:
+        def take(count: int) -> list[Continuation]:
             return [waiting.popleft() for _ in range(min(count, len(waiting)))]
 
         sampler = make_sampler(TEMPERATURE, min_p=MIN_P)
-        for row in decode_rows(self.model, take, sampler, self.ends, should_stop, self.most_rows):
-            draft = row.tag
-            made = row.ids[row.offset :]
+        for completed in decode_batch(
+            self.model, take, sampler, self.ends, should_stop, self.batch_size
+        ):
+            start: PromptStart = completed.tag
+            made = completed.tokens[completed.offset :]
             is_ended = made[-1] in self.ends
-            text = (draft.text + self.tokenizer.decode(made[:-1] if is_ended else made)).strip()
-            if not is_ended and row.least > 1 and ". " in text:
+            text = start.text + self.tokenizer.decode(made[:-1] if is_ended else made)
+            text = text.strip()
+            if not is_ended and completed.min_tokens > 1 and ". " in text:
                 text = text[: text.rindex(". ") + 1]
                 is_ended = True
-            if is_ended and draft.needs_question:
-                waiting.append(self.ask(draft.kind, text))
+            if is_ended and start.needs_question:
+                waiting.append(self.ask(start.kind, text))
             elif is_ended and is_good(text) and self.is_new(text):
-                found.append((draft.kind, text))
+                found.append((start.kind, text))
         return found
 
-    def begin(self, kind: str) -> Row:
+    def begin(self, kind: str) -> Continuation:
         """A prompt of this kind with its first words."""
-        about = KINDS[kind]
-        draft = Draft(kind, self._rng.choice(about["openings"]), "questions" in about)
-        return self.make_row(draft, about.get("most", 128), about.get("least", 1))
+        about = PROMPT_KINDS[kind]
+        start = PromptStart(kind, self._rng.choice(about["openings"]), "questions" in about)
+        return self.make_continuation(start, about.get("most", 128), about.get("least", 1))
 
-    def ask(self, kind: str, text: str) -> Row:
+    def ask(self, kind: str, text: str) -> Continuation:
         """A prompt with a text and the first words of a question about it."""
-        return self.make_row(
-            Draft(kind, f"{text}\n\n{self._rng.choice(KINDS[kind]['questions'])}", False), 32, 1
-        )
+        question = self._rng.choice(PROMPT_KINDS[kind]["questions"])
+        start = PromptStart(kind, f"{text}\n\n{question}", needs_question=False)
+        return self.make_continuation(start, QUESTION_TOKENS, 1)
 
-    def make_row(self, draft: Draft, most: int, least: int) -> Row:
-        """The row that completes a draft."""
-        start = self.tokenizer.encode(draft.text, add_special_tokens=False)
-        return Row([*self.head, *start], most, least, tag=draft)
+    def make_continuation(self, start: PromptStart, most: int, least: int) -> Continuation:
+        """A start for the target to complete."""
+        tokens = self.tokenizer.encode(start.text, add_special_tokens=False)
+        return Continuation([*self.head, *tokens], most, least, tag=start)
 
-    def decode_prompt(self, ids: Sequence[int]) -> str:
+    def decode_prompt(self, prompt: Sequence[int]) -> str:
         """The user's words in a prompt."""
-        return str(self.tokenizer.decode(list(ids[len(self.head) : len(ids) - len(self.tail)])))
+        words = list(prompt[len(self.head) : len(prompt) - len(self.tail)])
+        return str(self.tokenizer.decode(words))
 
     def is_new(self, text: str) -> bool:
         """Whether no earlier prompt had the same words, or begins with the same dozen.
 
         Remembers the text.
         """
-        words = find_words(text)
+        words = split_words(text)
         keys = {tuple(words), tuple(words[:12])}
         is_new = not keys & self._seen
         self._seen |= keys
@@ -200,27 +202,28 @@ class PromptWriter:
 
 
 def split_template(tokenizer: Any) -> list[list[int]]:
-    """The token ids before and after a user's words in the chat template."""
+    """The tokens before and after a user's words in the chat template."""
     mark = "USERWORDS"
     messages = [{"role": "user", "content": mark}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    head, found, tail = text.partition(mark)
-    if not found:
+    head, is_found, tail = text.partition(mark)
+    if not is_found:
         raise RedrafterError(
             "the chat template does not show a user's words as they are: give --data"
         )
     return [tokenizer.encode(part, add_special_tokens=False) for part in (head, tail.lstrip())]
 
 
-def find_words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """The words of a text in lower case; each character of a script without spaces is one."""
     return re.findall(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]+", text.lower())
 
 
 def is_good(text: str) -> bool:
-    """Whether a text has at least three words, does not repeat itself, and has no broken or control
+    """Whether a text has three words, does not repeat itself, and has no broken or control
     characters.
     """
-    words = find_words(text)
+    words = split_words(text)
     is_repeated = len(words) > 25 and len(set(words)) < 0.35 * len(words)
-    return len(words) >= 3 and not is_repeated and "\ufffd" not in text and "<|" not in text
+    is_broken = "\ufffd" in text or "<|" in text
+    return len(words) >= 3 and not is_repeated and not is_broken

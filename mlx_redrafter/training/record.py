@@ -24,8 +24,8 @@ CHANGEABLE_SETTINGS = {"dtype", "minutes", "output", "trust_remote_code"}
 """Settings that may change on resume, as they do not affect what is learned."""
 
 
-class Files:
-    """The files of a run."""
+class RunFiles:
+    """The paths of a run's files."""
 
     def __init__(self, output: str) -> None:
         self.directory = expand_path(output)
@@ -56,36 +56,32 @@ class Record:
         write_text(path, json.dumps(vars(self), indent=1) + "\n")
 
 
-def open_record(files: Files, args: TrainingArgs, *, resume: bool) -> Record:
+def open_record(files: RunFiles, args: TrainingArgs, *, resume: bool) -> Record:
     """The record of a new run, or of the run to resume.
 
-    A folder that only has the texts of another run is free.
+    A folder that only has the examples of another run is free.
     """
     settings = vars(strip_paths(args))
     if not resume:
         if why := explain_unwritable(files.record):
             raise RedrafterError(f"--output cannot be {files.directory}: {why}")
-        found = (
-            {path.name for path in files.directory.iterdir()} if files.directory.is_dir() else set()
-        )
-        if found - {files.work.name} or files.checkpoint.exists():
-            raise RedrafterError(
-                f"{files.directory} exists already: give another --output, or --resume to continue its run"
-            )
+        names = {path.name for path in files.directory.glob("*")}
+        if names - {files.work.name} or files.checkpoint.exists():
+            advice = "give another --output, or --resume to continue its run"
+            raise RedrafterError(f"{files.directory} exists already: {advice}")
         return Record(settings)
     if not files.record.exists():
         raise RedrafterError(f"there is no run to resume in {files.directory}: leave out --resume")
     try:
         record = Record(**read_object(files.record))
     except TypeError as error:
-        raise RedrafterError(
-            f"{files.record} is not the record of a run: {join_lines(error)}"
-        ) from error
+        reason = join_lines(error)
+        raise RedrafterError(f"{files.record} is not the record of a run: {reason}") from error
     for name, value in settings.items():
-        if name not in CHANGEABLE_SETTINGS and (before := record.settings.get(name)) != value:
-            raise RedrafterError(
-                f"cannot resume with other settings: {name} was {before}, got {value}"
-            )
+        before = record.settings.get(name)
+        if name not in CHANGEABLE_SETTINGS and before != value:
+            change = f"{name} was {before}, got {value}"
+            raise RedrafterError(f"cannot resume with other settings: {change}")
     return record
 
 
@@ -101,7 +97,7 @@ def strip_paths(args: TrainingArgs) -> TrainingArgs:
 def write_card(
     args: TrainingArgs,
     sizes: DrafterArgs,
-    place: Path,
+    directory: Path,
     iterations: int,
     results: Sequence[SpeedResult],
 ) -> None:
@@ -110,8 +106,8 @@ def write_card(
     card = f"""{make_card_header(args.model)}
 # A drafter for {settings.model or "the demo of mlx_redrafter"}
 
-Sizes: {describe(sizes)}. Trained by mlx_redrafter for {iterations} iterations on the output of its target. \
-Measured where it was trained:
+Sizes: {describe(sizes)}. Trained by mlx_redrafter for {iterations} iterations on the output of its
+target. Measured where it was trained:
 
 ```text
 {format_results(results)}
@@ -121,22 +117,26 @@ Measured where it was trained:
 {make_command(settings)}
 ```
 """
-    write_text(place / "README.md", card)
+    write_text(directory / "README.md", card)
 
 
 def describe(sizes: DrafterArgs) -> str:
     """A drafter's kind and sizes in a few words."""
-    guesses = (
-        "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
-    )
+    count = sizes.draft_vocab_size
+    guesses = "" if count is None else f", draft vocabulary {count}"
     return f"{sizes.model_type}, {sizes.describe()}{guesses}"
 
 
 def make_command(args: TrainingArgs) -> str:
     """The command that decodes with the drafter."""
     words = ["python", "-m", "mlx_redrafter.generate"]
-    words += [] if args.model is None else ["--model", args.model]
-    words += ["--adapter-path", args.adapter_path] if args.adapter_path else []
-    words += ["--trust-remote-code"] if args.trust_remote_code else []
-    prompt = ["--prompt", PROMPT] if args.model else []
-    return shlex.join([*words, "--drafter", args.output, *prompt, "--compare"])
+    if args.model:
+        words += ["--model", args.model]
+    if args.adapter_path:
+        words += ["--adapter-path", args.adapter_path]
+    if args.trust_remote_code:
+        words.append("--trust-remote-code")
+    words += ["--drafter", args.output]
+    if args.model:
+        words += ["--prompt", PROMPT]
+    return shlex.join([*words, "--compare"])

@@ -1,4 +1,4 @@
-"""A complete training run in a given time: texts with hidden states, training, and the finished
+"""A complete training run in a given time: examples with hidden states, training, and the finished
 directory.
 """
 
@@ -9,10 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,23 +31,24 @@ from ..options import Options
 from ..pair import Findings, Pair
 from ..planning.sizing import choose_size, count_weights
 from .answers import MAX_BATCH_SIZE
-from .data import Text, find_most_frequent, make_batches
+from .data import Example, list_most_frequent, make_batches
 from .evaluation import compare_speed, count_rounds, format_results, make_prompt, measure_guesses
 from .plan import (
     COMPARISON_SHARE,
-    MAX_TEXT_SHARE,
+    MAX_MAKING_SHARE,
     Clock,
+    ExampleTimes,
     Say,
-    Speed,
     format_time,
-    measure_rounds,
-    measure_speed,
+    measure_decoding,
+    measure_learning,
+    measure_making,
 )
 from .prompts import read_prompts
-from .record import Files, Record, describe, make_command, open_record, write_card
+from .record import Record, RunFiles, describe, make_command, open_record, write_card
 from .settings import TrainingArgs
-from .sources import HELD_OUT_EVERY, MAX_HELD_OUT, TextSource
-from .store import TextStore
+from .sources import HELD_OUT_EVERY, MAX_HELD_OUT, ExampleSource, open_source
+from .store import ExampleStore, get_folder_name
 from .targets import initialize_drafter
 from .trainer import load_checkpoint, train_drafter
 
@@ -55,41 +56,66 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C."""
 
 MAX_VISITS = 30
+"""How often a run learns each example at most."""
+
 MIN_MEASURED = 16
-"""How often a run learns each text at most, and the texts after which their own time counts, not
-the estimate.
-"""
+"""The examples after which their own time counts, not the estimate."""
 
 VALIDATIONS = 8
-COUNTED_TEXTS = 24
-"""How often a drafter is validated and saved, and the held-out texts whose rounds are then counted.
-"""
+"""How often a drafter is validated and saved."""
+
+MAX_COUNTED = 24
+"""The held-out examples whose rounds are counted in a validation."""
 
 MAX_COMPARED = 48
+"""The prompts of the comparison at the end, if there is time."""
+
 COMPARED_TOKENS = 64
-"""The prompts of the comparison at the end, if there is time, and the tokens decoded after each."""
+"""The tokens that are decoded after each of these prompts."""
 
 
 @dataclass
 class Run:
-    """The objects that a run works with.
+    """What all steps of a run use."""
+
+    args: TrainingArgs
+    files: RunFiles
+    record: Record
+    clock: Clock
+
+
+class Plan(NamedTuple):
+    """What a run is going to do.
+
+    Attributes:
+        sizes: the drafter's config.
+        store: the examples so far.
+        source: makes more of them.
+        times: measured for examples of the source.
+        visits: how often examples were learned already, summed over them.
+        findings: what was measured about the target with a drafter of these sizes.
+    """
+
+    sizes: DrafterArgs
+    store: ExampleStore
+    source: ExampleSource
+    times: ExampleTimes
+    visits: int
+    findings: Findings
+
+
+class Learner(NamedTuple):
+    """A drafter with what it learns from.
 
     Attributes:
         embedding: the target's.
-        training, validation: texts that the target has read.
-        findings: what was measured about target and drafter.
+        training, held_out: examples that the target has read.
     """
 
-    args: TrainingArgs
-    files: Files
-    record: Record
-    clock: Clock
-    embedding: nn.Module
     drafter: TrainableDrafter
-    training: list[Text]
-    validation: list[Text]
-    speed: Speed
-    findings: Findings
+    embedding: nn.Module
+    training: list[Example]
+    held_out: list[Example]
 
 
 def train(
@@ -108,112 +134,110 @@ def train(
     args.check_run()
     if args.prompts:
         read_prompts(args.prompts)  # what is wrong with them is said before the model is loaded
-    files = Files(args.output)
+    files = RunFiles(args.output)
     record = open_record(files, args, resume=resume)
     clock = Clock(60 * args.minutes, say)
     try:
-        run_steps(args, files, record, clock, dry_run=dry_run)
+        run_steps(Run(args, files, record, clock), dry_run=dry_run)
         return 0
     except KeyboardInterrupt:
-        drafter = f"; the drafter so far is in {files.directory}" if record.validations else ""
-        resume_by = (
-            "; the same command with --resume continues, for --minutes more"
-            if files.record.exists()
-            else ""
-        )
-        clock.say(f"stopped{drafter}{resume_by}")
+        parts = ["stopped"]
+        if record.validations:
+            parts.append(f"the drafter so far is in {files.directory}")
+        if files.record.exists():
+            parts.append("the same command with --resume continues, for --minutes more")
+        clock.say("; ".join(parts))
         return INTERRUPTED
     finally:
         clock.close()
 
 
-def run_steps(
-    args: TrainingArgs, files: Files, record: Record, clock: Clock, *, dry_run: bool
-) -> None:
-    """Makes the texts, trains and finishes."""
-    clock.say(f"loading {args.model or 'the packaged demo'}")
-    model, tokenizer = load_target(args)
+def run_steps(run: Run, *, dry_run: bool) -> None:
+    """Plans, makes the examples, trains and compares."""
+    run.clock.say(f"loading {run.args.model or 'the packaged demo'}")
+    model, tokenizer = load_target(run.args)
     check_draftable(model, tree=False)
-    loading = clock.seconds - clock.left
-    args = replace(
-        args,
-        output=str(files.directory),
-        dtype=args.dtype or format_dtype(get_compute_dtype(model)),
-    )
-    sizes = choose_sizes(args, record, model, clock)
-    record.args = sizes.to_dict()
+    run.clock.reserve = run.clock.seconds - run.clock.left  # the end loads the target again
+    dtype = run.args.dtype or format_dtype(get_compute_dtype(model))
+    run.args = replace(run.args, output=str(run.files.directory), dtype=dtype)
+
+    plan = make_plan(run, model, tokenizer)
+    if dry_run:
+        return
+
+    with lock_file(run.files.lock):
+        run.record.save(run.files.record)
+        make_examples(run, plan, model)
+        learner = make_learner(run, plan, model)
+        del model  # not needed until the end
+        mx.clear_cache()
+        with catch_interrupt() as interrupted:
+            fit_drafter(run, learner, plan.times.learn, interrupted)
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        finish(run, learner, plan.findings)
+
+
+def make_plan(run: Run, model: nn.Module, tokenizer: Any) -> Plan:
+    """Measures how the time is divided best, and says it."""
+    args = run.args
+    clock = run.clock
+    sizes = choose_sizes(run, model)
+    run.record.args = sizes.to_dict()
     clock.say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
-    store = TextStore(files.work, args, sizes.hidden_size)
-    source = TextSource(args, tokenizer, store.texts)
+    store = ExampleStore(run.files.work / get_folder_name(args), sizes.hidden_size)
+    known = len(store.examples)
+    source = open_source(args, tokenizer, store.examples)
     clock.say(source.describe())
-    speed = measure_speed(model, sizes, args, source.length)
-    findings, step = measure_rounds(model, sizes)
-    # The end loads the target again, and decodes each prompt twice.
-    clock.reserve = loading + min(
-        COMPARISON_SHARE * clock.seconds, 2 * MAX_COMPARED * COMPARED_TOKENS * step
+
+    length = source.length
+    embedding = get_parts(model).embedding
+    times = ExampleTimes(
+        measure_making(model, length, is_given=bool(args.data)),
+        measure_learning(embedding, sizes, length, args.draft_depth, args.batch_size),
     )
-    known = len(store.texts)
-    visits = args.batch_size * load_checkpoint(files.checkpoint)
-    texts = min(source.count, speed.count_wanted(clock.left_to_train, known, visits))
-    if known + texts <= args.batch_size < known + source.count:
+    findings, step = measure_decoding(model, sizes)
+    comparing = 2 * MAX_COMPARED * COMPARED_TOKENS * step  # plainly and with the drafter
+    clock.reserve += min(COMPARISON_SHARE * clock.seconds, comparing)
+    visits = args.batch_size * load_checkpoint(run.files.checkpoint)
+    count = min(source.count, times.count_wanted(clock.left_to_train, known, visits))
+    if known + count <= args.batch_size < known + source.count:
         least = args.batch_size + 1 - known
-        missing = (speed.find_seconds(least) - clock.left_to_train) / (1 - COMPARISON_SHARE)
-        minutes = math.ceil(args.minutes + missing / 60)
+        missing = times.estimate_seconds(least) - clock.left_to_train
+        minutes = math.ceil(args.minutes + missing / (1 - COMPARISON_SHARE) / 60)
         raise RedrafterError(
             f"expected --minutes {minutes} or more for {least} texts here, got {args.minutes:g}"
         )
-    making = texts * speed.text
-    size = (store.nbytes + texts * source.length * store.kind.itemsize) / 1e9
+
+    making = count * times.make
+    training = format_time(clock.left_to_train - making)
+    besides = f" besides {known}" if known else ""
+    size = (store.nbytes + count * length * store.dtype.itemsize) / 1e9
     clock.say(
-        f"in {format_time(clock.left)}: about {texts} texts{f' besides {known}' if known else ''} "
-        f"({format_time(making)}, {size:.1f} GB of disk), training ({format_time(clock.left_to_train - making)}), "
+        f"in {format_time(clock.left)}: about {count} texts{besides} "
+        f"({format_time(making)}, {size:.1f} GB of disk), training ({training}), "
         f"a comparison ({format_time(clock.reserve)})"
     )
-    if record.validations:
-        clock.say(
-            f"so far the drafter makes {record.validations[-1]['tokens_per_round']:.2f} tokens per round"
-        )
-    if dry_run:
-        return
-    with lock_file(files.lock):
-        record.save(files.record)
-        make_texts(store, source, model, clock, speed, visits)
-        held_out, training = (
-            [text for text in store.texts if text.is_held_out is which] for which in (True, False)
-        )
-        if len(training) < args.batch_size or not held_out:
-            raise RedrafterError(
-                f"expected at least as many texts as the batch size {args.batch_size}, got {len(training)} that are "
-                f"long enough, besides {len(held_out)} held out: give more texts, or --resume with more --minutes"
-            )
-        if not args.mask_prompt:
-            training = [text._replace(offset=0) for text in training]
-        drafter = make_new_drafter(args, model, sizes, training, clock)
-        embedding = get_parts(model).embedding
-        del model  # not needed until the end
-        mx.clear_cache()
-        run = Run(
-            args, files, record, clock, embedding, drafter, training, held_out, speed, findings
-        )
-        with catch_interrupt() as interrupted:
-            fit_drafter(run, interrupted)
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        finish(run)
+    if run.record.validations:
+        tokens = run.record.validations[-1]["tokens_per_round"]
+        clock.say(f"so far the drafter makes {tokens:.2f} tokens per round")
+    return Plan(sizes, store, source, times, visits, findings)
 
 
-def choose_sizes(args: TrainingArgs, record: Record, model: nn.Module, clock: Clock) -> DrafterArgs:
-    """The drafter's config: the recorded one, or sizes from the settings, or chosen by measuring."""
-    if record.args is not None:
-        return args.kind.from_dict(record.args)
-    if args.exit_dim is None and args.draft_vocab_size is None:
-        clock.say("measuring which sizes of a drafter are fast enough")
-        choice = choose_size(model, get_dtype(args), args.kind, args.draft_depth)
-        clock.say(f"size: {choice.reason}")
+def choose_sizes(run: Run, model: nn.Module) -> DrafterArgs:
+    """The drafter's config: recorded, by the settings, or chosen by measuring."""
+    args = run.args
+    if run.record.args is not None:
+        return args.kind.from_dict(run.record.args)
+    count = args.draft_vocab_size
+    if args.exit_dim is None and count is None:
+        run.clock.say("measuring which sizes of a drafter are fast enough")
+        choice = choose_size(model, get_dtype(args.dtype), args.kind, args.draft_depth)
+        run.clock.say(f"size: {choice.reason}")
         return choice.args
     hidden_size, vocab_size = get_model_sizes(model)
-    count = args.draft_vocab_size
-    count = None if count is None or count >= vocab_size else count
+    if count is not None and count >= vocab_size:
+        count = None
     given = {"exit_dim": args.exit_dim, "num_draft_layers": args.num_draft_layers}
     own = {name: value for name, value in given.items() if value is not None}
     return args.kind.for_training(
@@ -221,84 +245,97 @@ def choose_sizes(args: TrainingArgs, record: Record, model: nn.Module, clock: Cl
     )
 
 
-def get_dtype(args: TrainingArgs) -> mx.Dtype:
-    """The dtype of the finished drafter."""
-    return cast(mx.Dtype, getattr(mx, str(args.dtype)))
+def get_dtype(name: str | None) -> mx.Dtype:
+    """The dtype with this name."""
+    return cast(mx.Dtype, getattr(mx, str(name)))
 
 
-def make_texts(
-    store: TextStore, source: TextSource, model: nn.Module, clock: Clock, speed: Speed, visits: int
-) -> None:
-    """Adds texts to the store until the rest of the time is needed to learn them.
-
-    Args:
-        visits: as for `count_wanted`.
-    """
-    known = len(store.texts)
+def make_examples(run: Run, plan: Plan, model: nn.Module) -> None:
+    """Adds examples to the store until the rest of the time is needed to learn them."""
+    store = plan.store
+    source = plan.source
+    known = len(store.examples)
+    begun = 0 if run.args.data else MAX_BATCH_SIZE / 2
     tokens = 0
-    began = time.perf_counter()
-    seconds = clock.left_to_train
+    started = time.perf_counter()
+    seconds = run.clock.left_to_train
 
     def should_stop(more_tokens: int) -> bool:
         """Plans again with the speed so far."""
         nonlocal tokens
         tokens += more_tokens
-        made = len(store.texts) - known
-        spent = time.perf_counter() - began
-        half_made = 0 if source.args.data else MAX_BATCH_SIZE / 2
-        measured = (
-            speed._replace(text=spent / (made + half_made)) if made >= MIN_MEASURED else speed
-        )
-        wanted = min(source.count, measured.count_wanted(seconds, known, visits))
-        clock.show(f"texts: {len(store.texts)} of about {known + wanted}, {tokens:,} tokens")
-        return made >= wanted or spent >= MAX_TEXT_SHARE * seconds
+        made = len(store.examples) - known
+        spent = time.perf_counter() - started
+        times = plan.times
+        if made >= MIN_MEASURED:
+            times = times._replace(make=spent / (made + begun))
+        wanted = min(source.count, times.count_wanted(seconds, known, plan.visits))
+        count = len(store.examples)
+        run.clock.show(f"texts: {count} of about {known + wanted}, {tokens:,} tokens")
+        return made >= wanted or spent >= MAX_MAKING_SHARE * seconds
 
     if should_stop(0):
         return
-    for text in source.make(model, should_stop, speed.count_wanted(seconds, known, visits)):
-        if not source.has_held_out and len(store.texts) % HELD_OUT_EVERY == 0:
-            text = text._replace(
-                is_held_out=sum(each.is_held_out for each in store.texts) < MAX_HELD_OUT
-            )
-        store.add(text)
+    held_out = sum(example.is_held_out for example in store.examples)
+    wanted = plan.times.count_wanted(seconds, known, plan.visits)
+    for example in source.make(model, should_stop, wanted):
+        if not source.has_held_out and len(store.examples) % HELD_OUT_EVERY == 0:
+            example = example._replace(is_held_out=held_out < MAX_HELD_OUT)
+            held_out += 1
+        store.add(example)
 
 
-def make_new_drafter(
-    args: TrainingArgs, model: nn.Module, sizes: DrafterArgs, texts: Sequence[Text], clock: Clock
-) -> TrainableDrafter:
-    """An untrained drafter. A draft vocabulary has the most frequent tokens of the texts."""
+def make_learner(run: Run, plan: Plan, model: nn.Module) -> Learner:
+    """An untrained drafter. A draft vocabulary has the most frequent tokens of the examples."""
+    args = run.args
+    training = [example for example in plan.store.examples if not example.is_held_out]
+    held_out = [example for example in plan.store.examples if example.is_held_out]
+    if len(training) < args.batch_size or not held_out:
+        raise RedrafterError(
+            f"expected at least as many texts as the batch size {args.batch_size}, "
+            f"got {len(training)} that are long enough, besides {len(held_out)} held out: "
+            "give more texts, or --resume with more --minutes"
+        )
+    if not args.mask_prompt:
+        training = [example._replace(offset=0) for example in training]
+
     mx.random.seed(args.seed)
-    count = sizes.draft_vocab_size
+    count = plan.sizes.draft_vocab_size
     ids = None
     if count is not None:
-        ids = find_most_frequent(texts, count, sizes.vocab_size)
-        learned = np.concatenate([text.ids[text.offset :] for text in texts])
-        clock.say(
-            f"draft vocabulary: {count} tokens, which are {np.isin(learned, ids).mean():.2%} of those to learn"
-        )
-    return initialize_drafter(model, sizes, ids)
+        ids = list_most_frequent(training, count, plan.sizes.vocab_size)
+        learned = np.concatenate([example.tokens[example.offset :] for example in training])
+        share = np.isin(learned, ids).mean()
+        run.clock.say(f"draft vocabulary: {count} tokens, which are {share:.2%} of those to learn")
+    drafter = initialize_drafter(model, plan.sizes, ids)
+    return Learner(drafter, get_parts(model).embedding, training, held_out)
 
 
-def fit_drafter(run: Run, interrupted: threading.Event) -> None:
+def fit_drafter(
+    run: Run, learner: Learner, seconds_to_learn: float, interrupted: threading.Event
+) -> None:
     """Trains until the time for it is over, with validations.
 
     Each validation saves a usable drafter.
+
+    Args:
+        seconds_to_learn: as in `ExampleTimes`.
     """
     args = run.args
     record = run.record
     before = load_checkpoint(run.files.checkpoint)
-    most = max(1, MAX_VISITS * len(run.training) // args.batch_size)
+    most = max(1, MAX_VISITS * len(learner.training) // args.batch_size)
     seconds = max(run.clock.left_to_train, 1e-9)
-    share_before = before / (before + seconds / run.speed.visit / args.batch_size)
-    began = time.perf_counter()
+    share_before = before / (before + seconds / seconds_to_learn / args.batch_size)
+    started = time.perf_counter()
     validated = share_before
     validating = 0.0
-    # Those after the checkpoint are made again.
+    # Validations after the checkpoint are made again.
     record.validations = [entry for entry in record.validations if entry["iteration"] <= before]
 
     def progress(done: int) -> float:
         """By time, the last validation's included, or by visits; at least one iteration."""
-        spent = time.perf_counter() - began + validating
+        spent = time.perf_counter() - started + validating
         by_time = share_before + (1 - share_before) * spent / seconds
         share = max(by_time, done / most)
         return share if done > before else min(share, 0.99)
@@ -306,77 +343,85 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> None:
     def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
         nonlocal validated, validating
         run.clock.show(
-            f"iteration {done}: loss {shown['loss']:.2f}, {shown['first']:.0%} of first guesses right"
+            f"iteration {done}: loss {shown['loss']:.2f}, "
+            f"{shown['first']:.0%} of first guesses right"
         )
         is_last = share >= 1 or interrupted.is_set()
         if is_last or int(share * VALIDATIONS) > int(validated * VALIDATIONS):
             validated = share
-            started = time.perf_counter()
-            record.validations.append(validate(run, done))
+            began = time.perf_counter()
+            record.validations.append(validate(run, learner, done))
             record.save(run.files.record)
-            validating = time.perf_counter() - started
+            validating = time.perf_counter() - began
         return is_last
 
-    batches = make_batches(run.training, args.batch_size, args.seed)
-    checkpoint = run.files.checkpoint
     train_drafter(
-        run.embedding,
-        run.drafter,
-        batches,
-        args,
+        learner.embedding,
+        learner.drafter,
+        make_batches(learner.training, args.batch_size, args.seed),
         progress,
-        checkpoint=checkpoint,
+        depth=args.draft_depth,
+        learning_rate=args.learning_rate,
+        checkpoint=run.files.checkpoint,
         on_iteration=on_iteration,
     )
 
 
-def validate(run: Run, done: int) -> dict[str, Any]:
+def validate(run: Run, learner: Learner, done: int) -> dict[str, Any]:
     """Validates the drafter and saves it as it is; returns the entry for the record."""
     args = run.args
-    loss, acceptance = measure_guesses(run.embedding, run.drafter, run.validation, args)
-    counted = run.validation[:COUNTED_TEXTS]
-    each = (count_rounds(run.embedding, run.drafter, text, args) for text in counted)
-    tokens = sum(each, Stats()).tokens_per_round
+    depth = args.draft_depth
+    drafter = learner.drafter
+    embedding = learner.embedding
+    loss, acceptance = measure_guesses(embedding, drafter, learner.held_out, depth, args.batch_size)
+    counted = learner.held_out[:MAX_COUNTED]
+    # Texts that the target did not write say nothing about what it would write.
+    of_text = not args.data
+    stats = Stats()
+    for example in counted:
+        stats += count_rounds(embedding, drafter, example, depth, of_text=of_text)
+    tokens = stats.tokens_per_round
     first = " ".join(f"{shares[0]:.2f}" for shares in acceptance)
     run.clock.say(
         f"iteration {done}: validation loss {loss:.3f}, right at depth 1, 2, ...: {first}; "
-        f"{tokens:.2f} tokens per round at 1 x {args.draft_depth} on held-out texts: {len(counted)}"
+        f"{tokens:.2f} tokens per round at 1 x {depth} on held-out texts: {len(counted)}"
     )
     base = args.model and strip_folders(args.model)
-    rounded = [[round(share, 4) for share in row] for row in acceptance]
-    run.drafter.args = replace(run.drafter.args, base_model=base, acceptance=rounded)
-    save_drafter(run.files.directory, run.drafter, dtype=get_dtype(args))
+    rounded = [[round(share, 4) for share in shares] for shares in acceptance]
+    drafter.args = replace(drafter.args, base_model=base, acceptance=rounded)
+    save_drafter(run.files.directory, drafter, dtype=get_dtype(args.dtype))
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 
-def finish(run: Run) -> None:
+def finish(run: Run, learner: Learner, findings: Findings) -> None:
     """Measures and describes the finished drafter."""
     args = run.args
     record = run.record
     clock = run.clock
-    place = run.files.directory
+    directory = run.files.directory
     clock.show("loading the model to compare speeds")
     model, tokenizer = load_target(args)
-    pair = Pair(model, load_fast_drafter(place, model), run.findings)
-    prompts = [make_prompt(text) for text in run.validation[:MAX_COMPARED]]
-    began = time.perf_counter()
+    pair = Pair(model, load_fast_drafter(directory, model), findings)
+    prompts = [make_prompt(example) for example in learner.held_out[:MAX_COMPARED]]
+    started = time.perf_counter()
 
     def should_stop(done: int) -> bool:
         """Whether there is no time for one more prompt."""
         clock.show(f"comparing with plain decoding: prompt {done} of {len(prompts)}")
-        return done >= 2 and clock.left < (time.perf_counter() - began) / done
+        return done >= 2 and clock.left < (time.perf_counter() - started) / done
 
     options = Options(max_tokens=COMPARED_TOKENS, temp=args.temp, seed=args.seed)
     results = compare_speed(pair, prompts, options, set(tokenizer.eos_token_ids), should_stop)
     record.measured = [result._asdict() for result in results]
     record.save(run.files.record)
-    write_card(args, run.drafter.args, place, record.validations[-1]["iteration"], results)
+    iterations = record.validations[-1]["iteration"]
+    write_card(args, learner.drafter.args, directory, iterations, results)
     clock.say(format_results(results))
-    if (ratio := results[-1].against_plain) is not None and ratio <= 1:
-        clock.say(
-            f"note: {ratio:.2f} times the speed of plain decoding here: train longer, or a smaller drafter"
-        )
-    clock.say(f"the drafter is in {place}; to use it:\n{make_command(args)}")
+    ratio = results[-1].against_plain
+    if ratio is not None and ratio <= 1:
+        speed = f"{ratio:.2f} times the speed of plain decoding here"
+        clock.say(f"note: {speed}: train longer, or a smaller drafter")
+    clock.say(f"the drafter is in {directory}; to use it:\n{make_command(args)}")
 
 
 @contextmanager
@@ -391,9 +436,8 @@ def catch_interrupt() -> Iterator[threading.Event]:
         if event.is_set():
             raise KeyboardInterrupt
         event.set()
-        print(
-            "\nstopping after this iteration; press Ctrl-C again to stop at once", file=sys.stderr
-        )
+        advice = "press Ctrl-C again to stop at once"
+        print(f"\nstopping after this iteration; {advice}", file=sys.stderr)
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:

@@ -71,14 +71,15 @@ class TrainingArgs:
         if self.data and self.prompts:
             raise RedrafterError("give either --data or --prompts, got both")
         own = {"--exit-dim": self.exit_dim, "--num-draft-layers": self.num_draft_layers}
-        sizes = own | {"--draft-vocab-size": self.draft_vocab_size}
-        for flag in (flag for flag, value in sizes.items() if value):
-            if self.drafter_type != DEFAULT and flag in own:
-                raise RedrafterError(
-                    f"{flag} cannot be used with --drafter-type {self.drafter_type}"
-                )
-            if self.drafter_type == DEFAULT and not self.exit_dim:
-                raise RedrafterError(f"{flag} needs --exit-dim")
+        if self.drafter_type != DEFAULT:
+            for flag, value in own.items():
+                if value:
+                    kind = f"--drafter-type {self.drafter_type}"
+                    raise RedrafterError(f"{flag} cannot be used with {kind}")
+        elif not self.exit_dim:
+            for flag, value in (own | {"--draft-vocab-size": self.draft_vocab_size}).items():
+                if value:
+                    raise RedrafterError(f"{flag} needs --exit-dim")
 
     @property
     def kind(self) -> type[TrainableArgs]:

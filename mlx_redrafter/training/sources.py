@@ -1,4 +1,4 @@
-"""Where the texts of a run come from: given ones, answers to given prompts, and what the target
+"""Where the examples of a run come from: given texts, answers to given prompts, and what the target
 writes by itself.
 """
 
@@ -14,156 +14,164 @@ import numpy as np
 from mlx_lm.sample_utils import make_sampler
 
 from ..errors import RedrafterError
-from .answers import Row, ShouldStop, decode_rows, find_batch_size
-from .data import GIVEN, Text, load_texts
+from .answers import Continuation, ShouldStop, decode_batch, measure_batch_size
+from .data import GIVEN, Example, load_examples
 from .hidden_states import add_hidden_states
-from .prompts import KINDS, PromptWriter, encode_prompts, read_prompts
+from .prompts import PROMPT_KINDS, PromptWriter, encode_prompts, read_prompts
 from .settings import TrainingArgs
 
-READ_TOGETHER = 64
-MAX_DRAFTS = 64
-"""Given texts among which those of similar length are read together, and prompts that are written
-together at most.
-"""
+MAX_READ = 64
+"""Given texts among which those of similar length are read together."""
 
-MAX_TEXTS = 10_000
-PROMPT_TOKENS = 60
-"""The most texts of a run, and the assumed length of prompts that are not written yet."""
+MAX_WRITTEN = 64
+"""Prompts that the target writes together."""
+
+MAX_EXAMPLES = 10_000
+"""The most answers of a run."""
+
+WRITTEN_TOKENS = 60
+"""The assumed length of prompts that are not written yet."""
 
 HELD_OUT_EVERY = 20
+"""The interval at which examples are held out."""
+
 MAX_HELD_OUT = 100
-"""The interval at which texts are held out, and the most that are."""
+"""The most examples that are held out."""
 
 FREE = "free text"
 """The kind of texts that a target without a chat template writes."""
 
 
-class TextSource:
-    """Makes the texts of a run.
+def compute_mean_length(examples: Sequence[Example]) -> int:
+    """Tokens of an example; 0 without examples."""
+    return round(sum(len(example.tokens) for example in examples) / max(1, len(examples)))
+
+
+def is_long_enough(example: Example, draft_depth: int) -> bool:
+    """Whether every depth can be learned from an example."""
+    return len(example.tokens) > max(example.offset, 1) + draft_depth
+
+
+class GivenTexts:
+    """Reads the texts of `--data`.
 
     Args:
-        known: texts that a run has already, which are not made again.
+        known: examples that a run has already, which are not made again.
 
     Attributes:
-        texts, prompts: the given texts that are not known, and the given prompts that are not
-            answered.
-        has_held_out: whether the given texts have a validation set.
-        count: the largest number of texts that it makes.
+        has_held_out: whether there is a validation set.
+        texts: those that are not known.
+        count: the largest number of examples that it makes.
         length: their mean length in tokens, or an estimate of it.
     """
 
-    def __init__(self, args: TrainingArgs, tokenizer: Any, known: Sequence[Text]) -> None:
-        self.args = args
-        self.tokenizer = tokenizer
-        self.known = known
-        self.texts = list[Text]()
-        self.prompts = list[list[int]]()
-        self.has_held_out = False
-        rng = np.random.default_rng(args.seed)
-        if args.data:
-            training, held_out = load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt)
-            self.has_held_out = bool(held_out)
-            held_out = held_out[:MAX_HELD_OUT]
-            made = {tuple(text.ids.tolist()) for text in known}
-            given = [
-                self.cut(text)
-                for text in (*held_out, *(training[i] for i in rng.permutation(len(training))))
-            ]
-            self.texts = [
-                text
-                for text in given
-                if self.is_long_enough(text) and tuple(text.ids.tolist()) not in made
-            ]
-        elif args.prompts:
-            made = {tuple(text.ids[: text.offset].tolist()) for text in known}
-            prompts = encode_prompts(read_prompts(args.prompts), tokenizer)
-            unique = {
-                tuple(prompt): prompt for prompt in prompts
-            }  # else the same one may be learned and held out
-            self.prompts = [
-                prompt for key, prompt in unique.items() if self.fits(prompt) and key not in made
-            ]
-            rng.shuffle(self.prompts)
-        self.count = len(self.texts) if args.data else MAX_TEXTS - len(known)
-        lengths = [len(text.ids) for text in self.texts or known]
-        self.length = (
-            round(sum(lengths) / len(lengths)) if lengths else PROMPT_TOKENS + args.max_tokens
-        )
+    def __init__(self, args: TrainingArgs, tokenizer: Any, known: Sequence[Example]) -> None:
+        assert args.data is not None
+        training, held_out = load_examples(args.data, tokenizer, mask_prompt=args.mask_prompt)
+        self.has_held_out = bool(held_out)
+        order = np.random.default_rng(args.seed).permutation(len(training))
+        made = {tuple(example.tokens.tolist()) for example in known}
+        self.texts = list[Example]()
+        for given in [*held_out[:MAX_HELD_OUT], *(training[index] for index in order)]:
+            cut = given._replace(tokens=given.tokens[: args.max_seq_length + 1])
+            if is_long_enough(cut, args.draft_depth) and tuple(cut.tokens.tolist()) not in made:
+                self.texts.append(cut)
+        self.count = len(self.texts)
+        self.length = compute_mean_length(self.texts or known) or args.max_tokens
 
     def describe(self) -> str:
         """What it makes, as a sentence for the user."""
-        if self.args.data:
-            return f"the model reads {len(self.texts)} texts"
+        return f"the model reads {len(self.texts)} texts"
+
+    def make(self, model: nn.Module, should_stop: ShouldStop, wanted: int) -> Iterator[Example]:
+        """Yields examples that the target has read, until stopped or until there are no more.
+
+        Args:
+            wanted: about how many there will be; no more than that are made together.
+        """
+        for start in range(0, len(self.texts), MAX_READ):
+            read = add_hidden_states(model, self.texts[start : start + MAX_READ])
+            yield from read
+            if should_stop(sum(len(example.tokens) for example in read)):
+                return
+
+
+class Answers:
+    """Answers the prompts of `--prompts`, then the target's own.
+
+    Args:
+        known: as for `GivenTexts`.
+
+    Attributes:
+        prompts: the given ones that are not answered.
+        has_held_out, count, length: as in `GivenTexts`.
+    """
+
+    has_held_out = False
+
+    def __init__(self, args: TrainingArgs, tokenizer: Any, known: Sequence[Example]) -> None:
+        self.args = args
+        self.tokenizer = tokenizer
+        self.known = known
+        self.prompts = list[list[int]]()
+        if args.prompts:
+            made = {tuple(example.tokens[: example.offset].tolist()) for example in known}
+            given = encode_prompts(read_prompts(args.prompts), tokenizer)
+            # A prompt that is given twice could be learned and held out.
+            unique = {tuple(prompt): prompt for prompt in given if self.fits(prompt)}
+            self.prompts = [prompt for key, prompt in unique.items() if key not in made]
+            np.random.default_rng(args.seed).shuffle(self.prompts)
+        self.count = MAX_EXAMPLES - len(known)
+        self.length = compute_mean_length(known) or WRITTEN_TOKENS + args.max_tokens
+
+    def describe(self) -> str:
+        """What it makes, as a sentence for the user."""
         given = f"answers {len(self.prompts)} prompts, then " if self.prompts else ""
         own = "answers its own prompts"
         if not self.tokenizer.has_chat_template:
             own = "writes free text, as it has no chat template"
         return f"the model {given}{own}"
 
-    def cut(self, text: Text) -> Text:
-        """The text cut to `max_seq_length`."""
-        return text._replace(ids=text.ids[: self.args.max_seq_length + 1])
-
-    def is_long_enough(self, text: Text) -> bool:
-        """Whether every depth can be learned from a text."""
-        return len(text.ids) > max(text.offset, 1) + self.args.draft_depth
-
     def fits(self, prompt: list[int]) -> bool:
         """Whether a prompt leaves room for an answer."""
         return len(prompt) < self.args.max_seq_length - self.args.draft_depth
 
-    def make(self, model: nn.Module, should_stop: ShouldStop, wanted: int) -> Iterator[Text]:
-        """Yields texts that the target has read, until stopped or until there are no more.
-
-        Args:
-            wanted: about how many there will be; no more than that are made together.
-        """
+    def make(self, model: nn.Module, should_stop: ShouldStop, wanted: int) -> Iterator[Example]:
+        """As for `GivenTexts`."""
         mx.random.seed(self.args.seed + len(self.known))
-        if self.args.data:
-            for start in range(0, len(self.texts), READ_TOGETHER):
-                yield from (
-                    read := add_hidden_states(model, self.texts[start : start + READ_TOGETHER])
-                )
-                if should_stop(sum(len(text.ids) for text in read)):
-                    return
-            return
-        waiting = deque(self.make_row(GIVEN, prompt) for prompt in self.prompts)
-        most_rows = min(find_batch_size(model), wanted + 1)
-        write = self.find_writer(model, most_rows, min(MAX_DRAFTS, wanted + 1))
+        batch_size = min(measure_batch_size(model), wanted + 1)
+        write = self.make_writer(model, batch_size, min(MAX_WRITTEN, wanted + 1))
+        waiting = deque(self.make_continuation(GIVEN, prompt) for prompt in self.prompts)
         left = self.count
 
-        def take(count: int) -> list[Row]:
+        def take(count: int) -> list[Continuation]:
             nonlocal left
             while len(waiting) < 0.75 * min(count, left) and not should_stop(0):
-                waiting.extend(sorted(write(should_stop), key=lambda row: -row.offset))
-            rows = [waiting.popleft() for _ in range(min(count, left, len(waiting)))]
-            left -= len(rows)
-            return rows
+                waiting.extend(sorted(write(should_stop), key=lambda each: -each.offset))
+            taken = [waiting.popleft() for _ in range(min(count, left, len(waiting)))]
+            left -= len(taken)
+            return taken
 
         sampler = make_sampler(self.args.temp)
-        for row in decode_rows(
-            model, take, sampler, self.tokenizer.eos_token_ids, should_stop, most_rows
-        ):
-            ids = np.array(row.ids, np.int32)
-            offset = 0 if row.tag == FREE else row.offset
-            text = Text(ids, offset, row.states, kind=row.tag)
-            if self.is_long_enough(text):
-                yield text
+        ends = self.tokenizer.eos_token_ids
+        for answer in decode_batch(model, take, sampler, ends, should_stop, batch_size):
+            tokens = np.array(answer.tokens, np.int32)
+            offset = 0 if answer.tag == FREE else answer.offset
+            example = Example(tokens, offset, answer.states, kind=answer.tag)
+            if is_long_enough(example, self.args.draft_depth):
+                yield example
 
-    def make_row(self, kind: str, prompt: list[int]) -> Row:
+    def make_continuation(self, kind: str, prompt: list[int]) -> Continuation:
         """A prompt to answer."""
-        most = min(self.args.max_tokens, self.args.max_seq_length + 1 - len(prompt))
-        return Row(
-            prompt,
-            most,
-            first_learned=max(len(prompt) - 1, 1) if self.args.mask_prompt else 1,
-            tag=kind,
-        )
+        room = self.args.max_seq_length + 1 - len(prompt)
+        first = max(len(prompt) - 1, 1) if self.args.mask_prompt else 1
+        most = min(self.args.max_tokens, room)
+        return Continuation(prompt, most, first_learned=first, tag=kind)
 
-    def find_writer(
-        self, model: nn.Module, most_rows: int, drafts: int
-    ) -> Callable[[ShouldStop], list[Row]]:
-        """A function that returns new prompts of the target's own."""
+    def make_writer(
+        self, model: nn.Module, batch_size: int, count: int
+    ) -> Callable[[ShouldStop], list[Continuation]]:
+        """A function that returns about `count` new prompts of the target's own."""
         if not self.tokenizer.has_chat_template:
             starts = [self.tokenizer.bos_token_id, *self.tokenizer.eos_token_ids]
             start = next((token for token in starts if token is not None), None)
@@ -171,18 +179,30 @@ class TextSource:
                 raise RedrafterError(
                     "the tokenizer has neither a chat template nor a first token: give --data"
                 )
-            return lambda should_stop: [self.make_row(FREE, [start])]
-        writer = PromptWriter(
-            model, self.tokenizer, self.args.seed + len(self.known), most_rows, drafts
-        )
-        for text in self.known:
-            if text.kind in KINDS:
-                writer.is_new(writer.decode_prompt(text.ids[: text.offset].tolist()))
+            return lambda should_stop: [self.make_continuation(FREE, [start])]
 
-        def write(should_stop: ShouldStop) -> list[Row]:
+        seed = self.args.seed + len(self.known)
+        writer = PromptWriter(model, self.tokenizer, seed, batch_size, count)
+        for example in self.known:
+            if example.kind in PROMPT_KINDS:
+                prompt = example.tokens[: example.offset].tolist()
+                writer.is_new(writer.decode_prompt(prompt))
+
+        def write(should_stop: ShouldStop) -> list[Continuation]:
             written = writer.write(should_stop)
             prompts = encode_prompts([text for _, text in written], self.tokenizer)
-            pairs = zip(written, prompts, strict=True)
-            return [self.make_row(kind, prompt) for (kind, _), prompt in pairs if self.fits(prompt)]
+            return [
+                self.make_continuation(kind, prompt)
+                for (kind, _), prompt in zip(written, prompts, strict=True)
+                if self.fits(prompt)
+            ]
 
         return write
+
+
+ExampleSource = GivenTexts | Answers
+
+
+def open_source(args: TrainingArgs, tokenizer: Any, known: Sequence[Example]) -> ExampleSource:
+    """The source that the settings ask for."""
+    return (GivenTexts if args.data else Answers)(args, tokenizer, known)

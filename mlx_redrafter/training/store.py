@@ -1,5 +1,5 @@
-"""The texts of a run with what the target computed at their tokens: one file each, so that a killed
-run keeps them.
+"""The examples of a run, with what the target computed at their tokens: one file each, so that a
+killed run keeps them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 from ..atomic_files import replace_file
 from ..errors import RedrafterError
-from .data import Text
-from .hidden_states import make_row_dtype
+from .data import Example
+from .hidden_states import make_state_dtype
 from .settings import TrainingArgs
 
-TEXT_SETTINGS = (
+EXAMPLE_SETTINGS = (
     "model",
     "adapter_path",
     "data",
@@ -25,47 +25,53 @@ TEXT_SETTINGS = (
     "max_tokens",
     "temp",
 )
-"""The settings that texts depend on."""
+"""The settings that examples depend on."""
 
 
-class TextStore:
-    """A folder of texts. Its name depends on `TEXT_SETTINGS`, so that runs with other settings
-    ignore it.
+def get_folder_name(args: TrainingArgs) -> str:
+    """A folder's name that depends on `EXAMPLE_SETTINGS`, so that runs with others ignore it."""
+    settings = json.dumps([getattr(args, name) for name in EXAMPLE_SETTINGS])
+    return f"texts-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+
+
+class ExampleStore:
+    """A folder of examples.
 
     Args:
-        work: the folder above it.
         width: of the target's hidden states.
 
     Attributes:
-        texts: with states that are memory-mapped.
+        examples: with states that are memory-mapped.
     """
 
-    def __init__(self, work: Path, args: TrainingArgs, width: int) -> None:
-        settings = json.dumps([getattr(args, name) for name in TEXT_SETTINGS])
-        self.folder = work / f"texts-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
-        self.kind = make_row_dtype(width)
-        self.texts = [self._read(path) for path in sorted(self.folder.glob("[0-9]*"))]
+    def __init__(self, folder: Path, width: int) -> None:
+        self.folder = folder
+        self.dtype = make_state_dtype(width)
+        self.examples = [self._read(path) for path in sorted(folder.glob("[0-9]*"))]
 
-    def _read(self, path: Path) -> Text:
-        """The text in a file: int32 tokens, then a row for each but the last."""
+    def _read(self, path: Path) -> Example:
+        """The example in a file: int32 tokens, then the states of all but the last."""
         _, offset, is_held_out, kind = path.name.split("-", 3)
-        count, rest = divmod(path.stat().st_size + self.kind.itemsize, 4 + self.kind.itemsize)
+        size = self.dtype.itemsize
+        count, rest = divmod(path.stat().st_size + size, 4 + size)
         if rest:
             raise RedrafterError(f"{path} is damaged: delete it")
-        states = np.memmap(path, self.kind, "r", offset=4 * count, shape=(count - 1,))
-        return Text(
-            np.fromfile(path, "<i4", count), int(offset), states, kind, bool(int(is_held_out))
-        )
+        tokens = np.fromfile(path, "<i4", count)
+        states = np.memmap(path, self.dtype, "r", offset=4 * count, shape=(count - 1,))
+        return Example(tokens, int(offset), states, kind, is_held_out == "1")
 
-    def add(self, text: Text) -> None:
-        """Stores a text that the target has read."""
-        assert text.states is not None
-        path = self.folder / f"{len(self.texts):05}-{text.offset}-{text.is_held_out:d}-{text.kind}"
+    def add(self, example: Example) -> None:
+        """Stores an example that the target has read."""
+        assert example.states is not None
+        number = f"{len(self.examples):05}"
+        name = f"{number}-{example.offset}-{example.is_held_out:d}-{example.kind}"
+        path = self.folder / name
         with replace_file(path) as partial_file:
-            partial_file.write_bytes(text.ids.astype("<i4").tobytes() + text.states.tobytes())
-        self.texts.append(self._read(path))
+            tokens = example.tokens.astype("<i4").tobytes()
+            partial_file.write_bytes(tokens + example.states.tobytes())
+        self.examples.append(self._read(path))
 
     @property
     def nbytes(self) -> int:
-        """The size of all texts on disk."""
-        return sum(len(text.ids) * self.kind.itemsize for text in self.texts)
+        """The size of all examples on disk."""
+        return sum(len(example.tokens) * self.dtype.itemsize for example in self.examples)

@@ -19,31 +19,31 @@ from ..atomic_files import replace_file
 from ..checkpoints import evaluate, save_arrays
 from ..drafters.trainable import TrainableDrafter
 from ..errors import CheckpointError, RedrafterError, join_lines
-from .data import Text
+from .data import Example
 from .loss import TrainingTargets, draft_loss
-from .settings import TrainingArgs
 from .targets import make_targets
 
 WARMUP = 0.1
 """The share of the training in which the learning rate rises."""
 
 SAVE_EVERY = 100
+"""Iterations after which a checkpoint is saved."""
+
 SAVE_SECONDS = 60.0
-"""Iterations after which a checkpoint is saved, and seconds, if these iterations take longer."""
+"""Seconds after which a checkpoint is saved, if these iterations take longer."""
 
 OnIteration = Callable[[int, float, dict[str, float]], bool]
-"""(iterations done, share of the training that is done, displayed values of the last one) ->
-whether to stop.
-"""
+"""Whether to stop, by iterations done, the share of the training, and the values to display."""
 
 
 def train_drafter(
     embedding: nn.Module,
     drafter: TrainableDrafter,
-    batches: Callable[[int], Sequence[Text]],
-    args: TrainingArgs,
+    batches: Callable[[int], Sequence[Example]],
     progress: Callable[[int], float],
     *,
+    depth: int,
+    learning_rate: float,
     checkpoint: Path | None = None,
     on_iteration: OnIteration | None = None,
 ) -> None:
@@ -51,18 +51,31 @@ def train_drafter(
 
     Args:
         embedding: the target's.
-        batches: iteration -> texts like those that the target will generate, ideally its own. It
-            must depend only on the iteration, so that resuming changes nothing.
+        batches: iteration -> examples of texts like those that the target will generate, ideally
+            its own. It must depend only on the iteration, so that resuming changes nothing.
         progress: iterations done -> the share of the training that is done, which sets the learning
             rate; all at 1.
+        depth: guesses from each position.
+        learning_rate: its peak.
         checkpoint: the file to save to, and to continue from if it exists.
         on_iteration: called after every iteration.
     """
     evaluate(drafter)
-    optimizer = optim.AdamW(args.learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
+    optimizer = optim.AdamW(learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
     optimizer.init(drafter.trainable_parameters())
     done = load_checkpoint(checkpoint, drafter, optimizer) if checkpoint else 0
-    loss_and_grads = nn.value_and_grad(drafter, make_loss(drafter, args))
+
+    def compute_loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+        """The loss of the arrays of `TrainingTargets`, with the values to display: the loss and the
+        share of first guesses that are right.
+        """
+        axes = drafter.axes  # read here, as an update replaces all arrays of the drafter
+        found = draft_loss(drafter, TrainingTargets(*arrays), depth, axes=axes)
+        is_right = found.ranks[0] == 0
+        first = is_right.sum() / mx.maximum((found.ranks[0] >= 0).sum(), 1)
+        return found.loss, {"loss": found.loss, "first": first}
+
+    loss_and_grads = nn.value_and_grad(drafter, compute_loss)
     state = [drafter.state, optimizer.state]
 
     @partial(mx.compile, inputs=state, outputs=state)
@@ -77,15 +90,16 @@ def train_drafter(
     stop = False
     saved = time.perf_counter()
     while share < 1 and not stop:
-        optimizer.learning_rate = args.learning_rate * find_rate_factor(share)
-        found = update(*make_targets(embedding, batches(done), drafter.get("draft_ids")))
+        optimizer.learning_rate = learning_rate * compute_rate_factor(share)
+        targets = make_targets(embedding, batches(done), drafter.get("draft_ids"))
+        found = update(*targets)
         mx.eval(found, state)
         done += 1
         shown = {key: float(np.array(value)) for key, value in found.items()}
-        if odd := [key for key, value in shown.items() if not math.isfinite(value)]:
-            raise RedrafterError(
-                f"{odd[0]} is {shown[odd[0]]} at iteration {done}: start again with a lower --learning-rate"
-            )
+        for key, value in shown.items():
+            if not math.isfinite(value):
+                where = f"{key} is {value} at iteration {done}"
+                raise RedrafterError(f"{where}: start again with a lower --learning-rate")
         share = progress(done)
         stop = on_iteration is not None and on_iteration(done, share, shown)
         is_due = done % SAVE_EVERY == 0 or time.perf_counter() - saved > SAVE_SECONDS
@@ -94,31 +108,11 @@ def train_drafter(
             saved = time.perf_counter()
 
 
-def find_rate_factor(share: float) -> float:
+def compute_rate_factor(share: float) -> float:
     """The learning rate relative to its peak: a linear rise, then a cosine."""
     if share < WARMUP:
         return max(share / WARMUP, 0.01)
     return 0.5 * (1 + math.cos(math.pi * (share - WARMUP) / (1 - WARMUP)))
-
-
-def make_loss(
-    drafter: TrainableDrafter, args: TrainingArgs
-) -> Callable[..., tuple[mx.array, dict[str, mx.array]]]:
-    """The loss of the arrays of `TrainingTargets`, and the values to display: also first guesses
-    that are right.
-    """
-
-    def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-        axes = drafter.axes  # read here, as an update replaces all arrays of the drafter
-        found = draft_loss(drafter, TrainingTargets(*arrays), args.draft_depth, axes=axes)
-        is_guess = found.ranks[0] >= 0
-        is_right = found.ranks[0] == 0
-        return found.loss, {
-            "loss": found.loss,
-            "first": is_right.sum() / mx.maximum(is_guess.sum(), 1),
-        }
-
-    return loss
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
@@ -134,10 +128,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
 def load_checkpoint(
     path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None
 ) -> int:
-    """Returns the step of a checkpoint, 0 without one.
-
-    Restores model and optimizer if both are given.
-    """
+    """The step of a checkpoint, 0 without one. Restores model and optimizer if both are given."""
     if not path.exists():
         return 0
     try:

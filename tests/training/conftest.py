@@ -15,9 +15,9 @@ import pytest
 from helpers.small import make_byte_tokenizer, save_target, small_llama
 from mlx_redrafter import load_demo
 from mlx_redrafter.demo import demo_prompts
-from mlx_redrafter.training import run, sources, trainer
+from mlx_redrafter.training import run
 from mlx_redrafter.training.command import parse_args
-from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.data import Example
 
 VOCAB = 23
 QUICK = ("--batch-size", "2", "--max-tokens", "10", "--draft-depth", "3")
@@ -26,7 +26,7 @@ PATCHES = {
     "run.VALIDATIONS": 2,
     "run.MAX_COMPARED": 2,
     "run.COMPARED_TOKENS": 8,
-    "sources.MAX_TEXTS": 16,
+    "sources.MAX_EXAMPLES": 16,
     "trainer.SAVE_EVERY": 2,
 }
 """Changes that make runs short, and their number of texts and iterations independent of the time.
@@ -42,11 +42,11 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def texts() -> list[Text]:
+def examples() -> list[Example]:
     """Six texts of up to 13 tokens, some with a masked prompt."""
     rng = np.random.default_rng(0)
     return [
-        Text(rng.integers(0, VOCAB, size).astype(np.int32), size % 3)
+        Example(rng.integers(0, VOCAB, size).astype(np.int32), size % 3)
         for size in (13, 12, 9, 13, 11, 13)
     ]
 
@@ -76,9 +76,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file of 16 prompts."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts("code"))
-    )
+    lines = [json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts("code")]
+    path.write_text("".join(lines))
     return str(path)
 
 
@@ -86,18 +85,22 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder of 32 given texts."""
     place = tmp_path_factory.mktemp("texts")
-    (place / "train.jsonl").write_text(
-        "".join(json.dumps({"text": text[:80]}) + "\n" for text in demo_prompts())
-    )
+    lines = [json.dumps({"text": text[:80]}) + "\n" for text in demo_prompts()]
+    (place / "train.jsonl").write_text("".join(lines))
     return str(place)
 
 
 @pytest.fixture(scope="package")
 def script() -> str:
     """The Python code of a short run in another process; "{patch}" can change it."""
-    patches = "\n".join(f"{name} = {value}" for name, value in PATCHES.items())
-    start = "import os, runpy, signal\nfrom mlx_redrafter.training import run, sources, trainer"
-    return f'{start}\n{patches}\n{{patch}}\nrunpy.run_module("mlx_redrafter.train", run_name="__main__")\n'
+    lines = [
+        "import os, runpy, signal",
+        "from mlx_redrafter.training import run, sources, trainer",
+        *(f"{name} = {value}" for name, value in PATCHES.items()),
+        "{patch}",
+        'runpy.run_module("mlx_redrafter.train", run_name="__main__")',
+    ]
+    return "\n".join(lines)
 
 
 Train = Callable[..., tuple[int, list[str]]]
@@ -108,15 +111,11 @@ Train = Callable[..., tuple[int, list[str]]]
 def train(target: str, monkeypatch: pytest.MonkeyPatch) -> Train:
     """A short run in this process."""
     for name, value in PATCHES.items():
-        monkeypatch.setattr(
-            {"run": run, "sources": sources, "trainer": trainer}[name.split(".")[0]],
-            name.split(".")[1],
-            value,
-        )
+        monkeypatch.setattr(f"mlx_redrafter.training.{name}", value)
 
     def train(output: Path, *flags: str | Path, **options: bool) -> tuple[int, list[str]]:
         said: list[str] = []
-        args = parse_args(["--model", target, "--output", str(output), *QUICK, *map(str, flags)])[0]
+        args, _ = parse_args(["--model", target, "--output", str(output), *QUICK, *map(str, flags)])
         return run.train(args, say=said.append, **options), said
 
     return train

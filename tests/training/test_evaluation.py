@@ -13,7 +13,7 @@ from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.training import evaluation
-from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.evaluation import (
     SpeedResult,
     compare_speed,
@@ -23,19 +23,17 @@ from mlx_redrafter.training.evaluation import (
     measure_guesses,
 )
 from mlx_redrafter.training.hidden_states import add_hidden_states
-from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.trainer import train_drafter
 from mlx_redrafter.trials import PromptRuns, decode_prompts
 
 
-def test_acceptance_is_measured_per_rank(model: Any, texts: list[Text]) -> None:
+def test_acceptance_is_measured_per_rank(model: Any, examples: list[Example]) -> None:
     drafter = small_drafter(hidden=16, vocab=23, exit_dim=12)
-    read = add_hidden_states(model, texts)
-    settings = TrainingArgs(draft_depth=2, batch_size=4)
-    loss, shares = measure_guesses(model.model.embed_tokens, drafter, read, settings)
+    read = add_hidden_states(model, examples)
+    loss, shares = measure_guesses(model.model.embed_tokens, drafter, read, 2, batch_size=4)
     hits = np.zeros((2, 8))
     tried = np.zeros(2)
-    for ids, offset, *_ in texts:
+    for ids, offset, *_ in examples:
         hidden = model.model(mx.array(ids[None]))[0]
         logits = model(mx.array(ids[None]))[0]
         for last in range(max(offset, 2) - 1, len(ids) - 1):
@@ -62,17 +60,24 @@ def test_counted_rounds_match_decoding(depth: int) -> None:
     model = small_llama(vocab=12)
     drafter = small_drafter(vocab=12)
     embedding = model.model.embed_tokens
-    (known,) = add_hidden_states(model, [Text(np.arange(40) % 12, 1)])
-    train_drafter(embedding, drafter, lambda at: [known], TrainingArgs(), lambda done: done / 60)
-    args = TrainingArgs(draft_depth=depth)
+    (known,) = add_hidden_states(model, [Example(np.arange(40) % 12, 1)])
+    train_drafter(
+        embedding,
+        drafter,
+        lambda iteration: [known],
+        lambda done: done / 60,
+        depth=5,
+        learning_rate=4e-3,
+    )
     accepted = 0
     for at in range(6):
         prompt = [at, 3, at + 5]
         run = decode_prompts(
             Pair(model, drafter), [prompt], Options(max_tokens=33, plan=(1, depth))
         )
-        (text,) = add_hidden_states(model, [Text(np.array([*prompt, *run.tokens[0]], np.int32), 3)])
-        stats = count_rounds(embedding, drafter, text, args)
+        tokens = np.array([*prompt, *run.tokens[0]], np.int32)
+        (example,) = add_hidden_states(model, [Example(tokens, 3)])
+        stats = count_rounds(embedding, drafter, example, depth)
         assert stats.rounds == run.stats.rounds and stats.accepted == 32 - stats.rounds
         accepted += run.stats.accepted
     assert 10 < accepted < 6 * 32 * depth / (depth + 1)
@@ -119,6 +124,6 @@ def test_no_speed_above_the_tokens_per_round_is_reported(
 
 def test_a_prompt_is_the_masked_part_or_the_start_of_a_text() -> None:
     ids = np.arange(200)
-    texts = [Text(ids, 7, kind="code"), Text(ids, 0), Text(ids[:5], 0)]
+    examples = [Example(ids, 7, kind="code"), Example(ids, 0), Example(ids[:5], 0)]
     found = [("code", ids[:7].tolist()), ("given", ids[:64].tolist()), ("given", [0, 1])]
-    assert [make_prompt(text) for text in texts] == found
+    assert [make_prompt(example) for example in examples] == found

@@ -13,7 +13,7 @@ from helpers.families import make_family
 from mlx_redrafter.engine.model_parts import CapturePoint, capture, get_parts
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training import hidden_states
-from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.hidden_states import TOP_K, add_hidden_states
 
 
@@ -22,20 +22,28 @@ def test_states_match_a_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Also of models that scale, cap or normalise their logits."""
     monkeypatch.setattr(hidden_states, "TOKENS_AT_ONCE", 12)  # groups of one or two texts
     model: Any = make_family(name)
-    texts = [Text(np.array([3, 5, 9, 1, 2, 8, 4][:size]), size % 3) for size in (7, 6, 5)]
-    for text, given in zip(add_hidden_states(model, texts), texts, strict=True):
-        assert text.ids is given.ids and text.offset == given.offset and text.states is not None
-        call = partial(model, mx.array(given.ids[None, :-1]))
+    examples = [Example(np.array([3, 5, 9, 1, 2, 8, 4][:size]), size % 3) for size in (7, 6, 5)]
+    for example, given in zip(add_hidden_states(model, examples), examples, strict=True):
+        assert (
+            example.tokens is given.tokens
+            and example.offset == given.offset
+            and example.states is not None
+        )
+        call = partial(model, mx.array(given.tokens[None, :-1]))
         logits, (hidden,) = capture([CapturePoint(get_parts(model).final_norm)], call)
-        assert np.allclose(text.states["hidden"], np.array(hidden[-1][0]), rtol=2e-3, atol=1e-3)
-        law = np.array(mx.softmax(logits[0], axis=-1))[text.first_learned :]
-        probs, ids = (text.states[name][text.first_learned :] for name in ("probs", "ids"))
+        assert np.allclose(example.states["hidden"], np.array(hidden[-1][0]), rtol=2e-3, atol=1e-3)
+        law = np.array(mx.softmax(logits[0], axis=-1))[example.first_learned :]
+        probs, ids = (example.states[name][example.first_learned :] for name in ("probs", "ids"))
         assert np.allclose(probs, -np.sort(-law, axis=-1)[:, :TOP_K], rtol=2e-3, atol=1e-4)
         assert np.allclose(probs, np.take_along_axis(law, ids, axis=-1), rtol=2e-3, atol=1e-4)
-        assert not text.states["probs"][: text.first_learned].any(), "nothing is learned there"
+        assert not example.states["probs"][: example.first_learned].any(), (
+            "nothing is learned there"
+        )
 
 
-def test_states_that_do_not_fit_into_16_bits_are_refused(model: Any, texts: list[Text]) -> None:
+def test_states_that_do_not_fit_into_16_bits_are_refused(
+    model: Any, examples: list[Example]
+) -> None:
     model.model.norm.weight = model.model.norm.weight * 1e6
     with pytest.raises(CheckpointError, match="not finite in 16 bits"):
-        add_hidden_states(model, texts)
+        add_hidden_states(model, examples)

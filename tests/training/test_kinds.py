@@ -21,10 +21,9 @@ from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters import TRAINABLE
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.text.encoding import encode
-from mlx_redrafter.training.data import Text, make_batches
+from mlx_redrafter.training.data import Example, make_batches
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.loss import draft_loss
-from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import initialize_drafter, make_targets
 from mlx_redrafter.training.trainer import load_checkpoint, train_drafter
 
@@ -46,15 +45,15 @@ def draft(drafter: Drafter, model: Any, ids: np.ndarray, start: int) -> mx.array
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_matches_its_drafts(kind: str, model: Any, texts: list[Text]) -> None:
+def test_the_loss_matches_its_drafts(kind: str, model: Any, examples: list[Example]) -> None:
     drafter: Any = make_head(kind, HIDDEN, VOCAB)
-    targets = make_targets(model.model.embed_tokens, add_hidden_states(model, texts[:2]))
+    targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples[:2]))
     value, grads = nn.value_and_grad(
         drafter, lambda: draft_loss(drafter, targets, DEPTH, [1.0] * DEPTH).loss
     )()
     total = 0.0
     count = 0
-    for ids, offset, *_ in texts[:2]:
+    for ids, offset, *_ in examples[:2]:
         wanted = mx.softmax(model(mx.array(ids[None]))[0], axis=-1)
         for start in range(len(ids) - 1):
             rows = nn.log_softmax(draft(drafter, model, ids, start), axis=-1)
@@ -69,11 +68,11 @@ def test_the_loss_matches_its_drafts(kind: str, model: Any, texts: list[Text]) -
 
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_it_learns_and_resumes_to_the_same_weights(
-    kind: str, model: Any, texts: list[Text], tmp_path: Path
+    kind: str, model: Any, examples: list[Example], tmp_path: Path
 ) -> None:
-    args = TrainingArgs(draft_depth=3, learning_rate=1e-2)
+    how: dict[str, Any] = {"depth": 3, "learning_rate": 1e-2}
     own = {"exit_dim": 32} if kind == "recurrent" else {}
-    batches = make_batches(add_hidden_states(model, texts), 2, seed=1)
+    batches = make_batches(add_hidden_states(model, examples), 2, seed=1)
     drafters = []
     made = TRAINABLE[kind].for_training(HIDDEN, VOCAB, depth=3, draft_vocab_size=None, **own)
     for _ in range(4):
@@ -88,10 +87,10 @@ def test_it_learns_and_resumes_to_the_same_weights(
     def stop(done: int, share: float, shown: dict[str, float]) -> bool:
         return done == 20
 
-    train_drafter(embedding, whole, batches, args, progress)
+    train_drafter(embedding, whole, batches, progress, **how)
     path = tmp_path / "checkpoint.safetensors"
-    train_drafter(embedding, stopped, batches, args, progress, checkpoint=path, on_iteration=stop)
-    train_drafter(embedding, resumed, batches, args, progress, checkpoint=path)
+    train_drafter(embedding, stopped, batches, progress, **how, checkpoint=path, on_iteration=stop)
+    train_drafter(embedding, resumed, batches, progress, **how, checkpoint=path)
     assert load_checkpoint(path) == 60
     assert same(tensors(resumed), tensors(whole)) and not same(tensors(stopped), tensors(whole))
     targets = make_targets(embedding, batches(0))

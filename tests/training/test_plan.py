@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.training.plan import (
-    MAX_TEXT_SHARE,
+    MAX_MAKING_SHARE,
     VISITS,
     Clock,
-    Speed,
+    ExampleTimes,
     format_time,
-    measure_speed,
+    measure_learning,
+    measure_making,
 )
-from mlx_redrafter.training.settings import TrainingArgs
 
-SPEED = Speed(text=2.0, visit=0.5)
-
-
-def test_each_text_is_learned_equally_often() -> None:
-    texts = SPEED.count_wanted(400.0, 0, 0)
-    assert texts > 0 and 400 - texts * (2.0 + VISITS * 0.5) == pytest.approx(
-        0, abs=2.0 + VISITS * 0.5
-    )
-    assert SPEED.count_wanted(400.0, texts, VISITS * texts) == texts, (
-        "a finished run with more time"
-    )
-    half = VISITS * texts // 2
-    assert SPEED.count_wanted(half * 0.5, texts, VISITS * texts - half) == 0, (
-        "an interrupted one only trains on"
-    )
-    assert SPEED.count_wanted(0.0, 0, 0) == 0
-    slow = replace_visit(1e-9)
-    assert slow.count_wanted(400.0, 0, 0) == int(MAX_TEXT_SHARE * 400 / 2.0), (
-        "some time is left to train"
-    )
+TIMES = ExampleTimes(make=2.0, learn=0.5)
 
 
-def replace_visit(visit: float) -> Speed:
-    return SPEED._replace(visit=visit)
+def test_each_example_is_learned_equally_often() -> None:
+    seconds_each = 2.0 + VISITS * 0.5
+    count = TIMES.count_wanted(400.0, 0, 0)
+    assert count > 0
+    assert 400 - count * seconds_each == pytest.approx(0, abs=seconds_each)
+    again = TIMES.count_wanted(400.0, count, VISITS * count)
+    assert again == count, "a finished run with more time"
+    half = VISITS * count // 2
+    more = TIMES.count_wanted(half * 0.5, count, VISITS * count - half)
+    assert more == 0, "an interrupted one only trains on"
+    assert TIMES.count_wanted(0.0, 0, 0) == 0
+    fast = TIMES._replace(learn=1e-9)
+    most = int(MAX_MAKING_SHARE * 400 / 2.0)
+    assert fast.count_wanted(400.0, 0, 0) == most, "some time is left to train"
 
 
-@pytest.mark.parametrize("changes", [{}, {"data": "somewhere"}])
-def test_the_speed_is_measured(changes: dict[str, Any], model: Any) -> None:
+@pytest.mark.parametrize("is_given", [False, True])
+def test_times_are_measured(is_given: bool, model: Any) -> None:
     """With a draft vocabulary, and for given texts."""
     sizes = DrafterArgs(16, 23, exit_dim=12, num_draft_layers=1, draft_vocab_size=9)
-    speed = measure_speed(model, sizes, replace(TrainingArgs(draft_depth=3), **changes), 20)
-    assert speed.text > 0 and speed.visit > 0
+    assert measure_making(model, 20, is_given=is_given) > 0
+    assert measure_learning(model.model.embed_tokens, sizes, 20, depth=3, batch_size=4) > 0
 
 
 def test_hours_are_named() -> None:

@@ -14,9 +14,9 @@ from mlx_redrafter import load_demo
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training import prompts
-from mlx_redrafter.training.answers import Row
+from mlx_redrafter.training.answers import Continuation
 from mlx_redrafter.training.prompts import (
-    KINDS,
+    PROMPT_KINDS,
     PromptWriter,
     encode_prompts,
     read_prompts,
@@ -122,19 +122,21 @@ def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
     end = chatty.eos_token_id
 
     def write(complete: Callable[[str, str], tuple[str, bool]]) -> list[tuple[str, str]]:
-        def decode(model: Any, take: Callable[[int], list[Row]], *args: Any) -> Iterator[Row]:
+        def decode(
+            model: Any, take: Callable[[int], list[Continuation]], *args: Any
+        ) -> Iterator[Continuation]:
             while rows := take(1):
                 (row,) = rows
-                begun = chatty.decode(row.ids[len(split_template(chatty)[0]) :])
+                begun = chatty.decode(row.tokens[len(split_template(chatty)[0]) :])
                 text, is_ended = complete(row.tag.kind, begun)
                 assert begun == row.tag.text
-                row.ids += [
+                row.tokens += [
                     *chatty.encode(text, add_special_tokens=False),
                     *([end] if is_ended else []),
                 ]
                 yield row
 
-        monkeypatch.setattr(prompts, "decode_rows", decode)
+        monkeypatch.setattr(prompts, "decode_batch", decode)
         return PromptWriter(None, chatty, 0, 4, 64).write(lambda tokens: False)  # type: ignore[arg-type]
 
     return write
@@ -143,9 +145,9 @@ def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
 def test_prompts_of_all_kinds_are_written(write: Write) -> None:
     count = iter(range(1000))
     found = write(lambda kind, begun: (f" the {next(count)} things of {kind}", True))
-    assert {kind for kind, _ in found} == set(KINDS) and len(found) == 64
+    assert {kind for kind, _ in found} == set(PROMPT_KINDS) and len(found) == 64
     for kind, text in found:
-        about = KINDS[kind]
+        about = PROMPT_KINDS[kind]
         assert text.startswith(tuple(opening.strip() for opening in about["openings"]))
         if "questions" in about:
             question = text.split("\n\n")[-1]

@@ -31,10 +31,9 @@ from mlx_redrafter.pair import Findings
 from mlx_redrafter.text.encoding import encode
 from mlx_redrafter.training import data, plan, run, sources
 from mlx_redrafter.training.answers import MAX_BATCH_SIZE
-from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.evaluation import SpeedResult
-from mlx_redrafter.training.plan import Speed
-from mlx_redrafter.training.store import TextStore
+from mlx_redrafter.training.store import ExampleStore
 
 ROOT = Path(__file__).parents[2]
 SIZE = ("--exit-dim", "32")
@@ -92,18 +91,20 @@ def copied(whole: tuple[Path, str], tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole[0], tmp_path / "drafter"))
 
 
+def read_last_validation(folder: Path) -> dict[str, Any]:
+    """The last entry in a run's record."""
+    entry: dict[str, Any] = json.loads((folder / "training.json").read_text())["validations"][-1]
+    return entry
+
+
 def test_a_run_reports_its_progress(whole: tuple[Path, str]) -> None:
     place, said = whole
-    assert re.search(
-        r"drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, 0\.\d\d M parameters\n", said
-    )
-    assert re.search(
-        r"in \S+ \S+( \S+ \S+)?: about 16 texts \(\d+ s, 0\.0 GB of disk\), training", said
-    )
-    assert re.search(
-        r"iteration 4: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok.*texts: 1",
-        said,
-    )
+    sizes = "drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, "
+    assert re.search(sizes + r"0\.\d\d M parameters\n", said)
+    texts = r"about 16 texts \(\d+ s, 0\.0 GB of disk\), training"
+    assert re.search(r"in \S+ \S+( \S+ \S+)?: " + texts, said)
+    shares = r"right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok.*texts: 1"
+    assert re.search(r"iteration 4: validation loss \d\.\d+, " + shares, said)
     assert re.search(r"held-out prompts .*\ngiven, 1 .*\nall, 1 ", said)
     (line,) = re.findall("^python -m mlx_redrafter.generate .*", said, re.MULTILINE)
     command = shlex.split(line)
@@ -116,23 +117,16 @@ def test_the_finished_directory(whole: tuple[Path, str], target: str) -> None:
     place, _ = whole
     names = {"config.json", "model.safetensors", "README.md", "training.json", "training"}
     assert {path.name for path in place.iterdir()} == names
-    config, summary = (
-        json.loads((place / name).read_text()) for name in ("config.json", "training.json")
-    )
+    config = json.loads((place / "config.json").read_text())
+    summary = json.loads((place / "training.json").read_text())
     assert config["base_model"] == Path(target).name
     shares = np.array(config["acceptance"])
-    assert (
-        shares.shape == (3, 8)
-        and (shares >= 0).all()
-        and (shares.sum(axis=1) <= 1).all()
-        and shares.max() > 0
-    )
+    assert shares.shape == (3, 8) and shares.max() > 0
+    assert (shares >= 0).all() and (shares.sum(axis=1) <= 1).all()
     assert [entry["iteration"] for entry in summary["validations"]] == [4, ITERATIONS]
-    assert [row["kind"] for row in summary["measured"]] == ["given", "all"]
-    assert (
-        all(row["same_tokens"] for row in summary["measured"])
-        and summary["settings"]["batch_size"] == 2
-    )
+    assert [result["kind"] for result in summary["measured"]] == ["given", "all"]
+    assert all(result["same_tokens"] for result in summary["measured"])
+    assert summary["settings"]["batch_size"] == 2
     card = (place / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: mlx\n") and "base_model:" not in card
     for file in ("config.json", "training.json", "README.md"):
@@ -169,31 +163,27 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
         assert "stopped; the drafter so far is in " in said
         assert "; the same command with --resume continues, for --minutes more" in said
         assert load_drafter(place).args.acceptance is not None, "a usable drafter"
-    with pytest.raises(
-        RedrafterError,
-        match="exists already: give another --output, or --resume to continue its run",
-    ):
+    advice = "exists already: give another --output, or --resume to continue its run"
+    with pytest.raises(RedrafterError, match=advice):
         train(place, *flags, *SIZE)
     status, messages = train(place, *flags, *SIZE, resume=True)
     assert status == 0 and any("about 0 texts besides 16" in line for line in messages)
     assert same(tensors(load_drafter(whole[0])), tensors(load_drafter(place)))
-    one, other = (
-        json.loads((folder / "training.json").read_text()) for folder in (whole[0], place)
-    )
-    assert one["validations"][-1] == other["validations"][-1]
+    one, other = (read_last_validation(folder) for folder in (whole[0], place))
+    assert one == other
 
 
 def test_a_run_killed_while_it_makes_texts_keeps_them(
     target: str, prompts: str, script: str, train: Any, tmp_path: Path
 ) -> None:
     patch = """
-from mlx_redrafter.training.store import TextStore
-real = TextStore.add
-def add(store, text):
-    real(store, text)
-    if len(store.texts) == 6:
+from mlx_redrafter.training.store import ExampleStore
+real = ExampleStore.add
+def add(store, example):
+    real(store, example)
+    if len(store.examples) == 6:
         os.kill(os.getpid(), signal.SIGKILL)
-TextStore.add = add
+ExampleStore.add = add
 """
     code = script.replace("{patch}", patch)
     flags = ("--prompts", prompts)
@@ -212,20 +202,18 @@ def test_more_minutes_make_more_texts(
     train: Any, prompts: str, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A finished run goes on with further texts, its own at last, and trains on."""
-    monkeypatch.setattr(sources, "MAX_TEXTS", 30)
-    before = json.loads((copied / "training.json").read_text())["validations"][-1]
+    monkeypatch.setattr(sources, "MAX_EXAMPLES", 30)
+    before = read_last_validation(copied)
     status, said = train(copied, "--prompts", prompts, *SIZE, "--minutes", "30", resume=True)
     assert status == 0 and any("about 14 texts besides 16" in line for line in said)
     assert f"so far the drafter makes {before['tokens_per_round']:.2f} tokens per round" in said
-    after = json.loads((copied / "training.json").read_text())["validations"][-1]
-    assert after["iteration"] > before["iteration"]
+    assert read_last_validation(copied)["iteration"] > before["iteration"]
 
 
 def test_a_dry_run_writes_nothing(train: Any, prompts: str, tmp_path: Path) -> None:
     status, said = train(tmp_path / "drafter", "--prompts", prompts, *SIZE, dry_run=True)
-    assert status == 0 and re.search(
-        r"^in .*: about 16 texts \(.*, training .*, a comparison", said[-1]
-    )
+    assert status == 0
+    assert re.search(r"^in .*: about 16 texts \(.*, training .*, a comparison", said[-1])
     assert said[0].startswith("loading "), "before it does anything that takes time"
     assert not list(tmp_path.iterdir())
 
@@ -277,14 +265,9 @@ def test_prompts_are_learned_unless_masked(
     train: Any, prompts: str, target: str, tmp_path: Path, masked: bool
 ) -> None:
     """The random target never answers with the tokens of `def`."""
-    flags = (
-        "--prompts",
-        prompts,
-        *SIZE,
-        "--draft-vocab-size",
-        "64",
-        *(["--mask-prompt"] if masked else []),
-    )
+    flags = ["--prompts", prompts, *SIZE, "--draft-vocab-size", "64"]
+    if masked:
+        flags.append("--mask-prompt")
     assert train(tmp_path / "drafter", *flags)[0] == 0
     model, tokenizer = load(target)
     ids = np.array(load_drafter(tmp_path / "drafter", model).draft_ids)
@@ -302,9 +285,8 @@ def test_texts_are_reused_with_other_settings(
 
 def test_a_run_resumes_with_its_own_settings_only(train: Any, prompts: str, copied: Path) -> None:
     flags = ("--prompts", prompts, *SIZE)
-    with pytest.raises(
-        RedrafterError, match=r"cannot resume with other settings: learning_rate was 0.004, got 0.5"
-    ):
+    reason = r"cannot resume with other settings: learning_rate was 0.004, got 0.5"
+    with pytest.raises(RedrafterError, match=reason):
         train(copied, *flags, "--learning-rate", "0.5", resume=True)
     assert train(copied, *flags, "--dtype", "float16", resume=True)[0] == 0
     drafter: Any = load_drafter(copied)
@@ -321,13 +303,18 @@ def test_one_directory_is_for_one_run(train: Any, prompts: str, tmp_path: Path) 
     assert [path.name for path in work.iterdir()] == ["lock"]
 
 
+def set_times(monkeypatch: pytest.MonkeyPatch, make: float, learn: float) -> None:
+    """Seconds to make an example, and to learn it once, instead of measured ones."""
+    monkeypatch.setattr(run, "measure_making", lambda *args, **options: make)
+    monkeypatch.setattr(run, "measure_learning", lambda *args: learn)
+
+
 def test_a_run_that_could_learn_nothing_does_not_begin(
     train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "measure_speed", lambda *args: Speed(text=100.0, visit=1.0))
-    with pytest.raises(
-        RedrafterError, match=r"expected --minutes 8 or more for 3 texts here, got 0\.3"
-    ):
+    set_times(monkeypatch, 100.0, 1.0)
+    reason = r"expected --minutes 8 or more for 3 texts here, got 0\.3"
+    with pytest.raises(RedrafterError, match=reason):
         train(tmp_path / "other", *SIZE, "--minutes", "0.3")
     assert not (tmp_path / "other").exists()
 
@@ -339,11 +326,11 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
     """
     seconds = {"now": 0.0}
     real = run.validate
-    add = TextStore.add
+    add = ExampleStore.add
 
-    def add_text(store: TextStore, text: Text) -> None:
-        spend("text", 10.0)
-        add(store, text)
+    def add_example(store: ExampleStore, example: Example) -> None:
+        spend("making", 10.0)
+        add(store, example)
 
     def spend(name: str, count: float) -> None:
         seconds["now"] += count
@@ -354,7 +341,7 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
         return real(*args)
 
     def make_batches(*args: Any) -> Any:
-        def batches(iteration: int) -> list[Text]:
+        def batches(iteration: int) -> list[Example]:
             spend("iteration", 20.0)
             return real_batches(iteration)
 
@@ -370,18 +357,20 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
 
     for changed in (validate, make_batches, compare_speed):
         monkeypatch.setattr(run, changed.__name__, changed)
+    clock = SimpleNamespace(perf_counter=lambda: seconds["now"])
     for module in (run, plan):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: seconds["now"]))
-    monkeypatch.setattr(run, "measure_speed", lambda *args: Speed(text=10.0, visit=5.0))
-    monkeypatch.setattr(run, "measure_rounds", lambda *args: (Findings(), 10.0))
-    monkeypatch.setattr(TextStore, "add", add_text)
+        monkeypatch.setattr(module, "time", clock)
+    set_times(monkeypatch, 10.0, 5.0)
+    monkeypatch.setattr(run, "measure_decoding", lambda *args: (Findings(), 10.0))
+    monkeypatch.setattr(ExampleStore, "add", add_example)
     monkeypatch.setattr(run, "MAX_VISITS", 10**6)
-    monkeypatch.setattr(sources, "MAX_TEXTS", 10**6)
+    monkeypatch.setattr(sources, "MAX_EXAMPLES", 10**6)
     assert train(tmp_path / "new", *SIZE, "--minutes", "20")[0] == 0
     planned = 1200 * (1 - plan.COMPARISON_SHARE)
-    texts = planned / (10 + 5 * plan.VISITS)  # and those that are then being written
-    assert 10 * (texts - 1) <= seconds["text"] <= 10 * (texts + MAX_BATCH_SIZE)
-    assert planned <= seconds["validation"] <= planned + 20 and 1188 < seconds["prompt"] <= 1200
+    count = planned / (10 + 5 * plan.VISITS)  # and those that are then being written
+    assert 10 * (count - 1) <= seconds["making"] <= 10 * (count + MAX_BATCH_SIZE)
+    assert planned <= seconds["validation"] <= planned + 20
+    assert 1188 < seconds["prompt"] <= 1200
 
 
 def test_a_drafter_is_saved_at_each_validation(

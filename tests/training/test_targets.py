@@ -10,7 +10,7 @@ import pytest
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.training import hidden_states
-from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.loss import TrainingTargets
 from mlx_redrafter.training.targets import initialize_drafter, make_targets
@@ -21,9 +21,9 @@ GUESSED = np.array([2, 3, 5, 7, 11, 13])
 
 
 @pytest.fixture
-def read(model: Any, texts: list[Text]) -> list[Text]:
+def read(model: Any, examples: list[Example]) -> list[Example]:
     """Two texts with states, the second one with a masked prompt."""
-    return add_hidden_states(model, texts[:2])
+    return add_hidden_states(model, examples[:2])
 
 
 def find_law(model: Any, targets: TrainingTargets) -> np.ndarray:
@@ -32,9 +32,9 @@ def find_law(model: Any, targets: TrainingTargets) -> np.ndarray:
     return np.array(mx.softmax(logits, axis=-1))
 
 
-def find_next(read: list[Text]) -> np.ndarray:
+def find_next(read: list[Example]) -> np.ndarray:
     """The texts' own tokens after all learned positions."""
-    return np.concatenate([text.ids[text.first_learned + 1 :] for text in read])
+    return np.concatenate([example.tokens[example.first_learned + 1 :] for example in read])
 
 
 def spread(targets: TrainingTargets, size: int) -> np.ndarray:
@@ -44,7 +44,7 @@ def spread(targets: TrainingTargets, size: int) -> np.ndarray:
     return law
 
 
-def test_states_and_labels_match_the_target(model: Any, read: list[Text]) -> None:
+def test_states_and_labels_match_the_target(model: Any, read: list[Example]) -> None:
     own, text = (
         make_targets(model.model.embed_tokens, read, of_text=of_text) for of_text in (False, True)
     )
@@ -55,21 +55,23 @@ def test_states_and_labels_match_the_target(model: Any, read: list[Text]) -> Non
     assert np.array_equal(np.array(text.choices)[learned], find_next(read))
     assert mx.array_equal(own.embeddings, model.model.embed_tokens.weight[own.tokens])
     for row, given in enumerate(read):
-        size = len(given.ids) - 1
+        size = len(given.tokens) - 1
         logits = model.model.embed_tokens.as_linear(own.hidden[row, :size])
-        assert mx.allclose(logits, model(mx.array(given.ids[None, :-1]))[0], atol=2e-2)
+        assert mx.allclose(logits, model(mx.array(given.tokens[None, :-1]))[0], atol=2e-2)
 
 
 def test_padding_and_masked_prompts_are_not_learned(model: Any) -> None:
-    texts = [Text(np.arange(size, dtype=np.int32), offset) for size, offset in ((5, 0), (8, 3))]
-    targets = make_targets(model.model.embed_tokens, add_hidden_states(model, texts))
+    examples = [
+        Example(np.arange(size, dtype=np.int32), offset) for size, offset in ((5, 0), (8, 3))
+    ]
+    targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples))
     assert targets.tokens.shape == (2, 32) and targets.positions.shape == (128,)
     positions = np.array(targets.positions)
     assert positions[positions >= 0].tolist() == [1, 2, 3, *(32 + np.array([2, 3, 4, 5, 6]))]
     assert np.array(targets.tokens)[0, :5].tolist() == [0, 1, 2, 3, 0]
 
 
-def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Text]) -> None:
+def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Example]) -> None:
     drafter = initialize_drafter(
         model, DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED)), GUESSED
     )
@@ -93,10 +95,10 @@ def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Text]) -
 
 
 def test_only_the_likeliest_tokens_are_learned(
-    model: Any, texts: list[Text], monkeypatch: pytest.MonkeyPatch
+    model: Any, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hidden_states, "TOP_K", 4)
-    targets = make_targets(model.model.embed_tokens, add_hidden_states(model, texts[:2]))
+    targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples[:2]))
     learned = np.array(targets.positions) >= 0
     assert np.allclose(
         np.array(targets.probs)[learned],

@@ -17,11 +17,10 @@ from helpers.checkpoints import same, tensors
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.training import trainer
-from mlx_redrafter.training.data import Text, make_batches
+from mlx_redrafter.training.data import Example, make_batches
 from mlx_redrafter.training.hidden_states import add_hidden_states
-from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.trainer import (
-    find_rate_factor,
+    compute_rate_factor,
     load_checkpoint,
     save_checkpoint,
     train_drafter,
@@ -30,12 +29,12 @@ from mlx_redrafter.training.trainer import (
 HIDDEN = 16
 VOCAB = 23
 
-Batches = Callable[[int], list[Text]]
+Batches = Callable[[int], list[Example]]
 
 
 @pytest.fixture
-def batches(model: nn.Module, texts: list[Text]) -> Batches:
-    return make_batches(add_hidden_states(model, texts), 2, seed=1)
+def batches(model: nn.Module, examples: list[Example]) -> Batches:
+    return make_batches(add_hidden_states(model, examples), 2, seed=1)
 
 
 def untrained() -> Drafter:
@@ -43,8 +42,7 @@ def untrained() -> Drafter:
     return Drafter(DrafterArgs(HIDDEN, VOCAB, exit_dim=12, num_draft_layers=1))
 
 
-def settings(**changes: Any) -> TrainingArgs:
-    return TrainingArgs(**{"draft_depth": 3, "learning_rate": 1e-2, **changes})
+HOW: dict[str, Any] = {"depth": 3, "learning_rate": 1e-2}
 
 
 def in_eight(done: int) -> float:
@@ -64,7 +62,7 @@ def test_resuming_changes_nothing(
     seen = list[int]()
     embedding = model.model.embed_tokens
 
-    def watched(iteration: int) -> list[Text]:
+    def watched(iteration: int) -> list[Example]:
         seen.append(iteration)
         return batches(iteration)
 
@@ -77,21 +75,21 @@ def test_resuming_changes_nothing(
     whole = untrained()
     stopped = untrained()
     resumed = untrained()
-    train_drafter(embedding, whole, batches, settings(), in_eight)
+    train_drafter(embedding, whole, batches, in_eight, **HOW)
     with pytest.raises(Stopped):
         train_drafter(
             embedding,
             stopped,
             batches,
-            settings(),
             in_eight,
+            **HOW,
             checkpoint=checkpoint,
             on_iteration=on_iteration,
         )
     resumed.update(
         {"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}}
     )  # all weights must come from the checkpoint
-    train_drafter(embedding, resumed, watched, settings(), in_eight, checkpoint=checkpoint)
+    train_drafter(embedding, resumed, watched, in_eight, **HOW, checkpoint=checkpoint)
     assert seen == list(range(4, 8)) and load_checkpoint(checkpoint) == 8
     assert same(tensors(resumed), tensors(whole)) and not same(tensors(resumed), tensors(stopped))
     assert [file.name for file in tmp_path.iterdir()] == [checkpoint.name]
@@ -109,7 +107,7 @@ def test_slow_iterations_are_saved_by_time(
 
     how = {"checkpoint": tmp_path / "checkpoint.safetensors", "on_iteration": on_iteration}
     with pytest.raises(Stopped):
-        train_drafter(model.model.embed_tokens, untrained(), batches, settings(), in_eight, **how)
+        train_drafter(model.model.embed_tokens, untrained(), batches, in_eight, **HOW, **how)
     assert load_checkpoint(how["checkpoint"]) == 2
 
 
@@ -119,17 +117,17 @@ def test_a_loss_that_is_nan_keeps_the_checkpoint(
     monkeypatch.setattr(trainer, "SAVE_EVERY", 2)
     saved = tmp_path / "checkpoint.safetensors"
 
-    def broken(iteration: int) -> list[Text]:
-        texts = batches(iteration)
+    def broken(iteration: int) -> list[Example]:
+        examples = batches(iteration)
         if iteration == 3:
-            states = np.array(texts[0].states)
+            states = np.array(examples[0].states)
             states["hidden"] = np.nan
-            texts[0] = texts[0]._replace(states=states)
-        return texts
+            examples[0] = examples[0]._replace(states=states)
+        return examples
 
     with pytest.raises(RedrafterError, match="is nan at iteration 4: start again"):
         train_drafter(
-            model.model.embed_tokens, untrained(), broken, settings(), in_eight, checkpoint=saved
+            model.model.embed_tokens, untrained(), broken, in_eight, **HOW, checkpoint=saved
         )
     loaded: Any = mx.load(str(saved), return_metadata=True)
     assert loaded[1]["step"] == "2" and all(
@@ -163,18 +161,18 @@ def test_another_drafters_checkpoint_is_refused(
         model.model.embed_tokens,
         untrained(),
         batches,
-        settings(),
-        lambda done: float(done),
+        float,
+        **HOW,
         checkpoint=path,
     )
     for damage in (lambda: None, lambda: path.write_bytes(path.read_bytes()[:500])):
         damage()
         with pytest.raises(CheckpointError, match="cannot continue from"):
             train_drafter(
-                model.model.embed_tokens, other, batches, settings(), in_eight, checkpoint=path
+                model.model.embed_tokens, other, batches, in_eight, checkpoint=path, **HOW
             )
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [find_rate_factor(share) for share in (0.0, 0.05, 0.1, 0.55, 1.0)]
+    rates = [compute_rate_factor(share) for share in (0.0, 0.05, 0.1, 0.55, 1.0)]
     assert rates == pytest.approx([0.01, 0.5, 1.0, 0.5, 0.0])
