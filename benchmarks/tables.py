@@ -120,7 +120,9 @@ def describe_setting(records: Iterable[Record]) -> str:
 
 def describe_plan(plan: Plan) -> str:
     """`W x K`, followed by N if not all nodes are verified."""
-    return f"{plan.width} x {plan.depth}" + ("" if plan.keeps_all_nodes else f", {plan.size} nodes")
+    shape = f"{plan.width} x {plan.depth}"
+    keeps_all = plan.size == 1 + plan.width * plan.depth
+    return shape if keeps_all else f"{shape}, {plan.size} nodes"
 
 
 def label(kind: str, plan: Any) -> str:

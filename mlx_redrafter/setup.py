@@ -77,8 +77,7 @@ def open_generation(
         grammar: constrains the text; it has already taken the answer's tokens so far.
         may_run_ahead, piece_ends: see `Decoder`.
     """
-    tokens = check_prompt(prompt)
-    check_tokens(tokens, pair.vocab_size)
+    tokens = check_tokens(check_prompt(prompt), pair.vocab_size)
     cache = prepare_cache(pair, options)
     seed = ranks.draw_seed() if options.seed is None else options.seed
     sampler = options.make_sampler(seed)

@@ -52,7 +52,7 @@ class GrammarSource(ContextSource):
         chance = 1.0
         cumulative = list[float]()
         while len(cumulative) < MAX_PROPOSAL:
-            following = following or grammar.find_forced()
+            following = following or grammar.compute_forced()
             if not following and matches.match:
                 following = [matches.next_token]
                 chance = chance * matches.rate(matches.match)

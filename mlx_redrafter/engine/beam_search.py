@@ -13,29 +13,25 @@ from .types import Beams
 BLOCK = 128
 
 State = Any
-"""The state of a draft: None before its first token, then a tree of arrays with a row for each
-hypothesis.
-
-Leaves that are not arrays, such as the depth, are shared by all rows.
+"""The state of a draft: None before its first token, then a tree of arrays whose first axis is the
+hypotheses. Other leaves, such as the depth, are shared by all hypotheses.
 """
 
 Advance = Callable[[mx.array, State], tuple[mx.array, State]]
-"""(tokens (W,), state or None) -> (logits (W, V) float32 of the next tokens, the state after
-`tokens`).
-"""
+"""(tokens (W,), state or None) -> (logits (W, V) float32 of the next tokens, state after them)."""
 
 Adjust = Callable[[mx.array, int, mx.array], mx.array]
-"""(logits (W, V), level 0..K-1, the hypotheses (W, 1 + level) int32 that they follow, the root
-first) -> logits.
+"""(logits (W, V), level 0..K-1, hypotheses (W, 1 + level) int32 that they follow) -> logits.
+
+Hypotheses begin with the root.
 """
 
 
 def top_w(values: mx.array, width: int) -> mx.array:
-    """(width,) int32 indices of the largest entries of `values` (M,), largest first, without
-    sorting M entries.
+    """(width,) int32 indices of the largest entries of `values` (M,), largest first.
 
-    The top W entries lie in the W blocks with the largest maxima: any other block has W blocks
-    above all of it. So only the block maxima and the entries of W blocks are sorted.
+    Only few of the M entries are sorted. The top W entries lie in the W blocks with the largest
+    maxima: any other block has W blocks above all of it.
     """
     if width == 1:
         return mx.argmax(values, axis=-1, keepdims=True).astype(mx.int32)
@@ -56,17 +52,15 @@ def top_w(values: mx.array, width: int) -> mx.array:
     return places[mx.argsort(-entries)[:width]].astype(mx.int32)
 
 
-def take_rows(state: State, rows: mx.array) -> State:
-    """The rows of a state for some hypotheses."""
-    return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, mx.array) else leaf, state)
+def take_hypotheses(state: State, which: mx.array) -> State:
+    """The state of some hypotheses."""
+    return tree_map(lambda leaf: leaf[which] if isinstance(leaf, mx.array) else leaf, state)
 
 
 def draft_chain(
     advance: Advance, token: mx.array, depth: int, *, adjust: Adjust | None = None
 ) -> mx.array:
-    """(depth,) int32: the likeliest token at each depth, as from a beam search of width 1, without
-    scores.
-    """
+    """(depth,) int32: the likeliest token at each depth, as from a beam search of width 1."""
     tokens = [token.reshape(1).astype(mx.int32)]
     state = None
     for level in range(depth):
@@ -115,6 +109,6 @@ def search(
         # the latter for a nearly certain child, and a drafter may overflow.
         total = mx.minimum(joint[best], total[parents])
         total = mx.where(mx.isnan(total), -mx.inf, total)
-        state = take_rows(state, parents)
+        state = take_hypotheses(state, parents)
         levels.append((tokens, parents, total))
     return Beams(*(mx.stack(list(column)) for column in zip(*levels, strict=True)))

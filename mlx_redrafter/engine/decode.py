@@ -57,7 +57,7 @@ class Round(NamedTuple):
         if not self.tokens:
             return []
         source: DraftSource = "context" if self.from_context else "drafter"
-        return [source] * (len(self.tokens) - 1) + [None]
+        return [*[source] * (len(self.tokens) - 1), None]
 
 
 Rounds = Generator[Round, None, None]
@@ -217,7 +217,7 @@ class Decoder:
         held = self.target.length
         if length <= held:  # also by 0 tokens, as the next one will differ
             self._call_drafter("rewind", held - length)
-        elif drafter is not None and drafter.reads_all and length > held:
+        elif drafter is not None and drafter.reads_all:
             token = mx.array([last_token])
             hidden = self.target.forward(token).hidden
             self._call_drafter("keep", Kept(token, hidden, None, 1, held))
@@ -249,8 +249,10 @@ class Decoder:
         self._draft = None
         self._ahead = None
         if self.target.has_room(2) and (self._drafter or self._context):
-            n_ahead = pending.plan.context if pending.draft and pending.plan else 0
-            forecast = self._context.forecast(1 + n_ahead) if self._context is not None else None
+            forecast = None
+            if self._context is not None:
+                n_ahead = pending.plan.context if pending.draft and pending.plan else 0
+                forecast = self._context.forecast(1 + n_ahead)
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
             drafts_now = self._drafter and not self._drafter.proposes_after_read
             if self._plan and self._plan.depth and drafts_now:
@@ -282,13 +284,11 @@ class Decoder:
                 logits = process_rows(processors, self._seen, list(paths), logits)
             return logits if draws is None else sampler.adjust(logits, draws, level)
 
+        given = adjust if processors or draws is not None else None
         in_level_order = bool(self._chooser.processors)
-        is_adjusted = processors or draws is not None
         try:
             with attend_by_row():
-                tree = drafter.propose(
-                    root, plan, adjust if is_adjusted else None, in_level_order=in_level_order
-                )
+                tree = drafter.propose(root, plan, given, in_level_order=in_level_order)
             self._draft = Draft(tree, draws)
             mx.async_eval(self._draft, drafter.state)
         except Exception as error:
@@ -373,17 +373,16 @@ class Decoder:
         verified = pending.draft is not None
         is_between_steps = self._n_ahead > 1 and self._ahead is not None
         is_alone = verified or is_between_steps or self._chooser.grammar is not None
-        self._planner.observe(
-            ObservedRound(
-                pending.plan,
-                len(made.tokens),
-                pending.length,
-                pending.replayed,
-                milliseconds if self._is_timed and is_alone else None,
-                verified=verified,
-                from_context=made.from_context,
-            )
+        observed = ObservedRound(
+            pending.plan,
+            len(made.tokens),
+            pending.length,
+            pending.replayed,
+            milliseconds if self._is_timed and is_alone else None,
+            verified=verified,
+            from_context=made.from_context,
         )
+        self._planner.observe(observed)
 
     def _enqueue(self, outcome: Outcome, more: Any) -> None:
         pending_arrays = self.target.list_pending_arrays()
@@ -399,10 +398,9 @@ class Decoder:
     def _call_drafter(
         self, method: Literal["read", "keep", "confirm", "rewind"], value: Any
     ) -> None:
-        if self._drafter is None:
-            return
         try:
-            getattr(self._drafter, method)(value)
+            if self._drafter is not None:
+                getattr(self._drafter, method)(value)
         except Exception as error:
             self._drop_drafter(error)
 

@@ -1,5 +1,6 @@
-"""Grammars: finds the tokens allowed after each node of a tree, on the host while the model
-computes the logits.
+"""Masks tokens that a grammar does not allow after each node of a tree.
+
+This happens on the host while the model computes the logits.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ class Grammar(Protocol):
         After an end-of-text token, any is allowed.
         """
 
-    def find_mask(self) -> NDArray[np.bool_] | None:
+    def compute_mask(self) -> NDArray[np.bool_] | None:
         """(V,) whether each token may come next; None if all may."""
 
-    def find_forced(self) -> list[int]:
+    def compute_forced(self) -> list[int]:
         """The tokens that must come next; [] if there is a choice."""
 
 
 def mask_root(grammar: Grammar, logits: mx.array) -> mx.array:
     """Logits (1, V) after the text, set to minus infinity for tokens that are not allowed."""
     mx.async_eval(logits)
-    mask = grammar.find_mask()
+    mask = grammar.compute_mask()
     return logits if mask is None else mx.where(mx.array(mask), logits, -mx.inf)
 
 
 def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array, Tree]:
-    """(logits (N, V) set to minus infinity for tokens not allowed after each node, the tree for
-    `accept`).
+    """(masked logits (N, V), the tree for `accept`).
 
-    In that tree, -1 replaces each token that is not allowed, or after which the grammar fails. If
-    the text reaches such a token, the next round raises the same error as plain decoding.
+    Logits of tokens that are not allowed after a node become minus infinity. In the tree, -1
+    replaces each token that is not allowed, or after which the grammar fails. If the text reaches
+    such a token, the next round raises the same error as plain decoding.
 
     Args:
         grammar: its state after the root.
@@ -60,24 +61,25 @@ def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array,
     mx.async_eval(logits)
     tokens = cast(list[int], tree.tokens.tolist())
     parents = cast(list[int], tree.parents.tolist())
-    masks = [grammar.find_mask()]
+    masks = [grammar.compute_mask()]
     reached = [cast(Grammar | None, grammar)]
-    for node in range(1, len(tokens)):
-        above = reached[parents[node]]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        above = reached[parent]
+        fork = None if above is None else above.fork()
         mask = None
         after = None
-        if above is not None and (fork := above.fork()).take(tokens[node]):
+        if fork is not None and fork.take(token):
             with suppress(Exception):
-                mask = fork.find_mask()
+                mask = fork.compute_mask()
                 after = fork
         masks.append(mask)
         reached.append(after)
+
     if not all(reached):
         kept = [token if after else -1 for token, after in zip(tokens, reached, strict=True)]
         tree = tree._replace(tokens=mx.array(kept, mx.int32))
     if any(mask is not None for mask in masks):
-        allowed = np.stack(
-            [np.ones(logits.shape[1], bool) if mask is None else mask for mask in masks]
-        )
+        everything = np.ones(logits.shape[1], bool)
+        allowed = np.stack([everything if mask is None else mask for mask in masks])
         logits = mx.where(mx.array(allowed), logits, -mx.inf)
     return logits, tree

@@ -1,4 +1,4 @@
-"""Operations on a model's KV cache: keep a round's accepted rows and drop the others, or roll back."""
+"""Keeps a round's accepted rows of a model's KV cache and drops the others, or rolls it back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from mlx_lm.models.cache import (
 )
 
 Cache = list[Any]
-"""As returned by mlx-lm's `make_prompt_cache`: for each layer a cache, or a `CacheList` of several.
-"""
+"""From mlx-lm's `make_prompt_cache`: for each layer a cache, or a `CacheList` of several."""
 
 TRIMMABLE = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, RotatingKVCache)
 """Caches whose last rows can be dropped.
@@ -85,9 +84,7 @@ def snapshot(cache: Cache) -> list[dict[str, Any]]:
 
 
 def snapshot_rows(cache: Cache) -> list[dict[str, Any]]:
-    """`snapshot` with copies of rotating caches, as a forward of one row overwrites their oldest
-    row.
-    """
+    """`snapshot` with copies of rotating caches: a forward of one row overwrites the oldest row."""
     states = snapshot(cache)
     for c, state in zip(leaves(cache), states, strict=True):
         if isinstance(c, RotatingKVCache) and c.keys is not None and c.values is not None:
@@ -110,8 +107,7 @@ def _copy(tree: Any) -> Any:
 
 
 def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
-    """Of the `count` rows that the last forward wrote, keeps those of `path`, in that order, and
-    drops the others::
+    """Keeps the rows of `path`, in that order, of the `count` rows that the last forward wrote::
 
         prefix . . .   the  cat  dog  sat  ran        path = [0, 1, 4]
         prefix . . .   the  cat  ran
@@ -127,20 +123,17 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
     for c in leaves(cache):
         if c.keys is None:
             continue  # a layer without a cache
-        exact = isinstance(
-            c, (RotatingKVCache, ConcatenateKVCache)
-        )  # their arrays have no spare rows
-        first = (
-            c.keys.shape[-2] - count
-            if exact
-            else c.offset - getattr(c, "start_position", 0) - count
-        )
+        has_spare_rows = not isinstance(c, (RotatingKVCache, ConcatenateKVCache))
+        if has_spare_rows:
+            first = c.offset - getattr(c, "start_position", 0) - count
+        else:
+            first = c.keys.shape[-2] - count
         end = first + len(path)
         if in_place < len(path):
             rows = mx.array([first + node for node in path[in_place:]])
             for x in (*_arrays(c.keys), *_arrays(c.values)):
                 x[..., first + in_place : end, :] = mx.take(x, rows, axis=-2)
-        if exact:
+        if not has_spare_rows:
             c.keys = c.keys[..., :end, :]
             c.values = c.values[..., :end, :]
         if isinstance(c, RotatingKVCache):

@@ -18,10 +18,7 @@ from .supported_models import CHAINS, LENGTH_BOUND, NO_RINGS, REFUSED, REPLAYED,
 from .tree_attention import Nodes, build_with_nodes
 
 ROPE_MARGIN = 256
-"""Margin in tokens: some dynamic ropes take the number of heads plus the offset for the length of
-the text.
-"""
-
+"""Margin in tokens: some dynamic ropes take the number of heads plus the offset for the length."""
 
 N_FIRST = 4
 """How many first rows mlx-lm's rings keep."""
@@ -42,30 +39,26 @@ def make_cache(model: nn.Module, max_kv_size: int | None = None) -> kv_cache.Cac
 
 
 def explain_rings(model: nn.Module, cache: kv_cache.Cache, max_kv_size: int) -> str | None:
-    """What `max_kv_size` does to a prompt cache, if that differs from mlx-lm or is nothing.
-
-    Otherwise None.
-    """
+    """What `max_kv_size` does to a prompt cache if that is not what mlx-lm does; otherwise None."""
     name = get_module_name(model)
     types = ", ".join(kv_cache.list_unknown_types(cache, ()))
+    rings = f"of {max_kv_size} rows"
     if not kv_cache.has_size(cache, max_kv_size):
-        return f"max_kv_size is ignored: the prompt cache of {name} ({types}) has no ring of {max_kv_size} rows"
+        where = f"the prompt cache of {name} ({types})"
+        return f"max_kv_size is ignored: {where} has no ring {rings}"
     if hasattr(model, "make_cache"):
-        return f"max_kv_size, which mlx-lm ignores for {name}, makes rings of {max_kv_size} rows for full attention"
+        what = f"max_kv_size, which mlx-lm ignores for {name},"
+        return f"{what} makes rings {rings} for full attention"
     return None
 
 
 def get_exact_length(model: nn.Module) -> int | None:
-    """The text length up to which several rows in one forward equal the same rows one by one; None
-    for no limit.
+    """The length up to which several rows in one forward equal the same rows one by one, or None.
 
     Beyond the limit, dynamic ropes rotate all tokens of a forward by the length at its end.
     """
-    ropes = (
-        module
-        for _, module in model.named_modules()
-        if type(module).__name__ == "DynamicNTKScalingRoPE"
-    )
+    modules = model.modules()
+    ropes = [each for each in modules if type(each).__name__ == "DynamicNTKScalingRoPE"]
     return min((rope.max_position_embeddings - ROPE_MARGIN for rope in ropes), default=None)
 
 
@@ -97,8 +90,7 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
 def check_draftable(
     model: nn.Module, *, tree: bool, states: Sequence[StateName] = (AFTER_NORM,)
 ) -> str | None:
-    """Refuses a model for which a drafter cannot draft; returns why it verifies chains only, or
-    None.
+    """Why a model verifies chains only, or None; refuses one for which a drafter cannot draft.
 
     Args:
         tree: whether trees are wanted; if not, None is returned.
@@ -110,10 +102,7 @@ def check_draftable(
 
 
 def explain_chains(model: nn.Module) -> str | None:
-    """Why a model verifies chains only;
-
-    None if it verifies trees. It must have passed `check_verifiable`.
-    """
+    """Why a model that passed `check_verifiable` verifies chains only; None if it takes trees."""
     name = get_module_name(model)
     if reason := CHAINS.get(name):
         return reason
@@ -124,20 +113,16 @@ def explain_chains(model: nn.Module) -> str | None:
         return f"its cache ({', '.join(states)}) takes tokens one after the other"
     if name not in TREES:
         return "trees are not tested for it"
-    nodes = Nodes(
-        0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, is_tree=True
-    )
+    ancestors = mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0
+    nodes = Nodes(0, mx.array([0, 1, 1]), ancestors, is_tree=True)
+    tokens = mx.zeros((1, 3), mx.int32)
     try:
-        built = build_with_nodes(
-            cache, nodes, lambda views: model(mx.zeros((1, 3), mx.int32), cache=views)
-        )
+        built = build_with_nodes(cache, nodes, lambda views: model(tokens, cache=views))
     except Exception as error:
         return f"it does not take one position for each node: {join_lines(error)}"
     if not built.masks and "mask" not in built.calls:
         return "its mask does not come from its cache"
-    if any(view.offsets_read for view in kv_cache.leaves(built.views)) and not {
-        "rope",
-        "arange",
-    } & set(built.calls):
+    reads_offsets = any(view.offsets_read for view in kv_cache.leaves(built.views))
+    if reads_offsets and not {"rope", "arange"} & set(built.calls):
         return "its positions do not come from its cache"
     return None

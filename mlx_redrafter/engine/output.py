@@ -70,22 +70,20 @@ class Output:
         Returns:
             The round with these tokens only.
         """
-        room = len(made.tokens)
+        size = len(made.tokens)
         if self._max_tokens >= 0:
-            room = self._max_tokens - len(self.tokens)
-        size = len(made.tokens[:room])
-        for count, token in enumerate(made.tokens[:room], 1):
+            size = min(size, self._max_tokens - len(self.tokens))
+        for count, token in enumerate(made.tokens[:size], 1):
             if token in self._end_tokens:
                 size = count
                 break
-        cut = made._replace(
-            tokens=made.tokens[:size], logprobs=made.logprobs[:size], path=made.path[:size]
-        )
+        tokens = made.tokens[:size]
+        cut = made._replace(tokens=tokens, logprobs=made.logprobs[:size], path=made.path[:size])
 
         self._stats_before = self.stats
         self._last = cut
-        self.tokens += cut.tokens
-        if cut.tokens[-1] in self._end_tokens:
+        self.tokens += tokens
+        if tokens[-1] in self._end_tokens:
             self.finish_reason = "stop"
         elif len(self.tokens) == self._max_tokens:
             self.finish_reason = "length"
@@ -98,12 +96,13 @@ class Output:
 
     def get_stats_up_to(self, count: int) -> Stats:
         """The statistics if the last round had ended after its first `count` tokens."""
-        last = self._last
-        if len(self.tokens) == len(last.tokens):  # it made the first token, or there is none
-            return self._stats_before
-        return self._stats_before.add_round(
-            last.plan, count - 1, last.replayed, from_context=last.from_context
-        )
+        plan = self._last.plan
+        replayed = self._last.replayed
+        from_context = self._last.from_context
+        before = self._stats_before
+        if len(self.tokens) == len(self._last.tokens):  # it made the first token, or there is none
+            return before
+        return before.add_round(plan, count - 1, replayed, from_context=from_context)
 
 
 class Generation(Iterator[DecodedToken]):
@@ -161,29 +160,23 @@ class Generation(Iterator[DecodedToken]):
         return self._decoder.target.length
 
     def __next__(self) -> DecodedToken:
-        try:
-            while not self._following:
+        while not self._following:
+            try:
                 made = self.next_round()
-                if made is None:
-                    break
-                self._following.extend(self._list_tokens(made))
-        except BaseException:
-            self._keeps_cache = False  # its contents are undefined
-            raise
-        if not self._following:
-            self.close()
-            raise StopIteration
+            except BaseException:
+                self._keeps_cache = False  # its contents are undefined
+                raise
+            if made is None:
+                self.close()
+                raise StopIteration
+            columns = zip(made.tokens, made.logprobs, made.draft_sources, strict=True)
+            for count, column in enumerate(columns, 1):
+                self._following.append(DecodedToken(*column, self.output.get_stats_up_to(count)))
+
         following = self._following.popleft()
         self._length_taken += 1
         self._last_taken = following.token
         return following
-
-    def _list_tokens(self, made: Round) -> list[DecodedToken]:
-        columns = zip(made.tokens, made.logprobs, made.draft_sources, strict=True)
-        return [
-            DecodedToken(token, logprobs, source, self.output.get_stats_up_to(count))
-            for count, (token, logprobs, source) in enumerate(columns, 1)
-        ]
 
     def next_round(self) -> Round | None:
         """Decodes a round, or a piece of the prompt, which is an empty round; None at the end."""
@@ -206,14 +199,11 @@ class Generation(Iterator[DecodedToken]):
         with on_stream():
             self._decoder.finish(length, last_token)
 
-    def _finish_taken(self) -> None:
-        if self._keeps_cache and self._last_taken is not None:
-            self._keeps_cache = False
-            self.finish(self._length_taken, self._last_taken)
-
     def close(self) -> None:
         """Ends decoding. It also ends the planner's observation of the text."""
         try:
-            self._finish_taken()
+            if self._keeps_cache and self._last_taken is not None:
+                self._keeps_cache = False
+                self.finish(self._length_taken, self._last_taken)
         finally:
             self._rounds.close()

@@ -43,11 +43,6 @@ class Plan(NamedTuple):
         return self[:3]
 
     @property
-    def keeps_all_nodes(self) -> bool:
-        """Whether every node of the drafter's tree is verified."""
-        return self.size == 1 + self.width * self.depth
-
-    @property
     def rows(self) -> int:
         """Nodes in the forward: the root, and those of the drafter and the context."""
         return self.size + self.context
@@ -93,7 +88,6 @@ def make_plan(
         raise RedrafterError(f"beam_width * draft_depth must be at most {MAX_NODES}, got {nodes}")
     size = 1 + nodes if tree_size is None else tree_size
     if not 2 <= size <= 1 + nodes:
-        raise RedrafterError(
-            f"tree_size counts the root and must be from 2 to 1 + beam_width * draft_depth = {1 + nodes}, got {size}"
-        )
+        bounds = f"from 2 to 1 + beam_width * draft_depth = {1 + nodes}"
+        raise RedrafterError(f"tree_size counts the root and must be {bounds}, got {size}")
     return chain_plan(size - 1) if beam_width == 1 else Plan(beam_width, draft_depth, size)

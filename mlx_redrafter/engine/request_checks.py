@@ -17,31 +17,29 @@ from .target import KVQuantization
 
 
 def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
-    """The prompt as (T,) int32. Refuses an empty one, and anything but one sequence of integers."""
+    """The prompt as (T,) integers. Refuses an empty one, and anything else."""
     expected = "the prompt must be one sequence of token ids"
     if not isinstance(prompt, mx.array):
         if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable):
             raise RedrafterError(f"{expected}, got {type(prompt).__name__} {prompt!r}")
         try:
-            ids = np.array(list(prompt))
-            prompt = mx.array(ids.astype(np.int64) if ids.dtype.kind in "iu" else ids)
+            tokens = np.array(list(prompt))
+            prompt = mx.array(tokens.astype(np.int64) if tokens.dtype.kind in "iu" else tokens)
         except (ValueError, TypeError, RuntimeError):  # RuntimeError: an array of strings
             raise RedrafterError(f"{expected}, got {prompt!r:.100}") from None
     if prompt.size == 0:
         raise RedrafterError("the prompt is empty: expected at least one token")
     if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
         raise RedrafterError(f"{expected}, got shape {prompt.shape} of {prompt.dtype}")
-    for extreme in (cast(int, prompt.min().item()), cast(int, prompt.max().item())):
-        if not -(2**31) < extreme < 2**31:
-            raise RedrafterError(f"{expected}, got {extreme}")
-    return prompt.astype(mx.int32)
+    return prompt
 
 
-def check_tokens(tokens: mx.array, vocab_size: int) -> None:
-    """Refuses token ids (T,) outside the vocabulary."""
+def check_tokens(tokens: mx.array, vocab_size: int) -> mx.array:
+    """Token ids (T,) as int32. Refuses those outside the vocabulary."""
     for extreme in (cast(int, tokens.min().item()), cast(int, tokens.max().item())):
         if not 0 <= extreme < vocab_size:
             raise RedrafterError(f"token ids must be from 0 to {vocab_size - 1}, got {extreme}")
+    return tokens.astype(mx.int32)
 
 
 def check_cache(
@@ -50,8 +48,9 @@ def check_cache(
     quantization: KVQuantization,
     max_kv_size: int | None = None,
 ) -> None:
-    """Refuses a cache that would fail or give wrong tokens later: another model's, or one that
-    cannot be quantized.
+    """Refuses a cache that would fail or give wrong tokens later.
+
+    This is another model's, or one that cannot be quantized.
 
     Args:
         cache: the caller's prompt cache; None for a new one.
@@ -68,16 +67,15 @@ def check_cache(
     if cache is not None:
         _check_layers(cache, own, quantization)
     if quantization.bits is not None:
+        group_size = quantization.group_size
         model(mx.zeros((1, 1), mx.int32), cache=own)  # built, never computed
         for c in own:
-            arrays = (getattr(c, "keys", None), getattr(c, "values", None))
-            sizes = [x.shape[-1] for x in arrays if isinstance(x, mx.array)]
-            if hasattr(c, "to_quantized") and (
-                odd := [size for size in sizes if size % quantization.group_size]
-            ):
-                raise RedrafterError(
-                    f"kv_group_size must divide the head size {odd[0]}, got {quantization.group_size}"
-                )
+            for array in (getattr(c, "keys", None), getattr(c, "values", None)):
+                if not hasattr(c, "to_quantized") or not isinstance(array, mx.array):
+                    continue
+                if array.shape[-1] % group_size:
+                    head_size = f"the head size {array.shape[-1]}"
+                    raise RedrafterError(f"kv_group_size must divide {head_size}, got {group_size}")
 
 
 def _check_layers(cache: kv_cache.Cache, own: kv_cache.Cache, quantization: KVQuantization) -> None:
@@ -85,21 +83,16 @@ def _check_layers(cache: kv_cache.Cache, own: kv_cache.Cache, quantization: KVQu
         raise RedrafterError(
             f"the prompt cache must have {len(own)} layers like the model, got {len(cache)}"
         )
-    if odd := [c for c in cache if not hasattr(c, "update_and_fetch") and not hasattr(c, "state")]:
-        raise RedrafterError(
-            f"the prompt cache must hold an mlx-lm cache for each layer, got {type(odd[0]).__name__}"
-        )
     types = tuple({type(c) for c in kv_cache.leaves(own)})
-    if unknown := kv_cache.list_unknown_types(cache, (*kv_cache.KNOWN, *types)):
+    unknown = kv_cache.list_unknown_types(cache, (*kv_cache.KNOWN, *types))
+    if unknown:
         raise RedrafterError(
             f"the prompt cache must consist of mlx-lm's caches, got {', '.join(unknown)}"
         )
-    asked = (quantization.bits, quantization.group_size)
+    bits, group_size, _ = quantization
     for c in kv_cache.leaves(cache):
-        if (
-            isinstance(c, QuantizedKVCache)
-            and asked[0] is not None
-            and asked != (c.bits, c.group_size)
-        ):
-            what = f"the prompt cache is quantized with kv_bits {c.bits} and kv_group_size {c.group_size}"
-            raise RedrafterError("{}, got {} and {}".format(what, *asked))
+        if not isinstance(c, QuantizedKVCache) or bits is None:
+            continue
+        if (bits, group_size) != (c.bits, c.group_size):
+            what = f"quantized with kv_bits {c.bits} and kv_group_size {c.group_size}"
+            raise RedrafterError(f"the prompt cache is {what}, got {bits} and {group_size}")

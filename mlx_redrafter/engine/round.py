@@ -1,5 +1,6 @@
-"""One round of speculative decoding: verify a draft, accept a path. Everything is enqueued; only
-`Outcome.read` waits.
+"""One round of speculative decoding: verify a draft, accept a path.
+
+Everything is enqueued; only `Outcome.read` waits::
 
     root --propose--> tree --verify--> logits --choose--> tokens --accept--> path --> next root
 
@@ -56,10 +57,9 @@ class Outcome(NamedTuple):
     kept: Kept
 
     def read(self) -> tuple[list[int], list[int]]:
-        """(the accepted path, the token chosen after each node on it). This is the round's one host
-        read, and waits.
+        """(the accepted path, the token chosen after each node on it).
 
-        The path of a plain step is [0].
+        This is the round's one host read, and waits. The path of a plain step is [0].
         """
         packed = cast(list[int], self.packed.tolist())
         if len(packed) == 1:
@@ -104,33 +104,31 @@ def verify(
     position = target.length
     allowed = tree
     if chooser.grammar is not None:
-        mx.async_eval(
-            tree.tokens, tree.parents
-        )  # reading these waits only for the draft, not for the forward
+        # Reading these waits only for the draft, not for the forward.
+        mx.async_eval(tree.tokens, tree.parents)
     logits, hidden = target.verify(tree, is_tree=plan.is_tree)
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)
     if chooser.grammar is not None:
         logits, allowed = mask_tree(chooser.grammar, logits, tree)
+
     draws = draft.draws
-    if (missing := depth + 1 - (0 if draws is None else plan.depth + 1)) > 0:
-        more = chooser.sampler.draw(
-            mx.array(position + 2 + depth - missing), missing, logits.shape[-1]
-        )
-        draws = more if draws is None or more is None else Draws(*map(_append, draws, more))
+    missing = depth + 1 if draws is None else depth - plan.depth
+    if missing > 0:
+        first = mx.array(position + 2 + depth - missing)
+        draws = _append(draws, chooser.sampler.draw(first, missing, logits.shape[-1]))
     logprobs = log_softmax(logits)
     chosen = chooser.sampler.choose(logprobs, draws, tree.depths).astype(mx.int32)
-    n_accepted, path = (
-        accept(allowed, chosen, depth, limit)
-        if plan.is_tree
-        else accept_chain(allowed, chosen, limit)
-    )
+
+    if plan.is_tree:
+        n_accepted, path = accept(allowed, chosen, depth, limit)
+    else:
+        n_accepted, path = accept_chain(allowed, chosen, limit)
     on_path = chosen[path]
     packed = mx.concatenate([n_accepted.reshape(1), path, on_path])
-    rows = list(mx.split(logprobs[path].reshape(-1), depth + 1))
-    return Outcome(
-        packed, rows, on_path[-1], Kept(tree.tokens, hidden, path, n_accepted + 1, position)
-    )
+    choices = list(mx.split(logprobs[path].reshape(-1), depth + 1))
+    kept = Kept(tree.tokens, hidden, path, n_accepted + 1, position)
+    return Outcome(packed, choices, on_path[-1], kept)
 
 
 def step(
@@ -156,7 +154,8 @@ def step(
     logprobs = log_softmax(logits)
     draws = chooser.sampler.draw(mx.array(position + 1), 1, logprobs.shape[-1])
     chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
-    return Outcome(chosen, [logprobs[0]], chosen[0], Kept(token, hidden, None, 1, position))
+    kept = Kept(token, hidden, None, 1, position)
+    return Outcome(chosen, [logprobs[0]], chosen[0], kept)
 
 
 def log_softmax(logits: mx.array) -> mx.array:
@@ -169,8 +168,10 @@ def extend(history: mx.array | None, tokens: mx.array) -> mx.array:
     return tokens if history is None else mx.concatenate([history, tokens])
 
 
-def _append(first: mx.array, second: mx.array) -> mx.array:
-    return mx.concatenate([first, second])
+def _append(draws: Draws | None, more: Draws | None) -> Draws | None:
+    if draws is None or more is None:
+        return more
+    return Draws(*(mx.concatenate(list(each)) for each in zip(draws, more, strict=True)))
 
 
 def process_rows(
@@ -198,9 +199,8 @@ def _process(processors: tuple[Processor, ...], history: mx.array, row: mx.array
         row = processor(history, row)
         if not isinstance(row, mx.array) or row.shape != shape:
             got = f"shape {row.shape}" if isinstance(row, mx.array) else type(row).__name__
-            raise RedrafterError(
-                f"a logits processor must return logits of shape {shape}, as it was given, got {got}"
-            )
+            expected = f"logits of shape {shape}, as it was given"
+            raise RedrafterError(f"a logits processor must return {expected}, got {got}")
     return row
 
 
@@ -212,9 +212,8 @@ def _process_nodes(
     plan: Plan,
 ) -> mx.array:
     """Logits (N, V) after the processors; a node's history ends with the tokens on its path."""
-    ancestors_first = mx.argsort(
-        mx.where(tree.ancestors, tree.depths[None], plan.max_depth + 1), axis=1
-    )
+    order = mx.where(tree.ancestors, tree.depths[None], plan.max_depth + 1)
+    ancestors_first = mx.argsort(order, axis=1)
     paths = []
     for node in range(plan.rows):
         depth = 0 if node == 0 else (node - 1) // plan.width + 1

@@ -17,10 +17,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 from ..errors import RedrafterError
 
 MIN_TOP_P = 1e-30
-"""The smallest top-p; it keeps only the likeliest token.
-
-Far below, mlx-lm's filter would keep none.
-"""
+"""The smallest top-p; it keeps only the likeliest token. Far below, mlx-lm's would keep none."""
 
 
 class Draws(NamedTuple):
@@ -42,41 +39,36 @@ class Sampler:
         """Checks the options against a vocabulary size."""
 
     def draw(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
-        """The noise of positions `position` ..
-
-        `position + count - 1`; None without shared noise.
-        """
+        """The noise of `count` positions from `position` on; None without shared noise."""
         return None
 
-    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """(N,) integer tokens, from logprobs (N, V) and each node's row (N,) of `draws`."""
+    def choose(self, logprobs: mx.array, draws: Draws | None, indices: mx.array) -> mx.array:
+        """(N,) integer tokens, from logprobs (N, V) and each node's index (N,) in `draws`."""
         return mx.argmax(logprobs, axis=-1)
 
-    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """The drafter's logits (W, V), changed so that they rank as this sampler would choose with
-        noise `row`.
-        """
+    def adjust(self, logits: mx.array, draws: Draws, index: int) -> mx.array:
+        """The drafter's logits (W, V), ranked as this sampler would choose with noise `index`."""
         return logits
 
 
 class PerNode(Sampler):
     """A user's own mlx-lm sampler, called once for each node with a (1, V) array.
 
-    Exact in distribution if the sampler is a function of that row and its own randomness.
+    Exact in distribution if the sampler is a function of that array and its own randomness.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
         self._sampler = sampler
 
-    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        return mx.concatenate(
-            [self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])]
-        )
+    def choose(self, logprobs: mx.array, draws: Draws | None, indices: mx.array) -> mx.array:
+        nodes = mx.split(logprobs, logprobs.shape[0])
+        return mx.concatenate([self._sampler(node).reshape(1) for node in nodes])
 
 
 class PositionSampler(Sampler):
-    """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed,
-    position).
+    """Temperature sampling with mlx-lm's filters, in mlx-lm's order.
+
+    Noise is keyed by (seed, position).
     """
 
     def __init__(
@@ -101,22 +93,24 @@ class PositionSampler(Sampler):
         if min_p:
             self._filters.append(lambda x, coin: apply_min_p(x, min_p, min_tokens_to_keep))
         if xtc_probability > 0:
-            # The coin decides, so mlx-lm's XTC is called with probability 1. (It still draws from
-            # mx.random.)
-            self._filters.append(
-                lambda x, coin: mx.where(
-                    coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, special)
-                )
-            )
+
+            def filter_xtc(x: mx.array, coin: mx.array) -> mx.array:
+                # The coin decides, so mlx-lm's XTC is called with probability 1. (It still draws
+                # from mx.random.)
+                filtered = apply_xtc(x, 1.0, xtc_threshold, special)
+                return mx.where(coin > xtc_probability, x, filtered)
+
+            self._filters.append(filter_xtc)
         if top_k > 0:
             self._filters.append(lambda x, coin: apply_top_k(x, top_k))
 
     def check(self, vocab_size: int) -> None:
         for name, value in self._limits.items():
             if value > vocab_size:
-                below, got = (" below", value - 1) if name == "top_k" else (" at most", value)
+                bound = "below" if name == "top_k" else "at most"
+                got = value - 1 if name == "top_k" else value
                 raise RedrafterError(
-                    f"{name} must be{below} the vocabulary's {vocab_size}, got {got}"
+                    f"{name} must be {bound} the vocabulary's {vocab_size}, got {got}"
                 )
         if odd := [token for token in self._special if not 0 <= token < vocab_size]:
             raise RedrafterError(
@@ -130,21 +124,20 @@ class PositionSampler(Sampler):
         """
         low, high = self._words
         positions = position.astype(mx.uint32) + mx.arange(count, dtype=mx.uint32)
-        keys = mx.stack(
-            [mx.full((count,), low, mx.uint32), positions + mx.array(high, mx.uint32)], axis=1
-        )
+        words = [mx.full((count,), low, mx.uint32), positions + mx.array(high, mx.uint32)]
+        keys = mx.stack(words, axis=1)
         noise = mx.vmap(lambda key: mx.random.uniform(1e-20, 1.0, (vocab_size + 1,), key=key))(keys)
         return Draws(-mx.log(-mx.log(noise[:, 1:])), noise[:, :1])
 
-    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+    def choose(self, logprobs: mx.array, draws: Draws | None, indices: mx.array) -> mx.array:
         assert draws is not None
-        scaled = self._filter_and_scale(logprobs.astype(mx.float32), draws.coin[rows])
-        return mx.argmax(scaled + draws.gumbel[rows], axis=-1)
+        scaled = self._filter_and_scale(logprobs.astype(mx.float32), draws.coin[indices])
+        return mx.argmax(scaled + draws.gumbel[indices], axis=-1)
 
-    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+    def adjust(self, logits: mx.array, draws: Draws, index: int) -> mx.array:
         if self._filters:  # they need log-probabilities, ranking alone does not
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return self._filter_and_scale(logits, draws.coin[row]) + draws.gumbel[row]
+        return self._filter_and_scale(logits, draws.coin[index]) + draws.gumbel[index]
 
     def _filter_and_scale(self, logprobs: mx.array, coin: mx.array) -> mx.array:
         for keep in self._filters:

@@ -9,8 +9,8 @@ each piece of the prompt, `read`, `keep` for the prompt's last token, and then i
     keep        the positions of the round's forward that stay, as arrays: enqueued, not read
 
 Positions that it has not seen, such as a prompt prefix from another text's cache, lower acceptance
-but never change the
-output: no token depends on a guess. Only the tree's shape must be right, see `propose`.
+but never change the output: no token depends on a guess. Only the tree's shape must be right, see
+`propose`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from .types import Kept, Tree
 
 
 class Forecast(NamedTuple):
-    """The expected proposal of a source that proposes after the read, following the tokens that are
-    being computed.
+    """What a source that proposes after the read is expected to propose.
 
     Attributes:
-        chance: the probability that those tokens are the ones it expects; otherwise it has no
-            proposal.
+        chance: the probability that the tokens being computed are the ones it expects; otherwise
+            it has no proposal.
         cumulative_acceptance: for 1, 2, ... tokens of the proposal, the probability that all of
             them are right.
     """
@@ -64,15 +63,13 @@ class Source:
     prefill_step_size: int = 2048
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Called with the whole text before the first decoded token: the prompt, and everything
-        before it.
-        """
+        """Called with the whole text before the first decoded token: history and prompt."""
 
     def keep(self, kept: Kept) -> None:
         """Called when a round's forward is enqueued.
 
         With `reads_all` it is also called for the prompt's forwards, and for plain steps while
-        drafting is paused. As no draft may follow, implementations should read rows only when
+        drafting is paused. As no draft may follow, implementations should read states only when
         needed, or many at once.
         """
 
@@ -80,10 +77,7 @@ class Source:
         """Called after a host read, with a round's tokens or the first token after the prompt."""
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """The expected proposal after `ahead` more tokens;
-
-        None for none, or if it is made before the read.
-        """
+        """The expected proposal after `ahead` more tokens; None if it proposes before the read."""
         return None
 
     def propose(
@@ -115,10 +109,7 @@ class Source:
         """
 
     def fork(self) -> Self:
-        """A copy for a copy of the text.
-
-        The two must not share anything that is changed in place.
-        """
+        """A copy for a copy of the text; the two share nothing that is changed in place."""
         return copy.copy(self)
 
     @property

@@ -88,12 +88,10 @@ class Target:
         self.length = kv_cache.length(self.cache)
         self._row_counts = row_counts
         self.limit = get_exact_length(model)
-        if (
-            row_counts is not None
-        ):  # a ring that is full has its rows in another order after several at once
-            self.limit = min(
-                filter(None, (self.limit, kv_cache.get_ring_size(self.cache))), default=None
-            )
+        if row_counts is not None:
+            # A ring that is full has its rows in another order after several at once.
+            limits = (self.limit, kv_cache.get_ring_size(self.cache))
+            self.limit = min(filter(None, limits), default=None)
         self._trimmable = not kv_cache.list_unknown_types(self.cache, kv_cache.TRIMMABLE)
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = kv_cache.keeps_first_rows(self.cache)
@@ -116,7 +114,8 @@ class Target:
         """Whether `count` rows in one forward equal the same rows one by one."""
         if self._row_counts is not None and count > self._row_counts[-1]:
             return False
-        return self.limit is None or self.length + count + self._count_padding(count) <= self.limit
+        end = self.length + count + self._count_padding(count)
+        return self.limit is None or end <= self.limit
 
     def forward(self, tokens: mx.array, *, want_hidden: bool = True) -> Forward:
         """Runs the model on `tokens` (T,) after the text, and keeps all rows.
@@ -157,10 +156,8 @@ class Target:
         self._path_tokens = []
         self._has_run = True
         if self._replay:  # on caches that cannot be trimmed every tree is a chain
-            tree = chain(
-                mx.array(self._replay[0]),
-                mx.concatenate([mx.array(self._replay[1:], mx.int32), tree.tokens]),
-            )
+            replay = mx.array(self._replay, mx.int32)
+            tree = chain(replay[0], mx.concatenate([replay[1:], tree.tokens]))
         if not is_tree and (self._row_counts is not None or not self._has_ring):
             self._rows += self._count_padding(count)
             return self._run(tree.tokens, self.cache, count, is_chain=True)
@@ -187,9 +184,8 @@ class Target:
             self._compare_ranks(tokens)
         end = tokens.shape[0]
         rows = slice(end - count, end)
-        if (
-            n_padding := self._count_padding(count) if is_chain else 0
-        ):  # equal rows select the same experts
+        n_padding = self._count_padding(count) if is_chain else 0
+        if n_padding:  # equal rows select the same experts
             tokens = mx.concatenate([tokens, mx.repeat(tokens[-1:], n_padding)])
         by_row = is_chain and (self._row_counts is not None or mx.cuda.is_available())
 
@@ -200,30 +196,22 @@ class Target:
 
         if not (want_hidden and self._capture_points):
             return Forward(call()[0, rows], {})
-        logits, found = capture(list(self._capture_points.values()), call)
-        states = {
-            name: calls[-1][0, rows]
-            for name, calls in zip(self._capture_points, found, strict=True)
-        }
-        return Forward(logits[0, rows], states)
+        logits, captured = capture(list(self._capture_points.values()), call)
+        named = zip(self._capture_points, captured, strict=True)
+        return Forward(logits[0, rows], {name: calls[-1][0, rows] for name, calls in named})
 
     def _count_padding(self, count: int) -> int:
         """How many rows are added to a chain of `count` rows."""
-        return (
-            0
-            if self._row_counts is None
-            else next(each for each in self._row_counts if each >= count) - count
-        )
+        if self._row_counts is None:
+            return 0
+        return next(each for each in self._row_counts if each >= count) - count
 
     def _compare_ranks(self, tokens: mx.array) -> None:
         """Raises a RedrafterError if ranks read different tokens, or texts of different lengths."""
-        places = [
-            f"{ids} at length {length}"
-            for length, ids in ranks.gather([self.length, tokens.tolist()])
-        ]
-        for rank, place in enumerate(places):
-            if place != places[0]:
-                both = f"rank 0 reads {places[0]}, rank {rank} reads {place}"
+        read = ranks.gather(f"{tokens.tolist()} at length {self.length}")
+        for rank, own in enumerate(read):
+            if own != read[0]:
+                both = f"rank 0 reads {read[0]}, rank {rank} reads {own}"
                 raise RedrafterError(f"the ranks decode different texts: {both}")
 
     def keep_path(self, path: list[int], tokens: list[int]) -> None:
@@ -279,15 +267,17 @@ class Target:
             maybe_quantize_kv_cache(self.cache, start, group_size, bits)
 
     def _flush_replay(self) -> None:
-        """Replays accepted tokens now. If rotating caches keep their first rows, replays one token
-        at a time, as mlx-lm's mask for several tokens differs from what each token would see
-        alone."""
+        """Replays accepted tokens now.
+
+        If rotating caches keep their first rows, replays one token at a time, as mlx-lm's mask for
+        several tokens differs from what each token would see alone.
+        """
         tokens = self._replay
         self._replay = []
         self._snapshot = None
-        for piece in (
-            [[token] for token in tokens] if self._keeps_first else [tokens] if tokens else []
-        ):
+        if not tokens:
+            return
+        for piece in [[token] for token in tokens] if self._keeps_first else [tokens]:
             self._model(mx.array(piece)[None], cache=self.cache)
 
     def count_until_quantized(self) -> int | None:
@@ -297,7 +287,7 @@ class Target:
         return self._quantization.start - self.length
 
     def list_pending_arrays(self) -> list[Any]:
-        """Cache states that a forward may leave unevaluated, as only the next forward reads them."""
+        """Cache states that a forward may leave unevaluated: only the next forward reads them."""
         return [] if self._feeds_logits else [c.state for c in self.cache]
 
     def evaluate(self) -> None:

@@ -59,25 +59,22 @@ def chain(token: mx.array, tokens: mx.array) -> Tree:
 
 @lru_cache(maxsize=256)
 def merge_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The constants of a chain of `count` nodes that is appended to `size` others, see
-    `tree_constants`.
+    """The constants of a chain of `count` nodes after `size` others, see `tree_constants`.
 
     Returns:
-        (parents (count,), depths (count,), ancestors (count, size + count), the others' new columns
-        (size, count)).
+        parents (count,), depths (count,), ancestors (count, size + count), and the others' new
+        columns (size, count).
     """
     nodes = list(range(count))
     parents = mx.array([0] + [size + node for node in nodes[:-1]], mx.int32)
     depths = mx.array([1 + node for node in nodes], mx.int32)
-    ancestors = mx.array(
-        [[j == 0 or 0 <= j - size <= node for j in range(size + count)] for node in nodes]
-    )
+    columns = range(size + count)
+    ancestors = mx.array([[j == 0 or 0 <= j - size <= node for j in columns] for node in nodes])
     return parents, depths, ancestors, mx.array([[False] * count] * size)
 
 
 def merge(trees: Sequence[Tree]) -> Tree:
-    """Joins several trees below one root, tree after tree. Shared prefixes are verified more than
-    once::
+    """Joins trees below one root, one after the other; shared prefixes are verified repeatedly::
 
         the  cat  dog  sat  ran | cat  ran  off          parents of the chain  0  5  6
 
@@ -96,23 +93,23 @@ def merge(trees: Sequence[Tree]) -> Tree:
             depths = tree.depths[1:]
             columns = mx.zeros((size, count), mx.bool_)
             others = mx.zeros((count, size - 1), mx.bool_)
-            ancestors = mx.concatenate(
-                [tree.ancestors[1:, :1], others, tree.ancestors[1:, 1:]], axis=1
-            )
+            parts = [tree.ancestors[1:, :1], others, tree.ancestors[1:, 1:]]
+            ancestors = mx.concatenate(parts, axis=1)
+        widened = mx.concatenate([merged.ancestors, columns], axis=1)
         merged = Tree(
             mx.concatenate([merged.tokens, tree.tokens[1:]]),
             mx.concatenate([merged.parents, parents]),
             mx.concatenate([merged.depths, depths]),
-            mx.concatenate([mx.concatenate([merged.ancestors, columns], axis=1), ancestors]),
+            mx.concatenate([widened, ancestors]),
         )
     return merged
 
 
 def grow(token: mx.array, beams: Beams) -> Tree:
-    """The whole tree, level by level: N = 1 + W * K nodes, node 1 + (d - 1) * W + r of rank r at
-    depth d.
+    """The whole tree, level by level: N = 1 + W * K nodes.
 
-    Hypotheses of one level are distinct (parent, token) pairs, so no prefix is verified twice::
+    Node 1 + (d - 1) * W + r has rank r at depth d. Hypotheses of one level are distinct (parent,
+    token) pairs, so no prefix is verified twice::
 
         the  cat  dog  sat  ran          ancestors:  the 1 . . . .
         0    1    2    3    4                        cat 1 1 . . .
@@ -141,11 +138,11 @@ def grow(token: mx.array, beams: Beams) -> Tree:
 
 
 def prune(tree: Tree, beams: Beams, count: int) -> Tree:
-    """The tree of the `count` nodes of highest joint probability: the best hypothesis first, the
-    rest by probability.
+    """The tree of the `count` nodes of highest joint probability.
 
-    A parent never scores below its child and, at equal scores, comes before it, so the kept nodes
-    form a tree. As the best path comes first, accepting it moves nothing in the cache.
+    The best hypothesis comes first, the rest by probability. A parent never scores below its child
+    and, at equal scores, comes before it, so the kept nodes form a tree. As the best path comes
+    first, accepting it moves nothing in the cache.
 
     Args:
         tree: from `grow(token, beams)`, N = 1 + W * K nodes.
@@ -160,14 +157,10 @@ def prune(tree: Tree, beams: Beams, count: int) -> Tree:
     rank = ahead.sum(axis=1)
     leading = tree.ancestors[size - width]
     order = mx.where(leading, tree.depths - size, rank)
-    kept = mx.argsort(order if count == size else mx.where(rank < count, order, size + rank))[
-        :count
-    ]
+    if count < size:
+        order = mx.where(rank < count, order, size + rank)
+    kept = mx.argsort(order)[:count]
     place = mx.zeros((size,), mx.int32)
     place[kept] = nodes[:count]
-    return Tree(
-        tree.tokens[kept],
-        place[tree.parents[kept]],
-        tree.depths[kept],
-        tree.ancestors[kept][:, kept],
-    )
+    ancestors = tree.ancestors[kept][:, kept]
+    return Tree(tree.tokens[kept], place[tree.parents[kept]], tree.depths[kept], ancestors)

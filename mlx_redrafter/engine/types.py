@@ -69,15 +69,13 @@ class Accepted(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The positions of a forward that stay in the text. As the forward may not be read yet, neither
-    may their number.
+    """The positions of a forward that stay in the text; their number may not be read yet.
 
     Attributes:
         tokens: (N,) int32, the tokens of the forward: nodes of a tree, a plain step's token, or a
             piece of the prompt.
         hidden: the captured hidden states, each (N, D).
-        path: (R,) int32, the rows of those positions in `tokens` and `hidden`, in order; None for
-            all of them.
+        path: (R,) int32, the rows of `tokens` and `hidden` that stay, in order; None for all.
         n_kept: () int32 or a number: the first n_kept of the R rows stay, the others repeat the
             last one.
         position: of the first of them in the text. It need not follow the positions kept before.

@@ -116,7 +116,7 @@ def test_the_host_reads_the_tree_once_the_forward_is_enqueued(
     model = make_model()
     events = list[str]()
     _, drafter = with_drafter(model, "right", 3)
-    for owner, name in ((mx, "async_eval"), (mx.array, "tolist"), (ToyGrammar, "find_mask")):
+    for owner, name in ((mx, "async_eval"), (mx.array, "tolist"), (ToyGrammar, "compute_mask")):
         real = getattr(owner, name)
 
         def call(*args: Any, real: Any = real, name: str = name, **keywords: Any) -> Any:

@@ -59,13 +59,13 @@ class ToyGrammar:
         self._answer.append(token)
         return is_allowed
 
-    def find_mask(self) -> Any:
+    def compute_mask(self) -> Any:
         if len(self._answer) == self._stuck_at:
             raise Stuck("nothing may follow")
         allowed = find_allowed(self._answer, self._vocab)
         return None if len(allowed) == self._vocab else np.isin(np.arange(self._vocab), allowed)
 
-    def find_forced(self) -> list[int]:
+    def compute_forced(self) -> list[int]:
         found = list[int]()
         while len(allowed := find_allowed(self._answer + found, self._vocab)) == 1:
             found += allowed

@@ -29,7 +29,7 @@ def compiler(chat_tokenizer: Any) -> GrammarCompiler:
 
 def find_allowed(grammar: SchemaGrammar) -> list[int] | None:
     """Allowed next tokens; None if all are."""
-    mask = grammar.find_mask()
+    mask = grammar.compute_mask()
     return None if mask is None else mask.nonzero()[0].tolist()
 
 
@@ -50,7 +50,7 @@ def test_a_schema_holds_after_the_reasoning(
 ) -> None:
     grammar = compiler.compile({"type": "boolean"}, "reasoning")()
     for token in encode("Hm. true? </think>"):
-        assert find_allowed(grammar) is None and grammar.find_forced() == []
+        assert find_allowed(grammar) is None and grammar.compute_forced() == []
         take(grammar, [token])
     starts = [chat_tokenizer.decode([token]) for token in find_allowed(grammar) or []]
     assert starts and all("true".startswith(each) or "false".startswith(each) for each in starts)
@@ -70,11 +70,11 @@ def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any) -
     for token in answer:
         for _ in range(3):
             fork = tried.fork()
-            while fork.find_mask() is not None and fork.take(chance.choice(answer)):
-                fork.find_forced()
+            while fork.compute_mask() is not None and fork.take(chance.choice(answer)):
+                fork.compute_forced()
         assert (
             find_allowed(tried) == find_allowed(untouched)
-            and tried.find_forced() == untouched.find_forced()
+            and tried.compute_forced() == untouched.compute_forced()
         )
         assert token in (find_allowed(tried) or [])
         take(tried, [token])
@@ -85,12 +85,12 @@ def test_forced_tokens_are_the_only_allowed_ones(
     chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any
 ) -> None:
     grammar = take(compiler.compile(PERSON)(), encode('{"'))
-    forced = grammar.find_forced()
+    forced = grammar.compute_forced()
     assert chat_tokenizer.decode(forced) == "name"
     for token in forced:
         assert find_allowed(grammar) == [token]
         take(grammar, [token])
-    assert len(find_allowed(grammar) or []) > 1 and grammar.find_forced() == []
+    assert len(find_allowed(grammar) or []) > 1 and grammar.compute_forced() == []
 
 
 def test_an_answer_may_begin_with_a_tool_marker_instead(
@@ -101,14 +101,14 @@ def test_an_answer_may_begin_with_a_tool_marker_instead(
     start = find_allowed(make()) or []
     without = find_allowed(compiler.compile(PERSON)()) or []
     assert len(mark) > 2 and set(start) == {*without, mark[0]} and mark[0] not in without
-    assert make().find_forced() == []
+    assert make().compute_forced() == []
     marked = make()
     for at, token in enumerate(mark[:-1]):
         take(marked, [token])
-        assert find_allowed(marked) == [mark[at + 1]] and marked.find_forced() == mark[at + 1 :]
+        assert find_allowed(marked) == [mark[at + 1]] and marked.compute_forced() == mark[at + 1 :]
         assert not marked.fork().take(encode("{")[0])
     take(marked, [mark[-1], *encode("anything")])
-    assert find_allowed(marked) is None and marked.find_forced() == []
+    assert find_allowed(marked) is None and marked.compute_forced() == []
     plain = take(make(), encode("{"))
     assert mark[0] not in (find_allowed(plain) or []) and not plain.fork().take(mark[0])
     reasoned = compiler.compile(PERSON, "reasoning", tuple(mark))()

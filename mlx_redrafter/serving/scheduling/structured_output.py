@@ -211,7 +211,7 @@ class SchemaGrammar:
         self._is_free = self._start == self._unless
         return not self.matcher.is_stopped() and self.matcher.try_consume_tokens([token]) == 1
 
-    def find_mask(self) -> NDArray[np.bool_] | None:
+    def compute_mask(self) -> NDArray[np.bool_] | None:
         """(V,) the mask of allowed tokens; None if all are allowed."""
         if self._is_free or self._begins_after:
             return None
@@ -220,7 +220,7 @@ class SchemaGrammar:
             raise SchemaNotFollowed(describe_error(self.matcher))
         return np.unpackbits(bits, count=self._tokenizer.vocab_size, bitorder="little").view(bool)
 
-    def find_forced(self) -> list[int]:
+    def compute_forced(self) -> list[int]:
         if self._is_free or self._begins_after or self.matcher.is_stopped():
             return []
         return self.matcher.compute_ff_tokens()
