@@ -1,5 +1,6 @@
-"""Counts the rows that differ in a bit between plain and drafted decoding with `exact`, for random
-models of mlx-lm.
+"""Counts the rows that differ in a bit between plain and drafted decoding with `exact`.
+
+The models are random ones of mlx-lm.
 
 python tests/exact.py                 all families and dtypes; ends with 1 if a row differs
 python tests/exact.py llama qwen3     some families
@@ -24,14 +25,12 @@ from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-LENGTHS = {9: 40, 1010: 30}
-"""Tokens of a prompt, and tokens after it: the second text crosses 1,024."""
+N_DECODED = {9: 40, 1010: 30}
+"""Tokens after a prompt of so many tokens: the second text crosses 1,024."""
 
 
 class Compared(NamedTuple):
-    """Rows of log-probabilities that were compared in a class of row counts, those that differ,
-    accepted tokens.
-    """
+    """Rows of log-probabilities that were compared in a class of row counts."""
 
     row_counts: RowCounts
     rows: int
@@ -42,50 +41,38 @@ class Compared(NamedTuple):
 def make_long_family(name: str) -> nn.Module:
     """A random model of a family, whose windows and context are longer than the texts."""
     config = CONFIGS[name].get("text_config", CONFIGS[name])
-    limits = (
-        "sliding_window",
-        "window_size",
-        "chunk_size",
-        "positions",
-        "position_embeddings",
-        "n_ctx",
-    )
-    long = [key for key, value in config.items() if isinstance(value, int) and key.endswith(limits)]
-    return make_family(name, **dict.fromkeys(long, 4096))
+    windows = ("sliding_window", "window_size", "chunk_size")
+    limits = (*windows, "positions", "position_embeddings", "n_ctx")
+    long = {}
+    for key, value in config.items():
+        if isinstance(value, int) and key.endswith(limits):
+            long[key] = 4096
+    return make_family(name, **long)
 
 
 def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
-    """Compares texts that are drafted by a scripted context with plain decoding, for each class of
-    row counts.
-    """
+    """Compares texts drafted by a scripted context with plain ones, in each class of row counts."""
     found = []
     for counts in setup.get_row_classes(Pair(model), Options()):
         if counts == (1,):
             continue  # nothing drafts
-        rows = differ = accepted = 0
-        with mock.patch.object(setup, "choose_row_counts", lambda *args, counts=counts: counts):
-            for number, (size, count) in enumerate(LENGTHS.items()):
-                prompt = make_prompt(size, vocab=48, seed=seed)
-                options = {
-                    "max_tokens": count,
-                    "temp": 0.9 * (number % 2),
-                    "seed": seed,
-                    "exact": True,
-                }
-                plain = run(model, prompt, **options)
-                text = prompt + ids(run(model, prompt, **options | {"max_tokens": count + 8}))
-                with mock.patch.object(
-                    setup, "ContextSource", partial(ScriptedContext, text, seed=seed)
-                ):
-                    steps = run(model, prompt, context=True, **options)
-                assert ids(steps) == ids(plain), (counts, size)
-                rows += count
-                differ += sum(
-                    not mx.array_equal(one.logprobs, other.logprobs)
-                    for one, other in zip(steps, plain, strict=True)
-                )
-                accepted += steps[-1].stats.accepted
-        found.append(Compared(counts, rows, differ, accepted))
+        rows = 0
+        n_differ = 0
+        accepted = 0
+        for size, count in N_DECODED.items():
+            options = {"temp": 0.9 if size > 1000 else 0.0, "seed": seed, "exact": True}
+            prompt = make_prompt(size, vocab=48, seed=seed)
+            with mock.patch.object(setup, "choose_row_counts", lambda *args, counts=counts: counts):
+                plain = run(model, prompt, max_tokens=count + 8, **options)
+                scripted = partial(ScriptedContext, prompt + ids(plain), seed=seed)
+                with mock.patch.object(setup, "ContextSource", scripted):
+                    steps = run(model, prompt, max_tokens=count, context=True, **options)
+            assert ids(steps) == ids(plain[:count]), (counts, size)
+            rows += count
+            for one, other in zip(steps, plain[:count], strict=True):
+                n_differ += not mx.array_equal(one.logprobs, other.logprobs)
+            accepted += steps[-1].stats.accepted
+        found.append(Compared(counts, rows, n_differ, accepted))
     return found
 
 

@@ -31,25 +31,19 @@ def top_w(values: mx.array, width: int) -> mx.array:
     """(width,) int32 indices of the largest entries of `values` (M,), largest first.
 
     Only few of the M entries are sorted. The top W entries lie in the W blocks with the largest
-    maxima: any other block has W blocks above all of it.
+    maxima, as any other block has W blocks above all of it, or after the last whole block.
     """
     if width == 1:
         return mx.argmax(values, axis=-1, keepdims=True).astype(mx.int32)
     size = values.shape[0]
     if size <= width * BLOCK:
         return mx.argsort(-values)[:width].astype(mx.int32)
-    if size % BLOCK:
-        values = mx.concatenate([values, mx.full((-size % BLOCK,), -mx.inf, values.dtype)])
-    blocks = values.reshape(-1, BLOCK)
-    best = mx.argpartition(-blocks.max(axis=1), width - 1)[:width]
+    end = size - size % BLOCK
+    maxima = values[:end].reshape(-1, BLOCK).max(axis=1)
+    best = mx.argpartition(-maxima, width - 1)[:width]
     places = (best[:, None] * BLOCK + mx.arange(BLOCK)).reshape(-1)
-    entries = blocks[best].reshape(-1)
-    if size % BLOCK:
-        # Real entries of minus infinity or NaN must rank before the padding.
-        least = mx.finfo(values.dtype).min
-        entries = mx.where(entries > least, entries, least)
-        entries = mx.where(places < size, entries, -mx.inf)
-    return places[mx.argsort(-entries)[:width]].astype(mx.int32)
+    places = mx.concatenate([places, mx.arange(end, size)])
+    return places[mx.argsort(-values[places])[:width]].astype(mx.int32)
 
 
 def take_hypotheses(state: State, which: mx.array) -> State:

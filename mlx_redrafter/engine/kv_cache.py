@@ -41,13 +41,16 @@ def leaves(cache: Cache) -> Iterator[Any]:
 
 def length(cache: Cache) -> int:
     """How many tokens the cache holds; 0 if no layer counts them."""
-    counts = (c.offset for c in leaves(cache) if isinstance(getattr(c, "offset", None), int))
-    return max(counts, default=0)
+    return max(_list_counts(cache), default=0)
 
 
 def counts_tokens(cache: Cache) -> bool:
     """Whether any layer counts its tokens."""
-    return any(isinstance(getattr(c, "offset", None), int) for c in leaves(cache))
+    return bool(_list_counts(cache))
+
+
+def _list_counts(cache: Cache) -> list[int]:
+    return [c.offset for c in leaves(cache) if isinstance(getattr(c, "offset", None), int)]
 
 
 def list_unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:

@@ -40,8 +40,9 @@ def check_verdict(verdict: Accepted, tree: Tree, choices: list[int], depth: int,
 
 
 def trees_and_choices(parents: tuple[int, ...]) -> Iterator[tuple[Tree, list[int]]]:
-    """Every such tree over two tokens (equal siblings included), with every choice after each inner
-    node.
+    """Every such tree over two tokens, with every choice after each inner node.
+
+    Siblings may be equal.
     """
     inner = sorted(set(parents))
     for tokens in product((1, 2), repeat=4):

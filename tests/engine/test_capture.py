@@ -1,6 +1,4 @@
-"""Hidden states captured from forwards: of any layer and around the final norm, on unmodified
-models.
-"""
+"""Hidden states captured from forwards: of any layer, and around the final norm."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ CLOSE = 2e-3
 
 @contextmanager
 def record_layers(model: nn.Module) -> Iterator[dict[int, mx.array]]:
-    """Records each layer's output by the layer's id, found by class rather than by the model's
-    attributes.
-    """
+    """Records each layer's output by the layer's id; layers are recognized by their class."""
     found: dict[int, mx.array] = {}
     kinds = {type(layer) for layer in model.layers}
     originals: dict[Any, Any] = {kind: kind.__call__ for kind in kinds}
@@ -54,9 +50,7 @@ def record_layers(model: nn.Module) -> Iterator[dict[int, mx.array]]:
 def run_by_hand(
     model: nn.Module, prompt: Sequence[int], path: Sequence[int], layers: Sequence[int]
 ) -> dict[int, mx.array]:
-    """(T, D) outputs of these layers: for the last token of a path read token by token, or for the
-    prompt.
-    """
+    """(T, D) outputs of these layers: for the prompt, or a path's last token, read one by one."""
     cache = make_prompt_cache(model)
     with record_layers(model) as found:
         for piece in (prompt, *([token] for token in path)):
@@ -86,34 +80,28 @@ def test_captured_layers_match_layers_run_by_hand(name: str) -> None:
     assert list(read) == list(verified) == [*layers, AFTER_NORM]
     expected = run_by_hand(model, prompt, [], layers)
     for layer in layers:
-        assert (
-            mx.abs(read[layer] - expected[layer]).max().item()
-            < CLOSE * mx.abs(expected[layer]).max().item()
-        ), layer
+        far = mx.abs(read[layer] - expected[layer]).max().item()
+        assert far < CLOSE * mx.abs(expected[layer]).max().item(), layer
     for node in range(len(parents)):
         path = [node]
-        at = node
-        while at:
-            path.append(at := parents[at])
+        while path[-1]:
+            path.append(parents[path[-1]])
         tokens: Any = [tree.tokens[n].item() for n in reversed(path)]
-        for layer, rows in run_by_hand(model, prompt, tokens, layers).items():
-            far = mx.abs(verified[layer][node] - rows[-1]).max().item()
-            assert far < CLOSE * mx.abs(rows[-1]).max().item(), (layer, node)
+        for layer, states in run_by_hand(model, prompt, tokens, layers).items():
+            far = mx.abs(verified[layer][node] - states[-1]).max().item()
+            assert far < CLOSE * mx.abs(states[-1]).max().item(), (layer, node)
 
 
 def test_states_around_the_final_norm() -> None:
     model = make_model()
     hidden = Target(model, capture=[BEFORE_NORM, 1, AFTER_NORM]).forward(mx.array([1, 2, 3])).hidden
     assert mx.allclose(model.model.norm(hidden[BEFORE_NORM]), hidden[AFTER_NORM], atol=1e-4)
-    assert mx.allclose(hidden[1], hidden[BEFORE_NORM]), (
-        "two layers, so this is the last layer's output"
-    )
+    assert mx.allclose(hidden[1], hidden[BEFORE_NORM]), "the last of two layers"
     assert Target(model).forward(mx.array([1])).hidden == {}
 
 
 def test_missing_layers_are_refused() -> None:
     for layer in (2, -1):
-        with pytest.raises(
-            UnsupportedModelError, match=f"the drafter .* {layer}, but the model has 2 layers"
-        ):
+        reason = f"the drafter .* {layer}, but the model has 2 layers"
+        with pytest.raises(UnsupportedModelError, match=reason):
             check_states(make_model(), [layer])

@@ -1,6 +1,4 @@
-"""Every mlx-lm module in supported_models.py: text and cache are the same with and without a
-drafter.
-"""
+"""Text and cache are the same with and without a drafter, for each supported mlx-lm module."""
 
 from __future__ import annotations
 
@@ -60,8 +58,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 def decode_recorded(
     model: nn.Module, prompt: list[int], count: int, more: int, **options: Any
 ) -> tuple[list[DecodedToken], list[int], list[mx.array], kv_cache.Cache]:
-    """Returns (`count` plain steps, text with `more` further tokens, its hidden states, the cache
-    after `count`).
+    """Decodes plainly.
+
+    Returns:
+        (`count` steps, all tokens with `more` further ones, their hidden states, the cache after
+        `count` steps).
     """
     cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
     steps: list[DecodedToken] = []
@@ -95,38 +96,29 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
     model = make_family(name)
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     generator = random.Random(1)
-    # (prompt, temperature, tokens, options, [(script, W, K)]): prompts shorter and longer than
-    # windows and chunks of 8.
-    cases: list[tuple[int, float, int, dict[str, Any], list[tuple[str, int, int]]]] = [
-        (3, 0.9, 14, {}, [("mixed", 2, 3)]),
-        (
-            19,
-            0.0,
-            14,
-            {"prefill_step_size": 7},
-            [("right", 2, 3), ("wrong", 1, 4), ("caching", 2, 3)],
-        ),
-        (7, 0.7, 8, {}, [("random", 2, 3)]),
+    # (prompt, tokens, options, [(script, W, K)]): prompts shorter and longer than windows and
+    # chunks of 8.
+    scripts_of_long = [("right", 2, 3), ("wrong", 1, 4), ("caching", 2, 3)]
+    cases: list[tuple[int, int, dict[str, Any], list[tuple[str, int, int]]]] = [
+        (3, 14, {"temp": 0.9}, [("mixed", 2, 3)]),
+        (19, 14, {"temp": 0.0, "prefill_step_size": 7}, scripts_of_long),
+        (7, 8, {"temp": 0.7}, [("random", 2, 3)]),
     ]
-    for size, temp, count, more, scripts in cases:
+    for size, count, options, scripts in cases:
         prompt = [generator.randrange(vocab) for _ in range(size)]
-        options = {"temp": temp, "seed": 3, **more}
-        plain, text, recorded, expected = decode_recorded(model, prompt, count, 6, **options)
+        options["seed"] = 3
+        plain, tokens, recorded, expected = decode_recorded(model, prompt, count, 6, **options)
         for script, width, depth in scripts:
-            case = (name, size, script, width, temp)
+            case = (name, size, script, width, options)
             if script == "caching":
-                drafter: Any = CachingDrafter(
-                    model,
-                    text,
-                    width if name in TREES else 1,
-                    layers=() if name in WIDE_STREAMS else (0,),
-                )
+                captured = () if name in WIDE_STREAMS else (0,)
+                own_width = width if name in TREES else 1
+                drafter: Any = CachingDrafter(model, tokens, own_width, layers=captured)
             elif script == "random":
-                drafter = Drafter(
-                    DrafterArgs(*get_model_sizes(model), exit_dim=16, num_draft_layers=1)
-                )
+                sizes = get_model_sizes(model)
+                drafter = Drafter(DrafterArgs(*sizes, exit_dim=16, num_draft_layers=1))
             else:
-                drafter = make_follower(model, text, recorded, script, width)
+                drafter = make_follower(model, tokens, recorded, script, width)
             decode = partial(run, model, prompt, max_tokens=count, plan=(width, depth), **options)
             cache = make_prompt_cache(model)
             with warnings.catch_warnings(record=True) as caught:
@@ -138,12 +130,12 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
             assert bool(messages) is (width > 1 and name not in TREES), (case, messages)
             stats = steps[-1].stats
             assert 1 + stats.rounds + stats.accepted == count, case
-            # Whether the context drafts alone. A cache that takes trees does not depend on the kind
-            # of drafter.
-            for alone in {"mixed": (True, False), "random": () if name in TREES else (False,)}.get(
-                script, ()
-            ):
-                monkeypatch.setattr(setup, "ContextSource", partial(ScriptedContext, text))
+            # A cache that takes trees does not depend on the kind of drafter.
+            drafts_alone = [True, False] if script == "mixed" else []
+            if script == "random" and name not in TREES:
+                drafts_alone = [False]
+            for alone in drafts_alone:
+                monkeypatch.setattr(setup, "ContextSource", partial(ScriptedContext, tokens))
                 cache = make_prompt_cache(model)
                 with warnings.catch_warnings(action="ignore"):
                     steps = decode(None if alone else drafter, prompt_cache=cache, context=True)
@@ -176,8 +168,8 @@ def test_ring_buffers_work_as_a_prompt_cache(keep: int, width: int, size: int) -
     def rings() -> list[RotatingKVCache]:
         return [RotatingKVCache(12, keep=keep) for _ in model.layers]
 
-    plain, text, recorded, expected = decode_recorded(model, prompt, 30, 6, prompt_cache=rings())
-    drafter = make_follower(model, text, recorded, "mixed", width)
+    plain, tokens, recorded, expected = decode_recorded(model, prompt, 30, 6, prompt_cache=rings())
+    drafter = make_follower(model, tokens, recorded, "mixed", width)
     cache = rings()
     steps = run(model, prompt, drafter, max_tokens=30, prompt_cache=cache, plan=(width, 4))
     assert_same_steps(steps, plain, tolerance=CLOSE)
@@ -185,12 +177,12 @@ def test_ring_buffers_work_as_a_prompt_cache(keep: int, width: int, size: int) -
     assert steps[-1].stats.accepted > 5
 
 
-OWN_CACHES = [
-    name for name in RUNNING if hasattr(import_module(f"mlx_lm.models.{name}").Model, "make_cache")
-]
+def makes_caches(name: str) -> bool:
+    """Whether a module's models make their own prompt caches."""
+    return hasattr(import_module(f"mlx_lm.models.{name}").Model, "make_cache")
 
 
-@pytest.mark.parametrize("name", OWN_CACHES)
+@pytest.mark.parametrize("name", filter(makes_caches, RUNNING))
 def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> None:
     """mlx-lm ignores it for these models.
 
@@ -202,57 +194,41 @@ def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> Non
     own = make_prompt_cache(model)
     cache = make_cache(model, 12)
     kept = [type(c) is KVCache and name not in NO_RINGS for c in own]
-    assert [
-        isinstance(c, RotatingKVCache) and (c.max_size, c.keep) == (12, 4) for c in cache
-    ] == kept
-    assert all(
-        type(c) is type(other) or ring for c, other, ring in zip(cache, own, kept, strict=True)
-    )
+    for c, other, is_ring in zip(cache, own, kept, strict=True):
+        assert is_ring is (isinstance(c, RotatingKVCache) and (c.max_size, c.keep) == (12, 4))
+        assert is_ring or type(c) is type(other)
     if not any(kept):
         return
-    plain, text, recorded, expected = decode_recorded(
-        model, prompt, 20, 6, prompt_cache=make_cache(model, 12)
-    )
-    drafter = make_follower(model, text, recorded, "mixed", width)
+    rings = make_cache(model, 12)
+    plain, tokens, recorded, expected = decode_recorded(model, prompt, 20, 6, prompt_cache=rings)
+    drafter = make_follower(model, tokens, recorded, "mixed", width)
     steps = run(model, prompt, drafter, max_tokens=20, prompt_cache=cache, plan=(width, 4))
     assert_same_steps(steps, plain, tolerance=CLOSE)
     assert_same_cache(cache, expected, tolerance=CLOSE)
     assert steps[-1].stats.accepted > 3
-    rows = [
-        c.keys.shape[-2] for c, ring in zip(cache, kept, strict=True) if ring and c.keys is not None
-    ]
-    assert rows and max(rows) < 12 + len(prompt), (
-        "only the rows of the last forward may exceed the ring"
-    )
+    used = [c for c, is_ring in zip(cache, kept, strict=True) if is_ring and c.keys is not None]
+    # Only the rows of the last forward may exceed the ring.
+    assert used and max(c.keys.shape[-2] for c in used) < 12 + len(prompt)
 
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
     """Quantized from the 14th token on, in the middle of a round."""
     model = make_family(name)
-    size = 9
     count = 14
-    options: dict[str, Any] = {
-        "kv_bits": 8,
-        "kv_group_size": 32,
-        "quantized_kv_start": 14,
-        "seed": 3,
-    }
-    prompt = [(5 * i + 2) % 50 for i in range(size)]
+    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
+    prompt = [(5 * i + 2) % 50 for i in range(9)]
     try:
-        plain, text, recorded, _ = decode_recorded(model, prompt, count, 5, **options)
+        plain, tokens, recorded, _ = decode_recorded(model, prompt, count, 5, seed=3, **options)
     except Exception as error:  # mlx-lm's models raise various errors for a quantized cache
         pytest.skip(f"mlx-lm cannot quantize this model's cache: {type(error).__name__}")
     width = 2 if name in TREES else 1
-    drafter = make_follower(model, text, recorded, "mixed", width)
+    drafter = make_follower(model, tokens, recorded, "mixed", width)
     cache = make_prompt_cache(model)
-    steps = run(
-        model, prompt, drafter, max_tokens=count, prompt_cache=cache, plan=(width, 3), **options
-    )
-    assert ids(steps) == ids(plain)
-    assert not [c for c in cache if type(c) is KVCache and c.keys is not None], (
-        "every quantizable layer is quantized"
-    )
+    options |= {"max_tokens": count, "prompt_cache": cache, "plan": (width, 3), "seed": 3}
+    assert ids(run(model, prompt, drafter, **options)) == ids(plain)
+    # Every quantizable layer is quantized.
+    assert not [c for c in cache if type(c) is KVCache and c.keys is not None]
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
@@ -268,9 +244,8 @@ def test_every_node_sees_only_its_path(name: str) -> None:
         parents = [0] + [generator.randrange(max(0, node - 4), node) for node in range(1, 14)]
         tree = make_tree([generator.randrange(vocab) for _ in parents], parents)
         target = Target(model)
-        target.forward(
-            mx.array([generator.randrange(vocab) for _ in range(size)]), want_hidden=False
-        )
+        prompt = mx.array([generator.randrange(vocab) for _ in range(size)])
+        target.forward(prompt, want_hidden=False)
         target.evaluate()
         # the cache of the prefix, then the cache after each node
         caches = [target.cache]

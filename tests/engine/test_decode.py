@@ -75,9 +75,8 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     rounds = []
     tokens = []
     source = drafter.open(model)
-    decoder = Decoder(
-        Target(model, capture=source.capture), TokenChooser(sampler), planner, [source]
-    )
+    target = Target(model, capture=source.capture)
+    decoder = Decoder(target, TokenChooser(sampler), planner, [source])
     steps = decoder.decode(mx.array(PROMPT), 3, lambda done, total: None)
     while len(tokens) < COUNT:
         rounds.append(next(steps))
@@ -132,14 +131,8 @@ def test_decoding_continues_after_a_drafter_fails(
         errors: list[Exception] = []
         fail_at(drafter, calls)
         cache = make_prompt_cache(model)
-        more = {
-            "prompt_cache": cache,
-            "on_drafter_failure": errors.append,
-            "plan": plan,
-            "context": context,
-        }
-        more |= options
-        steps = run(model, PROMPT, drafter, max_tokens=count, **more)
+        more = {"on_drafter_failure": errors.append, "plan": plan, "context": context} | options
+        steps = run(model, PROMPT, drafter, max_tokens=count, prompt_cache=cache, **more)
         assert ids(steps) == ids(plain), calls
         assert_same_cache(cache, expected, tolerance=2e-3)
         assert [str(error) for error in errors] == [f"call {calls}"], "reported once"
@@ -154,12 +147,10 @@ def test_decoding_continues_after_a_drafter_fails(
 def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
     model = make_model() if name == "llama" else make_family(name)
     target = Target(model)
-    asked = iter(
-        [True] * 3 + [False] * 3
-    )  # not after the prompt, whose next token is already there
-    decoder = Decoder(
-        target, TokenChooser(Sampler()), Planner(None), may_run_ahead=lambda: next(asked)
-    )
+    chooser = TokenChooser(Sampler())
+    # Not asked after the prompt, whose next token is already there.
+    asked = iter([True] * 3 + [False] * 3)
+    decoder = Decoder(target, chooser, Planner(None), may_run_ahead=lambda: next(asked))
     rounds = decoder.decode(mx.array(PROMPT), 2048, lambda done, total: None)
     tokens = []
     for count in range(1, 8):

@@ -41,9 +41,7 @@ ALL = tuple(range(1, MAX_COMPARED_ROWS + 1))
 
 
 class ByRow(nn.Module):
-    """A model that computes each row alone, and adds `change(rows, keys)` units in the last place
-    to all logits.
-    """
+    """A model that computes each row alone, and adds `change(rows, keys)` last-place units."""
 
     def __init__(self, change: Callable[[int, int], int]) -> None:
         super().__init__()
@@ -62,9 +60,8 @@ class ByRow(nn.Module):
         count = tokens.shape[1]
         if count > MAX_COMPARED_ROWS:
             return self.inner(tokens, cache=cache)
-        logits = mx.concatenate(
-            [self.inner(tokens[:, i : i + 1], cache=cache) for i in range(count)], axis=1
-        )
+        rows = [self.inner(tokens[:, i : i + 1], cache=cache) for i in range(count)]
+        logits = mx.concatenate(rows, axis=1)
         bits = logits.view(mx.int32) + self._change(count, cache[0].offset)
         return bits.view(mx.float32)
 
@@ -88,16 +85,14 @@ def test_classes_are_found_by_bits(change: Callable[[int, int], int], expected: 
 
 
 def test_row_counts_are_not_probed_where_padding_or_attention_forbid_it() -> None:
-    assert compare_row_counts(make_long_family("mamba")) == ((1,),), "its cache cannot drop rows"
-    assert compare_row_counts(make_long_family("deepseek_v3")) == ((1,),), (
-        "it computes keys from all cached rows"
-    )
-    assert compare_row_counts(make_model("qwen2"), max_kv_size=64) == ((1,),), (
-        "the ring is full before 76 tokens"
-    )
-    assert len(compare_row_counts(make_model("qwen2"), max_kv_size=200)) == 1, (
-        "a ring is not padded"
-    )
+    # Its cache cannot drop rows.
+    assert compare_row_counts(make_long_family("mamba")) == ((1,),)
+    # It computes keys from all cached rows.
+    assert compare_row_counts(make_long_family("deepseek_v3")) == ((1,),)
+    # The ring is full before 76 tokens.
+    assert compare_row_counts(make_model("qwen2"), max_kv_size=64) == ((1,),)
+    # A ring is not padded.
+    assert len(compare_row_counts(make_model("qwen2"), max_kv_size=200)) == 1
 
 
 def test_row_counts_in_words() -> None:
@@ -107,7 +102,7 @@ def test_row_counts_in_words() -> None:
 
 @pytest.mark.parametrize("name", sorted({*TREES, *CHAINS})[::5])
 def test_drafts_change_no_bit(name: str) -> None:
-    """In each class of this machine, with contexts that cross 1,024 tokens;
+    """In each class of this machine, with contexts that cross 1,024 tokens.
 
     `tests/exact.py` runs every family.
     """
@@ -127,9 +122,7 @@ def test_drafts_change_no_bit(name: str) -> None:
 def test_every_forward_has_an_allowed_number_of_rows(
     counts: tuple[int, ...], kv_bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is drafted: a drafter with a fixed plan, the context, both, or with logits
-    processors.
-    """
+    """Whatever is drafted: by a drafter with a fixed plan, by the context, or by both."""
     monkeypatch.setattr(setup, "choose_row_counts", lambda *args: counts)
     model = make_model("llama")
     drafter = small_drafter(hidden=64, vocab=40)
@@ -138,8 +131,8 @@ def test_every_forward_has_an_allowed_number_of_rows(
     options: dict[str, Any] = {"max_tokens": 24, "temp": 0.7, "seed": 5, "kv_bits": kv_bits}
     options |= {"kv_group_size": 32, "quantized_kv_start": 30}
     plain = run(model, prompt, **options)
-    text = prompt + ids(run(model, prompt, **options | {"max_tokens": 32}))
-    monkeypatch.setattr(setup, "ContextSource", partial(ScriptedContext, text))
+    tokens = prompt + ids(run(model, prompt, **options | {"max_tokens": 32}))
+    monkeypatch.setattr(setup, "ContextSource", partial(ScriptedContext, tokens))
     forward = type(model).__call__
 
     def count_rows(self: Any, tokens: mx.array, cache: Any = None) -> mx.array:
@@ -161,25 +154,19 @@ def test_every_forward_has_an_allowed_number_of_rows(
 
 
 def test_the_fastest_class_is_chosen() -> None:
-    costs = CostTable(
-        (64,), (1, 2, 3, 4), ((10.0, 11.0, 11.0, 12.0),), (10.0,), (1,), (0.1,), (0.0, 0.0)
-    )
+    verify = ((10.0, 11.0, 11.0, 12.0),)
+    costs = CostTable((64,), (1, 2, 3, 4), verify, (10.0,), (1,), (0.1,), (0.0, 0.0))
+    choose = partial(choose_fastest_class, costs)
     good = ((0.9,),)
-    bad = ((0.05,),)
-    assert choose_fastest_class(costs, good, [(1,), (2, 3, 4)]) == (2, 3, 4), (
-        "plain steps are padded to two rows"
-    )
-    assert choose_fastest_class(costs, bad, [(1,), (2, 3, 4)]) == (1,), (
-        "a drafter that does not pay"
-    )
-    assert choose_fastest_class(costs, good, [(1, 2, 3), (4, 5)]) == (4, 5), "longer drafts"
-    assert choose_fastest_class(costs, ((0.5,),), [(1, 2, 3), (4, 5)]) == (1, 2, 3), (
-        "and the text is mlx-lm's own"
-    )
-    assert choose_fastest_class(costs, good, [(1,), (5, 6)]) == (1,), "not measured"
-    assert choose_fastest_class(costs, good, [(1,), (2,), (3, 4)]) == (3, 4), (
-        "two rows have no room for the context"
-    )
+    # Plain steps are padded to two rows, unless the drafter does not pay.
+    assert choose(good, [(1,), (2, 3, 4)]) == (2, 3, 4)
+    assert choose(((0.05,),), [(1,), (2, 3, 4)]) == (1,)
+    # Longer drafts against mlx-lm's own text.
+    assert choose(good, [(1, 2, 3), (4, 5)]) == (4, 5)
+    assert choose(((0.5,),), [(1, 2, 3), (4, 5)]) == (1, 2, 3)
+    # Five rows are not measured; two have no room for the context.
+    assert choose(good, [(1,), (5, 6)]) == (1,)
+    assert choose(good, [(1,), (2,), (3, 4)]) == (3, 4)
 
 
 def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +178,8 @@ def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_row_counts(only, options) == (1,)
     choice = choose_setup(only, options)
     assert choice.row_counts == (1,) and not choice.sources and "nothing drafts" in choice.notes[0]
-    assert ids(run(model, prompt, exact=True, context=True, max_tokens=8)) == ids(
-        run(model, prompt, max_tokens=8)
-    )
+    steps = run(model, prompt, exact=True, context=True, max_tokens=8)
+    assert ids(steps) == ids(run(model, prompt, max_tokens=8))
 
 
 @pytest.mark.parametrize(("classes", "expected"), [((), None), (((1, 2),), None), ((ALL,), ALL)])
@@ -202,14 +188,13 @@ def test_exact_is_the_default_where_it_costs_nothing(
 ) -> None:
     """All counts are known to be alike, and nothing drafts trees."""
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: classes)
-    assert choose_row_counts(Pair(small_llama()), Options()) == expected
-    assert choose_row_counts(Pair(small_llama(), small_drafter()), Options()) is None, (
-        "its drafter drafts trees"
-    )
-    assert choose_row_counts(Pair(small_llama()), Options(max_kv_size=64)) is None, (
-        "drafts would end with a full ring"
-    )
-    assert choose_row_counts(Pair(small_llama()), Options(exact=False)) is None
+    pair = Pair(small_llama())
+    assert choose_row_counts(pair, Options()) == expected
+    assert choose_row_counts(pair, Options(exact=False)) is None
+    # Drafts would end with a full ring.
+    assert choose_row_counts(pair, Options(max_kv_size=64)) is None
+    # Its drafter drafts trees.
+    assert choose_row_counts(Pair(small_llama(), small_drafter()), Options()) is None
 
 
 def test_classes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +232,8 @@ def test_the_chosen_class_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pair, "measure_costs", lambda *args, **options: None)
     model = small_llama()
     drafter = small_drafter()
-    for expected in ((2, 3, 4), (5, 6)):
-        monkeypatch.setattr(
-            "mlx_redrafter.setup.choose_fastest_class", lambda *args, found=expected: found
-        )
+    for chosen in ((2, 3, 4), (5, 6)):
+        monkeypatch.setattr(setup, "choose_fastest_class", lambda *args, chosen=chosen: chosen)
         for _ in range(2):
             assert choose_row_counts(Pair(model, drafter), Options(exact=True)) == (2, 3, 4)
 
@@ -263,25 +246,25 @@ def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Pair, "measure_costs", fail)
     model = small_llama()
     failures = list[Exception]()
-    options = {"exact": True, "context": True, "max_tokens": 6}
-    steps = run(
-        model, [1, 2, 3], small_drafter(seed=8), on_drafter_failure=failures.append, **options
-    )
+    options: dict[str, Any] = {"exact": True, "context": True, "max_tokens": 6}
+    drafter = small_drafter(seed=8)
+    steps = run(model, [1, 2, 3], drafter, on_drafter_failure=failures.append, **options)
     assert ids(steps) == ids(run(model, [1, 2, 3], max_tokens=6)) and len(failures) == 1
     with pytest.raises(OSError, match="no costs"):
-        run(model, [1, 2, 3], small_drafter(seed=8), **options)
+        run(model, [1, 2, 3], drafter, **options)
 
 
 def test_other_threads_attend_as_before() -> None:
     """While a padded forward is built, another thread's forward of as many rows is not padded."""
     model = small_llama()
     tokens = mx.array([[5, 9, 7]])
-    expected = model(tokens, cache=make_prompt_cache(model))
+
+    def read() -> Any:
+        return model(tokens, cache=make_prompt_cache(model)).tolist()
+
+    expected = read()
     with attend_by_row(3, 1), ThreadPoolExecutor(1) as other:
-        found = other.submit(
-            lambda: model(tokens, cache=make_prompt_cache(model)).tolist()
-        ).result()
-    assert found == expected.tolist()
+        assert other.submit(read).result() == expected
 
 
 def test_a_chain_within_a_ring_is_computed_as_single_rows() -> None:
@@ -301,29 +284,22 @@ def test_mlx_keeps_its_graphs_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Later there is a warning, on CUDA only.
     """
-    code = f"import os, sys, mlx_redrafter; print('mlx.core' in sys.modules, os.environ.get('{THRASHING_CHECK}'))"
+    shown = f"'mlx.core' in sys.modules, os.environ.get('{THRASHING_CHECK}')"
+    command = [sys.executable, "-c", f"import os, sys, mlx_redrafter; print({shown})"]
     environment = {name: value for name, value in os.environ.items() if name != THRASHING_CHECK}
-    is_linux = sys.platform == "linux"
-    for given, expected in ({}, "0" if is_linux else "None"), ({THRASHING_CHECK: "1"}, "1"):
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(
-            command, env=environment | given, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.split() == [
-            "False",
-            expected if sys.platform == "linux" else str(given.get(THRASHING_CHECK)),
-        ]
+    unset = "0" if sys.platform == "linux" else "None"
+    for given, expected in ({}, unset), ({THRASHING_CHECK: "1"}, "1"):
+        variables = environment | given
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["False", expected]
+
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setitem(sys.modules, "mlx.core", ModuleType("mlx.core"))
+    core: Any = ModuleType("mlx.core")
+    core.cuda = ModuleType("cuda")
+    monkeypatch.setitem(sys.modules, "mlx.core", core)
     for has_cuda in (False, True):
         monkeypatch.delenv(THRASHING_CHECK, raising=False)
-        monkeypatch.setattr(sys.modules["mlx.core"], "cuda", ModuleType("cuda"), raising=False)
-        monkeypatch.setattr(
-            sys.modules["mlx.core"].cuda,
-            "is_available",
-            lambda found=has_cuda: found,
-            raising=False,
-        )
+        core.cuda.is_available = lambda found=has_cuda: found
         if has_cuda:
             with pytest.warns(UserWarning, match="import mlx_redrafter before mlx"):
                 disable_thrashing_check()

@@ -69,15 +69,11 @@ def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
     plain, drafter = with_plain(
         model, PROMPT, 16, "mixed", width=plan[0], script_seed=0, max_kv_size=size, **bits
     )
-    paths: list[list[int]] = []
-    options = bits | {
-        "max_kv_size": size,
-        "on_round": lambda tree, path, chosen: paths.append(path),
-    }
-    run(model, PROMPT, drafter, max_tokens=16, plan=plan, **options)
-    assert plan != (3, 2) or any(path != list(range(len(path))) for path in paths), (
-        "some accepted rows must move"
-    )
+    moved: list[bool] = []
+    options: dict[str, Any] = {"max_tokens": 16, "plan": plan, "max_kv_size": size} | bits
+    options["on_round"] = lambda tree, path, chosen: moved.append(path != [*range(len(path))])
+    run(model, PROMPT, drafter, **options)
+    assert plan != (3, 2) or any(moved), "some accepted rows must move"
     return model, tuple(ids(plain)), drafter
 
 
@@ -107,11 +103,9 @@ def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
         expected = decode_with_mlx_lm(model, plain[:count], make_prompt_cache(model, size), **bits)
         assert_same_cache(cache, expected, tolerance=2e-3)
         if count > 12:  # a second turn
-            turns = [
-                run(model, [1, 2, 3], max_tokens=5, prompt_cache=each, **bits)
-                for each in (cache, expected)
-            ]
-            assert ids(turns[0]) == ids(turns[1])
+            turn = run(model, [1, 2, 3], max_tokens=5, prompt_cache=cache, **bits)
+            plain_turn = run(model, [1, 2, 3], max_tokens=5, prompt_cache=expected, **bits)
+            assert ids(turn) == ids(plain_turn)
     assert inside > 1
     assert snapshot(model) == before
 
@@ -119,12 +113,10 @@ def test_cache_holds_the_taken_tokens_after_closing_anywhere(kind: str) -> None:
 def test_without_tokens_the_cache_holds_the_prompt() -> None:
     model, _, drafter = prepare("trimmable")
     cache = make_prompt_cache(model)
-    generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=(3, 4)).close()
+    options: dict[str, Any] = {"prompt_cache": cache, "plan": (3, 4)}
+    generate_step(PROMPT, model, drafter, **options).close()
     assert cache[0].offset == 0, "a generator that was never started changes nothing"
-    assert (
-        list(generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=(3, 4), max_tokens=0))
-        == []
-    )
+    assert list(generate_step(PROMPT, model, drafter, max_tokens=0, **options)) == []
     assert_same_cache(cache, decode_with_mlx_lm(model, (), make_prompt_cache(model)))
 
 
@@ -137,16 +129,13 @@ def test_checks_detect_other_caches_and_wrapped_modules() -> None:
         ((1, 2), {}),
         ((1, 2, 3), BITS | {"quantized_kv_start": 0}),
     ):
+        other = decode_with_mlx_lm(model, tokens, make_prompt_cache(model), **options)
         with pytest.raises(AssertionError):
-            assert_same_cache(
-                cache, decode_with_mlx_lm(model, tokens, make_prompt_cache(model), **options)
-            )
+            assert_same_cache(cache, other)
     before = snapshot(model)
-    assert (
-        capture([CapturePoint(get_parts(model).final_norm)], lambda: snapshot(model))[0]
-        != before
-        == snapshot(model)
-    )
+    point = CapturePoint(get_parts(model).final_norm)
+    during, _ = capture([point], lambda: snapshot(model))
+    assert during != before == snapshot(model)
 
 
 @pytest.mark.parametrize(
@@ -155,18 +144,16 @@ def test_checks_detect_other_caches_and_wrapped_modules() -> None:
 def test_deep_drafts_after_short_prompts_in_rings(
     count: int, size: int, plan: tuple[int, int]
 ) -> None:
-    """The first rows of a ring buffer stay visible to every node, including the tree's first nodes."""
+    """The first rows of a ring buffer stay visible to every node, the tree's first ones too."""
     model = make_family("qwen2")
     prompt = make_prompt(count)
     plain, drafter = with_plain(model, prompt, 30, "right", width=plan[0], max_kv_size=size)
-    assert ids(run(model, prompt, drafter, max_tokens=30, max_kv_size=size, plan=plan)) == ids(
-        plain
-    )
+    steps = run(model, prompt, drafter, max_tokens=30, max_kv_size=size, plan=plan)
+    assert ids(steps) == ids(plain)
 
 
 def test_history_must_match_the_cache() -> None:
+    reason = "the prompt cache holds 0 tokens, its history is 3"
     for cache in (None, make_prompt_cache(make_model())):
-        with pytest.raises(
-            RedrafterError, match="the prompt cache holds 0 tokens, its history is 3"
-        ):
+        with pytest.raises(RedrafterError, match=reason):
             next(generate_step(PROMPT, make_model(), history=[1, 2, 3], prompt_cache=cache))

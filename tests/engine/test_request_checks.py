@@ -102,11 +102,11 @@ class Nameless(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Linear(64, 64)
+        self.vectors = nn.Linear(64, 64)
         self.layers = [nn.Linear(64, 64)]
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        return self.layers[0](self.rows(mx.eye(64)[tokens]))
+        return self.layers[0](self.vectors(mx.eye(64)[tokens]))
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_unsupported_models_decode_plainly_only(
     for width in (1, 4):
         with pytest.raises(UnsupportedModelError, match=pattern):
             decode(model, beam_width=width)
-    text = list(PROMPT)
+    tokens = list(PROMPT)
     for token in decode(model, drafted=False):
-        seen = text[-1:] if make is Nameless else text
+        seen = tokens[-1:] if make is Nameless else tokens
         assert token == mx.argmax(model(mx.array([seen]))[0, -1]).item()
-        text.append(token)
+        tokens.append(token)
 
 
 class WithoutRopeModule(llama.Attention):
@@ -149,9 +149,8 @@ def test_positions_outside_a_cache_allow_chains_only() -> None:
     expected = decode(model, beam_width=4)
     ropes = [layer.self_attn.rope for layer in model.layers]
     for layer, rope in zip(model.layers, ropes, strict=True):
-        layer.self_attn = WithoutRopeModule(
-            layer.self_attn, lambda x, offset=0, rope=rope: rope(x, offset)
-        )
+        function = lambda x, offset=0, rope=rope: rope(x, offset)  # noqa: E731
+        layer.self_attn = WithoutRopeModule(layer.self_attn, function)
     assert decode(model, beam_width=4) == expected, "the rope may be a function"
     for layer in model.layers:
         layer.self_attn = WithoutRopeModule(layer.self_attn, lambda x, offset=0: x)

@@ -24,8 +24,8 @@ from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.options import Options
 
-READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__", "__dlpack__", "__repr__",
-         "__format__")  # fmt: skip
+CONVERSIONS = ("bool", "int", "float", "index", "array", "dlpack", "repr", "format")
+READS = ("item", "tolist", *(f"__{name}__" for name in CONVERSIONS))
 """Array methods that make the host wait for a value."""
 
 CHAIN = (1, 4)
@@ -72,10 +72,8 @@ def reads(events: list[str]) -> list[str]:
 
 def start(plan: Any = "off", **options: Any) -> Iterator[DecodedToken]:
     """Decodes without end; small models with heads wide enough for a quantized cache."""
-    options = {"max_tokens": -1, "plan": plan} | options
-    return decode_steps(
-        [1, 2, 3, 4, 5], small_llama(head_dim=32), small_drafter(), Options(**options)
-    )
+    given = Options(**{"max_tokens": -1, "plan": plan} | options)
+    return decode_steps([1, 2, 3, 4, 5], small_llama(head_dim=32), small_drafter(), given)
 
 
 def run_rounds(steps: Iterator[DecodedToken], count: int, events: list[Any]) -> None:
@@ -100,30 +98,29 @@ def test_a_round_reads_once(plan: Any, choice: str, events: list[str]) -> None:
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=str)
 def test_a_round_of_a_head_with_a_cache_reads_once(plan: Any, kind: str, events: list[str]) -> None:
     model = small_llama(head_dim=32)
-    steps = decode_steps(
-        [1, 2, 3, 4, 5], model, make_cached(kind, 32, 64), Options(max_tokens=-1, plan=plan)
-    )
+    options = Options(max_tokens=-1, plan=plan)
+    steps = decode_steps([1, 2, 3, 4, 5], model, make_cached(kind, 32, 64), options)
     run_rounds(steps, 12, events)
     assert len(reads(events)) == 12, events
 
 
 def test_reads_within_a_round_are_counted(events: list[str]) -> None:
     # Negative control: a sampler that reads its choice, for each of 5 nodes in 4 rounds.
-    run_rounds(
-        start(CHAIN, sampler=lambda logprobs: mx.array([int(mx.argmax(logprobs, axis=-1))])),
-        4,
-        events,
-    )
+    def choose(logprobs: mx.array) -> mx.array:
+        return mx.array([int(mx.argmax(logprobs, axis=-1))])
+
+    run_rounds(start(CHAIN, sampler=choose), 4, events)
     assert events.count("__int__") == 20 and len(reads(events)) == 24
 
 
 @pytest.mark.parametrize("plan", ["off", CHAIN, TREE], ids=str)
 def test_the_next_forward_is_enqueued_before_reading(plan: Any, events: list[str]) -> None:
     run_rounds(start(plan), 5, events)
-    first = ["async_eval"] if plan == "off" else []  # the second token, enqueued during prefill
-    enqueued = (
-        ["async_eval"] if plan == "off" else ["verify", "async_eval", "propose", "async_eval"]
-    )
+    first = []
+    enqueued = ["verify", "async_eval", "propose", "async_eval"]
+    if plan == "off":
+        first = ["async_eval"]  # the second token, enqueued during prefill
+        enqueued = ["async_eval"]
     assert events[-1] in READS and events == first + [*enqueued, events[-1]] * 5
 
 
@@ -142,9 +139,8 @@ class Recorder:
         assert history.ndim == 1 and logits.shape[0] == 1 and logits.ndim == 2
         seen = tuple(history.tolist())
         self.histories.append(seen)
-        return logits + 6 * mx.sin(
-            mx.arange(logits.shape[-1]) * (1 + seen[-1] + 2 * sum(seen[-4:]) + len(seen))
-        )
+        frequency = 1 + seen[-1] + 2 * sum(seen[-4:]) + len(seen)
+        return logits + 6 * mx.sin(mx.arange(logits.shape[-1]) * frequency)
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 1), (2, 1), (7, 3), (7, 2048)])
@@ -155,50 +151,32 @@ def test_each_node_sees_the_history_of_its_path(
     """Two turns on one cache: each turn's histories begin with its own prompt, as in mlx-lm."""
     model = make_model()
     count = 16
-    text = []
+    tokens: list[int] = []
     cache = make_prompt_cache(model)
     other = make_prompt_cache(model)
     for prompt in (make_prompt(length), make_prompt(3, seed=2)):
         theirs = Recorder()
         ours = Recorder()
-        before = len(text)
-        options = {"prefill_step_size": chunk, "max_tokens": count}
-        own = {"logits_processors": [theirs], "prompt_cache": cache, "prefill_step_size": chunk}
-        steps_of_mlx_lm = mlx_lm_generate_step(
-            mx.array(prompt), make_model(), max_tokens=count, **own
-        )
-        expected = [token for token, _ in steps_of_mlx_lm]
-        text += [*prompt, *expected]
-        drafter = scripted(model, text, "mixed", width=shape[0], seed=1)
-        steps = run(
-            model,
-            prompt,
-            drafter,
-            logits_processors=[ours],
-            prompt_cache=other,
-            plan=shape,
-            **options,
-        )
+        before = len(tokens)
+        options: dict[str, Any] = {"prefill_step_size": chunk, "max_tokens": count}
+        own = {"logits_processors": [theirs], "prompt_cache": cache} | options
+        expected = [token for token, _ in mlx_lm_generate_step(mx.array(prompt), model, **own)]
+        tokens += [*prompt, *expected]
+        drafter = scripted(model, tokens, "mixed", width=shape[0], seed=1)
+        options |= {"logits_processors": [ours], "prompt_cache": other, "plan": shape}
+        steps = run(model, prompt, drafter, **options)
         assert ids(steps) == expected and steps[-1].stats.accepted > 0
-        turn = text[before:]
+        turn = tokens[before:]
         needed = [tuple(turn[: len(prompt) + n]) for n in range(count)]
         assert theirs.histories[:count] == needed and set(needed) <= set(ours.histories)
         for history in set(ours.histories) - set(needed):
-            same = next(
-                (
-                    n
-                    for n, pair in enumerate(zip(history, turn, strict=False))
-                    if pair[0] != pair[1]
-                ),
-                len(turn),
-            )
-            assert same >= len(prompt) and len(history) - same <= shape[1], (
-                "the text so far, then drafted tokens"
-            )
+            # The text so far, then drafted tokens.
+            pairs = enumerate(zip(history, turn, strict=False))
+            same = next((n for n, (one, other_one) in pairs if one != other_one), len(turn))
+            assert same >= len(prompt) and len(history) - same <= shape[1]
         nodes = 1 + shape[0] * shape[1]
-        assert len(ours.histories) == 1 + steps[-1].stats.rounds * nodes, (
-            "each node of each round once"
-        )
+        # Each node of each round once.
+        assert len(ours.histories) == 1 + steps[-1].stats.rounds * nodes
 
 
 def test_a_processor_that_returns_another_shape_is_named() -> None:
@@ -206,18 +184,10 @@ def test_a_processor_that_returns_another_shape_is_named() -> None:
         (lambda _, logits: logits[0], r"shape \(64,\)"),
         (lambda *_: None, "NoneType"),
     ):
-        expected = (
-            rf"a logits processor must return logits of shape \(1, 64\), as it was given, got {got}"
-        )
-        with pytest.raises(RedrafterError, match=expected):
-            run(
-                small_llama(),
-                [1, 2, 3],
-                small_drafter(),
-                max_tokens=4,
-                plan=(1, 3),
-                logits_processors=[wrong],
-            )
+        expected = rf"must return logits of shape \(1, 64\), as it was given, got {got}"
+        options = {"max_tokens": 4, "plan": (1, 3), "logits_processors": [wrong]}
+        with pytest.raises(RedrafterError, match=f"a logits processor {expected}"):
+            run(small_llama(), [1, 2, 3], small_drafter(), **options)
 
 
 def test_wrong_histories_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +198,9 @@ def test_wrong_histories_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     plain, drafter = with_plain(model, prompt, 24, "right", width=2, **options)
     assert ids(run(model, prompt, drafter, max_tokens=24, plan=(2, 3), **options)) == ids(plain)
     extend = rounds.extend
-    monkeypatch.setattr(
-        rounds, "extend", lambda history, tokens: extend(history, mx.zeros_like(tokens))
-    )
+
+    def extend_by_zeros(history: mx.array | None, tokens: mx.array) -> mx.array:
+        return extend(history, mx.zeros_like(tokens))
+
+    monkeypatch.setattr(rounds, "extend", extend_by_zeros)
     assert ids(run(model, prompt, drafter, max_tokens=24, plan=(2, 3), **options)) != ids(plain)

@@ -47,9 +47,8 @@ def attend(
     mask = make_mask(rows)
     call = mx.fast.scaled_dot_product_attention
     out = call(*arrays, scale=0.25, mask=mask)
-    mask = (
-        mask.astype(mx.float32) if isinstance(mask, mx.array) and mask.dtype != mx.bool_ else mask
-    )
+    if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+        mask = mask.astype(mx.float32)
     return out, call(*(array.astype(mx.float32) for array in arrays), scale=0.25, mask=mask)
 
 
@@ -88,7 +87,6 @@ def test_drafted_forwards_attend_by_row(recorded: list[mx.Dtype], plan: Any) -> 
     model = small_llama()
     attention = mx.fast.scaled_dot_product_attention
     model.set_dtype(mx.bfloat16)
-    assert (
-        len(list(generate_step([1, 2, 3, 4], model, small_drafter(), plan=plan, max_tokens=8))) == 8
-    )
+    steps = generate_step([1, 2, 3, 4], model, small_drafter(), plan=plan, max_tokens=8)
+    assert len(list(steps)) == 8
     assert mx.float32 in recorded and mx.fast.scaled_dot_product_attention is attention

@@ -22,13 +22,13 @@ LIMIT = 3.7
 """In standard deviations: one in ten thousand correct samplers would exceed it."""
 LOGPROBS = mx.log(mx.array([[0.4, 0.04, 0.25, 0.11, 0.02, 0.18]]))
 FILTERS: dict[str, tuple[dict[str, Any], Any]] = {
-    "none": ({}, lambda row: row),
-    "top_p": ({"top_p": 0.8}, lambda row: apply_top_p(row, 0.8)),
-    "min_p": ({"min_p": 0.3}, lambda row: apply_min_p(row, 0.3)),
-    "top_k": ({"top_k": 3}, lambda row: apply_top_k(row, 3)),
+    "none": ({}, lambda x: x),
+    "top_p": ({"top_p": 0.8}, lambda x: apply_top_p(x, 0.8)),
+    "min_p": ({"min_p": 0.3}, lambda x: apply_min_p(x, 0.3)),
+    "top_k": ({"top_k": 3}, lambda x: apply_top_k(x, 3)),
     "xtc": (
         {"xtc_probability": 1.0, "xtc_threshold": 0.15},
-        lambda row: apply_xtc(row, 1.0, 0.15, []),
+        lambda x: apply_xtc(x, 1.0, 0.15, []),
     ),
 }
 
@@ -36,9 +36,8 @@ FILTERS: dict[str, tuple[dict[str, Any], Any]] = {
 def choose(sampler: Sampler, positions: int) -> np.ndarray:
     """(positions,) tokens chosen at each position from the same log-probabilities."""
     draws = sampler.draw(mx.array(100), positions, VOCAB)
-    return np.array(
-        sampler.choose(mx.repeat(LOGPROBS, positions, axis=0), draws, mx.arange(positions))
-    )
+    logprobs = mx.repeat(LOGPROBS, positions, axis=0)
+    return np.array(sampler.choose(logprobs, draws, mx.arange(positions)))
 
 
 def expected(temp: float, apply: Any) -> np.ndarray:
@@ -47,8 +46,9 @@ def expected(temp: float, apply: Any) -> np.ndarray:
 
 
 def deviation(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Standard deviations of the chi-square statistic above its mean (Wilson and Hilferty's cube
-    root).
+    """Standard deviations of the chi-square statistic above its mean.
+
+    Source: Wilson and Hilferty's cube root.
     """
     possible = probabilities > 0
     if counts[~possible].any():
@@ -66,9 +66,8 @@ def test_tokens_have_the_filtered_distribution(name: str, temp: float) -> None:
     options, apply = FILTERS[name]
     one = expected(temp, apply)
     other = expected(2 * temp, apply)
-    tokens = np.concatenate(
-        [choose(make_sampler(seed=seed, temp=temp, **options), DRAWS // 4) for seed in range(4)]
-    )
+    samplers = [make_sampler(seed=seed, temp=temp, **options) for seed in range(4)]
+    tokens = np.concatenate([choose(sampler, DRAWS // 4) for sampler in samplers])
     # Neighbouring positions are independent: pairs have the product distribution.
     pairs = np.bincount(tokens[:-1] * VOCAB + tokens[1:], minlength=VOCAB**2)
     assert deviation(np.bincount(tokens, minlength=VOCAB), one) < LIMIT
@@ -91,8 +90,8 @@ def test_each_position_is_drawn_with_its_own_noise(seed: int) -> None:
     prompt = make_prompt(5)
     sampler = make_sampler(seed=seed, temp=1.3)
     together = sampler.draw(mx.array(len(prompt)), 20, model.args.vocab_size)
-    for row, step in enumerate(run(model, prompt, max_tokens=20, temp=1.3, seed=seed)):
-        alone = sampler.draw(mx.array(len(prompt) + row), 1, model.args.vocab_size)
-        assert mx.array_equal(alone.gumbel[0], together.gumbel[row])
+    for index, step in enumerate(run(model, prompt, max_tokens=20, temp=1.3, seed=seed)):
+        alone = sampler.draw(mx.array(len(prompt) + index), 1, model.args.vocab_size)
+        assert mx.array_equal(alone.gumbel[0], together.gumbel[index])
         assert sampler.choose(step.logprobs[None], alone, mx.array([0])).tolist() == [step.token]
-    assert len({tuple(row) for row in together.gumbel.tolist()}) == 20
+    assert len({tuple(noise) for noise in together.gumbel.tolist()}) == 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,36 +11,22 @@ import pytest
 from helpers.launch import TESTS, start_ranks, wait_for_ranks
 from mlx_redrafter import ranks
 
+OF_TWO = product(("qwen2", "qwen3_moe", "qwen3_5"), ("tensor", "pipeline"))
+TEXTS = {2: set(map(", ".join, OF_TWO)), 4: {"qwen2, tensor", "qwen3_moe, pipeline"}}
 
-@pytest.mark.parametrize(
-    ("count", "texts"),
-    [
-        (
-            2,
-            {
-                f"{kind}, {how}"
-                for kind in ("qwen2", "qwen3_moe", "qwen3_5")
-                for how in ("tensor", "pipeline")
-            },
-        ),
-        (4, {"qwen2, tensor", "qwen3_moe, pipeline"}),
-    ],
-    ids=["2", "4"],
-)
+
+@pytest.mark.parametrize(("count", "texts"), TEXTS.items(), ids=["2", "4"])
 def test_ranks_decode_what_one_process_decodes(count: int, texts: set[str], tmp_path: Path) -> None:
     """Each rank compares its reads with the others and raises if they differ."""
-    ended = wait_for_ranks(
-        start_ranks(
-            count, str(TESTS / "helpers" / "ranks.py"), str(tmp_path), **{ranks.CHECK_VARIABLE: "1"}
-        )
-    )
+    command = (str(TESTS / "helpers" / "ranks.py"), str(tmp_path))
+    started = start_ranks(count, *command, **{ranks.CHECK_VARIABLE: "1"})
+    ended = wait_for_ranks(started)
     assert [each.status for each in ended] == [0] * count, ended
     decoded = [json.loads(each.out.partition("RANK ")[2]) for each in ended]
     assert [each.pop("rank") for each in decoded] == list(range(count))
     measured = [each.pop("measured", None) for each in decoded]
-    assert [each.pop("files") for each in decoded] == [["costs"] if count == 2 else []] + [[]] * (
-        count - 1
-    )
+    written, *others = [each.pop("files") for each in decoded]
+    assert written == (["costs"] if count == 2 else []) and not any(others)
     assert decoded == [decoded[0]] * count
     assert decoded[0]["error"].startswith("the ranks decode different texts: rank 0 reads [")
     assert f"rank {count - 1} reads [" in decoded[0]["error"]

@@ -77,9 +77,8 @@ def test_next_and_close_may_change_threads(name: str, count: int) -> None:
     expected, steps, cache = make_job(name)
     with workers(3) as pools:
         turn = cycle(pools)
-        assert [next(turn).submit(next, steps).result()[0] for _ in range(count)] == expected[
-            :count
-        ]
+        tokens = [next(turn).submit(next, steps).result()[0] for _ in range(count)]
+        assert tokens == expected[:count]
         if count == COUNT:
             assert next(turn).submit(next, steps, None).result() is None
         next(turn).submit(steps.close).result()
@@ -128,20 +127,20 @@ def test_another_thread_may_run_a_batch_meanwhile() -> None:
         return model(mx.array([[4], [5]]), cache=cache).tolist()
 
     expected = run_batch()
-    nodes = Nodes(
-        0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, is_tree=True
-    )
+    ancestors = mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0
+    nodes = Nodes(0, mx.array([0, 1, 1]), ancestors, is_tree=True)
+    point = CapturePoint(get_parts(model).final_norm)
     with workers(1) as (other,):
         built, (recorded,) = capture(
-            [CapturePoint(get_parts(model).final_norm)],
-            lambda: build_with_nodes([], nodes, lambda _: other.submit(run_batch).result()),
+            [point], lambda: build_with_nodes([], nodes, lambda _: other.submit(run_batch).result())
         )
     assert (built.result, built.calls, recorded) == (expected, [], [])
 
 
 class Waiting(nn.Module):
-    """A model's last layer that waits in another thread's forward which captures the first layer's
-    output.
+    """A model's last layer that waits in another thread's forward.
+
+    It waits once, in a forward that captures the first layer's output.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
@@ -153,11 +152,8 @@ class Waiting(nn.Module):
         self._left = threading.Event()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self._is_captured()
-            and threading.get_ident() != self._owner
-            and not self.entered.is_set()
-        ):
+        is_other = threading.get_ident() != self._owner
+        if is_other and self._is_captured() and not self.entered.is_set():
             self.entered.set()
             self._left.wait(0.5)
         return self["layer"](*args, **kwargs)
@@ -179,10 +175,12 @@ def test_a_model_is_not_looked_at_while_another_thread_builds_a_forward(task: st
         "new session": lambda: Session(model, tokenizer, plan="off", max_tokens=4),
         "end of a turn": turn.close,
     }
+
+    def decode() -> list[Any]:
+        return list(generate_step(PROMPT, model, drafter, plan=(1, 3), max_tokens=8))
+
     with workers(1) as (pool,):
-        other = pool.submit(
-            lambda: list(generate_step(PROMPT, model, drafter, plan=(1, 3), max_tokens=8))
-        )
+        other = pool.submit(decode)
         assert waiting.entered.wait(30)
         tasks[task]()
         assert len(other.result(30)) == 8

@@ -37,7 +37,7 @@ def all_nodes(beams: Beams) -> tuple[list[int], list[int]]:
 
 
 def check_pruned(pruned: Tree, beams: Beams, count: int) -> None:
-    """Asserts that it has the `count` likeliest nodes in order, with the leading hypothesis first."""
+    """Asserts that it has the `count` likeliest nodes, the leading hypothesis first."""
     tokens, parents = all_nodes(beams)
     scores = [float("inf"), *np.array(beams.scores).reshape(-1).tolist()]
     best = sorted(range(len(scores)), key=lambda node: (-scores[node], node))[:count]
@@ -48,9 +48,9 @@ def check_pruned(pruned: Tree, beams: Beams, count: int) -> None:
         at = parents[at]
     order = [0, *(node for node in leading if node in best)]
     order += [node for node in best if node not in order]
-    check_tree(
-        pruned, [tokens[node] for node in order], [order.index(parents[node]) for node in order]
-    )
+    own_tokens = [tokens[node] for node in order]
+    own_parents = [order.index(parents[node]) for node in order]
+    check_tree(pruned, own_tokens, own_parents)
 
 
 def test_running_example() -> None:
@@ -99,22 +99,24 @@ def test_the_checks_reject_wrong_trees() -> None:
     beams = random_beams(1, 3, 3)
     tree = grow(ROOT, beams)
     nodes = all_nodes(beams)
-    # Negative controls: a chain's mask on a tree, node numbers as depths, a wrong parent, other
-    # beams.
-    for wrong in (
-        tree._replace(ancestors=mx.tril(mx.ones((10, 10), mx.bool_))),
-        tree._replace(depths=mx.arange(10)),
-        tree._replace(parents=mx.concatenate([tree.parents[:-1], mx.array([0])])),
-        grow(ROOT, random_beams(2, 3, 3)),
-    ):
+    # Negative controls.
+    wrong_parents = mx.concatenate([tree.parents[:-1], mx.array([0])])
+    wrong_trees = {
+        "a chain's mask": tree._replace(ancestors=mx.tril(mx.ones((10, 10), mx.bool_))),
+        "node numbers as depths": tree._replace(depths=mx.arange(10)),
+        "a wrong parent": tree._replace(parents=wrong_parents),
+        "other beams": grow(ROOT, random_beams(2, 3, 3)),
+    }
+    for wrong in wrong_trees.values():
         with pytest.raises(AssertionError):
             check_tree(wrong, *nodes)
-    # Negative controls: first levels only, parents of the whole tree, other count.
+
     first = Tree(tree.tokens[:6], tree.parents[:6], tree.depths[:6], tree.ancestors[:6, :6])
-    for wrong in (
-        first,
-        prune(tree, beams, 6)._replace(parents=first.parents),
-        prune(tree, beams, 7),
-    ):
+    wrong_trees = {
+        "first levels only": first,
+        "parents of the whole tree": prune(tree, beams, 6)._replace(parents=first.parents),
+        "another count": prune(tree, beams, 7),
+    }
+    for wrong in wrong_trees.values():
         with pytest.raises(AssertionError):
             check_pruned(wrong, beams, 6)

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from helpers.small import make_tree
-from helpers.toys import KINDS, VOCAB, make_model, make_prompt
+from helpers.toys import TREE_MODELS, VOCAB, make_model, make_prompt
 from mlx_redrafter.engine.target import KVQuantization, Target
 from mlx_redrafter.engine.types import Tree
 
@@ -47,11 +47,11 @@ def prefilled(kind: str, prefix: int, bits: int | None, seed: int) -> Target:
 
 def paths(tree: Tree) -> list[list[int]]:
     """Tokens from the root to each node, found through the parents."""
-    found: list[list[int]] = []
-    for node, (token, parent) in enumerate(
-        zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
-    ):
-        found.append([token] if node == 0 else [*found[parent], token])
+    root, *tokens = tree.tokens.tolist()
+    _, *parents = tree.parents.tolist()
+    found: list[list[int]] = [[root]]
+    for token, parent in zip(tokens, parents, strict=True):
+        found.append([*found[parent], token])
     return found
 
 
@@ -60,10 +60,12 @@ def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -
     model = make_model(kind)
     target = prefilled(kind, prefix, bits, seed)
     cache = copy.deepcopy(target.cache)
-    logits = [model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
-    states = [
-        model.model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)
-    ]
+    logits = []
+    states = []
+    for path in paths(tree):
+        tokens = mx.array([path])
+        logits.append(model(tokens, cache=copy.deepcopy(cache))[0, -1])
+        states.append(model.model(tokens, cache=copy.deepcopy(cache))[0, -1])
     together = target.verify(tree, is_tree=True)
     assert together.logits.shape == (tree.tokens.shape[0], VOCAB)
     far = mx.abs(together.logits - mx.stack(logits)).max(axis=1)
@@ -72,7 +74,7 @@ def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -
 
 @pytest.mark.parametrize(
     ("kind", "bits"),
-    [*((kind, None) for kind in KINDS), *product(("llama", "phi3-longrope"), (8, 4))],
+    [*((kind, None) for kind in TREE_MODELS), *product(("llama", "phi3-longrope"), (8, 4))],
 )
 def test_every_node_gets_the_logits_of_its_path(kind: str, bits: int | None) -> None:
     for seed, prefix in enumerate(PREFIXES):
@@ -83,7 +85,7 @@ def test_every_node_gets_the_logits_of_its_path(kind: str, bits: int | None) -> 
 @pytest.mark.parametrize(
     ("wrong", "kind"),
     [
-        *(("consecutive positions", kind) for kind in KINDS),
+        *(("consecutive positions", kind) for kind in TREE_MODELS),
         ("mask of ones", "llama"),
         ("causal mask", "llama"),
     ],
@@ -99,6 +101,5 @@ def test_wrong_masks_and_positions_give_other_logits(wrong: str, kind: str) -> N
         }[wrong]
         far = distances(kind, PREFIXES[seed], None, seed, broken)
         assert far.max() > 100 * TOLERANCE
-        assert wrong == "mask of ones" or far[0] < TOLERANCE, (
-            "the root sees only the prefix, at the correct position"
-        )
+        # The root sees only the prefix, at the correct position.
+        assert wrong == "mask of ones" or far[0] < TOLERANCE

@@ -18,12 +18,13 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(
 )
 
 WIDE_STREAMS = ("deepseek_v41", "gemma3n", "iquestloopcoder")
-"""Modules whose layers do not return one row of the embedding's width per token."""
+"""Modules whose layers do not return one state of the embedding's width per token."""
 
 
 def modules() -> list[str]:
-    """Names of modules that define a model, read from the sources: some cannot be imported on every
-    platform.
+    """Names of modules that define a model.
+
+    They are read from the sources, as some cannot be imported on every platform.
     """
     found = []
     for module in iter_modules(mlx_lm.models.__path__):
@@ -44,9 +45,9 @@ def make_family(name: str, **more: Any) -> nn.Module:
     home = import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
     config = CONFIGS[name]
-    config = config | (
-        {"text_config": config["text_config"] | more} if "text_config" in config else more
-    )
+    if "text_config" in config:
+        more = {"text_config": config["text_config"] | more}
+    config = config | more
     model: nn.Module = home.Model(home.ModelArgs.from_dict(config))
 
     def randomise(place: int, x: mx.array) -> mx.array:
@@ -54,9 +55,8 @@ def make_family(name: str, **more: Any) -> nn.Module:
             return x
         x = x.astype(mx.float32)
         if bool((x == x.reshape(-1)[0]).all().item()):
-            return x + (0.15 if x.ndim < 2 else 0.3) * mx.random.normal(
-                x.shape, key=mx.random.key(place)
-            )
+            scale = 0.15 if x.ndim < 2 else 0.3
+            return x + scale * mx.random.normal(x.shape, key=mx.random.key(place))
         return x * 2.0 if x.ndim > 1 else x
 
     flat: Any = tree_flatten(model.parameters())

@@ -21,7 +21,7 @@ class Stuck(Exception):
     """No token may follow."""
 
 
-def find_allowed(answer: Sequence[int], vocab: int) -> list[int]:
+def list_allowed(answer: Sequence[int], vocab: int) -> list[int]:
     """Allowed tokens.
 
     By answer length modulo 8: one token for 3, 4 and 5, all for 7, about half otherwise.
@@ -34,7 +34,7 @@ def find_allowed(answer: Sequence[int], vocab: int) -> list[int]:
 
 
 class ToyGrammar:
-    """A `Grammar` that follows `find_allowed`.
+    """A `Grammar` that follows `list_allowed`.
 
     Args:
         stuck_at: answer length after which no token is allowed.
@@ -55,19 +55,19 @@ class ToyGrammar:
         return other
 
     def take(self, token: int) -> bool:
-        is_allowed = token in find_allowed(self._answer, self._vocab)
+        is_allowed = token in list_allowed(self._answer, self._vocab)
         self._answer.append(token)
         return is_allowed
 
     def compute_mask(self) -> Any:
         if len(self._answer) == self._stuck_at:
             raise Stuck("nothing may follow")
-        allowed = find_allowed(self._answer, self._vocab)
+        allowed = list_allowed(self._answer, self._vocab)
         return None if len(allowed) == self._vocab else np.isin(np.arange(self._vocab), allowed)
 
     def compute_forced(self) -> list[int]:
         found = list[int]()
-        while len(allowed := find_allowed(self._answer + found, self._vocab)) == 1:
+        while len(allowed := list_allowed(self._answer + found, self._vocab)) == 1:
             found += allowed
         return found
 
@@ -76,7 +76,7 @@ def mask_history(size: int, vocab: int = VOCAB) -> Any:
     """The same grammar as a stateless logits processor, for a prompt of `size` tokens."""
 
     def mask(history: mx.array, logits: mx.array) -> mx.array:
-        allowed = find_allowed(cast(list[int], history[size:].tolist()), vocab)
+        allowed = list_allowed(cast(list[int], history[size:].tolist()), vocab)
         return mx.where(mx.array([token in allowed for token in range(vocab)]), logits, -mx.inf)
 
     return mask

@@ -28,7 +28,7 @@ class Ended(NamedTuple):
     err: str
 
 
-def find_port() -> int:
+def pick_port() -> int:
     """A free port below those that the system gives to other sockets in the meantime."""
     while True:
         port = 20000 + secrets.randbelow(10000)
@@ -46,7 +46,7 @@ def start_ranks(
         each: additional arguments, one list per rank.
         environment: additional variables; `XDG_CACHE_HOME` should be private to the test.
     """
-    hosts = [[f"127.0.0.1:{find_port()}"] for _ in range(count)]
+    hosts = [[f"127.0.0.1:{pick_port()}"] for _ in range(count)]
     file = Path(tempfile.mkdtemp()) / "hosts.json"
     file.write_text(json.dumps(hosts), encoding="utf-8")
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])

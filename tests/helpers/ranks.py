@@ -27,16 +27,16 @@ from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning import measure
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)] * 2
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+SHARDABLE_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "full_attention_interval": 2}
-KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+SHARDED_MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen2": (1, {}),
     "qwen3_moe": (1, {}),
     "qwen3_5": (2, {"tie_word_embeddings": False, **LINEAR}),
 }
-"""Dense, mixture-of-experts and hybrid modules that shard both ways:
+"""Dense, mixture-of-experts and hybrid modules that shard both ways.
 
-(layers of a pipeline's rank, other config).
+Their values are (layers of a pipeline's rank, other config).
 """
 
 
@@ -54,11 +54,10 @@ def choose_among_few(logprobs: mx.array) -> mx.array:
 
 def decode(kind: str, how: str, length: int) -> dict[str, Any]:
     """Texts of the whole and of the sharded model, with counts of accepted drafts."""
-    layers, config = KINDS[kind]
-    config = config | {
-        "num_hidden_layers": ranks.count_ranks() * layers if how == "pipeline" else 2
-    }
-    whole, model = (make_family(kind, **HEADS, **config) for _ in range(2))
+    layers, config = SHARDED_MODELS[kind]
+    n_layers = ranks.count_ranks() * layers if how == "pipeline" else 2
+    config = config | {"num_hidden_layers": n_layers}
+    whole, model = (make_family(kind, **SHARDABLE_HEADS, **config) for _ in range(2))
     divide(model, how)
     hidden = mx.random.normal((2, 64), key=mx.random.key(3))
     assert mx.allclose(get_head(model)(hidden), get_head(whole)(hidden), atol=1e-4)
@@ -72,9 +71,8 @@ def decode(kind: str, how: str, length: int) -> dict[str, Any]:
         drafter: Any = DraftModel(whole)
         options: dict[str, Any] = {}
         if name == "greedy":
-            drafter = CachingDrafter(
-                whole, PROMPT + alone, 2, layers=() if how == "pipeline" else (0,)
-            )
+            captured = () if how == "pipeline" else (0,)
+            drafter = CachingDrafter(whole, PROMPT + alone, 2, layers=captured)
             options = {"context": True, "beam_width": 2, "draft_depth": 3}
         steps = run(model, PROMPT, drafter, max_tokens=length, **options, **sampling)
         stats = steps[-1].stats
@@ -84,9 +82,8 @@ def decode(kind: str, how: str, length: int) -> dict[str, Any]:
         try:
             run(model, PROMPT, CachingDrafter(whole, PROMPT, 2), draft_depth=1)
         except UnsupportedModelError as error:
-            assert "reads the output of layer 0, which only one rank of the pipeline has" in str(
-                error
-            )
+            reason = "reads the output of layer 0, which only one rank of the pipeline has"
+            assert reason in str(error)
         else:
             raise AssertionError("a layer of another rank was read")
     return found
@@ -94,8 +91,8 @@ def decode(kind: str, how: str, length: int) -> dict[str, Any]:
 
 def measure_together() -> dict[str, Any]:
     """Measured costs of a pair of models, and a text planned with them."""
-    whole = make_family("qwen2", **HEADS)
-    model = make_family("qwen2", **HEADS)
+    whole = make_family("qwen2", **SHARDABLE_HEADS)
+    model = make_family("qwen2", **SHARDABLE_HEADS)
     divide(model, "tensor")
     drafter = DraftModel(whole)
     texts = [ids(run(each, PROMPT, drafter, max_tokens=12)) for each in (model, model)]
@@ -107,18 +104,13 @@ def measure_together() -> dict[str, Any]:
 
 def decide_otherwise() -> str:
     """The error when the last rank drafts one token fewer than the others."""
-    model = make_family("qwen2", **HEADS)
+    model = make_family("qwen2", **SHARDABLE_HEADS)
     divide(model, "tensor")
-    text = PROMPT * 3
-    follower = Scripted(model, text, make_ranks("mixed", len(text), 2), 2)
+    tokens = PROMPT * 3
+    follower = Scripted(model, tokens, make_ranks("mixed", len(tokens), 2), 2)
+    depth = 2 if ranks.get_rank() == ranks.count_ranks() - 1 else 3
     try:
-        run(
-            model,
-            PROMPT,
-            follower,
-            max_tokens=8,
-            draft_depth=3 if ranks.get_rank() < ranks.count_ranks() - 1 else 2,
-        )
+        run(model, PROMPT, follower, max_tokens=8, draft_depth=depth)
     except RedrafterError as error:
         return str(error)
     return "none"
@@ -134,7 +126,9 @@ def main() -> None:
     costs: Any = lambda pair, **how: make_costs(replay=float(how["trees"] is False))  # noqa: E731
     Pair.measure_costs = costs  # type: ignore[method-assign]
     ways = ("tensor", "pipeline")
-    cases = product(KINDS, ways) if ranks.count_ranks() == 2 else zip(KINDS, ways, strict=False)
+    cases = product(SHARDED_MODELS, ways)
+    if ranks.count_ranks() > 2:
+        cases = zip(SHARDED_MODELS, ways, strict=False)
     found["texts"] = {
         f"{kind}, {how}": decode(kind, how, 32 // ranks.count_ranks()) for kind, how in cases
     }

@@ -51,8 +51,9 @@ def make_tree(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
 
 
 def random_advance(seed: int, vocab: int, scale: float = 1.0) -> Advance:
-    """A drafter for `beam_search.search` whose logits depend on all tokens so far, through a hash
-    as its state.
+    """A drafter for `beam_search.search` whose logits depend on all tokens so far.
+
+    Its state is a hash of them.
     """
     rng = np.random.default_rng(seed)
     table = mx.array((scale * rng.normal(size=(997, vocab))).astype(np.float32))
@@ -71,23 +72,22 @@ def hypotheses(beams: Beams) -> list[list[int]]:
     parents = np.array(beams.parents)
     found = []
     for rank in range(tokens.shape[1]):
-        spelled: list[int] = []
+        hypothesis: list[int] = []
         for level in reversed(range(tokens.shape[0])):
-            spelled.insert(0, int(tokens[level, rank]))
+            hypothesis.insert(0, int(tokens[level, rank]))
             rank = parents[level, rank]
-        found.append(spelled)
+        found.append(hypothesis)
     return found
 
 
 def randomised(module: nn.Module, seed: int, scale: float = 0.3) -> Any:
     """Draws every parameter at random, so that tests do not depend on initial values."""
     rng = np.random.default_rng(seed)
-    module.update(
-        tree_map(
-            lambda x: mx.array(rng.normal(0, scale, x.shape).astype(np.float32)),
-            module.parameters(),
-        )
-    )
+
+    def draw(x: mx.array) -> mx.array:
+        return mx.array(rng.normal(0, scale, x.shape).astype(np.float32))
+
+    module.update(tree_map(draw, module.parameters()))
     mx.eval(module.parameters())
     return module
 
@@ -106,7 +106,7 @@ def small_drafter(
 
 
 def partial_drafter(whole: Drafter, guessed: np.ndarray) -> Drafter:
-    """Removes the head's rows of all tokens that are not in `guessed`."""
+    """Removes the head's vectors of all tokens that are not in `guessed`."""
     args = replace(whole.args, draft_vocab_size=len(guessed))
     drafter = Drafter(args)
     arrays = dict(tree_flatten(whole.parameters()))
@@ -146,7 +146,8 @@ def small_llama(
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of an end token and 256 bytes that `AutoTokenizer` can load."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(alphabet, 1)}}, []))
+    vocabulary = {"<end>": 0, **{c: i for i, c in enumerate(alphabet, 1)}}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
@@ -174,8 +175,7 @@ def save_target(directory: Path, model: Any, tokenizer: Any, **config: Any) -> N
         config: more keys for config.json.
     """
     tokenizer.save_pretrained(directory)
-    mx.save_safetensors(
-        str(directory / "model.safetensors"), dict(tree_flatten(model.parameters()))
-    )
+    arrays = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(directory / "model.safetensors"), arrays)
     known = {name: value for name, value in vars(model.args).items() if value is not None}
     (directory / "config.json").write_text(json.dumps(known | config), encoding="utf-8")

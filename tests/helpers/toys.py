@@ -43,14 +43,15 @@ HEADS_OF_32 = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 
 SU = {"long_factor": [1.0 + 0.2 * i for i in range(16)], "short_factor": [1.0] * 16}
 LONG = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
 
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+TREE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", HEADS_OF_32),
     "llama-llama3": ("llama", HEADS_OF_32 | {"rope_scaling": {
         "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32}}),
     "llama-yarn": ("llama", HEADS_OF_32 | {"rope_scaling": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}),
-    "llama-linear": ("llama", HEADS_OF_32 | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "llama-linear": ("llama", HEADS_OF_32 | {
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "mistral": ("llama", HEADS_OF_32 | {"tie_word_embeddings": False, "rope_traditional": True}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", HEADS_OF_32),
@@ -60,7 +61,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Llama-like modules that take trees, with every rope module: (mlx-lm module, its arguments)."""
 
-LENGTH_BOUND: dict[str, tuple[str, dict[str, Any]]] = {
+LENGTH_BOUND_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-dynamic": ("llama", HEADS_OF_32 | {
         "max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
 }  # fmt: skip
@@ -71,16 +72,22 @@ LENGTH_BOUND: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(
     kind: str = "llama", *, vocab: int = VOCAB, layers: int = 2, spread: float = 6.0, seed: int = 0
 ) -> nn.Module:
-    """A random target with logits spread by `spread`, shared between tests, which must not change
-    it.
-    """
-    module, arguments = (KINDS | LENGTH_BOUND)[kind]
+    """A random target with logits spread by `spread`. Tests share it, and must not change it."""
+    module, arguments = (TREE_MODELS | LENGTH_BOUND_MODELS)[kind]
     home = import_module(f"mlx_lm.models.{module}")
     config = {
-        "model_type": kind.partition("-")[0], "hidden_size": 64, "num_hidden_layers": layers, "vocab_size": vocab,
-        "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "model_type": kind.partition("-")[0],
+        "hidden_size": 64,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "intermediate_size": 96,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
     model: nn.Module = home.Model(home.ModelArgs.from_dict(config | arguments))
     keys = iter(mx.random.split(mx.random.key(seed), 200))
 
@@ -89,11 +96,8 @@ def make_model(
             return old * spread / 2 if name == "model.norm.weight" else old
         return mx.random.normal(old.shape, key=next(keys)) * (2.0 * old.shape[-1] ** -0.5)
 
-    model.update(
-        tree_unflatten(
-            [(name, weight(name, old)) for name, old in tree_flatten(model.parameters())]
-        )
-    )
+    old_weights: Any = tree_flatten(model.parameters())
+    model.update(tree_unflatten([(name, weight(name, old)) for name, old in old_weights]))
     mx.eval(model.parameters())
     return model
 
@@ -136,16 +140,15 @@ def assert_same_steps(
 class Scripted:
     """A drafter that knows the target's text and is right exactly where its script says so.
 
-    Its state is the path so far: it finds tokens by their embeddings, and the start of a draft by
-    the hidden state. On the text `width` candidates score high; elsewhere all scores are equal.
+    Its state is the path so far: it recognizes tokens by their embeddings, and the start of a draft
+    by the hidden state. On the text `width` candidates score high; elsewhere all scores are equal.
 
     Args:
         model: the target.
-        text: the prompt and its plain continuation, longer than the decoded text.
-        ranks: for each position of `text`, the rank of its token among the candidates, or -1 if
-            missing.
+        tokens: the prompt and its plain continuation, longer than the decoded text.
+        ranks: for each of `tokens`, its rank among the candidates, or -1 if missing.
         width: W.
-        hidden: (T, D) hidden states of `text`; None runs the model on all of it.
+        hidden: (T, D) hidden states of `tokens`; None runs the model on all of them.
     """
 
     dtype = mx.float32
@@ -155,21 +158,22 @@ class Scripted:
     def __init__(
         self,
         model: nn.Module,
-        text: Sequence[int],
+        tokens: Sequence[int],
         ranks: Sequence[int],
         width: int,
         hidden: mx.array | None = None,
     ) -> None:
         vocab = model(mx.array([[0]])).shape[-1]
-        self._text = mx.array(text)
+        self._text = mx.array(tokens)
         self.ranks = list(ranks)
         self._ranks = mx.array(ranks)
         self._hidden = model.model(self._text[None])[0] if hidden is None else hidden
         self._width = width
         self._tokens = mx.arange(vocab)
-        self._rows = get_parts(model).embedding(self._tokens)
-        self.args = DrafterArgs(self._hidden.shape[-1], vocab, 2 * self._hidden.shape[-1], 0)
-        mx.eval(self._hidden, self._tokens, self._rows, self._text, self._ranks)
+        self._embeddings = get_parts(model).embedding(self._tokens)
+        size = self._hidden.shape[-1]
+        self.args = DrafterArgs(size, vocab, 2 * size, 0)
+        mx.eval(self._hidden, self._tokens, self._embeddings, self._text, self._ranks)
 
     def open(self, model: nn.Module) -> Source:
         return StepwiseSource(self, model)
@@ -183,7 +187,8 @@ class Scripted:
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
         """(W, L) tokens so far."""
-        token = mx.argmin(mx.square(embedding[:, None] - self._rows[None]).sum(-1), axis=1)[:, None]
+        distances = mx.square(embedding[:, None] - self._embeddings[None]).sum(-1)
+        token = mx.argmin(distances, axis=1)[:, None]
         return token if state is None else mx.concatenate([state, token], axis=1)
 
     def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
@@ -197,26 +202,24 @@ class Scripted:
         right = self._text[here]
         rank = self._ranks[here]
         others = (self._tokens - right) % self._tokens.shape[0] - 1
-        order = mx.where(
-            others < 0, mx.where(rank < 0, 99, rank), others + ((rank >= 0) & (others >= rank))
-        )
+        own = mx.where(rank < 0, 99, rank)
+        order = mx.where(others < 0, own, others + ((rank >= 0) & (others >= rank)))
         scores = mx.where(order < self._width, 30 - 0.1 * order, 0.0)
         return mx.where(on_text, scores[None], 0.0).astype(mx.float32)
 
 
 class ScriptedContext(Source):
-    """A context source that proposes continuations of random length, sometimes wrong, sometimes
-    none.
+    """A context source that proposes continuations of random length, sometimes wrong or none.
 
     Args:
-        text: the prompt and its plain continuation, longer than the decoded text.
+        tokens: the prompt and its plain continuation, longer than the decoded text.
         right: share of correct tokens.
     """
 
     proposes_after_read = True
 
-    def __init__(self, text: Sequence[int], right: float = 0.8, seed: int = 0) -> None:
-        self._text = list(text)
+    def __init__(self, tokens: Sequence[int], right: float = 0.8, seed: int = 0) -> None:
+        self._text = list(tokens)
         self._right = right
         self._random = random.Random(seed)
         self._at = 0
@@ -233,11 +236,10 @@ class ScriptedContext(Source):
         if ahead:
             return Forecast(0.9, [0.9]) if self._random.random() < 0.8 else None
         count = min(self._random.randrange(7), len(self._text) - self._at)
-        tokens = self._text[self._at : self._at + count]
-        self._tokens = [
-            token if self._random.random() < self._right else (token + 1) % len(set(self._text))
-            for token in tokens
-        ]
+        self._tokens = self._text[self._at : self._at + count]
+        for i, token in enumerate(self._tokens):
+            if self._random.random() >= self._right:
+                self._tokens[i] = (token + 1) % len(set(self._text))
         return Forecast(1.0, [0.9] * count) if count else None
 
     def propose(
@@ -254,7 +256,7 @@ class CachingDrafter:
 
     Args:
         model: the target.
-        text: the prompt and its plain continuation, longer than the decoded text.
+        tokens: the prompt and its plain continuation, longer than the decoded text.
         width: W.
         share: share of positions at which a guess is right.
         holes: whether missing rows count as right.
@@ -268,7 +270,7 @@ class CachingDrafter:
     def __init__(
         self,
         model: nn.Module,
-        text: Sequence[int],
+        tokens: Sequence[int],
         width: int,
         *,
         share: float = 0.5,
@@ -278,10 +280,10 @@ class CachingDrafter:
         embedding = get_parts(model).embedding
         vocab = model(mx.array([[0]])).shape[-1]
         self.args = DrafterArgs(embedding(mx.array(0)).shape[-1], vocab, 8, 0)
-        self.text = list(text)
+        self.tokens = list(tokens)
         self.width = width
         self.holes = holes
-        self.ranks = mx.array([*make_ranks("mixed", len(text), width, share=share), *[-1] * 64])
+        self.ranks = mx.array([*make_ranks("mixed", len(tokens), width, share=share), *[-1] * 64])
         self.capture = *layers, "after_norm"
 
     def open(self, model: nn.Module) -> CachingSource:
@@ -289,9 +291,7 @@ class CachingDrafter:
 
 
 class CachingSource(Source):
-    """State of a `CachingDrafter`: one row per position, checked against tokens and a layer's
-    output.
-    """
+    """State of a `CachingDrafter`: a row per position, checked against tokens and states."""
 
     reads_all = True
 
@@ -299,7 +299,7 @@ class CachingSource(Source):
         self.drafter = drafter
         self._script = drafter
         self.capture = drafter.capture
-        self._rows = mx.full((len(drafter.text) + 64,), -1)
+        self._rows = mx.full((len(drafter.tokens) + 64,), -1)
         self._length: mx.array | int = 0
 
     def keep(self, kept: Kept) -> None:
@@ -328,7 +328,7 @@ class CachingSource(Source):
         """A beam of `width` that holds the right token at some depths."""
         script = self._script
         places = mx.arange(self._rows.shape[0])
-        text = mx.array([*script.text, *[0] * 64])
+        text = mx.array([*script.tokens, *[0] * 64])
         same = (self._rows == text) | (places >= self._length)
         if script.holes:
             same |= self._rows == -1
@@ -384,9 +384,9 @@ def make_ranks(
 
 
 def scripted(
-    model: nn.Module, text: Sequence[int], script: str, *, width: int, seed: int = 0
+    model: nn.Module, tokens: Sequence[int], script: str, *, width: int, seed: int = 0
 ) -> Scripted:
-    return Scripted(model, text, make_ranks(script, len(text), width, seed=seed), width)
+    return Scripted(model, tokens, make_ranks(script, len(tokens), width, seed=seed), width)
 
 
 @contextmanager
@@ -405,7 +405,7 @@ def record_hidden_states(model: nn.Module) -> Iterator[list[mx.array]]:
 
 def make_follower(
     model: nn.Module,
-    text: Sequence[int],
+    tokens: Sequence[int],
     recorded: Sequence[mx.array],
     script: str,
     width: int,
@@ -415,8 +415,8 @@ def make_follower(
 
     Args:
         model: the target.
-        text: a prompt and its plain continuation, longer than the decoded text.
-        recorded: hidden states of `text` from `record_hidden_states`; a model check may have
+        tokens: a prompt and its plain continuation, longer than the decoded text.
+        recorded: hidden states of `tokens` from `record_hidden_states`; a model check may have
             recorded others before.
         script, seed: see `make_ranks`.
         width: W.
@@ -424,11 +424,10 @@ def make_follower(
     with record_hidden_states(model) as once:
         model(mx.array([[0]]))
     last = recorded[len(once) - 1 :: len(once)]  # some models apply the final norm more than once
-    hidden = mx.concatenate([part[0] for part in last])[-len(text) :]
-    assert hidden.shape[0] == len(text)
-    return Scripted(
-        model, text, make_ranks(script, len(text), width, seed=seed, share=0.5), width, hidden
-    )
+    hidden = mx.concatenate([part[0] for part in last])[-len(tokens) :]
+    assert hidden.shape[0] == len(tokens)
+    ranks = make_ranks(script, len(tokens), width, seed=seed, share=0.5)
+    return Scripted(model, tokens, ranks, width, hidden)
 
 
 def with_plain(
@@ -444,9 +443,8 @@ def with_plain(
     """Returns (`count` plain steps, a drafter that follows `script` on that text)."""
     with record_hidden_states(model) as recorded:
         steps = run(model, prompt, max_tokens=count + 8, **options)
-    return steps[:count], make_follower(
-        model, [*prompt, *ids(steps)], recorded, script, width, script_seed
-    )
+    tokens = [*prompt, *ids(steps)]
+    return steps[:count], make_follower(model, tokens, recorded, script, width, script_seed)
 
 
 BEAMS: dict[str, dict[str, Any]] = {
@@ -479,11 +477,9 @@ def contents(cache: Sequence[Any]) -> list[mx.array]:
                 continue
             if isinstance(c, QuantizedKVCache):
                 x = mx.dequantize(*x, group_size=c.group_size, bits=c.bits)
-            first = (
-                max(0, c.offset - c.chunk_size - c.start_position)
-                if isinstance(c, ChunkedKVCache)
-                else 0
-            )
+            first = 0
+            if isinstance(c, ChunkedKVCache):
+                first = max(0, c.offset - c.chunk_size - c.start_position)
             found.append(x[..., first : c.offset - getattr(c, "start_position", 0), :])
     return found
 
@@ -499,9 +495,8 @@ def assert_same_cache(
     assert kinds[0] == kinds[1]
     for mine, theirs in zip(contents(cache), contents(other), strict=True):
         assert mine.shape == theirs.shape
-        assert mx.allclose(mine, theirs, rtol=tolerance, atol=tolerance), mx.abs(
-            mine - theirs
-        ).max()
+        far = mx.abs(mine - theirs)
+        assert mx.allclose(mine, theirs, rtol=tolerance, atol=tolerance), far
 
 
 def snapshot(model: nn.Module) -> tuple[Any, ...]:
@@ -517,9 +512,9 @@ ALPHABET = "\n" + string.ascii_letters
 
 def make_tokenizer(eos: Sequence[int] = (), vocab: int = VOCAB) -> TokenizerWrapper:
     """A tokenizer whose token i is the i-th letter of `ALPHABET`."""
-    inner = Tokenizer(models.WordLevel({ALPHABET[i]: i for i in range(vocab)}, unk_token="a"))
+    letters = {ALPHABET[i]: i for i in range(vocab)}
+    inner = Tokenizer(models.WordLevel(letters, unk_token="a"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     inner.decoder = decoders.Fuse()
-    return TokenizerWrapper(
-        PreTrainedTokenizerFast(tokenizer_object=inner), eos_token_ids=list(eos)
-    )
+    outer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    return TokenizerWrapper(outer, eos_token_ids=list(eos))
