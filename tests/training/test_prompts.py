@@ -35,8 +35,8 @@ def chatty() -> Any:
     return add_chat_template(load_demo()[1])
 
 
-def jsonl(path: Path, rows: list[Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_jsonl(path: Path, values: list[Any]) -> None:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
 def load(path: Path, tokenizer: Any) -> list[list[int]]:
@@ -45,14 +45,11 @@ def load(path: Path, tokenizer: Any) -> list[list[int]]:
 
 def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("first\n\nsecond\n")
-    jsonl(
-        tmp_path / "prompts.jsonl",
-        [{"prompt": "first"}, {"messages": MESSAGES}, {"messages": MESSAGES[:1]}],
-    )
+    objects = [{"prompt": "first"}, {"messages": MESSAGES}, {"messages": MESSAGES[:1]}]
+    write_jsonl(tmp_path / "prompts.jsonl", objects)
     tokenizer = demo[1]
-    assert load(tmp_path / "prompts.txt", tokenizer) == [
-        encode_chat(tokenizer, t) for t in ("first", "second")
-    ]
+    expected = [encode_chat(tokenizer, text) for text in ("first", "second")]
+    assert load(tmp_path / "prompts.txt", tokenizer) == expected
     said = [chatty.decode(ids) for ids in load(tmp_path / "prompts.jsonl", chatty)]
     assert said == ["<user>first\n<assistant>"] + 2 * ["<user>add two numbers\n<assistant>"]
     assert tokenizer.decode(load(tmp_path / "prompts.jsonl", tokenizer)[1]) == "add two numbers"
@@ -86,17 +83,14 @@ def test_a_chat_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path) -> Non
     said = [chatty.decode(ids) for ids in load(path, chatty)]
     assert said == ["<user>one\u2028two\n<assistant>", "<user>three\n<assistant>"]
     chatty._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(
-        RedrafterError, match=r"prompt 1: the tokenizer rejects it: roles must alternate"
-    ):
+    reason = "prompt 1: the tokenizer rejects it: roles must alternate"
+    with pytest.raises(RedrafterError, match=reason):
         load(path, chatty)
 
 
 def test_a_prompt_without_tokens_is_refused(demo: Any, tmp_path: Path) -> None:
-    jsonl(
-        tmp_path / "prompts.jsonl",
-        [{"prompt": "import"}, {"messages": [{"role": "user", "content": ""}]}],
-    )
+    empty = {"messages": [{"role": "user", "content": ""}]}
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "import"}, empty])
     with pytest.raises(RedrafterError, match=r"prompt 2: expected at least one token, got none"):
         load(tmp_path / "prompts.jsonl", demo[1])
 
@@ -111,7 +105,8 @@ def test_the_template_is_cut_at_the_users_words(chatty: Any) -> None:
         split_template(chatty)
 
 
-Write = Callable[[Callable[[str, str], tuple[str, bool]]], list[tuple[str, str]]]
+Complete = Callable[[str, str], tuple[str, bool]]
+Write = Callable[[Complete], list[tuple[str, str]]]
 
 
 @pytest.fixture
@@ -121,20 +116,19 @@ def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
     """
     end = chatty.eos_token_id
 
-    def write(complete: Callable[[str, str], tuple[str, bool]]) -> list[tuple[str, str]]:
-        def decode(
-            model: Any, take: Callable[[int], list[Continuation]], *args: Any
-        ) -> Iterator[Continuation]:
-            while rows := take(1):
-                (row,) = rows
-                begun = chatty.decode(row.tokens[len(split_template(chatty)[0]) :])
-                text, is_ended = complete(row.tag.kind, begun)
-                assert begun == row.tag.text
-                row.tokens += [
-                    *chatty.encode(text, add_special_tokens=False),
-                    *([end] if is_ended else []),
-                ]
-                yield row
+    head, _ = split_template(chatty)
+
+    def write(complete: Complete) -> list[tuple[str, str]]:
+        def decode(model: Any, take: Any, *args: Any) -> Iterator[Continuation]:
+            while taken := take(1):
+                each = taken[0]
+                begun = chatty.decode(each.tokens[len(head) :])
+                assert begun == each.tag.text
+                text, is_ended = complete(each.tag.kind, begun)
+                each.tokens += chatty.encode(text, add_special_tokens=False)
+                if is_ended:
+                    each.tokens.append(end)
+                yield each
 
         monkeypatch.setattr(prompts, "decode_batch", decode)
         return PromptWriter(None, chatty, 0, 4, 64).write(lambda tokens: False)  # type: ignore[arg-type]
@@ -151,42 +145,33 @@ def test_prompts_of_all_kinds_are_written(write: Write) -> None:
         assert text.startswith(tuple(opening.strip() for opening in about["openings"]))
         if "questions" in about:
             question = text.split("\n\n")[-1]
-            assert question.startswith(tuple(about["questions"])) and question != text, (
-                "after a text"
-            )
+            assert question.startswith(tuple(about["questions"]))
+            assert question != text, "after a text"
 
 
 @pytest.mark.parametrize(
-    ("complete", "count"),
+    ("text", "is_ended", "count"),
     [
-        (lambda kind, begun: (" the same words", True), None),
-        (
-            lambda kind, begun: (
-                " one two three four five six seven eight nine ten eleven twelve",
-                True,
-            ),
-            None,
-        ),
-        (lambda kind, begun: (" no end", False), 0),
-        (lambda kind, begun: (" again and" * 30, True), 0),
-        (lambda kind, begun: (" three more words \ufffd", True), 0),
-        (lambda kind, begun: (" three more <|words|>", True), 0),
+        (" the same words", True, None),
+        (" one two three four five six seven eight nine ten eleven twelve", True, None),
+        (" no end", False, 0),
+        (" again and" * 30, True, 0),
+        (" three more words \ufffd", True, 0),
+        (" three more <|words|>", True, 0),
     ],
 )
-def test_duplicates_and_noise_are_dropped(complete: Any, count: int | None, write: Write) -> None:
-    found = write(complete)
+def test_duplicates_and_noise_are_dropped(
+    text: str, is_ended: bool, count: int | None, write: Write
+) -> None:
+    found = write(lambda kind, begun: (text, is_ended))
     if count is not None:
         assert len(found) == count
-    words = [text.lower().split() for _, text in found]
-    assert (
-        len({tuple(each) for each in words})
-        == len({tuple(each[:12]) for each in words})
-        == len(words)
-    )
+    words = [written.lower().split() for _, written in found]
+    assert len({tuple(each) for each in words}) == len(words)
+    assert len({tuple(each[:12]) for each in words}) == len(words)
 
 
 def test_a_long_text_is_cut_after_a_sentence(write: Write) -> None:
     found = dict(write(lambda kind, begun: (" some words. And more", False)))
-    assert found["summary"].endswith("some words.") and set(found) == {"summary"}, (
-        "its question did not end"
-    )
+    assert set(found) == {"summary"}, "others have no end"
+    assert found["summary"].endswith("some words."), "its question did not end"

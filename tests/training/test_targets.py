@@ -26,37 +26,36 @@ def read(model: Any, examples: list[Example]) -> list[Example]:
     return add_hidden_states(model, examples[:2])
 
 
-def find_law(model: Any, targets: TrainingTargets) -> np.ndarray:
+def compute_law(model: Any, targets: TrainingTargets) -> np.ndarray:
     """(N, V) the target's probabilities after the learned positions, from its own forward."""
     logits = model(targets.tokens).reshape(-1, VOCAB)[targets.positions]
     return np.array(mx.softmax(logits, axis=-1))
 
 
-def find_next(read: list[Example]) -> np.ndarray:
+def list_next(read: list[Example]) -> np.ndarray:
     """The texts' own tokens after all learned positions."""
     return np.concatenate([example.tokens[example.first_learned + 1 :] for example in read])
 
 
 def spread(targets: TrainingTargets, size: int) -> np.ndarray:
-    """(N, size) the probabilities of all rows of the head."""
+    """(N, size) the probabilities of all tokens of the head."""
     law = np.zeros((len(targets.positions), size))
     np.add.at(law, (np.arange(len(law))[:, None], np.array(targets.ids)), np.array(targets.probs))
     return law
 
 
 def test_states_and_labels_match_the_target(model: Any, read: list[Example]) -> None:
-    own, text = (
-        make_targets(model.model.embed_tokens, read, of_text=of_text) for of_text in (False, True)
-    )
+    own = make_targets(model.model.embed_tokens, read)
+    of_text = make_targets(model.model.embed_tokens, read, of_text=True)
     learned = np.array(own.positions) >= 0
-    law = find_law(model, own)
+    law = compute_law(model, own)
     assert np.allclose(spread(own, VOCAB)[learned], law[learned], atol=2e-3)
     assert np.array_equal(np.array(own.choices)[learned], law.argmax(axis=-1)[learned])
-    assert np.array_equal(np.array(text.choices)[learned], find_next(read))
+    assert np.array_equal(np.array(of_text.choices)[learned], list_next(read))
     assert mx.array_equal(own.embeddings, model.model.embed_tokens.weight[own.tokens])
-    for row, given in enumerate(read):
+    for index, given in enumerate(read):
         size = len(given.tokens) - 1
-        logits = model.model.embed_tokens.as_linear(own.hidden[row, :size])
+        logits = model.model.embed_tokens.as_linear(own.hidden[index, :size])
         assert mx.allclose(logits, model(mx.array(given.tokens[None, :-1]))[0], atol=2e-2)
 
 
@@ -81,11 +80,11 @@ def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Example]
             model.model.embed_tokens, read, drafter.get("draft_ids"), of_text=of_text
         )
         learned = np.array(found.positions) >= 0
-        law = find_law(model, found)
+        law = compute_law(model, found)
         assert np.allclose(
             spread(found, len(GUESSED))[learned], law[:, GUESSED][learned], atol=2e-3
         )
-        wanted = find_next(read) if of_text else law.argmax(axis=-1)[learned]
+        wanted = list_next(read) if of_text else law.argmax(axis=-1)[learned]
         choices = np.array(found.choices)[learned]
         known = np.isin(wanted, GUESSED)
         assert np.array_equal(
@@ -102,7 +101,7 @@ def test_only_the_likeliest_tokens_are_learned(
     learned = np.array(targets.positions) >= 0
     assert np.allclose(
         np.array(targets.probs)[learned],
-        -np.sort(-find_law(model, targets)[learned])[:, :4],
+        -np.sort(-compute_law(model, targets)[learned])[:, :4],
         atol=2e-3,
     )
 
@@ -116,12 +115,12 @@ def test_a_new_head_starts_from_the_embeddings_components(
         model, DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count), ids
     )
     head = drafter.output_layers[0].weight
-    rows = model.model.embed_tokens.weight[: count or VOCAB]
-    rows = rows - rows.mean(axis=0)
+    vectors = model.model.embed_tokens.weight[: count or VOCAB]
+    vectors = vectors - vectors.mean(axis=0)
     components = head[:, : min(exit_dim, HIDDEN)]
-    _, values, _ = mx.linalg.svd(rows, stream=mx.cpu)
-    assert head.shape == (len(rows), exit_dim)
+    _, values, _ = mx.linalg.svd(vectors, stream=mx.cpu)
+    assert head.shape == (len(vectors), exit_dim)
     assert mx.allclose(mx.linalg.norm(components, axis=0), values[: components.shape[1]], rtol=1e-2)
-    assert drafter.axes is not None and mx.allclose(components, rows @ drafter.axes, atol=1e-4)
+    assert drafter.axes is not None and mx.allclose(components, vectors @ drafter.axes, atol=1e-4)
     if exit_dim > HIDDEN:
-        assert mx.allclose(components @ components.T, rows @ rows.T, atol=1e-4)
+        assert mx.allclose(components @ components.T, vectors @ vectors.T, atol=1e-4)
