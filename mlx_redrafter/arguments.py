@@ -175,14 +175,11 @@ def load_models(
     drafter = load_named_drafter(args, model, tokenizer)
     if verbose and args.model is None:
         print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
-    elif verbose and drafter is None and not args.no_drafter and uses_context(args):
-        print("no --drafter given: drafting from the context alone", file=sys.stderr)
+    elif verbose and drafter is None and not args.no_drafter:
+        uses_context = args.context is not False and args.plan != OFF
+        if uses_context:
+            print("no --drafter given: drafting from the context alone", file=sys.stderr)
     return model, tokenizer, drafter
-
-
-def uses_context(args: Any) -> bool:
-    """Whether the flags let the context draft."""
-    return args.context is not False and args.plan != OFF
 
 
 def load_named_drafter(args: Any, model: nn.Module, tokenizer: Any) -> Drafter | None:

@@ -176,25 +176,6 @@ def stream_responses(
         prompt_progress_callback=progress,
     )
 
-    def respond(text: str, finish_reason: str | None = None) -> GenerationResponse:
-        return GenerationResponse(
-            text=text,
-            token=each.token,
-            logprobs=each.logprobs,
-            from_draft=each.from_draft,
-            prompt_tokens=len(tokens),
-            prompt_tps=prompt_tps,
-            generation_tokens=count,
-            generation_tps=count / (time.perf_counter() - started),
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=finish_reason,
-            draft_source=each.draft_source,
-            seed=seed,
-            notes=generation.notes,
-            row_counts=generation.row_counts,
-            **{name: getattr(each.stats, name) for name in STATS_FIELDS},
-        )
-
     has_warned = pair.drafter is None
     end_tokens = tokenizer.eos_token_ids
     with (
@@ -209,25 +190,37 @@ def stream_responses(
                 has_warned = True
                 _warn_if_useless(pair.drafter, each.stats, options)
 
-            text = ""
-            if each.token in end_tokens:
-                break
-            detokenizer.add_token(each.token)
+            is_end = each.token in end_tokens
+            is_last = is_end or count == options.max_tokens
+            if not is_end:
+                detokenizer.add_token(each.token)
+            if is_last:
+                detokenizer.finalize()
             text, is_found = stop_strings.feed(detokenizer.last_segment)
-            if is_found:
-                yield respond(text, "stop")
+            if is_last and not is_found:
+                text += stop_strings.flush()
+            finish_reason = "length" if is_last else None
+            if is_end or is_found:
+                finish_reason = "stop"
+            yield GenerationResponse(
+                text=text,
+                token=each.token,
+                logprobs=each.logprobs,
+                from_draft=each.from_draft,
+                prompt_tokens=len(tokens),
+                prompt_tps=prompt_tps,
+                generation_tokens=count,
+                generation_tps=count / (time.perf_counter() - started),
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=finish_reason,
+                draft_source=each.draft_source,
+                seed=seed,
+                notes=generation.notes,
+                row_counts=generation.row_counts,
+                **{name: getattr(each.stats, name) for name in STATS_FIELDS},
+            )
+            if finish_reason is not None:
                 return
-            if count == options.max_tokens:
-                break
-            yield respond(text)
-
-        detokenizer.finalize()
-        tail, is_found = stop_strings.feed(detokenizer.last_segment)
-        text += tail
-        if not is_found:
-            text += stop_strings.flush()
-        is_stopped = is_found or each.token in end_tokens
-        yield respond(text, "stop" if is_stopped else "length")
 
 
 def generate(

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
-from math import inf, nan
+from math import inf
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -27,20 +27,23 @@ from .errors import RedrafterError
 AUTO: Literal["auto"] = "auto"
 OFF: Literal["off"] = "off"
 
+PLAN_OPTIONS = ("plan", "beam_width", "draft_depth", "tree_size")
+"""The options that set what a round drafts."""
+
+SAMPLER_OPTIONS = ("temp", "top_p", "min_p", "top_k", "xtc_probability")
+"""The options that a caller's own sampler replaces."""
+
+CACHE_OPTIONS = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+"""The options that set how a prompt cache is made."""
+
 
 class OptionFlag(NamedTuple):
-    """An option that is also a command-line flag.
-
-    Attributes:
-        group: "plan" if it sets what a round drafts, "sampler" if a caller's own sampler replaces
-            it, "cache" if it sets how a prompt cache is made.
-    """
+    """An option that is also a command-line flag."""
 
     name: str
     kind: type
     default: Any
     help: str
-    group: Literal["plan", "sampler", "cache"] | None = None
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[Any, ...] | None = None
@@ -81,19 +84,13 @@ class Options:
     """
 
     max_tokens: int = _flag(int, 256, "most tokens to generate; -1 for no limit")
-    temp: float = _flag(
-        float, 0.0, "sampling temperature; 0 is greedy decoding", group="sampler", minimum=0
-    )
-    top_p: float = _flag(
-        float, 1.0, "sampling top-p; 1 keeps all tokens", group="sampler", minimum=0, maximum=1
-    )
-    min_p: float = _flag(
-        float, 0.0, "sampling min-p; 0 keeps all tokens", group="sampler", minimum=0, maximum=1
-    )
+    temp: float = _flag(float, 0.0, "sampling temperature; 0 is greedy decoding", minimum=0)
+    top_p: float = _flag(float, 1.0, "sampling top-p; 1 keeps all tokens", minimum=0, maximum=1)
+    min_p: float = _flag(float, 0.0, "sampling min-p; 0 keeps all tokens", minimum=0, maximum=1)
     min_tokens_to_keep: int = _flag(int, 1, "number of tokens that min-p always keeps", minimum=1)
-    top_k: int = _flag(int, 0, "sampling top-k; 0 keeps all tokens", group="sampler", minimum=0)
+    top_k: int = _flag(int, 0, "sampling top-k; 0 keeps all tokens", minimum=0)
     xtc_probability: float = _flag(
-        float, 0.0, "probability of applying XTC to a token", group="sampler", minimum=0, maximum=1
+        float, 0.0, "probability of applying XTC to a token", minimum=0, maximum=1
     )
     xtc_threshold: float = _flag(
         float, 0.1, "least probability of a token that XTC removes", minimum=0, maximum=0.5
@@ -105,21 +102,18 @@ class Options:
         str,
         AUTO,
         "auto measures this machine once and plans every round; off decodes without drafts",
-        group="plan",
         choices=(AUTO, OFF),
     )
     beam_width: int | None = _flag(
         int,
         None,
         "W, continuations drafted per round (default: 1 if K or N is given)",
-        group="plan",
         minimum=1,
     )
     draft_depth: int | None = _flag(
         int,
         None,
         f"K, tokens per continuation (default: the drafter's own, or {DRAFT_DEPTH})",
-        group="plan",
         minimum=1,
         maximum=MAX_DRAFT_DEPTH,
     )
@@ -127,7 +121,6 @@ class Options:
         int,
         None,
         "N, nodes that the target verifies, including the root (default: all)",
-        group="plan",
     )
     context: bool | None = _flag(
         bool,
@@ -146,21 +139,19 @@ class Options:
         None,
         "most tokens in the KV cache, the first 4 always included; a warning if the model cannot "
         "have such a cache",
-        group="cache",
         minimum=MIN_RING_SIZE,
     )
     kv_bits: int | None = _flag(
         int,
         None,
         "quantize the KV cache to this many bits (default: not quantized)",
-        group="cache",
         choices=(2, 3, 4, 5, 6, 8),
     )
     kv_group_size: int = _flag(
-        int, 64, "group size of the quantized KV cache", group="cache", choices=(32, 64, 128)
+        int, 64, "group size of the quantized KV cache", choices=(32, 64, 128)
     )
     quantized_kv_start: int = _flag(
-        int, 5000, "context length from which the KV cache is quantized", group="cache", minimum=0
+        int, 5000, "context length from which the KV cache is quantized", minimum=0
     )
     xtc_special_tokens: Sequence[int] | None = None
     sampler: Callable[[mx.array], mx.array] | Sampler | None = None
@@ -176,9 +167,7 @@ class Options:
             if name != "plan":  # which may be a tuple
                 object.__setattr__(self, name, check_option(name, getattr(self, name)))
         if self.max_tokens < -1:
-            raise RedrafterError(
-                f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}"
-            )
+            self.require_tokens()
         if self.temp and not 1e-30 <= self.temp <= 1e30:  # else 1 / temp is not a float32
             raise RedrafterError(f"temp must be 0, or from 1e-30 to 1e+30, got {self.temp}")
         if self.sampler is not None:
@@ -202,8 +191,10 @@ class Options:
 
     def require_tokens(self) -> Options:
         """Returns itself; raises if no token is asked for."""
-        if self.max_tokens == 0:
-            raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
+        if self.max_tokens == 0 or self.max_tokens < -1:
+            raise RedrafterError(
+                f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}"
+            )
         return self
 
     def make_sampler(self, seed: int) -> Sampler:
@@ -283,10 +274,6 @@ OPTION_FLAGS: tuple[OptionFlag, ...] = tuple(
 
 FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
 OPTION_NAMES = frozenset(each.name for each in fields(Options))
-PLAN_OPTIONS, SAMPLER_OPTIONS, CACHE_OPTIONS = (
-    tuple(flag.name for flag in OPTION_FLAGS if flag.group == group)
-    for group in ("plan", "sampler", "cache")
-)
 
 
 def check_option(name: str, value: Any) -> Any:
@@ -298,17 +285,16 @@ def check_option(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise RedrafterError(f"{name} must be true or false, got {value!r}")
         return value
-    if flag.kind is int and (not isinstance(value, Integral) or isinstance(value, bool)):
-        raise RedrafterError(f"{name} must be an integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, Integral if flag.kind is int else Real):
+        kind = "an integer" if flag.kind is int else "a number"
+        raise RedrafterError(f"{name} must be {kind}, got {value!r}")
 
     low = -inf if flag.minimum is None else flag.minimum
     high = inf if flag.maximum is None else flag.maximum
-    number = nan
-    if isinstance(value, Real) and not isinstance(value, bool):
-        try:
-            number = flag.kind(value)
-        except OverflowError:  # an integer too large for a float
-            number = inf
+    try:
+        number = flag.kind(value)
+    except OverflowError:  # an integer too large for a float
+        number = inf
     if not low <= number <= high:
         bounds = f"at least {flag.minimum}"
         if flag.maximum is not None:

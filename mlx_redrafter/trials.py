@@ -70,9 +70,8 @@ def decode_prompts(
     seconds = 0.0
     for prompt in prompts:
         source = pair.open_source()
-        with closing(
-            open_generation(pair, prompt, options, source, end_tokens=end_tokens)
-        ) as generation:
+        generation = open_generation(pair, prompt, options, source, end_tokens=end_tokens)
+        with closing(generation):
             next(generation, None)
             started = time.perf_counter()
             for _ in generation:

@@ -115,7 +115,8 @@ class Session:
     ) -> None:
         if when_full not in ("refuse", "trim"):
             raise RedrafterError(f"when_full must be 'refuse' or 'trim', got {when_full!r}")
-        if memory_budget is not None and not (isinstance(memory_budget, int) and memory_budget > 0):
+        is_size = isinstance(memory_budget, int) and memory_budget > 0
+        if memory_budget is not None and not is_size:
             raise RedrafterError(
                 f"memory_budget must be a positive number of bytes, got {memory_budget!r}"
             )

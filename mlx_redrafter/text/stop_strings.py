@@ -41,7 +41,11 @@ class StopStrings:
             _, start, self.found = min(found)
             return self._held[:start], True
 
-        n_delayed = max((self._count_overlap(stop) for stop in self._stops), default=0)
+        n_delayed = 0
+        for stop in self._stops:
+            for count in range(n_delayed + 1, len(stop)):
+                if self._held.endswith(stop[:count]):
+                    n_delayed = count
         n_shown = len(self._held) - n_delayed
         shown = self._held[:n_shown]
         self._held = self._held[n_shown:]
@@ -52,11 +56,3 @@ class StopStrings:
         rest = self._held
         self._held = ""
         return rest
-
-    def _count_overlap(self, stop: str) -> int:
-        """How many of the last characters are the beginning of `stop`."""
-        longest = min(len(stop) - 1, len(self._held))
-        for count in range(longest, 0, -1):
-            if self._held.endswith(stop[:count]):
-                return count
-        return 0
