@@ -16,10 +16,13 @@ def test_last_of_two_writers_wins(tmp_path: Path) -> None:
     with replace_file(path) as outer:
         outer.write_text("outer")
         with replace_file(path) as inner:
-            assert inner != outer and inner.suffix == ".json" and inner.parent == path.parent
+            assert inner != outer
+            assert inner.suffix == ".json"
+            assert inner.parent == path.parent
             inner.write_text("inner")
         assert path.read_text() == "inner"
-    assert path.read_text() == "outer" and list(path.parent.iterdir()) == [path]
+    assert path.read_text() == "outer"
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
@@ -29,7 +32,8 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, error: type[BaseExcept
     with pytest.raises(error), replace_file(path) as partial:
         partial.write_text("half")
         raise error
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_locked_file_is_refused_until_released(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_pa
     other = Drafter(DrafterArgs(*get_model_sizes(demo[0]), exit_dim=32, num_draft_layers=0))
     save_drafter(tmp_path, other, dtype=mx.bfloat16)
     model, _, drafter = load_demo(tmp_path)
-    assert drafter.args.exit_dim == 32 and drafter.dtype == get_compute_dtype(model) == mx.float32
+    assert drafter.args.exit_dim == 32
+    assert drafter.dtype == get_compute_dtype(model) == mx.float32
 
 
 @pytest.mark.parametrize(
@@ -56,9 +57,8 @@ def test_drafted_text_is_the_plain_text(
             stream_generate(model, tokenizer, prompt, drafter=drafter, plan=plan, **options)
         )
         made = [response.token for response in responses]
-        assert made == plain[: len(made)] and (
-            len(made) == TOKENS or responses[-1].finish_reason == "stop"
-        )
+        assert made == plain[: len(made)]
+        assert len(made) == TOKENS or responses[-1].finish_reason == "stop"
         rounds = rounds + responses[-1].rounds
         accepted = accepted + responses[-1].accepted
     assert accepted > 0.2 * rounds, "the packaged drafter is trained for the packaged target"
@@ -75,10 +75,8 @@ def test_the_demo_edit_is_done(demo: tuple[Any, Any, Any]) -> None:
     responses = list(
         stream_generate(model, tokenizer, shown["text"], drafter=drafter, max_tokens=400, **options)
     )
-    assert (
-        "".join(each.text for each in responses) == shown["answer"]
-        and responses[-1].finish_reason == "stop"
-    )
+    assert "".join(each.text for each in responses) == shown["answer"]
+    assert responses[-1].finish_reason == "stop"
     assert responses[-1].tokens_per_round > 4, "most of it is copied"
 
 
@@ -88,7 +86,8 @@ def test_the_demo_is_small_and_in_eight_bits() -> None:
         own: sum(x.stat().st_size for x in files if (x.parent.name == "smollm2") is own)
         for own in (False, True)
     }
-    assert sizes[False] < 34_000_000 and sizes[True] < 8_000_000
+    assert sizes[False] < 34_000_000
+    assert sizes[True] < 8_000_000
     stored = load(DIRECTORY / "target")[0]
     assert {module.bits for _, module in stored.named_modules() if hasattr(module, "bits")} == {8}
     model, _, drafter = load_demo()
@@ -108,7 +107,8 @@ def test_notice_names_every_package_of_the_recipe() -> None:
     assert len(packages) > 100
     for line in packages:
         requirement, licence = line.split("  # ")
-        assert requirement.replace("==", " ") in notice and licence in notice
+        assert requirement.replace("==", " ") in notice
+        assert licence in notice
 
 
 def test_the_readmes_python_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,8 @@ def test_a_failure_while_measuring_does_not_affect_the_text() -> None:
     errors: list[Exception] = []
     found = stream(drafter=failing_drafter(0), on_drafter_failure=errors.append)
     assert tokens(found) == tokens(stream(plan="off"))
-    assert [str(error) for error in errors] == ["call 0"] and found[-1].context_accepted > 0
+    assert [str(error) for error in errors] == ["call 0"]
+    assert found[-1].context_accepted > 0
     with pytest.raises(Broken):
         stream(drafter=failing_drafter(0))
 

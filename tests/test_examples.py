@@ -49,7 +49,8 @@ def test_the_targets_texts_are_written_once(tmp_path: Path) -> None:
     marked = np.zeros((4, 24), np.uint16)
     np.save(tmp_path / "texts" / "000.npy", marked)
     again = drafter.write_texts(model, tokens, tmp_path / "texts", 0.0, batches=2)
-    assert (again[:4] == marked).all() and (again[4:] == texts[4:]).all()
+    assert (again[:4] == marked).all()
+    assert (again[4:] == texts[4:]).all()
 
 
 SOURCE = """
@@ -64,7 +65,8 @@ def readLines(path, limit=3):
 def test_edits_of_the_library_keep_the_meaning() -> None:
     texts = [path.read_text(encoding="utf-8") for path in split_files()[1][:6]]
     made = edits.make_edits(texts, 40)
-    assert len({edit.kind for edit in made}) >= 8 and made == edits.make_edits(texts, 40)
+    assert len({edit.kind for edit in made}) >= 8
+    assert made == edits.make_edits(texts, 40)
     for edit in made:
         assert edit.after != edit.before
         if edit.kind == "JSON key":
@@ -73,16 +75,19 @@ def test_edits_of_the_library_keep_the_meaning() -> None:
         if edit.kind in ("quotes", "comments"):
             assert ast.dump(ast.parse(edit.before)) == ast.dump(ast.parse(edit.after))
         elif edit.kind == "snake case":
-            assert ast.parse(edit.after) and edit.after.count("_") > edit.before.count("_")
+            assert ast.parse(edit.after)
+            assert edit.after.count("_") > edit.before.count("_")
         else:
             *_, old, _, new = edit.instruction.rstrip(".").split()
-            assert ast.parse(edit.after) and re.sub(rf"\b{new}\b", old, edit.after) == edit.before
+            assert ast.parse(edit.after)
+            assert re.sub(rf"\b{new}\b", old, edit.after) == edit.before
 
 
 def test_edits_are_packed_without_cuts() -> None:
     made = [edits.Edit("any", "x" * n, "bb", "c" * (n % 7 + 1)) for n in range(1, 60)]
     ids, weights = edits.pack_rows(made, lambda text: [ord(letter) for letter in text], 0, 90)
-    assert ids.shape[1] == 91 and weights.shape == (len(ids), 90)
+    assert ids.shape[1] == 91
+    assert weights.shape == (len(ids), 90)
     split = [("".join(map(chr, row)), prompt) for row, prompt in edits.split_rows(ids, weights, 0)]
     packed = [edit for edit in made if len(edit.prompt + edit.after) < 91]
     assert sorted(split) == sorted(
@@ -114,7 +119,8 @@ def test_exercises_follow_their_instruction() -> None:
             assert edit.after.count(new) - edit.before.count(new) >= 1 or new in old
             assert re.sub(rf"\b{new}\b", old, edit.after) == re.sub(rf"\b{new}\b", old, edit.before)
         if edit.kind == "comments":
-            assert "#" in edit.before and "#" not in edit.after
+            assert "#" in edit.before
+            assert "#" not in edit.after
 
 
 @pytest.mark.usefixtures("few")
@@ -131,9 +137,11 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     drafter.train(model, texts, args, settings, 2, tmp_path)
     drafter.describe(model, tokens, tmp_path, depth=3)
     found: Any = load_drafter(tmp_path, model).args
-    assert len(found.acceptance) == 3 and found.draft_vocab_size == 12
+    assert len(found.acceptance) == 3
+    assert found.draft_vocab_size == 12
     prompts = report.choose_prompts(load_demo()[1], 5)
-    assert len(prompts) == 5 and all("def " in text.splitlines()[0] for text in prompts.values())
+    assert len(prompts) == 5
+    assert all("def " in text.splitlines()[0] for text in prompts.values())
 
 
 def test_package_texts_skip_duplicates_and_binary_files(tmp_path: Path) -> None:
@@ -163,7 +171,8 @@ def test_texts_are_encoded_with_their_own_tokenizer(tmp_path: Path) -> None:
     texts = ["def one(x):\n    return x + 1\n", "def two(y):\n        return 'é'\n"]
     tokenizer = corpus.train_tokenizer(texts * 20, 300, tmp_path)
     stream = corpus.encode_texts(texts, tokenizer)
-    assert stream.dtype == np.uint16 and (stream == tokenizer.eos_token_id).sum() == 2
+    assert stream.dtype == np.uint16
+    assert (stream == tokenizer.eos_token_id).sum() == 2
     assert sorted(tokenizer.decode(stream).split(corpus.END)) == sorted(["", *texts])
 
 
@@ -230,7 +239,8 @@ def test_timer_ends_each_answer(capsys: pytest.CaptureFixture[str]) -> None:
     timer.main(["--seconds", "0.5"])
     found = re.findall(r"cancelled after (\d+) tokens; (\d+) in the", capsys.readouterr().out)
     (first, _), (second, held) = ((int(made), int(held)) for made, held in found)
-    assert first > 0 < second and held > first + second, "the second answer follows the first"
+    assert first > 0 < second
+    assert held > first + second, "the second answer follows the first"
 
 
 @pytest.mark.parametrize(

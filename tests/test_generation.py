@@ -87,9 +87,8 @@ def test_responses_extend_mlx_lms(drafted: bool) -> None:
     assert last.generation_tokens == 40 == 1 + last.rounds + last.accepted
     assert last.tokens_per_round == pytest.approx(1 + last.accepted / last.rounds)
     assert sum(last.acceptance_per_depth) * last.rounds == pytest.approx(last.accepted)
-    assert last.drafted == 6 * last.rounds * drafted and last.rows_per_round == (
-        7 if drafted else 1
-    )
+    assert last.drafted == 6 * last.rounds * drafted
+    assert last.rows_per_round == (7 if drafted else 1)
     assert last.plain_steps == (0 if drafted else 39)
     assert ("Rounds: " in format_summary(last)) is drafted
 
@@ -139,7 +138,8 @@ def test_a_custom_sampler_has_its_own_randomness() -> None:
         generate(make_model(), make_tokenizer(), PROMPT, sampler=sampler, max_tokens=40)
         for _ in range(2)
     }
-    assert len(texts) == 2 and shapes == {(1, VOCAB)}
+    assert len(texts) == 2
+    assert shapes == {(1, VOCAB)}
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_tokens", 0), ("model", "x"), ("drafter", "x")])
@@ -160,7 +160,8 @@ def test_several_prompts_are_counted_together() -> None:
     assert found.tokens == tuple(
         tuple(ids(run(make_model(), prompt, max_tokens=6))) for prompt in prompts
     )
-    assert found.stats.rounds == 10 and found.tokens_per_second > 0
+    assert found.stats.rounds == 10
+    assert found.tokens_per_second > 0
     eos = found.tokens[0][2]
     assert (
         decode_prompts(Pair(make_model()), prompts[:1], Options(max_tokens=6), [eos]).tokens[0][-1]
@@ -246,7 +247,8 @@ class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
         """Asserts that the rounds spell the text after its first token, along paths of their trees."""
         spelled = text[:1]
         for tokens, parents, path, chosen in self:
-            assert path[0] == 0 and len(path) == len(chosen)
+            assert path[0] == 0
+            assert len(path) == len(chosen)
             assert [parents[node] for node in path[1:]] == path[:-1]
             assert [tokens[node] for node in path] == [spelled[-1], *chosen[:-1]]
             # No child of the last node matches the target's choice, unless the text had to end.
@@ -272,10 +274,8 @@ def test_reported_rounds_spell_the_text(choice: str, beam: str) -> None:
     assert ids(steps) == ids(plain)
     rounds.check(ids(steps))
     last = steps[-1].stats
-    assert (
-        len(rounds) == last.rounds
-        and sum(len(path) - 1 for _, _, path, _ in rounds) == last.accepted > 3
-    )
+    assert len(rounds) == last.rounds
+    assert sum(len(path) - 1 for _, _, path, _ in rounds) == last.accepted > 3
     assert sum(len(tokens) - 1 for tokens, _, _, _ in rounds) == last.drafted
     from_draft = [at < len(chosen) - 1 for *_, chosen in rounds for at in range(len(chosen))]
     assert [step.from_draft for step in steps[1:]] == from_draft

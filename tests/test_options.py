@@ -77,9 +77,8 @@ def test_flags_derive_from_the_options() -> None:
     flags = [flag for flag in OPTION_FLAGS if flag.name != "seed"]
     add_options(parser, without={"seed"})
     defaults = vars(parser.parse_args([]))
-    assert (
-        defaults == {flag.name: flag.default for flag in flags} and Options(**defaults) == Options()
-    )
+    assert defaults == {flag.name: flag.default for flag in flags}
+    assert Options(**defaults) == Options()
     parsed = parser.parse_args(["-m", "5", "--top-p", "0.5", "--kv-bits", "4", "--plan", "off"])
     assert (parsed.max_tokens, parsed.top_p, parsed.kv_bits, parsed.plan) == (5, 0.5, 4, "off")
     text = " ".join(parser.format_help().split())

@@ -47,7 +47,10 @@ def test_a_real_answer_is_the_same_with_all_drafters(real: tuple[Any, Any], temp
         )
         texts[name] = "".join(each.text for each in responses)
         rounds[name] = responses[-1].tokens_per_round
-    assert len(texts["plain"]) > 100 and set(texts.values()) == {texts["plain"]}
-    assert rounds["plain"] == 1 and rounds["chain"] > 1.2 and rounds["tree"] >= rounds["chain"]
+    assert len(texts["plain"]) > 100
+    assert set(texts.values()) == {texts["plain"]}
+    assert rounds["plain"] == 1
+    assert rounds["chain"] > 1.2
+    assert rounds["tree"] >= rounds["chain"]
     if not temp:
         assert mlx_lm.generate(model, tokenizer, prompt, max_tokens=64) == texts["plain"]

@@ -39,7 +39,8 @@ def test_notes_give_the_reason_for_not_drafting(
     monkeypatch.setattr(Pair, "measure_costs", lambda self, **_: COSTS)
     pair = Pair(small_llama(), small_drafter())
     found = choose_setup(pair, Options(**options), pair.open_source()).notes
-    assert len(found) == len(notes) and all(map(str.startswith, found, notes))
+    assert len(found) == len(notes)
+    assert all(map(str.startswith, found, notes))
 
 
 def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

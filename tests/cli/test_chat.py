@@ -111,7 +111,8 @@ def test_a_terminal_tints_accepted_tokens() -> None:
         responses = list(expected.stream(prompt))
         assert text == "".join(map(tint, responses))
         assert 0 < sum(each.from_draft for each in responses) < len(responses)
-    assert f"{responses[-1].tokens_per_round:.2f} tokens per round" in rounds and "tok/s" in rounds
+    assert f"{responses[-1].tokens_per_round:.2f} tokens per round" in rounds
+    assert "tok/s" in rounds
 
 
 def make_screen(args: argparse.Namespace | None = None, *, interactive: bool = False) -> Screen:
@@ -128,18 +129,20 @@ def test_ctrl_c_stops_an_answer_then_the_chat(
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(screen, "show_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
     chat.answer(session, screen, "hello")
-    assert "the conversation continues" in capsys.readouterr().out and len(session.messages) == 2
+    assert "the conversation continues" in capsys.readouterr().out
+    assert len(session.messages) == 2
     monkeypatch.setattr(
         session, "cancel", lambda: True
     )  # the answer continues until the second Ctrl-C
     with pytest.raises(KeyboardInterrupt):
         chat.answer(session, screen, "hello")
-    assert signal.getsignal(signal.SIGINT) is before and len(session.messages) == 4, (
-        "Ctrl-C has its previous handler"
-    )
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(session.messages) == 4, "Ctrl-C has its previous handler"
     monkeypatch.setattr(Screen, "prompt", Mock(side_effect=KeyboardInterrupt))
     status, out, err = run("chat", *FIXED)
-    assert status == 130 and out.endswith("bye\n") and "Traceback" not in err
+    assert status == 130
+    assert out.endswith("bye\n")
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("leave", ["/quit", "/exit", "/bye", "q"])
@@ -150,11 +153,14 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(
     monkeypatch.setattr(Screen, "prompt", typed)
     monkeypatch.setattr(chat, "Screen", lambda args: make_screen(args, interactive=True))
     monkeypatch.setattr("sys.argv", ["chat", *FIXED])
-    assert chat.run() == 0 and typed.call_count == 5
+    assert chat.run() == 0
+    assert typed.call_count == 5
     shown = capsys.readouterr().out
-    assert shown.count("type /quit or press Ctrl-D") == 2 and shown.endswith("bye\n")
+    assert shown.count("type /quit or press Ctrl-D") == 2
+    assert shown.endswith("bye\n")
     assert shown.count("q /quit /exit /bye Ctrl-D") == 2, "in the header and after /help"
-    assert "unknown command /reste" in shown and " tokens" not in shown.split("/reste")[1]
+    assert "unknown command /reste" in shown
+    assert " tokens" not in shown.split("/reste")[1]
 
 
 def test_commands_work_in_a_pipe(run: Run) -> None:
@@ -162,10 +168,15 @@ def test_commands_work_in_a_pipe(run: Run) -> None:
     status, out, _ = run("chat", *FIXED, "-m", "9", "--show-accepted", stdin=stdin)
     session = demo_session(max_tokens=9)
     texts = [session.send(text).text for text in ("def main(", "class Stack:")]
-    assert status == 0 and "\x1b" not in out and out.endswith("bye\n")
-    assert out.startswith(texts[0] + "\n  9 tokens · ") and f"\n{texts[1]}\n  9 tokens · " in out
-    assert out.count(f"{texts[0]}\n  9 tokens") == 2 and out.count("9 tokens ·") == 3
-    assert "reset context cleared" in out and "q /quit /exit /bye" in out
+    assert status == 0
+    assert "\x1b" not in out
+    assert out.endswith("bye\n")
+    assert out.startswith(texts[0] + "\n  9 tokens · ")
+    assert f"\n{texts[1]}\n  9 tokens · " in out
+    assert out.count(f"{texts[0]}\n  9 tokens") == 2
+    assert out.count("9 tokens ·") == 3
+    assert "reset context cleared" in out
+    assert "q /quit /exit /bye" in out
 
 
 def test_an_error_ends_the_turn_or_the_pipe(
@@ -179,12 +190,11 @@ def test_an_error_ends_the_turn_or_the_pipe(
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "decode", fail)
         chat.answer(session, screen, "hello")
-        assert (
-            "error [malloc] Unable to allocate 8 bytes." in capsys.readouterr().out
-            and session.messages == []
-        )
+        assert "error [malloc] Unable to allocate 8 bytes." in capsys.readouterr().out
+        assert session.messages == []
         status, _, err = run("chat", *FIXED, stdin=b"def main(\n")
-        assert status == 1 and err.splitlines()[-1] == "error: [malloc] Unable to allocate 8 bytes."
+        assert status == 1
+        assert err.splitlines()[-1] == "error: [malloc] Unable to allocate 8 bytes."
     for text in ("hello", "why"):
         chat.answer(session, screen, text, "be brief")
     assert capsys.readouterr().out.count("tokens · ") == 2

@@ -96,19 +96,16 @@ def test_the_verdict_is_the_trials_tokens_over_the_tables_costs(
     assert report["drafter"]["states"] == "the hidden state after the final norm"
     chain = report["fastest"]
     shares = report["trial"]["acceptance_per_depth"]
-    assert (
-        chain["tokens_per_round"] == pytest.approx(1 + sum(shares[: chain["depth"]]))
-        and shares[0] > 0.1
-    )
+    assert chain["tokens_per_round"] == pytest.approx(1 + sum(shares[: chain["depth"]]))
+    assert shares[0] > 0.1
     assert chain["speedup"] == pytest.approx(chain["tokens_per_round"] / chain["plain_steps"])
     assert (chain["speedup"] > 1.02) is pays
     first, *others = format_report(report).splitlines()
     assert first.startswith(
         f"This drafter {'pays' if pays else 'does not pay'} here: 1 x {chain['depth']} makes "
     )
-    assert report[
-        "notes"
-    ] == [] and f"Tried greedily with a chain of {report['trial']['depth']}. " in "\n".join(others)
+    assert report["notes"] == []
+    assert f"Tried greedily with a chain of {report['trial']['depth']}. " in "\n".join(others)
 
 
 def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured) -> None:
@@ -126,7 +123,8 @@ def test_no_round_is_shown_as_cheaper_than_its_forward(measured: Measured) -> No
         if cells and cells[0].isdigit() and "x" not in cells
     }
     rounds = {int(cells[2]): float(cells[3]) for cells in shown if cells[:2] == ["1", "x"]}
-    assert forwards[1] == 1.0 and len(rounds) == 15
+    assert forwards[1] == 1.0
+    assert len(rounds) == 15
     assert all(steps >= forwards[1 + depth] for depth, steps in rounds.items())
 
 
@@ -141,35 +139,34 @@ def test_times_that_contradict_each_other_give_no_numbers(
     model = make_model(vocab=3)
     tokenizer = make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=True))
-    assert len(measured.trees) == 2 and "measuring again" in capsys.readouterr().err
-    assert report["chains"] == [] and report["fastest"] is None and report["trial"]
+    assert len(measured.trees) == 2
+    assert "measuring again" in capsys.readouterr().err
+    assert report["chains"] == []
+    assert report["fastest"] is None
+    assert report["trial"]
     first, *others = format_report(report).splitlines()
-    assert first.startswith("Busy, not measured") and not any(
-        "plain steps" in line or " x " in line for line in others
-    )
+    assert first.startswith("Busy, not measured")
+    assert not any("plain steps" in line or " x " in line for line in others)
 
 
 def test_a_drafter_that_is_never_right_is_found(measured: Measured) -> None:
     model = make_model(vocab=3)
     tokenizer = make_trial_tokenizer()
     report = diagnose(model, tokenizer, make_tried_drafter(model, is_right=False))
-    assert (
-        "first guess is hardly ever right" in report["notes"][0]
-        and report["fastest"]["speedup"] < 1
-    )
+    assert "first guess is hardly ever right" in report["notes"][0]
+    assert report["fastest"]["speedup"] < 1
     assert "\nWarning: the drafter's first guess" in format_report(report)
 
 
 def test_without_a_drafter_it_says_what_one_must_make(measured: Measured) -> None:
     report = diagnose(make_model(), make_tokenizer())
-    assert report["trial"] is report["fastest"] is None and report["drafter"]["stand_in"]
+    assert report["trial"] is report["fastest"] is None
+    assert report["drafter"]["stand_in"]
     (chain,) = (each for each in report["chains"] if (each["context"], each["depth"]) == (64, 4))
     steps = f"{chain['plain_steps']:.2f}"
     text = format_report(report)
-    assert (
-        text.startswith(f"A drafter pays here from {steps} tokens per round")
-        and "This drafter is random" in text
-    )
+    assert text.startswith(f"A drafter pays here from {steps} tokens per round")
+    assert "This drafter is random" in text
 
 
 @pytest.mark.parametrize(
@@ -183,22 +180,23 @@ def test_weaknesses_of_a_machine_are_warnings(
     model = small_llama(hidden=64, vocab=64)
     nn.quantize(model, group_size=32, bits=8)
     report = diagnose(model, make_tokenizer())
-    assert report["target"]["quantized"] and not report["drafter"]["quantized"]
+    assert report["target"]["quantized"]
+    assert not report["drafter"]["quantized"]
     assert all(text in note for text, note in zip(expected, report["notes"], strict=True))
 
 
 def test_models_without_trees_are_measured_with_chains(measured: Measured) -> None:
     model = make_family("falcon_h1")
     report = diagnose(model, make_tokenizer(), make_drafter(model))
-    assert measured.trees == [
-        False
-    ] and f"Plans: chains only, {report['no_trees']}" in format_report(report)
+    assert measured.trees == [False]
+    assert f"Plans: chains only, {report['no_trees']}" in format_report(report)
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_draft_models_are_tried(name: str, measured: Measured) -> None:
     report = diagnose(make_model(), make_tokenizer(), DraftModel(make_family(name)))
-    assert report["drafter"]["name"] == f"draft model, {name}" and report["fastest"]
+    assert report["drafter"]["name"] == f"draft model, {name}"
+    assert report["fastest"]
     assert measured.trees == [name == "llama"]
     assert ("the draft model takes chains only" in format_report(report)) is (name == "mamba")
 
@@ -207,16 +205,17 @@ def test_text_agrees_with_json_and_refreshes(
     measured: Measured, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, out, _ = run("doctor")
-    assert status == 0 and out.isascii()
+    assert status == 0
+    assert out.isascii()
     report = json.loads(run("doctor", "--json")[1])
     assert len(measured.trees) == 1
     rows = {
         cells[0]: line for line in out.splitlines() if " x " not in line and (cells := line.split())
     }
     assert [int(name) for name in rows if name.isdigit()] == list(range(1, 17))
-    assert (
-        "1.92 (1.92)" in rows["6"] and "2.30 (1.92)" in rows["6"] and "1.20 (1.00)" in rows["plain"]
-    )
+    assert "1.92 (1.92)" in rows["6"]
+    assert "2.30 (1.92)" in rows["6"]
+    assert "1.20 (1.00)" in rows["plain"]
     lines = [line.split() for line in out.splitlines() if line.lstrip().startswith("1 x")]
     costs = {
         (chain["depth"], chain["context"]): f"{chain['plain_steps']:.2f}"
@@ -228,11 +227,9 @@ def test_text_agrees_with_json_and_refreshes(
     assert report["settings"]["model"] == report["settings"]["drafter"] == "demo"
     (rows,) = (line for line in out.splitlines() if line.startswith("Row counts computed alike: "))
     monkeypatch.setattr(store, "compare_row_counts", lambda *args: ((1, 16),))
-    assert (
-        rows in run("doctor")[1]
-        and "alike: 1, 16 (" in run("doctor", "--refresh")[1]
-        and len(measured.trees) == 2
-    )
+    assert rows in run("doctor")[1]
+    assert "alike: 1, 16 (" in run("doctor", "--refresh")[1]
+    assert len(measured.trees) == 2
 
 
 def test_user_models_are_examined(
@@ -243,11 +240,10 @@ def test_user_models_are_examined(
         "mlx_redrafter.arguments.load", lambda name, **options: (model, make_tokenizer())
     )
     status, out, err = run("doctor", "--model", "mine")
-    assert (
-        status == 0
-        and "no drafter given: measuring a random one" in err
-        and "This drafter is random" in out
-    )
+    assert status == 0
+    assert "no drafter given: measuring a random one" in err
+    assert "This drafter is random" in out
     save_drafter(tmp_path / "drafter", small_drafter(vocab=64), extra={"base_model": "another"})
     status, out, err = run("doctor", "--model", "mine", "--drafter", str(tmp_path / "drafter"))
-    assert status == 0 and "it was made for another" in out
+    assert status == 0
+    assert "it was made for another" in out

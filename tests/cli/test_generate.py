@@ -58,11 +58,17 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
         "4",
     )
     status, alone, err = run(*common)
-    assert status == 0 and "no --drafter given: drafting from the context alone" in err
+    assert status == 0
+    assert "no --drafter given: drafting from the context alone" in err
     status, plain, err = run(*common, "--no-context")
-    assert status == 0 and "Rounds" not in err and plain == alone and len(plain) > 1
+    assert status == 0
+    assert "Rounds" not in err
+    assert plain == alone
+    assert len(plain) > 1
     status, drafted, err = run(*common, "--drafter", pair[1], "--beam-width", "3")
-    assert status == 0 and "tokens per round" in err and plain == drafted
+    assert status == 0
+    assert "tokens per round" in err
+    assert plain == drafted
     assert run(*common, "--verbose", "F") == (0, plain, "")
     common = ("generate", "--model", pair[0], "-m", "5", "--verbose", "F", "--prompt")
     assert run(*common, "-", stdin=b"a\nb") == run(*common, "a\\nb"), (
@@ -97,7 +103,8 @@ def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
     assert {"text", "prompt_tps", "generation_tps", "peak_memory", "device", "versions"} <= set(
         record
     )
-    assert record["settings"]["draft_depth"] == 3 and record["settings"]["model"] == pair[0]
+    assert record["settings"]["draft_depth"] == 3
+    assert record["settings"]["model"] == pair[0]
     again = run_json(run, *flags, "--seed", str(record["seed"]))
     assert again["tokens"] == record["tokens"], "the random seed is reported"
 
@@ -118,17 +125,17 @@ def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
         "2",
     )
     record = run_json(run, *flags, "--num-draft-tokens", "3", "--compare")
-    assert record["compare"]["identical"] and record["settings"]["drafter"] == pair[0]
-    assert record["accepted"] >= 9 and record["drafted"] == 3 * record["rounds"], "three per round"
+    assert record["compare"]["identical"]
+    assert record["settings"]["drafter"] == pair[0]
+    assert record["accepted"] >= 9
+    assert record["drafted"] == 3 * record["rounds"], "three per round"
     assert run_json(run, *flags, "--draft-depth", "3")["tokens"] == record["tokens"]
     assert run_json(run, *flags)["tokens"] == record["tokens"], "auto"
     for more in (("--no-drafter",), ("--drafter", pair[1])):
         assert run("generate", *flags, *more)[0]
     status, _, err = run("generate", "--draft-model", pair[0], "--prompt", "abc")
-    assert (
-        status == 1
-        and "cannot be the draft model: it has a tokenizer of 257 tokens, the target's has " in err
-    )
+    assert status == 1
+    assert "cannot be the draft model: it has a tokenizer of 257 tokens, the target's has " in err
 
 
 def test_compare_fails_on_a_wrong_token_only(
@@ -149,9 +156,12 @@ def test_compare_fails_on_a_wrong_token_only(
         *PLAN,
     )
     status, out, err = run("generate", *flags)
-    assert status == 0 and "tokens identical" in err and len(out) > 1
+    assert status == 0
+    assert "tokens identical" in err
+    assert len(out) > 1
     verdict = run_json(run, *flags)["compare"]
-    assert verdict["identical"] and verdict["difference"] is None
+    assert verdict["identical"]
+    assert verdict["difference"] is None
     assert verdict["ratio"] == check_speedup(
         verdict["generation_tps"] / verdict["plain_generation_tps"], 1.0
     )
@@ -164,10 +174,14 @@ def test_compare_fails_on_a_wrong_token_only(
     real = command.stream_generate
     monkeypatch.setattr(command, "stream_generate", corrupt)
     status, out, err = run("generate", *flags)
-    assert status == 1 and "token 5 differs: " in err and "--exact tells a tie" in err
+    assert status == 1
+    assert "token 5 differs: " in err
+    assert "--exact tells a tie" in err
     status, out, _ = run("generate", *flags, "--json")
     difference = json.loads(out)["compare"]["difference"]
-    assert status == 1 and difference["token"] == 5 and difference["distance"] < 1e-3
+    assert status == 1
+    assert difference["token"] == 5
+    assert difference["distance"] < 1e-3
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -203,9 +217,9 @@ def test_compare_gives_no_speedup_from_disturbed_times(
     verdict = run_json(run, *flags, "--draft-depth", "3")["compare"]
     assert verdict["ratio"] == (None if busy else 1.2)
     status, _, err = run("generate", *flags, "--draft-depth", "3")
-    assert (
-        status == 0 and ("busy, not measured" in err) is busy and ("1.20 times" in err) is not busy
-    )
+    assert status == 0
+    assert ("busy, not measured" in err) is busy
+    assert ("1.20 times" in err) is not busy
     _, _, err = run("generate", *flags, "-m", "1")
     assert "too short to measure" in err
 
@@ -232,11 +246,11 @@ def test_compare_says_how_exact_it_is(
         *PLAN,
     )
     status, _, err = run("generate", *flags)
-    assert status == 0 and f"all 12 tokens identical{',' * bool(counts)} {words}" in err
+    assert status == 0
+    assert f"all 12 tokens identical{',' * bool(counts)} {words}" in err
     assert run_json(run, *flags)["compare"]["row_counts"] == (counts and list(counts))
-    assert ("see --exact" in err) is (counts is None) and "--exact" not in run(
-        "generate", *flags, "--no-exact"
-    )[2]
+    assert ("see --exact" in err) is (counts is None)
+    assert "--exact" not in run("generate", *flags, "--no-exact")[2]
 
 
 def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
@@ -246,12 +260,11 @@ def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
         c for c in whole["text"] if c.isascii() and c.isprintable() and c != " " and c != "-"
     )
     cut = run_json(run, *common, "--stop", printable)
-    assert (
-        cut["text"] == whole["text"][: whole["text"].index(printable)]
-        and cut["finish_reason"] == "stop"
-    )
+    assert cut["text"] == whole["text"][: whole["text"].index(printable)]
+    assert cut["finish_reason"] == "stop"
     ended = run_json(run, *common, "--extra-eos-token", printable)
-    assert ended["text"] == cut["text"] and ended["tokens"] == cut["tokens"]
+    assert ended["text"] == cut["text"]
+    assert ended["tokens"] == cut["tokens"]
 
 
 def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, run: Run) -> None:
@@ -289,7 +302,8 @@ def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(
     assert run(*flags) == whole
     assert run(*flags, "--drafter", pair[1], "--beam-width", "2") == whole
     status, _, err = run(*flags, "--model", pair[1])
-    assert status == 1 and "was made with" in err
+    assert status == 1
+    assert "was made with" in err
 
 
 @pytest.mark.parametrize(
@@ -309,8 +323,10 @@ def test_bad_input_is_refused_in_one_line(
 ) -> None:
     common = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "--temp", "0.5")
     status, out, err = run("generate", *common, *flags)
-    assert status == 1 and out.strip() == ""
-    assert err.startswith(f"error: {reason}") and err.count("\n") == 1, err
+    assert status == 1
+    assert out.strip() == ""
+    assert err.startswith(f"error: {reason}")
+    assert err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize(
@@ -319,6 +335,6 @@ def test_bad_input_is_refused_in_one_line(
 )
 def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: str) -> None:
     status, out, err = run("generate", *flags.split())
-    assert (
-        status == 1 and out == "" and err.splitlines()[-1].startswith(f"error: {flags.split()[0]} ")
-    ), err
+    assert status == 1
+    assert out == ""
+    assert err.splitlines()[-1].startswith(f"error: {flags.split()[0]} "), err

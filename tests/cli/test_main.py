@@ -66,7 +66,8 @@ def test_the_console_script_runs_commands(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     captured = capsys.readouterr()
-    assert (ended.value.code or 0) == status and text in (captured.err if status else captured.out)
+    assert (ended.value.code or 0) == status
+    assert text in (captured.err if status else captured.out)
     assert not status or captured.err.count("\n") == 1
 
 
@@ -112,11 +113,11 @@ def test_ctrl_c_while_modules_are_imported_prints_no_traceback() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"mlx.core\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"mlx.core\n"
         process.send_signal(signal.SIGINT)
-        assert (
-            process.communicate(timeout=60) == (b"", b"") and process.returncode == -signal.SIGINT
-        )
+        assert process.communicate(timeout=60) == (b"", b"")
+        assert process.returncode == -signal.SIGINT
 
 
 def test_a_closed_pipe_prints_no_traceback() -> None:
@@ -124,9 +125,9 @@ def test_a_closed_pipe_prints_no_traceback() -> None:
     done = subprocess.run(
         ["sh", "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
-    assert (
-        len(done.stdout) == 20 and "Traceback" not in done.stderr and "Exception" not in done.stderr
-    )
+    assert len(done.stdout) == 20
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
 
 
 @pytest.fixture
@@ -152,8 +153,6 @@ def test_closed_standard_streams_print_no_traceback(command: str) -> None:
     done = subprocess.run(
         ["sh", "-c", script], capture_output=True, text=True, check=True, timeout=300
     )
-    assert (
-        bool(done.stdout) is ("stdio" in command)
-        and "Traceback" not in done.stderr
-        and "error" not in done.stderr
-    )
+    assert bool(done.stdout) is ("stdio" in command)
+    assert "Traceback" not in done.stderr
+    assert "error" not in done.stderr

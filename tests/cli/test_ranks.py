@@ -88,9 +88,9 @@ def test_mlx_launch_generates_what_one_process_does(
     assert len(done.stdout.splitlines()) == 1, done
     alone = json.loads(out)
     together = json.loads(done.stdout)
-    assert (
-        status == 0 and together["tokens"] == alone["tokens"] and together["text"] == alone["text"]
-    )
+    assert status == 0
+    assert together["tokens"] == alone["tokens"]
+    assert together["text"] == alone["text"]
     assert together["drafted"] == alone["drafted"] > 0
 
 
@@ -111,7 +111,8 @@ def test_rank_0_reads_the_input_for_all_ranks(run: Run, flags: list[str], chat_t
 def test_a_drafter_that_fails_on_one_rank_ends_all_ranks(flags: list[str]) -> None:
     first, second = wait_for_ranks(start_ranks(2, "-c", FAILING, *flags, "--prompt", "abc"))
     assert second.err.splitlines()[-1] == "error on rank 1: RuntimeError: no memory left"
-    assert first.status == second.status == 1 and "error on rank 0: RuntimeError: " in first.err
+    assert first.status == second.status == 1
+    assert "error on rank 0: RuntimeError: " in first.err
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
@@ -121,7 +122,8 @@ def test_a_rank_that_ends_ends_the_others(
     """Either Ctrl-C on rank 0 or a killed rank, while decoding."""
     flags[1] = chat_target
     ranks = start_ranks(2, "-m", "mlx_redrafter.chat", *flags, "--max-tokens", "-1")
-    assert ranks[0].stdin is not None and ranks[0].stdout is not None
+    assert ranks[0].stdin is not None
+    assert ranks[0].stdout is not None
     ranks[0].stdin.write("hello\n")
     ranks[0].stdin.flush()
     assert ranks[0].stdout.read(1)  # decoding has started
@@ -134,7 +136,8 @@ def test_a_rank_that_ends_ends_the_others(
 def test_ctrl_c_ends_all_while_models_are_loaded(flags: list[str]) -> None:
     ranks = start_ranks(2, "-c", LOADING, "0 and 1", "generate", *flags)
     for each in ranks:
-        assert each.stdout is not None and each.stdout.readline() == "loading\n"
+        assert each.stdout is not None
+        assert each.stdout.readline() == "loading\n"
     for each in ranks:
         each.send_signal(signal.SIGINT)
     ended = wait_for_ranks(ranks)
@@ -143,13 +146,15 @@ def test_ctrl_c_ends_all_while_models_are_loaded(flags: list[str]) -> None:
 
 def test_a_rank_that_is_lost_while_models_are_loaded_is_named(flags: list[str]) -> None:
     ranks = start_ranks(2, "-c", LOADING, "1", "generate", *flags)
-    assert ranks[1].stdout is not None and ranks[1].stdout.readline() == "loading\n"
+    assert ranks[1].stdout is not None
+    assert ranks[1].stdout.readline() == "loading\n"
     ranks[1].kill()
     first, _ = wait_for_ranks(ranks)
     error = (
         f"error on rank 0: RuntimeError: another rank ended while {flags[1]} was loaded: [ring] "
     )
-    assert first.status == 1 and first.err.splitlines()[-1].startswith(error), first
+    assert first.status == 1
+    assert first.err.splitlines()[-1].startswith(error), first
 
 
 @pytest.mark.parametrize(
@@ -169,9 +174,8 @@ def test_unsupported_flags_are_refused_on_all_ranks(
         start_ranks(2, "-m", "mlx_redrafter.generate", *flags, "--prompt", "a", each=each)
     )
     for rank, (status, out, err) in enumerate(ended):
-        assert (status, out) == (1, "") and re.search(
-            f"^error on rank {rank}: .*{error}$", err, re.MULTILINE
-        ), ended
+        assert (status, out) == (1, "")
+        assert re.search(f"^error on rank {rank}: .*{error}$", err, re.MULTILINE), ended
 
 
 def test_heads_must_be_divisible_by_the_number_of_ranks(flags: list[str], tmp_path: Path) -> None:
@@ -181,11 +185,10 @@ def test_heads_must_be_divisible_by_the_number_of_ranks(flags: list[str], tmp_pa
     for rank, ended in enumerate(
         wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.generate", *flags))
     ):
-        assert ended.status == 1 and ended.out == ""
-        assert (
-            f"error on rank {rank}: cannot load" in ended.err
-            and "expected num_key_value_heads" in ended.err
-        ), ended
+        assert ended.status == 1
+        assert ended.out == ""
+        assert f"error on rank {rank}: cannot load" in ended.err
+        assert "expected num_key_value_heads" in ended.err, ended
 
 
 def test_paths_may_differ_between_machines(flags: list[str], tmp_path: Path) -> None:
@@ -197,4 +200,6 @@ def test_paths_may_differ_between_machines(flags: list[str], tmp_path: Path) -> 
     first, second = wait_for_ranks(
         start_ranks(2, "-m", "mlx_redrafter.generate", *flags[:2], *flags[4:], each=each)
     )
-    assert first.status == second.status == 0 and first.out and not second.out, (first, second)
+    assert first.status == second.status == 0
+    assert first.out
+    assert not second.out, (first, second)

@@ -113,7 +113,8 @@ def test_a_turn_matches_the_library(child: Child) -> None:
         == "".join(event["text"] for event in tokens)
         == "".join(each.text for each in expected)
     )
-    assert done["finish_reason"] == "length" and done["usage"]["rounds"] == expected[-1].rounds
+    assert done["finish_reason"] == "length"
+    assert done["usage"]["rounds"] == expected[-1].rounds
 
 
 def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_path: Path) -> None:
@@ -142,8 +143,10 @@ def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_pat
         "nothing is prefilled twice"
     )
     errors = {event["id"]: event["message"] for event in events if event["type"] == "error"}
-    assert errors["11"].startswith("there is no session 'x', only ") and "'main'" in errors["11"]
-    assert errors["12"] == "session 'main' already exists" and set(errors) == {"11", "12"}
+    assert errors["11"].startswith("there is no session 'x', only ")
+    assert "'main'" in errors["11"]
+    assert errors["12"] == "session 'main' already exists"
+    assert set(errors) == {"11", "12"}
 
 
 def test_a_running_or_queued_turn_can_be_cancelled(child: Child) -> None:
@@ -165,7 +168,8 @@ def test_a_running_or_queued_turn_can_be_cancelled(child: Child) -> None:
         ("long", "cancelled"),
         ("next", "cancelled"),
     ]
-    assert done[0]["text"] and not done[1]["text"]
+    assert done[0]["text"]
+    assert not done[1]["text"]
     child.write({"type": "cancel", "id": "long"}, send("after", "x = "))
     assert child.read()["message"] == "no request with this id is waiting or running"
     assert child.read_until("done", "after")[-1]["finish_reason"] == "length"
@@ -236,7 +240,8 @@ def test_it_ends_when_its_parent_is_killed() -> None:
         parent = subprocess.Popen(
             [sys.executable, "-c", code, *COMMAND], stdin=ours, stdout=subprocess.PIPE
         )
-        assert parent.stdout is not None and json.loads(parent.stdout.readline())["type"] == "ready"
+        assert parent.stdout is not None
+        assert json.loads(parent.stdout.readline())["type"] == "ready"
         os.write(theirs, json.dumps(send("a", "x", options={"max_tokens": -1})).encode() + b"\n")
         assert json.loads(parent.stdout.readline())["type"] == "token"
         parent.kill()
@@ -262,4 +267,5 @@ def test_it_ends_without_a_traceback(end: str, status: int) -> None:
             process.send_signal(signal.SIGINT)
         else:
             process.stdout.close()
-        assert process.wait(WAIT) == status and process.stderr.read() == b""
+        assert process.wait(WAIT) == status
+        assert process.stderr.read() == b""

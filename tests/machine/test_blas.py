@@ -77,9 +77,8 @@ def warning(before: str = "", **variables: str) -> str:
     (found,) = (
         line.partition("Warning: ")[2] for line in done.stderr.splitlines() if "Warning: " in line
     )
-    assert done.stdout == "None\n" and found.startswith(
-        "MLX uses a slow BLAS instead of OpenBLAS ("
-    )
+    assert done.stdout == "None\n"
+    assert found.startswith("MLX uses a slow BLAS instead of OpenBLAS (")
     return found
 
 

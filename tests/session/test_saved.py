@@ -34,7 +34,8 @@ def test_a_loaded_session_continues_like_the_saved_one(family: str, file: Path) 
     session.save(file)
     assert [*file.parent.iterdir()] == [file]
     loaded = Session.load(file, session.model, session.tokenizer, session.drafter, **options)
-    assert loaded.tokens == session.tokens and loaded.messages == session.messages
+    assert loaded.tokens == session.tokens
+    assert loaded.messages == session.messages
     assert loaded.send("more").tokens == session.send("more").tokens
     assert load_prompt_cache(str(file)), "mlx-lm can read it"
 

@@ -51,9 +51,8 @@ def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]) -> 
         assert session.tokens[: len(before)] == before
         assert_fresh(session, answer, **options)
         n_read = len(session.tokens) - len(answer.tokens) - len(before)
-        assert answer.last is not None and answer.last.prompt_tokens == n_read, (
-            "nothing is prefilled twice"
-        )
+        assert answer.last is not None
+        assert answer.last.prompt_tokens == n_read, "nothing is prefilled twice"
     assert [each["role"] for each in session.messages] == ["user", "assistant"] * 4
 
 
@@ -68,12 +67,15 @@ def test_send_stream_and_callbacks_agree() -> None:
     streamed = list(other.stream("hello"))
     assert "".join(texts) == answer.text == "".join(each.text for each in streamed)
     assert tokens == answer.tokens == [each.token for each in streamed]
-    assert answer.finish_reason == streamed[-1].finish_reason and session.messages == other.messages
+    assert answer.finish_reason == streamed[-1].finish_reason
+    assert session.messages == other.messages
     responses = list(
         stream_generate(session.model, session.tokenizer, "UhellozA", max_tokens=9, **SAMPLED)
     )
     assert answer.text == "".join(each.text for each in responses)
-    assert json.dumps(session.messages) and answer.last is not None and answer.last.seed == 3
+    assert json.dumps(session.messages)
+    assert answer.last is not None
+    assert answer.last.seed == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,13 +85,15 @@ def test_a_cancelled_or_closed_answer_keeps_its_tokens(family: str) -> None:
     answer = session.send(
         "hello", on_token=lambda response: response.generation_tokens == 5 and session.cancel()
     )
-    assert answer.finish_reason == "cancelled" and len(answer.tokens) == 5
+    assert answer.finish_reason == "cancelled"
+    assert len(answer.tokens) == 5
     assert session.messages[-1] == {"role": "assistant", "content": answer.text}
     stream = session.stream("more")
     tokens = [next(stream).token for _ in range(4)]
     before = session.tokens
     stream.close()
-    assert session.tokens[-4:] == tokens and session.tokens[: len(before)] == before
+    assert session.tokens[-4:] == tokens
+    assert session.tokens[: len(before)] == before
     assert_fresh(session, session.send("other"))
 
 
@@ -116,7 +120,8 @@ def test_cancel_around_the_prompt_changes_nothing(family: str, step: int, text: 
         before = session.tokens, session.messages
         for way in ways:
             answer = session.send(text, **way)
-            assert answer.finish_reason == "cancelled" and answer.tokens == []
+            assert answer.finish_reason == "cancelled"
+            assert answer.tokens == []
             assert (session.tokens, session.messages) == before
         assert_fresh(session, session.send("other"))
 
@@ -127,7 +132,8 @@ def test_cancel_from_another_thread_ends_the_answer() -> None:
     timer.start()
     answer = session.send("hello")
     timer.join()
-    assert answer.finish_reason == "cancelled" and answer.tokens
+    assert answer.finish_reason == "cancelled"
+    assert answer.tokens
 
 
 OWN_ARRAYS = ("recurrent_gemma", "gemma3n", "gpt_oss", "bailing_hybrid")
@@ -189,7 +195,8 @@ def test_forks_are_independent(family: str) -> None:
     for one in (session, other):
         assert_fresh(one, one.send("more"))
     session.reset()
-    assert session.tokens == [] and session.messages == []
+    assert session.tokens == []
+    assert session.messages == []
     assert_fresh(session, session.send("hello"))
 
 

@@ -126,9 +126,9 @@ def test_a_turns_template_arguments_override_the_sessions() -> None:
     assert send(session, "a") == ("UazAh", 5)
     before = session.tokens
     text, count = send(session, "b", chat_template_config={"think": False})
-    assert text.endswith("UbzA") and session.tokens[: len(before)] == before and count < 7, (
-        "nothing is prefilled twice"
-    )
+    assert text.endswith("UbzA")
+    assert session.tokens[: len(before)] == before
+    assert count < 7, "nothing is prefilled twice"
     assert send(session, "c", chat_template_config=None)[0].endswith("UczA")
     assert send(session, "d")[0].endswith("UdzAh")
 
@@ -138,7 +138,8 @@ def test_changed_tools_are_prefilled_again(tmp_path: Path) -> None:
     assert send(session, "a")[0] == "tUazA"
     assert send(session, "b")[1] < 7
     text, count = send(session, "c", tools=[look, look])
-    assert text.startswith("ttUazA") and count == len(text)
+    assert text.startswith("ttUazA")
+    assert count == len(text)
     assert send(session, "d", tools=[look, look])[1] < 7, "only the first time"
     session.save(tmp_path / "talk.safetensors")
     loaded = Session.load(
