@@ -15,7 +15,7 @@ DRAFTED: dict[str, Any] = {"draft_depth": 3}
 def make_parser(
     description: str | None, prompt: str, max_tokens: int = 100
 ) -> argparse.ArgumentParser:
-    """Returns a parser with the flags of all examples.
+    """A parser with the flags of all examples.
 
     Args:
         prompt, max_tokens: the defaults of the flags.
@@ -29,7 +29,7 @@ def make_parser(
 
 
 def load_pair(args: argparse.Namespace) -> Sequence[Any]:
-    """Returns (model, tokenizer, drafter)."""
+    """Loads (model, tokenizer, drafter)."""
     if args.model is None:
         return load_demo()
     model, tokenizer = load(args.model)

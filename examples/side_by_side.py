@@ -25,15 +25,12 @@ def main(argv: list[str] | None = None) -> None:
     texts = [args.prompt + beginning.text] * 2
     with Live(refresh_per_second=20) as live:
         for responses in zip_longest(*streams):  # in one thread, as they share one device
-            texts = [
-                text + (one.text if one else "") for text, one in zip(texts, responses, strict=True)
-            ]
-            panels = [
-                Panel(Text(text), title=f"seed {seed}")
-                for text, seed in zip(texts, SEEDS, strict=True)
-            ]
             columns = Table.grid(expand=True)
-            for _ in panels:
+            panels = []
+            for index, response in enumerate(responses):
+                if response is not None:
+                    texts[index] += response.text
+                panels.append(Panel(Text(texts[index]), title=f"seed {SEEDS[index]}"))
                 columns.add_column(ratio=1)
             columns.add_row(*panels)
             live.update(columns)

@@ -1,8 +1,8 @@
-"""Makes the README's pictures of the race page and the chat in headless Chromium, with a model or
-the packaged demo.
+"""Makes the README's pictures of the race page and the chat in headless Chromium.
 
-    python -m examples.stills python -m examples.stills --model mlx-community/SmolLM2-135M-Instruct
-    --drafter smollm2 --prompt "Name three ..."
+    python -m examples.stills
+    python -m examples.stills --model mlx-community/SmolLM2-135M-Instruct --drafter smollm2 \\
+        --prompt "Name three ..."
 
 Needs the `dev` and `server` extras, and Debian's `chromium` and `chromium-driver` or Chrome.
 """
@@ -42,7 +42,7 @@ MAX_TOKENS = 112
 
 
 def open_browser(height: int) -> webdriver.Chrome:
-    """Returns a headless browser with a window of WIDTH x `height` pixels."""
+    """Opens a headless browser with a window of WIDTH x `height` pixels."""
     binary = next(filter(None, map(shutil.which, BROWSERS)), None)
     if binary is None:
         raise SystemExit(f"expected a browser, one of {', '.join(BROWSERS)}, found none")
@@ -102,9 +102,10 @@ def picture_race(output: Path, models: list[str], prompt: str | None) -> None:
 
 
 def picture_chat(output: Path, models: list[str], line: str) -> None:
-    """Saves a turn of the chat, with accepted tokens coloured by source;
+    """Saves a turn of the chat, with accepted tokens colored by source.
 
-    `models` as for the race.
+    Args:
+        models: the flags that name the models.
     """
     nowhere = open(os.devnull, "w")  # noqa: SIM115
     screen = Console(record=True, width=CHAT_COLUMNS, file=nowhere, force_terminal=True)
@@ -124,7 +125,7 @@ def picture_chat(output: Path, models: list[str], line: str) -> None:
 
 
 def run_chat(models: list[str], line: str) -> str:
-    """Returns the chat's terminal output, including control sequences."""
+    """The chat's terminal output, including control sequences."""
     flags = ["--show-accepted", "--max-tokens", str(MAX_TOKENS), "--temp", "0", *models]
     main, side = pty.openpty()
     variables = os.environ | {

@@ -1,4 +1,4 @@
-"""An answer streams into a terminal panel; accepted draft tokens are coloured."""
+"""An answer streams into a terminal panel; accepted draft tokens are colored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def main(argv: list[str] | None = None) -> None:
     with Live(Panel(text), refresh_per_second=20) as live:
         for response in session.stream(args.prompt, max_tokens=args.max_tokens):
             text.append(response.text, "cyan" if response.from_draft else None)
-            speed = f"{response.tokens_per_round:.2f} tokens per round, {response.generation_tps:.0f} a second"
+            rounds = f"{response.tokens_per_round:.2f} tokens per round"
+            speed = f"{rounds}, {response.generation_tps:.0f} a second"
             live.update(Panel(text, title=Text(args.prompt.strip()), subtitle=speed))
 
 

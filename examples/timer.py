@@ -12,7 +12,7 @@ from mlx_redrafter import Answer, Session
 
 
 def send_within(session: Session, text: str, seconds: float) -> Answer:
-    """Returns the answer, cancelled after `seconds`."""
+    """The answer, cancelled after `seconds`."""
     timer = threading.Timer(seconds, session.cancel)
     timer.start()
     try:
@@ -30,9 +30,8 @@ def main(argv: list[str] | None = None) -> None:
     for text in (args.prompt, "\nclass Stack:\n"):
         print(text, end="")
         answer = send_within(session, text, args.seconds)
-        print(
-            f"\n-- {answer.finish_reason} after {len(answer.tokens)} tokens; {len(session.tokens)} in the cache"
-        )
+        how = f"{answer.finish_reason} after {len(answer.tokens)} tokens"
+        print(f"\n-- {how}; {len(session.tokens)} in the cache")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.shell_blocks import ROOT, Block, find_pages, shell_blocks
+from helpers.shell_blocks import ROOT, Block, list_pages, shell_blocks
 
 BLOCKS = shell_blocks()
 ZSH = shutil.which("zsh")
@@ -67,7 +67,7 @@ def find_missing(page: Path, text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", find_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", list_pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
     assert find_missing(page, page.read_text(encoding="utf-8")) == []
     # Negative control.

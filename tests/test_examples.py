@@ -1,6 +1,4 @@
-"""The examples run: the demo's recipe on tiny models, the sessions, and the Python of
-docs/embedding.md.
-"""
+"""The examples: the demo's recipe on tiny models, the sessions, the Python of embedding.md."""
 
 from __future__ import annotations
 
@@ -88,11 +86,12 @@ def test_edits_are_packed_without_cuts() -> None:
     ids, weights = edits.pack_rows(made, lambda text: [ord(letter) for letter in text], 0, 90)
     assert ids.shape[1] == 91
     assert weights.shape == (len(ids), 90)
-    split = [("".join(map(chr, row)), prompt) for row, prompt in edits.split_rows(ids, weights, 0)]
+    found = []
+    for tokens, prompt in edits.split_rows(ids, weights, 0):
+        found.append(("".join(map(chr, tokens)), prompt))
     packed = [edit for edit in made if len(edit.prompt + edit.after) < 91]
-    assert sorted(split) == sorted(
-        (edit.prompt + edit.after + "\0", len(edit.prompt)) for edit in packed
-    )
+    expected = [(edit.prompt + edit.after + "\0", len(edit.prompt)) for edit in packed]
+    assert sorted(found) == sorted(expected)
     assert (weights >= 1).sum() == sum(len(edit.after) + 1 for edit in packed)
     assert set(np.unique(weights)) == {0, np.float32(edits.PROMPT_WEIGHT), edits.CHANGED_WEIGHT}, (
         "no c is in a source"

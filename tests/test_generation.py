@@ -173,7 +173,9 @@ def test_several_prompts_are_counted_together() -> None:
 
 
 def place(last: GenerationResponse) -> str:
-    return "first" if last.rounds == 0 else "accepted" if last.from_draft else "own"
+    if last.rounds == 0:
+        return "first"
+    return "accepted" if last.from_draft else "own"
 
 
 def check_same_text(
@@ -185,16 +187,14 @@ def check_same_text(
     """
     drafter = drafter_of(choice, BEAMS[beam]["beam_width"], script, script_seed)
     plain = stream_plainly(choice, **options)
-    options |= CHOICES[choice] | (
-        {"stop": [options["stop"], "never said"]} if "stop" in options else {}
-    )
+    if "stop" in options:
+        options["stop"] = [options["stop"], "never said"]
+    options |= CHOICES[choice]
     drafted = stream(drafter=drafter, **BEAMS[beam], **options)
     for one, other in zip(drafted, plain, strict=True):
-        assert (one.token, one.text, one.finish_reason) == (
-            other.token,
-            other.text,
-            other.finish_reason,
-        )
+        assert one.token == other.token
+        assert one.text == other.text
+        assert one.finish_reason == other.finish_reason
     for each in (*plain, *drafted):  # also if the text ends inside a round
         assert each.generation_tokens == 1 + each.rounds + each.accepted
     return drafted[-1]
@@ -209,24 +209,21 @@ def test_a_text_ends_anywhere_in_a_round(beam: str, choice: str) -> None:
     places = set()
     for turn, eos in enumerate(sorted(set(tokens))):
         last = check_same_text(choice, beam, "mixed", turn, eos=eos)
-        assert (last.token, last.finish_reason, last.generation_tokens) == (
-            eos,
-            "stop",
-            tokens.index(eos) + 1,
-        )
+        assert last.token == eos
+        assert last.finish_reason == "stop"
+        assert last.generation_tokens == tokens.index(eos) + 1
         places.add((place(last), "eos"))
     for start in range(COUNT):
         stop = whole[start : start + 1 + start % 2 * 2]
         last = check_same_text(choice, beam, "mixed", start, stop=stop)
         assert last.finish_reason == "stop"
-        assert (
-            "".join(each.text for each in stream_plainly(choice, stop=stop))
-            == whole[: whole.index(stop)]
-        )
+        text = "".join(each.text for each in stream_plainly(choice, stop=stop))
+        assert text == whole[: whole.index(stop)]
         places.add((place(last), "stop"))
     for count in (1, 2, 4, 5, 6, 9):
         last = check_same_text(choice, beam, SCRIPTS[count % 3], 0, max_tokens=count)
-        assert (last.generation_tokens, last.finish_reason) == (count, "length")
+        assert last.generation_tokens == count
+        assert last.finish_reason == "length"
         assert 1 + last.rounds + last.accepted == count
     # A round is cut at an end token, which then counts as its own.
     assert places == set(product(("first", "accepted", "own"), ("eos", "stop"))) - {
@@ -244,7 +241,7 @@ class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
         self.append((tree.tokens.tolist(), tree.parents.tolist(), path, chosen))
 
     def check(self, text: list[int]) -> None:
-        """Asserts that the rounds spell the text after its first token, along paths of their trees."""
+        """Asserts that the rounds spell the text after its first token, along their paths."""
         spelled = text[:1]
         for tokens, parents, path, chosen in self:
             assert path[0] == 0
@@ -284,7 +281,6 @@ def test_reported_rounds_spell_the_text(choice: str, beam: str) -> None:
 @pytest.mark.parametrize("where", ["on_round", "sampler"])
 def test_callback_errors_propagate(where: str) -> None:
     with pytest.raises(KeyError, match="enough"):
-        run(
-            make_model(), PROMPT, small_drafter(hidden=64, vocab=VOCAB), plan=(1, 2),
-            **{where: Mock(side_effect=KeyError("enough"))},
-        )  # fmt: skip
+        drafter = small_drafter(hidden=64, vocab=VOCAB)
+        failing = {where: Mock(side_effect=KeyError("enough"))}
+        run(make_model(), PROMPT, drafter, plan=(1, 2), **failing)

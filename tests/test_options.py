@@ -21,20 +21,39 @@ def pick(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    *((wrong, f"{next(iter(wrong))} must be ") for wrong in (
-        {"max_tokens": -2}, {"seed": 1.5}, {"temp": float("nan")}, {"temp": 1e-31}, {"top_k": 2.0}, {"top_k": True},
-        {"kv_bits": 7}, {"plan": "fast"}, {"beam_width": -1}, {"draft_depth": 300},
-    )),
-    ({"plan": (0, 1)}, "beam_width must be "),
-    ({"beam_width": 3000}, r"beam_width \* draft_depth must be "),
-    ({"plan": (1, 0)}, "draft_depth must be "),
-    ({"plan": (2, 2, 6)}, "tree_size .* must be "),
-    ({"plan": "off", "beam_width": 2}, "give either plan or beam_width, got "),
-    ({"plan": "off", "context": True}, "give either plan 'off' or context, got "),
-    ({"sampler": pick, "top_k": 3}, "give either a sampler or top_k, got "),
-])  # fmt: skip
-def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None:
+WRONG: list[dict[str, Any]] = [
+    {"max_tokens": -2},
+    {"seed": 1.5},
+    {"temp": float("nan")},
+    {"temp": 1e-31},
+    {"top_k": 2.0},
+    {"top_k": True},
+    {"kv_bits": 7},
+    {"plan": "fast"},
+    {"beam_width": -1},
+    {"draft_depth": 300},
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_a_wrong_value_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(RedrafterError, match=f"^{next(iter(options))} must be "):
+        Options(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": (0, 1)}, "beam_width must be "),
+        ({"beam_width": 3000}, r"beam_width \* draft_depth must be "),
+        ({"plan": (1, 0)}, "draft_depth must be "),
+        ({"plan": (2, 2, 6)}, "tree_size .* must be "),
+        ({"plan": "off", "beam_width": 2}, "give either plan or beam_width, got "),
+        ({"plan": "off", "context": True}, "give either plan 'off' or context, got "),
+        ({"sampler": pick, "top_k": 3}, "give either a sampler or top_k, got "),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RedrafterError, match=f"^{message}"):
         Options(**options)
 

@@ -1,12 +1,10 @@
-"""`generate`: flags, text and JSON output;
-
-`--compare` finds a different token, and says what equal texts prove.
-"""
+"""`generate`: flags, text and JSON output, and what `--compare` finds and says."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import split
 from typing import Any
 
 import pytest
@@ -48,14 +46,7 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
         "generate",
         "--model",
         pair[0],
-        "--prompt",
-        "abc",
-        "-m",
-        "24",
-        "--temp",
-        "0.9",
-        "--seed",
-        "4",
+        *split("--prompt abc -m 24 --temp 0.9 --seed 4"),
     )
     status, alone, err = run(*common)
     assert status == 0
@@ -82,12 +73,7 @@ def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
         pair[0],
         "--drafter",
         pair[1],
-        "--prompt",
-        "abc",
-        "-m",
-        "16",
-        "--temp",
-        "1",
+        *split("--prompt abc -m 16 --temp 1"),
         *PLAN,
     )
     # A random seed may end the text early.
@@ -115,14 +101,7 @@ def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
         pair[0],
         "--draft-model",
         pair[0],
-        "--prompt",
-        "abc",
-        "-m",
-        "14",
-        "--temp",
-        "1",
-        "--seed",
-        "2",
+        *split("--prompt abc -m 14 --temp 1 --seed 2"),
     )
     record = run_json(run, *flags, "--num-draft-tokens", "3", "--compare")
     assert record["compare"]["identical"]
@@ -146,13 +125,7 @@ def test_compare_fails_on_a_wrong_token_only(
         pair[0],
         "--drafter",
         pair[1],
-        "--prompt",
-        "abc",
-        "-m",
-        "10",
-        "--compare",
-        "--seed",
-        "1",
+        *split("--prompt abc -m 10 --compare --seed 1"),
         *PLAN,
     )
     status, out, err = run("generate", *flags)
@@ -206,13 +179,7 @@ def test_compare_gives_no_speedup_from_disturbed_times(
         pair[0],
         "--draft-model",
         pair[0],
-        "--prompt",
-        "abc",
-        "-m",
-        "14",
-        "--compare",
-        "--temp",
-        "0",
+        *split("--prompt abc -m 14 --compare --temp 0"),
     )
     verdict = run_json(run, *flags, "--draft-depth", "3")["compare"]
     assert verdict["ratio"] == (None if busy else 1.2)
@@ -238,11 +205,7 @@ def test_compare_says_how_exact_it_is(
         pair[0],
         "--draft-model",
         pair[0],
-        "--prompt",
-        "abc",
-        "-m",
-        "12",
-        "--compare",
+        *split("--prompt abc -m 12 --compare"),
         *PLAN,
     )
     status, _, err = run("generate", *flags)
@@ -292,12 +255,7 @@ def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(
         "generate",
         "--prompt-cache-file",
         file,
-        "--prompt",
-        "def",
-        "-m",
-        "12",
-        "--verbose",
-        "F",
+        *split("--prompt def -m 12 --verbose F"),
     )
     assert run(*flags) == whole
     assert run(*flags, "--drafter", pair[1], "--beam-width", "2") == whole

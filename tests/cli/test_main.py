@@ -40,7 +40,8 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
         (
             ["convert"],
             2,
-            "mlx_redrafter.convert: error: one of the arguments --hf-path/--model --from-base is required",
+            "mlx_redrafter.convert: error: one of the arguments --hf-path/--model --from-base is "
+            "required",
         ),
         (
             ["generate", "--chat-template-config", "[1]"],
@@ -93,7 +94,8 @@ def test_warnings_and_logs_are_one_line_each() -> None:
     script = (
         "import logging, sys, types, warnings; from mlx_redrafter.cli.main import run_module\n"
         "def run():\n"
-        "    warnings.warn('chains, not trees'); logging.getLogger('mlx_redrafter.x').info('measuring')\n"
+        "    warnings.warn('chains, not trees')\n"
+        "    logging.getLogger('mlx_redrafter.x').info('measuring')\n"
         "    logging.getLogger('other').info('not shown')\n"
         "sys.modules['example'] = types.SimpleNamespace(run=run); run_module('example')"
     )
@@ -106,7 +108,8 @@ def test_warnings_and_logs_are_one_line_each() -> None:
 def test_ctrl_c_while_modules_are_imported_prints_no_traceback() -> None:
     script = (
         "import signal, time; from mlx_redrafter.cli import main\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it\n"
+        "# What runs in the background may ignore it.\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "main.import_module = lambda name: print(name, flush=True) or time.sleep(300)\n"
         "main.main('generate')"
     )

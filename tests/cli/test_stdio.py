@@ -24,17 +24,8 @@ from mlx_redrafter.options import CACHE_OPTIONS, OPTION_FLAGS
 SCHEMA = json.loads(
     (Path(__file__).parents[2] / "docs" / "stdio.schema.json").read_text(encoding="utf-8")
 )
-COMMAND = [
-    sys.executable,
-    "-m",
-    "mlx_redrafter.stdio",
-    "--max-tokens",
-    "12",
-    "--draft-depth",
-    "3",
-    "--temp",
-    "0.8",
-]
+FLAGS = "--max-tokens 12 --draft-depth 3 --temp 0.8"
+COMMAND = [sys.executable, "-m", "mlx_redrafter.stdio", *FLAGS.split()]
 WAIT = 120.0
 
 
@@ -108,11 +99,8 @@ def test_a_turn_matches_the_library(child: Child) -> None:
     expected = list(stream_generate(model, tokenizer, "class Stack:", drafter=drafter, **options))
     assert [event["token"] for event in tokens] == [each.token for each in expected]
     assert [event["from_draft"] for event in tokens] == [each.from_draft for each in expected]
-    assert (
-        done["text"]
-        == "".join(event["text"] for event in tokens)
-        == "".join(each.text for each in expected)
-    )
+    assert done["text"] == "".join(event["text"] for event in tokens)
+    assert done["text"] == "".join(each.text for each in expected)
     assert done["finish_reason"] == "length"
     assert done["usage"]["rounds"] == expected[-1].rounds
 
@@ -121,24 +109,24 @@ def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_pat
     path = str(tmp_path / "chat.safetensors")
     fixed = {"options": {"seed": 5}}
     child.write(
-        {"type": "open", "id": "1", "session": "x"}, send("2", "def main(", session="x", **fixed),
+        {"type": "open", "id": "1", "session": "x"},
+        send("2", "def main(", session="x", **fixed),
         {"type": "fork", "id": "3", "session": "x", "as": "y"},
         {"type": "save", "id": "4", "session": "x", "path": path},
-        send("5", "\n", session="x", **fixed), send("6", "\n", session="y", **fixed),
-        {"type": "load", "id": "7", "session": "z", "path": path}, send("8", "\n", session="z", **fixed),
-        {"type": "reset", "id": "9", "session": "x"}, send("10", "def main(", session="x", **fixed),
+        send("5", "\n", session="x", **fixed),
+        send("6", "\n", session="y", **fixed),
+        {"type": "load", "id": "7", "session": "z", "path": path},
+        send("8", "\n", session="z", **fixed),
+        {"type": "reset", "id": "9", "session": "x"},
+        send("10", "def main(", session="x", **fixed),
         *({"type": "close", "id": f"c{name}", "session": name} for name in "xyz"),
-        send("11", "more", session="x"), {"type": "open", "id": "12", "session": "main"},
-    )  # fmt: skip
+        send("11", "more", session="x"),
+        {"type": "open", "id": "12", "session": "main"},
+    )
     events = child.read_until("error", "12")
     done = {event["id"]: event for event in events if event["type"] == "done"}
-    assert (
-        done["5"]["text"]
-        == done["6"]["text"]
-        == done["8"]["text"]
-        != done["2"]["text"]
-        == done["10"]["text"]
-    )
+    assert done["5"]["text"] == done["6"]["text"] == done["8"]["text"]
+    assert done["2"]["text"] == done["10"]["text"] != done["5"]["text"]
     assert done["5"]["usage"]["prompt_tokens"] < done["2"]["usage"]["prompt_tokens"], (
         "nothing is prefilled twice"
     )
@@ -204,9 +192,10 @@ def test_bad_requests_are_errors_and_change_nothing(child: Child) -> None:
     for line, message in [(b"", ""), *GARBAGE]:
         turn = send("right", "class A:", options={"seed": 2, "max_tokens": 3})
         reset = {"type": "reset", "id": "reset"}
-        child.write(
-            *((reset, turn, line + b"\n") if b"right" in line else (line + b"\n", reset, turn))
-        )
+        if b"right" in line:
+            child.write(reset, turn, line + b"\n")
+        else:
+            child.write(line + b"\n", reset, turn)
         events = child.read_until("done", "right")
         errors = [event["message"] for event in events if event["type"] == "error"]
         assert len(errors) == bool(line), (line[:100], errors)  # empty lines are skipped

@@ -21,7 +21,7 @@ class Block(NamedTuple):
     text: str
 
 
-def find_pages() -> list[Path]:
+def list_pages() -> list[Path]:
     """The project's Markdown files."""
     folders = ("docs", "notes", "benchmarks", "examples")
     return sorted(
@@ -35,7 +35,7 @@ def find_pages() -> list[Path]:
 def shell_blocks() -> list[Block]:
     """All shell blocks of the project's Markdown files."""
     found = list[Block]()
-    for page in find_pages():
+    for page in list_pages():
         text = page.read_text(encoding="utf-8")
         for block in re.finditer(r"(?ms)^ *```bash\n(.*?)^ *```$", text):
             found.append(

@@ -1,4 +1,4 @@
-"""Memory budgets of a session: the longest conversation that fits, and what happens at that length."""
+"""Memory budgets of a session: the longest conversation that fits, and what happens there."""
 
 from __future__ import annotations
 

@@ -23,7 +23,11 @@ from mlx_redrafter.text.chat_template import (
 SPACE = "\u2581"
 LETTERS = ["<unk>", SPACE, *string.ascii_letters, "(", ")", ":", "\n", "."]
 JOINED = [SPACE + "t", "ab", "E" + SPACE, ")" + ":"]
-TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' E ' if m.role == 'assistant' else ' A ' }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{{ m.content }}{{ ' E ' if m.role == 'assistant' else ' A ' }}"
+    "{% endfor %}"
+)
 TIGHT = (
     "{% for m in messages %}{{ m.content }}{{ ':' if m.role == 'assistant' else '.' }}{% endfor %}"
 )
@@ -67,11 +71,10 @@ def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | No
         ids = encode_turn(tokenizer, before, new, read[-1])
         assert ids is not None
         messages = [*before, {"role": "assistant", "content": answer}, *new]
-        rendered = (
-            "".join(m["content"] for m in messages)
-            if template is None
-            else render(tokenizer, messages)
-        )
+        if template is None:
+            rendered = "".join(message["content"] for message in messages)
+        else:
+            rendered = render(tokenizer, messages)
         assert tokenizer.decode([*read, *ids]) == rendered
         assert [*read, *ids] == tokenizer.encode(rendered, add_special_tokens=False)
 
@@ -88,18 +91,22 @@ def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: boo
     tokenizer._tokenizer.add_special_tokens({"eos_token": "</s>"})
     last = tokenizer._tokenizer.eos_token_id
     tokenizer.eos_token_ids = [last]
-    before, new = ([{"role": "user", "content": each}] for each in ("ab", "cd"))
+    before = [{"role": "user", "content": "ab"}]
+    new = [{"role": "user", "content": "cd"}]
     read = [*encode_conversation(tokenizer, before), *encode_continuation(tokenizer, "in")]
-    cut, ended = (encode_turn(tokenizer, before, new, each) for each in (read[-1], last))
+    cut = encode_turn(tokenizer, before, new, read[-1])
+    ended = encode_turn(tokenizer, before, new, last)
     assert cut is not None
     assert [*read, *cut] == tokenizer.encode(f"ab:in{between}</s>cd:", add_special_tokens=False)
     assert ended == (cut if twice else cut[cut.index(last) + 1 :])
 
 
 THINKING = (
-    "{% if tools %}{{ 't' * (tools | length) }}{% endif %}{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}"
-    "{{ m.content }}{{ 'z' }}{% endfor %}{% if add_generation_prompt %}A{% if think is defined and think %}h{% endif %}"
-    "{% endif %}"
+    "{% if tools %}{{ 't' * (tools | length) }}{% endif %}"
+    "{% for m in messages %}"
+    "{{ 'U' if m.role == 'user' else 'A' }}{{ m.content }}{{ 'z' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}A{% if think is defined and think %}h{% endif %}{% endif %}"
 )
 
 
@@ -112,9 +119,8 @@ def send(session: Session, text: str, **options: Any) -> tuple[str, int]:
     """Returns (the conversation up to the new answer as text, the number of tokens prefilled)."""
     answer = session.send(text, **options)
     assert answer.last is not None
-    return session.tokenizer.decode(
-        session.tokens[: -len(answer.tokens)]
-    ), answer.last.prompt_tokens
+    before = session.tokens[: -len(answer.tokens)]
+    return session.tokenizer.decode(before), answer.last.prompt_tokens
 
 
 def look() -> None:
