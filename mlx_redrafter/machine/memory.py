@@ -91,3 +91,8 @@ def get_usable_bytes() -> int:
 def get_free_bytes() -> int:
     """Bytes that MLX can still allocate on its default device without slowing down."""
     return max(0, get_usable_bytes() - mx.get_active_memory())
+
+
+def get_prompt_cache_bytes() -> int:
+    """Bytes for kept prompt caches: half of what is free, but at least 1 GiB."""
+    return max(1 << 30, get_free_bytes() // 2)

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from helpers.sessions import assert_fresh, make_model, make_session, plain_session
 from mlx_redrafter import RedrafterError
+from mlx_redrafter.machine import memory
 from mlx_redrafter.machine.memory import compute_cache_bytes
 from mlx_redrafter.options import Options
 
@@ -101,3 +102,12 @@ def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(session.tokens) == 8 * 34
     with pytest.raises(RedrafterError, match="more than the machine has left"):
         session.send("a" * 400)
+
+
+def test_kept_prompt_caches_may_have_half_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for free, expected in ((100 << 30, 50 << 30), (1 << 30, 1 << 30)):
+        usable = free + mx.get_active_memory()
+        monkeypatch.setattr(memory, "get_usable_bytes", lambda usable=usable: usable)
+        assert memory.get_prompt_cache_bytes() == pytest.approx(expected, rel=1e-3)

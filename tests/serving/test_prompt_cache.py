@@ -13,8 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from helpers.families import make_family
 from helpers.toys import assert_same_cache, make_model
-from mlx_redrafter.serving.scheduling import prompt_cache
-from mlx_redrafter.serving.scheduling.prompt_cache import PromptCache, get_default_bytes
+from mlx_redrafter.serving.scheduling.prompt_cache import PromptCache
 
 BIG = 1 << 30
 
@@ -151,14 +150,6 @@ def test_the_newest_is_kept_even_if_it_is_too_large() -> None:
     for text in texts:
         cache.store(text, read(text))
         assert len(cache) == 1 and cache.fetch([*text, 0])[1] == len(text)
-
-
-def test_the_default_limit_is_half_of_the_remaining_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for usable, expected in ((100 << 30, 50 << 30), (1 << 30, 1 << 30)):
-        monkeypatch.setattr(
-            prompt_cache, "get_usable_bytes", lambda usable=usable: usable + mx.get_active_memory()
-        )
-        assert get_default_bytes() == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_longer_match_wins_over_an_older_text() -> None:

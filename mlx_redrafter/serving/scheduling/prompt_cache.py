@@ -21,7 +21,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from ... import ranks
 from ...engine import kv_cache
 from ...errors import RedrafterError, join_lines
-from ...machine.memory import get_usable_bytes
+from ...machine.memory import count_cache_bytes
 from .cache_folder import CacheFolder
 
 MIN_SHARED = 32
@@ -40,11 +40,6 @@ class _Entry:
     is_saved: bool = False
     file: Path | None = None
     used: float = field(default_factory=time.time)
-
-
-def get_default_bytes() -> int:
-    """Half of the memory that the weights leave, but at least 1 GiB."""
-    return max(1 << 30, (get_usable_bytes() - mx.get_active_memory()) // 2)
 
 
 class PromptCache:
@@ -75,7 +70,7 @@ class PromptCache:
         """Adds the caches of the folder. Call it first, and in the thread that uses them."""
         if self._folder is not None and self.max_bytes:
             for file, tokens, cache in self._folder.read():
-                nbytes = sum(c.nbytes for c in cache)
+                nbytes = count_cache_bytes(cache)
                 self._entries.append(_Entry(tokens, cache, nbytes, is_saved=True, file=file))
             self._drop_oldest()
 
@@ -147,7 +142,7 @@ class PromptCache:
                 differently, so it is dropped before the caches of its prompt.
         """
         # All ranks must drop the same caches.
-        nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))
+        nbytes = max(ranks.gather(count_cache_bytes(cache)))
         if not tokens or not self.max_bytes:
             return
         mx.clear_cache()  # a reused buffer may be larger than its array

@@ -33,13 +33,14 @@ from ...engine.model_checks import make_cache
 from ...engine.model_parts import get_context_length
 from ...engine.request_checks import check_cache
 from ...errors import join_lines
+from ...machine.memory import get_prompt_cache_bytes
 from ...machine.wired_limit import wired_limit
 from ...options import Options
 from ...pair import Pair
 from ..errors import ApiError, GenerationFailed
 from .cache_folder import CacheFolder
 from .metrics import Metrics
-from .prompt_cache import PromptCache, get_default_bytes
+from .prompt_cache import PromptCache
 from .request import Request
 from .scheduler import Scheduler
 from .structured_output import GrammarCompiler
@@ -77,7 +78,7 @@ class Worker:
         context_length: maximum length of prompt and answer together; None reads the model's config.
         decode_concurrency: maximum number of running requests.
         prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes
-            `get_default_bytes`.
+            `get_prompt_cache_bytes`.
         prompt_cache_dir: a folder that saves as many bytes of them for the next start; None for
             none.
 
@@ -121,7 +122,7 @@ class Worker:
         self.metrics = Metrics()
         folder = None if prompt_cache_dir is None else CacheFolder(prompt_cache_dir, model, options)
         if prompt_cache_bytes is None:
-            prompt_cache_bytes = get_default_bytes()
+            prompt_cache_bytes = get_prompt_cache_bytes()
         cache = PromptCache(min(ranks.gather(prompt_cache_bytes)), folder)
         self.scheduler = Scheduler(
             self._pair, options, decode_concurrency, cache, self.metrics, self._end
