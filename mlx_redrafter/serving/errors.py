@@ -1,12 +1,16 @@
-"""Errors and log lines of the server."""
+"""Errors and log lines of the server, and the type that its rooms share."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from ..errors import RedrafterError
+
+Json = dict[str, Any]
+"""A JSON object of a request or a reply."""
 
 
 class ApiError(RedrafterError):
@@ -31,6 +35,11 @@ class ApiError(RedrafterError):
         self.status = status or self.status
         self.code = code
         self.headers = headers
+
+
+def refuse(where: str, expected: str, given: Any) -> ApiError:
+    """The error of a request whose value at `where` is not what is expected."""
+    return ApiError(f"{where} must be {expected}, got {given!r:.100}")
 
 
 class GenerationFailed(ApiError):

@@ -41,9 +41,8 @@ def find(tokenizer: Any, messages: list[Any], template: str, **more: Any) -> tup
     args = {"chat_template": template}
     text = render(tokenizer, messages, args, **more)
     prompt = tokenizer.encode(text, add_special_tokens=False)
-    lengths = list_piece_ends(
-        tokenizer, prompt, text, messages, args, **{"prefilled": False, **more}
-    )
+    whole = messages[:-1] if more.get("prefilled") else messages
+    lengths = list_piece_ends(tokenizer, prompt, text, whole, args)
     return [tokenizer.decode(prompt[:length]) for length in lengths], text
 
 
@@ -81,7 +80,7 @@ def test_calls_may_begin_with_different_tokens_than_answers(
 
     messages = [SYSTEM, QUESTION]
     text, prompt = encode()
-    lengths = list_piece_ends(chat_tokenizer, prompt, text, messages, args, prefilled=False)
+    lengths = list_piece_ends(chat_tokenizer, prompt, text, messages, args)
     answer = {"role": "assistant", "content": "It is."}
     call = AFTER_A_CALL[0] | {"content": ""}
     for following, is_shared in ([answer, QUESTION], True), ([call, AFTER_A_CALL[1]], has_tools):

@@ -7,16 +7,15 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
-from ..errors import ApiError
-from .completion import Answer, Completion, Event, Service
+from ..errors import ApiError, Json, refuse
+from .completion import Answer, Completion, Service
 from .conversation import (
-    Message,
     Tools,
     describe_tools,
     join_parts,
+    join_reasoning,
     list_parts,
     make_call,
-    read_reasoning,
     read_tools,
 )
 from .schemas import CountTokensBody, MessagesBody
@@ -51,16 +50,15 @@ class Messages(Completion[CountTokensBody]):
             hidden = set()  # they are deferred for a search that runs on the API's servers
         shown = [tool for name, tool in tools.items() if name not in hidden]
         self.messages = read_messages(body, tools, hidden)
-        self.is_prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get(
-            "tool_calls"
-        )
+        last = self.messages[-1]
+        self.is_prefilled = last["role"] == "assistant" and not last.get("tool_calls")
         loaded = {name: tool for name, tool in tools.items() if name not in hidden}
         self.offer_tools(loaded, body.tool_choice, shown)
         self.answer_format = body.output_config.format or body.output_format
         self.effort = body.output_config.effort
-        thinking = body.thinking.get("type")
-        self.thinks = None if thinking is None else thinking != "disabled"
-        self._content: list[dict[str, Any]] = []
+        if body.thinking.get("type") is not None:
+            self.thinks = body.thinking["type"] != "disabled"
+        self._content: list[Json] = []
         self.reply = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -71,7 +69,7 @@ class Messages(Completion[CountTokensBody]):
             "stop_sequence": None,
         }
 
-    async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
+    async def render_events(self, answer: Answer) -> AsyncIterator[Json]:
         yield {"type": "message_start", "message": self.reply | {"usage": describe_usage(answer)}}
         async for step, segment in answer.read_blocks():
             if step == "begin":
@@ -81,23 +79,24 @@ class Messages(Completion[CountTokensBody]):
                 yield self._make_block_event("delta", delta=self._add_segment(segment))
             else:
                 yield self._make_block_event("stop")
+        reason = STOP_REASONS.get(answer.finish_reason)
         stopped_by = answer.texts[0].stopped_by
-        reason = (
-            "stop_sequence" if stopped_by is not None else STOP_REASONS.get(answer.finish_reason)
-        )
+        if stopped_by is not None:
+            reason = "stop_sequence"
         ended = {"stop_reason": reason, "stop_sequence": stopped_by}
-        self.reply |= {**ended, "usage": describe_usage(answer)}
-        yield {"type": "message_delta", "delta": ended, "usage": self.reply["usage"]}
+        usage = describe_usage(answer)
+        self.reply |= {**ended, "usage": usage}
+        yield {"type": "message_delta", "delta": ended, "usage": usage}
         yield {"type": "message_stop"}
 
-    def make_empty_event(self, answer: Answer) -> Event:
+    def make_empty_event(self, answer: Answer) -> Json:
         ended = {"stop_reason": None, "stop_sequence": None}
         return {"type": "message_delta", "delta": ended, "usage": {"output_tokens": 0}}
 
-    def _make_block_event(self, what: str, **fields: Any) -> Event:
+    def _make_block_event(self, what: str, **fields: Any) -> Json:
         return {"type": f"content_block_{what}", "index": len(self._content) - 1, **fields}
 
-    def _add_segment(self, segment: Segment) -> dict[str, Any]:
+    def _add_segment(self, segment: Segment) -> Json:
         block = self._content[-1]
         if segment.kind == "tool_call":
             block["input"] = json.loads(segment.text)
@@ -107,13 +106,11 @@ class Messages(Completion[CountTokensBody]):
         return {"type": f"{kind}_delta", kind: segment.text}
 
     @staticmethod
-    def describe_error(error: ApiError) -> Event:
-        """Returns an error in Anthropic's format."""
+    def describe_error(error: ApiError) -> Json:
+        """An error in Anthropic's format."""
         default = "invalid_request_error" if error.status < 500 else "api_error"
-        return {
-            "type": "error",
-            "error": {"type": ERROR_TYPES.get(error.status, default), "message": str(error)},
-        }
+        kind = ERROR_TYPES.get(error.status, default)
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 class CountTokens(Messages):
@@ -122,8 +119,8 @@ class CountTokens(Messages):
     body_type = CountTokensBody
 
 
-def describe_usage(answer: Answer) -> dict[str, Any]:
-    """Returns the token counts so far in Anthropic's format."""
+def describe_usage(answer: Answer) -> Json:
+    """The token counts so far in Anthropic's format."""
     request = answer.requests[0]
     return {
         "input_tokens": len(request.prompt) - request.cached_tokens,
@@ -134,8 +131,8 @@ def describe_usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def make_block(segment: Segment) -> dict[str, Any]:
-    """Returns the empty content block that a segment starts."""
+def make_block(segment: Segment) -> Json:
+    """The empty content block that a segment starts."""
     if segment.kind == "tool_call":
         return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": {}}
     if segment.kind == "reasoning":
@@ -143,8 +140,8 @@ def make_block(segment: Segment) -> dict[str, Any]:
     return {"type": "text", "text": ""}
 
 
-def read_messages(body: CountTokensBody, tools: Tools, hidden: set[str]) -> list[Message]:
-    """Returns the system prompt and the messages in chat-completions format.
+def read_messages(body: CountTokensBody, tools: Tools, hidden: set[str]) -> list[Json]:
+    """The system prompt and the messages in chat-completions format.
 
     Args:
         tools: all tools by name; those that the messages define are added.
@@ -153,52 +150,49 @@ def read_messages(body: CountTokensBody, tools: Tools, hidden: set[str]) -> list
     """
     texts = [join_parts([block], "system") for block in list_parts(body.system, "system")]
     system = "\n\n".join(text for text in texts if not text.startswith(BILLING_PREFIX))
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages: list[Json] = [{"role": "system", "content": system}] if system else []
     for at, message in enumerate(body.messages):
         messages += read_message(message, f"messages[{at}]", tools, hidden)
     return messages
 
 
-def read_message(
-    message: dict[str, Any], where: str, tools: Tools, hidden: set[str]
-) -> list[Message]:
-    """Returns one message in chat-completions format, see `read_messages`.
+def read_message(message: Json, where: str, tools: Tools, hidden: set[str]) -> list[Json]:
+    """One message in chat-completions format, see `read_messages`.
 
     Each tool result becomes its own message.
     """
     role = message.get("role")
     place = f"{where}.content"
     if role not in ("user", "assistant", "system"):
-        raise ApiError(f"{where}.role must be 'user', 'assistant' or 'system', got {role!r:.50}")
-    results = list[Message]()
-    calls = list[dict[str, Any]]()
-    rest = list[dict[str, Any]]()
+        raise refuse(f"{where}.role", "'user', 'assistant' or 'system'", role)
+    results: list[Json] = []
+    calls: list[Json] = []
+    rest: list[Json] = []
     for block in list_parts(message.get("content"), place):
         kind = block.get("type")
         if kind == "tool_result":
-            parts = [
-                show_tools(part, place, tools, hidden)
-                for part in list_parts(block.get("content"), place)
-            ]
-            text = join_parts(parts, place)
-            text = f"<error>\n{text}\n</error>" if block.get("is_error") else text
-            results.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
-            )
+            parts = list_parts(block.get("content"), place)
+            text = join_parts([show_tools(part, place, tools, hidden) for part in parts], place)
+            if block.get("is_error"):
+                text = f"<error>\n{text}\n</error>"
+            answered = block.get("tool_use_id")
+            results.append({"role": "tool", "tool_call_id": answered, "content": text})
         elif kind == "tool_use":
             calls.append(make_call(block.get("id"), block.get("name"), block.get("input")))
         else:
             rest.append(show_tools(block, place, tools, hidden))
     text = join_parts(rest, place)
-    reasoning = read_reasoning(rest, place)
-    own = {"role": role, "content": text, "reasoning_content": reasoning} | (
-        {"tool_calls": calls} if calls else {}
-    )
-    return [*results, own] if text or reasoning or calls or not results else results
+    reasoning = join_reasoning(rest, place)
+    own = {"role": role, "content": text, "reasoning_content": reasoning}
+    if calls:
+        own["tool_calls"] = calls
+    if results and not (text or reasoning or calls):
+        return results
+    return [*results, own]
 
 
-def show_tools(block: dict[str, Any], where: str, tools: Tools, hidden: set[str]) -> dict[str, Any]:
-    """Returns the text of a block that loads, adds or removes a tool, and any other block as it is.
+def show_tools(block: Json, where: str, tools: Tools, hidden: set[str]) -> Json:
+    """The text of a block that loads, adds or removes a tool, and any other block as it is.
 
     A definition stands where the conversation first refers to it, so the beginning of the prompt
     stays the same.
@@ -207,18 +201,17 @@ def show_tools(block: dict[str, Any], where: str, tools: Tools, hidden: set[str]
     if kind not in ("tool_reference", "tool_addition", "tool_removal"):
         return block
     named = block if kind == "tool_reference" else block.get("tool")
-    named = named if isinstance(named, dict) else {}
+    if not isinstance(named, dict):
+        named = {}
     name = named.get("tool_name", named.get("name"))
-    defined = named.get("definition")
-    if isinstance(defined, dict):
-        added = read_tools([defined], where)
+    definition = named.get("definition")
+    if isinstance(definition, dict):
+        added = read_tools([definition], where)
         tools.update(added)
         hidden.update(added)
         name = next(iter(added), None)
     if not isinstance(name, str):
-        raise ApiError(
-            f"{where}: {kind} must have the name or the definition of a tool, got {block!r:.100}"
-        )
+        raise refuse(f"{where}: {kind}", "the name or the definition of a tool", block)
     text = f"The tool {name} is available.\n"
     if kind == "tool_removal" or name not in tools:
         hidden.add(name)

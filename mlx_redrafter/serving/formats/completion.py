@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -22,17 +22,16 @@ from ...engine.grammar import Grammar
 from ...engine.stats import USAGE_FIELDS, Stats
 from ...errors import RedrafterError
 from ...text.chat_template import make_thinking_args, render
-from ..errors import ApiError
+from ..errors import ApiError, Json
 from ..scheduling.request import Request, TokenEvent
 from ..scheduling.structured_output import Constraint
 from ..scheduling.worker import Worker, check_length
-from .conversation import Message, Tool, Tools, arrange, choose_tools, describe_tools, list_variants
+from .conversation import Tool, Tools, arrange, choose_tools, describe_tools, list_variants
 from .prefixes import list_piece_ends
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
 from .text_stream import Segment, TextStream
 
 ApiFinishReason = Literal["stop", "length", "tool_calls"]
-Event = dict[str, Any]
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Service:
     prompt_thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "prompts")
     )
-    items: dict[str, dict[str, Any]] = field(default_factory=dict)
+    items: dict[str, Json] = field(default_factory=dict)
     shows_drafts: bool = False
 
     def __post_init__(self) -> None:
@@ -69,16 +68,10 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Refuses a name under which the loaded model is not served."""
-        if not self.takes_any_name and name not in (
-            DEFAULT_MODEL,
-            self.model_name,
-            self.args.model,
-            *self.names,
-        ):
-            expected = " or ".join(self.names)
-            raise ApiError(
-                f"expected model {expected}, got {name!r:.100}", 404, code="model_not_found"
-            )
+        known = (DEFAULT_MODEL, self.model_name, self.args.model, *self.names)
+        if not self.takes_any_name and name not in known:
+            message = f"expected model {' or '.join(self.names)}, got {name!r:.100}"
+            raise ApiError(message, 404, code="model_not_found")
 
     def check_text(self, text: str) -> None:
         """Refuses a prompt that is far too long before all of it is encoded: a megabyte takes
@@ -88,9 +81,8 @@ class Service:
         size = len(text) if length is None else 8 * length
         while size < len(text):
             n_tokens = len(self.tokenizer.encode(text[:size], add_special_tokens=False))
-            check_length(
-                n_tokens // 2, length, is_exact=False
-            )  # half: the whole text is divided differently
+            # Half: the whole text is divided differently.
+            check_length(n_tokens // 2, length, is_exact=False)
             size *= 2
 
 
@@ -130,43 +122,41 @@ class Completion(ABC, Generic[AnyBody]):
 
     body_type: ClassVar[type[Any]]
     last_line: ClassVar[str] = ""
+    messages: list[Json]
     is_prefilled = False
+    shown_tools: Sequence[Tool] = ()
     answer_format: AnswerFormat | None = None
+    thinks: bool | None = None
+    effort: str | None = None
     choices = 1
     top_logprobs: int | None = None
+    reply: Json
 
     def __init__(self, service: Service, body: AnyBody) -> None:
         self.service = service
         self.body = body
-        self.messages: list[Message] = []
-        self.shown_tools: list[Tool] = []
         self.tools: Tools = {}
         self.forced_tools: Tools = {}
-        self.thinks: bool | None = None
-        self.effort: str | None = None
-        self.reply: Event = {}
 
-    def offer_tools(self, tools: Tools, choice: Any, shown: list[Tool] | None = None) -> None:
+    def offer_tools(self, tools: Tools, choice: Any, shown: Iterable[Tool] | None = None) -> None:
         """Applies `tool_choice` to tools.
 
         Those `shown` at the beginning of the prompt are the same by default.
         """
-        self.shown_tools = list(tools.values()) if shown is None else shown
+        self.shown_tools = list(tools.values() if shown is None else shown)
         self.tools, self.forced_tools = choose_tools(tools, choice)
 
     def encode_prompt(self) -> Prompt:
         """Encodes the messages with the chat template; without one, joins their texts."""
         service = self.service
-        own = self.body.chat_template_kwargs
-        tools = self.tools
         tokenizer = service.tokenizer
-        prefilled = self.is_prefilled
+        own = self.body.chat_template_kwargs
         if "chat_template" in own:  # it might loop forever
             raise ApiError(
                 "chat_template_kwargs must be variables of the model's own template, "
                 "got chat_template"
             )
-        if tools and not (tokenizer.has_tool_calling or self.forced_tools):
+        if self.tools and not (tokenizer.has_tool_calling or self.forced_tools):
             raise ApiError(
                 "tools are not supported by this model: mlx-lm has no tool parser for its tokenizer"
             )
@@ -175,75 +165,83 @@ class Completion(ABC, Generic[AnyBody]):
             text = convert_chat(messages)
             service.check_text(text)
             return Prompt(list(tokenizer.encode(text)), "normal")
-        thinking = make_thinking_args(tokenizer, self.thinks, self.effort)
-        shown = {"tools": describe_tools(self.shown_tools) or None}
-        args = (service.args.chat_template_config or {}) | thinking | own | shown
+
+        args = dict(service.args.chat_template_config or {})
+        args |= make_thinking_args(tokenizer, self.thinks, self.effort)
+        args |= own
+        args["tools"] = describe_tools(self.shown_tools) or None
+        text, messages = self._render(messages, args)
+        service.check_text(text)
+        prompt = list(tokenizer.encode(text, add_special_tokens=False))
+        state = tokenizer.response_initial_state or "normal"
+        if tokenizer.has_thinking and not tokenizer.response_initial_state:
+            start = tokenizer.rfind_think_start(prompt)
+            if start > tokenizer.rfind_think_end(prompt):
+                state = "reasoning"
+        if not service.worker.scheduler.copies_prompts:
+            return Prompt(prompt, state)
+        if self.is_prefilled:
+            messages = messages[:-1]
+        return Prompt(prompt, state, None, list_piece_ends(tokenizer, prompt, text, messages, args))
+
+    def _render(self, messages: list[Json], args: Json) -> tuple[str, list[Json]]:
+        """(the prompt's text, the variant of the messages that the template accepts)."""
+        tokenizer = self.service.tokenizer
         errors: list[RedrafterError] = []
         for variant in (messages, *list_variants(messages)):
             try:
-                text = render(tokenizer, variant, args, prefilled=prefilled)
-                break
+                return render(tokenizer, variant, args, prefilled=self.is_prefilled), variant
             except RedrafterError as error:
                 errors.append(error)
-        else:
-            raise errors[0]
-        service.check_text(text)
-        prompt = list(tokenizer.encode(text, add_special_tokens=False))
-        thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(
-            prompt
-        ) > tokenizer.rfind_think_end(prompt)
-        state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
-        if not service.worker.scheduler.copies_prompts:
-            return Prompt(prompt, state)
-        lengths = list_piece_ends(tokenizer, prompt, text, variant, args, prefilled=prefilled)
-        return Prompt(prompt, state, piece_ends=lengths)
+        raise errors[0]
 
     @abstractmethod
-    def render_events(self, answer: Answer) -> AsyncIterator[Event]:
+    def render_events(self, answer: Answer) -> AsyncIterator[Json]:
         """Yields the data of server-sent events in the API's order, and fills `reply`."""
 
     @abstractmethod
-    def make_empty_event(self, answer: Answer) -> Event:
-        """Returns an event without content that keeps a silent stream alive.
+    def make_empty_event(self, answer: Answer) -> Json:
+        """An event without content that keeps a silent stream alive.
 
         The API's official clients accept it.
         """
 
     @staticmethod
-    def describe_error(error: ApiError) -> Event:
-        """Returns an error in OpenAI's format."""
+    def describe_error(error: ApiError) -> Json:
+        """An error in OpenAI's format."""
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         code = error.code or HTTPStatus(error.status).name.lower()
         return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
 
-    def describe_failure(self, error: ApiError) -> Event:
-        """Returns the last event of a stream that failed."""
+    def describe_failure(self, error: ApiError) -> Json:
+        """The last event of a stream that failed."""
         return self.describe_error(error)
 
-    def find_tool(self, segment: Segment) -> Tool:
-        """Returns the tool that a call names; an unknown name counts as a function."""
+    def get_tool(self, segment: Segment) -> Tool:
+        """The tool that a call names; an unknown name counts as a function."""
         return self.tools.get(segment.name) or Tool({}, "function", segment.name)
 
 
 def make_prompt(completion: Completion[Any]) -> Prompt:
-    """Returns the prompt of a completion with its grammar.
+    """The prompt of a completion with its grammar.
 
     Slow: do not call it in the event loop.
     """
     service = completion.service
     prompt = completion.encode_prompt()
-    constraint: Constraint | None = (
-        completion.answer_format.schema_to_follow if completion.answer_format else None
-    )
+    constraint: Constraint | None = None
     unless: tuple[int, ...] = ()
     if completion.forced_tools:
         constraint = [tool.function for tool in completion.forced_tools.values()]
-    elif constraint is not None and completion.tools:
-        if not service.tokenizer.tool_call_start:
-            raise ApiError(
-                "expected tools or a format, got both: this model's tool calls have no start token"
-            )
-        unless = tuple(service.tokenizer.tool_call_start_tokens)
+    elif completion.answer_format is not None:
+        constraint = completion.answer_format.schema_to_follow
+        if constraint is not None and completion.tools:
+            unless = tuple(service.tokenizer.tool_call_start_tokens or ())
+            if not unless:
+                raise ApiError(
+                    "expected tools or a format, got both: this model's tool calls have no start "
+                    "token"
+                )
     if constraint is None:
         return prompt
     if completion.is_prefilled:
@@ -251,7 +249,7 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
             "an answer begun by the last message cannot follow a format or be a forced tool call"
         )
     grammar = service.worker.grammars.compile(constraint, prompt.state, unless)
-    return Prompt(prompt.tokens, prompt.state, grammar, prompt.piece_ends)
+    return prompt._replace(grammar=grammar)
 
 
 @dataclass(slots=True)
@@ -293,9 +291,8 @@ class Answer:
             **body.get_sampling_options(),
         }
         marks = list(service.tokenizer.tool_call_start_tokens or ())
-        if (
-            completion.shown_tools and not completion.tools and len(marks) == 1
-        ):  # none may be called
+        may_call = completion.tools or not completion.shown_tools
+        if len(marks) == 1 and not may_call:
             asked["logit_bias"] = {marks[0]: -100.0} | asked.get("logit_bias", {})
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
@@ -304,11 +301,13 @@ class Answer:
         functions = describe_tools(completion.tools.values())
         is_call = bool(completion.forced_tools)
         for at in range(completion.choices):
-            seed = {} if body.seed is None else {"seed": body.seed + at}
-            self.texts.append(
-                TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call)
+            if body.seed is not None:
+                asked["seed"] = body.seed + at
+            text = TextStream(
+                service.tokenizer, prompt.state, body.stop, functions, is_call=is_call
             )
-            self.requests.append(service.worker.submit(prompt.tokens, **asked | seed))
+            self.texts.append(text)
+            self.requests.append(service.worker.submit(prompt.tokens, **asked))
 
     async def read_events(self) -> AsyncIterator[AnswerEvent]:
         """Yields the tokens of one choice after the other, with their text.
@@ -357,25 +356,21 @@ class Answer:
         request = self.requests[self.choice]
         return f"{request.n_prefilled}/{len(request.prompt)}"
 
-    def describe_usage(self, prompt_word: str, answer_word: str) -> dict[str, Any]:
-        """Returns the token counts so far in OpenAI's format, with the API's words for prompt and
-        answer.
-        """
+    def describe_usage(self, prompt_word: str, answer_word: str) -> Json:
+        """The token counts so far in OpenAI's format, with the API's own words."""
         first = self.requests[0]
+        cached = {"cached_tokens": first.cached_tokens, "cache_write_tokens": 0}
         return {
             f"{prompt_word}_tokens": len(first.prompt),
             f"{answer_word}_tokens": self.n_tokens,
             "total_tokens": len(first.prompt) + self.n_tokens,
-            f"{prompt_word}_tokens_details": {
-                "cached_tokens": first.cached_tokens,
-                "cache_write_tokens": 0,
-            },
+            f"{prompt_word}_tokens_details": cached,
             f"{answer_word}_tokens_details": {"reasoning_tokens": self.n_reasoning},
             **self.count_drafts(),
         }
 
-    def count_drafts(self) -> dict[str, Any]:
-        """Returns speculative-decoding statistics so far: the fields of `USAGE_FIELDS`."""
+    def count_drafts(self) -> Json:
+        """Speculative-decoding statistics so far: the fields of `USAGE_FIELDS`."""
         total = sum((request.output.stats for request in self.requests), Stats())
         return {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from ..errors import ApiError, log_once
-
-Message = dict[str, Any]
+from ..errors import ApiError, Json, log_once, refuse
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Types of message parts that hold text."""
@@ -56,7 +55,7 @@ class Tool(NamedTuple):
         name, namespace: as the client gave them.
     """
 
-    function: dict[str, Any]
+    function: Json
     kind: str
     name: str
     namespace: str | None = None
@@ -66,8 +65,8 @@ Tools = dict[str, Tool]
 """Tools by the name that the model sees."""
 
 
-def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
-    """Returns the messages in a form that `template` and others accept, see above.
+def arrange(messages: Sequence[Json], template: Any = None) -> list[Json]:
+    """The messages in a form that `template` and others accept, see above.
 
     Each content is one text.
     """
@@ -76,20 +75,19 @@ def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
     flat = [flatten(message, f"messages[{at}]", field) for at, message in enumerate(messages)]
     if not flat:
         raise ApiError("expected a message to answer, got only items that this server ignores")
-    is_system = [message["role"] == "system" for message in flat]
-    n_leading = is_system.index(False) if False in is_system else len(flat)
-    system = "\n\n".join(message["content"] for message in flat[:n_leading])
-    arranged: list[Message] = [{"role": "system", "content": system}] if n_leading else []
+    leading = list(takewhile(lambda message: message["role"] == "system", flat))
+    arranged = list[Json]()
+    if leading:
+        system = "\n\n".join(message["content"] for message in leading)
+        arranged = [{"role": "system", "content": system}]
     is_late = False  # whether the last one holds system text only
-    for message in flat[n_leading:]:
+    for message in flat[len(leading) :]:
         role = message["role"]
         last = arranged[-1] if arranged else {}
         if role == "system":
-            message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+            message = {"role": "user", "content": wrap_system(message)}
         if last.get("role") == message["role"] == "user" and (is_late or role == "system"):
-            arranged[-1] = (
-                last | message | {"content": f"{last['content']}\n\n{message['content']}"}
-            )
+            arranged[-1] = last | message | {"content": join_contents(last, message)}
             is_late = is_late and role == "system"
         elif is_late and role == "tool":
             arranged.insert(-1, message)  # results must follow their calls
@@ -99,115 +97,113 @@ def arrange(messages: Sequence[Message], template: Any = None) -> list[Message]:
     return arranged
 
 
-def flatten(message: Message, where: str, field: str) -> Message:
-    """Returns a message with one text, parsed tool calls, reasoning as `field`, and "system"
-    instead of "developer".
+def wrap_system(message: Json) -> str:
+    """The text of a system message for a user turn."""
+    return f"<system>\n{message['content']}\n</system>"
+
+
+def join_contents(first: Json, second: Json) -> str:
+    """The texts of two messages as paragraphs."""
+    return f"{first['content']}\n\n{second['content']}"
+
+
+def flatten(message: Json, where: str, field: str) -> Json:
+    """A message with one text, parsed tool calls, reasoning as `field`, and "system" instead of
+    "developer".
     """
     role = message.get("role")
-    content = message.get("content")
+    calls = message.get("tool_calls")
     if not isinstance(role, str):
-        raise ApiError(f"{where}.role must be a string, got {role!r:.100}")
-    text = join_parts(content, f"{where}.content")
+        raise refuse(f"{where}.role", "a string", role)
+    text = join_parts(message.get("content"), f"{where}.content")
     flat = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
     flat |= {"role": "system" if role == "developer" else role, "content": text}
-    given = (
-        *(message.get(name) for name in REASONING_FIELDS),
-        read_reasoning(content, f"{where}.content"),
-    )
-    reasoning = next((each for each in given if each and isinstance(each, str)), None)
+
+    given = [message.get(name) for name in REASONING_FIELDS]
+    given.append(join_reasoning(message.get("content"), f"{where}.content"))
+    reasoning = [each for each in given if each and isinstance(each, str)]
     # gpt-oss's template, the one that calls it "thinking", rejects it beside a text and calls.
-    if (
-        role == "assistant"
-        and reasoning
-        and not (field == "thinking" and text and message.get("tool_calls"))
-    ):
-        flat[field] = reasoning
-    if (calls := message.get("tool_calls")) is not None:
+    is_rejected = field == "thinking" and text and calls
+    if role == "assistant" and reasoning and not is_rejected:
+        flat[field] = reasoning[0]
+    if calls is not None:
         try:
             flat["tool_calls"] = [read_call(call) for call in calls]
         except (AttributeError, KeyError, TypeError) as error:
-            raise ApiError(
-                f"{where}.tool_calls must be calls of functions, got {calls!r:.100}"
-            ) from error
+            raise refuse(f"{where}.tool_calls", "calls of functions", calls) from error
     return flat
 
 
-def list_variants(messages: Sequence[Message]) -> list[list[Message]]:
-    """Returns variants to try if a template rejects the messages. Each keeps the changes of the
-    previous ones.
+def list_variants(messages: Sequence[Json]) -> list[list[Json]]:
+    """Variants to try if a template rejects the messages, each with the changes of the previous.
 
     Consecutive turns of one role are joined; the system message moves into the first user turn.
     """
-    joined: list[Message] = []
+    joined: list[Json] = []
     for message in messages:
         last = joined[-1] if joined else {}
-        if message["role"] == last.get("role") and message.keys() == last.keys() == {
-            "role",
-            "content",
-        }:
-            joined[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}
+        is_plain = message.keys() == last.keys() == {"role", "content"}
+        if is_plain and message["role"] == last["role"]:
+            joined[-1] = last | {"content": join_contents(last, message)}
         else:
             joined.append(message)
     variants = [joined] if len(joined) < len(messages) else []
-    if len(joined) > 1 and [message["role"] for message in joined[:2]] == ["system", "user"]:
-        text = f"<system>\n{joined[0]['content']}\n</system>\n\n{joined[1]['content']}"
-        variants.append([joined[1] | {"content": text}, *joined[2:]])
+    if [message["role"] for message in joined[:2]] == ["system", "user"]:
+        system, user, *others = joined
+        text = f"{wrap_system(system)}\n\n{user['content']}"
+        variants.append([user | {"content": text}, *others])
     return variants
 
 
-def list_parts(content: Any, where: str) -> list[dict[str, Any]]:
-    """Returns the parts of a content: a string, a list of parts, or None."""
+def list_parts(content: Any, where: str) -> list[Json]:
+    """The parts of a content: a string, a list of parts, or None."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    if not isinstance(content, list | None) or not all(
-        isinstance(part, dict) for part in content or ()
-    ):
-        raise ApiError(f"{where} must be a text or a list of objects, got {content!r:.100}")
-    return content or []
+    parts = [] if content is None else content
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise refuse(where, "a text or a list of objects", content)
+    return parts
 
 
 def join_parts(content: Any, where: str) -> str:
-    """Returns the text of a content without its reasoning.
+    """The text of a content without its reasoning.
 
     Parts without text become placeholders.
     """
-    texts = [
-        read_part(part)
-        for part in list_parts(content, where)
-        if part.get("type") not in REASONING_PARTS
-    ]
+    parts = list_parts(content, where)
+    texts = [read_part(part) for part in parts if part.get("type") not in REASONING_PARTS]
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(f"{where}: expected texts, got {texts!r:.100}")
     return "".join(texts)
 
 
-def read_reasoning(content: Any, where: str) -> str:
-    """Returns the text of a content's reasoning parts, in the forms of all APIs.
+def join_reasoning(content: Any, where: str) -> str:
+    """The text of a content's reasoning parts, in the forms of all APIs.
 
     Empty if it is encrypted.
     """
     text = ""
     for part in list_parts(content, where):
-        if (kind := part.get("type")) in REASONING_PARTS:
-            held = next(
-                (part[name] for name in (kind, "text", "content", "summary") if name in part), None
-            )
+        kind = part.get("type")
+        if kind in REASONING_PARTS:
+            names = [name for name in (kind, "text", "content", "summary") if name in part]
+            held = part[names[0]] if names else None
             held = held.get("text") if isinstance(held, dict) else held
-            text += join_parts(held, where) + read_reasoning(held, where)
+            text += join_parts(held, where) + join_reasoning(held, where)
     return text
 
 
-def read_part(part: dict[str, Any]) -> Any:
-    """Returns the text of a part, or a placeholder."""
+def read_part(part: Json) -> Any:
+    """The text of a part, or a placeholder."""
     kind = str(part.get("type"))
-    source = part.get("source")
     if kind in TEXT_PARTS:
         return part.get("text", part.get("refusal"))
     if kind in ("document", "search_result"):
+        source = part.get("source")
         held = source if isinstance(source, dict) else part
-        text = join_parts(held.get("content"), kind) or (
-            held.get("data") if held.get("type") == "text" else ""
-        )
+        text: Any = join_parts(held.get("content"), kind)
+        if not text and held.get("type") == "text":
+            text = held.get("data")
         if text:
             return f"{part.get('title') or 'Document'}:\n{text}\n"
     name = re.sub(r"^input_|_url$|\W", "", kind)
@@ -215,20 +211,20 @@ def read_part(part: dict[str, Any]) -> Any:
     return f"[{name or 'part':.40} omitted]"
 
 
-def read_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tool call with parsed arguments; a custom tool's call becomes a function call."""
+def read_call(call: Json) -> Json:
+    """A tool call with parsed arguments; a custom tool's call becomes a function call."""
     if "custom" in call:
         call = make_call(call.get("id"), call["custom"]["name"], {"input": call["custom"]["input"]})
     function = call["function"]
     if not isinstance(function["name"], str):
         raise TypeError("expected a name")
-    return call | {"function": function | {"arguments": read_arguments(function.get("arguments"))}}
+    return call | {"function": function | {"arguments": parse_arguments(function.get("arguments"))}}
 
 
-def read_arguments(given: Any) -> dict[str, Any]:
-    """Returns a call's arguments as an object: {} if there are none.
+def parse_arguments(given: Any) -> Json:
+    """A call's arguments as an object: {} if there are none.
 
-    Others become its only value.
+    Anything else becomes its only value.
     """
     parsed = given
     if isinstance(given, str):
@@ -239,24 +235,21 @@ def read_arguments(given: Any) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {"arguments": given}
 
 
-def make_call(identifier: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    """Returns a tool call in chat-completions format."""
-    return {
-        "type": "function",
-        "id": identifier,
-        "function": {"name": name, "arguments": arguments},
-    }
+def make_call(identifier: Any, name: Any, arguments: Any) -> Json:
+    """A tool call in chat-completions format."""
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": identifier, "function": function}
 
 
 def join_name(name: str, namespace: str | None) -> str:
-    """Returns the name that the model sees for a tool in a namespace."""
-    return name if not namespace else namespace + ("" if namespace.endswith("__") else "__") + name
+    """The name that the model sees for a tool in a namespace."""
+    return name if not namespace else namespace.removesuffix("__") + "__" + name
 
 
 def read_tools(
     given: Iterable[Mapping[str, Any]], where: str = "tools", namespace: str | None = None
 ) -> Tools:
-    """Returns the tools of a request of any API, by the name that the model sees."""
+    """The tools of a request of any API, by the name that the model sees."""
     tools: Tools = {}
     for at, tool in enumerate(given):
         kind = str(tool.get("type") or "function")
@@ -264,7 +257,7 @@ def read_tools(
         if kind == "namespace":
             inner = tool.get("tools")
             if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
-                raise ApiError(f"{place}.tools must be a list of objects, got {inner!r:.100}")
+                raise refuse(f"{place}.tools", "a list of objects", inner)
             tools |= read_tools(inner, f"{place}.tools", str(tool.get("name")))
         elif kind in ("function", "custom"):
             read = read_function(tool, kind, place, namespace)
@@ -275,41 +268,38 @@ def read_tools(
 
 
 def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str | None) -> Tool:
-    """Reads a function or a custom tool.
+    """A function or a custom tool.
 
     The model sees all fields of a function from chat completions.
     """
-    own = tool
-    shown = dict[str, Any]()
+    own: Any = tool
+    function: Json = {}
     if "input_schema" in tool:  # as in messages
         kind = "function"
         own = {**tool, "parameters": tool["input_schema"]}
     elif isinstance(tool.get(kind), dict):  # as in chat completions
         own = tool[kind]
-        shown = tool[kind] if kind == "function" else {}
+        function = own if kind == "function" else {}
     name = own.get("name")
+    description = own.get("description")
     parameters = own.get("parameters")
     if not isinstance(name, str) or not name:
-        raise ApiError(f"{where}.name must be a string, got {name!r:.100}")
-    if not isinstance(own.get("description", ""), str | None) or not isinstance(
-        parameters, dict | None
-    ):
-        raise ApiError(
-            f"{where} must have a string as description and an object as parameters, "
-            f"got {own!r:.100}"
-        )
-    parameters = CUSTOM_PARAMETERS if kind == "custom" else parameters
-    read = {
+        raise refuse(f"{where}.name", "a string", name)
+    if not isinstance(description, str | None) or not isinstance(parameters, dict | None):
+        raise refuse(where, "a tool with a string as description and an object as parameters", own)
+    if kind == "custom":
+        parameters = CUSTOM_PARAMETERS
+    function = function | {
         "name": join_name(name, namespace),
-        "description": own.get("description"),
+        "description": description,
         "parameters": parameters,
     }
-    function = {key: value for key, value in (shown | read).items() if value is not None}
-    return Tool(function, kind, name, namespace)
+    shown = {key: value for key, value in function.items() if value is not None}
+    return Tool(shown, kind, name, namespace)
 
 
-def describe_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
-    """Returns tools in the format of chat templates and mlx-lm's parsers."""
+def describe_tools(tools: Iterable[Tool]) -> list[Json]:
+    """Tools in the format of chat templates and mlx-lm's parsers."""
     return [{"type": "function", "function": tool.function} for tool in tools]
 
 
@@ -328,10 +318,8 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
             return {}, {}
         case "required" | "any":
             if not tools:
-                raise ApiError(
-                    f"tool_choice {kind!r} needs tools of type function, custom or namespace, "
-                    "got none"
-                )
+                expected = "tools of type function, custom or namespace"
+                raise ApiError(f"tool_choice {kind!r} needs {expected}, got none")
             return tools, tools
         case "function" | "custom" | "tool":
             own = choice.get(kind, choice)
@@ -343,6 +331,4 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
             raise ApiError(
                 f"tool_choice names {name!r:.100}, which is not among the tools: {known:.200}"
             )
-    raise ApiError(
-        f"tool_choice must be auto, none, required or a tool's name, got {choice!r:.100}"
-    )
+    raise refuse("tool_choice", "auto, none, required or a tool's name", choice)

@@ -8,11 +8,12 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterator
-from typing import Any, ClassVar, TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 from ...text.encoding import encode
+from ..errors import Json
 from ..scheduling.request import Request, TokenEvent
-from .completion import Answer, AnswerEvent, Completion, Event, Prompt, Service
+from .completion import Answer, AnswerEvent, Completion, Prompt, Service
 from .conversation import Tool, read_tools
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment
@@ -24,7 +25,7 @@ AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
 
 
 class OpenAICompletions(Completion[AnyOpenAIBody]):
-    """Base class of both APIs;
+    """Base class of both APIs.
 
     `kinds` are the values of `object` in a whole reply and in a chunk.
     """
@@ -46,19 +47,19 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         }
 
     @abstractmethod
-    def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
-        """Returns the field that holds the text of a choice or a chunk."""
+    def describe_text(self, choice: int, segments: list[Segment]) -> Json:
+        """The field that holds the text of a choice or a chunk."""
 
-    def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the field `logprobs` of a choice."""
+    def describe_logprobs(self, tokens: list[Json]) -> Json:
+        """The field `logprobs` of a choice."""
         return {"content": tokens}
 
-    async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
+    async def render_events(self, answer: Answer) -> AsyncIterator[Json]:
         """Yields the chunks of a stream; without a stream, puts whole choices into the reply."""
-        choices = list[Event]()
-        segments = list[Segment]()
-        logprobs = list[Event]()
-        drafts = Event()
+        choices: list[Json] = []
+        segments: list[Segment] = []
+        logprobs: list[Json] = []
+        drafts: Json = {}
         async for event in answer.read_events():
             segments += event.segments
             if self.top_logprobs is not None:
@@ -67,51 +68,56 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
                 self._note_drafts(drafts, event, answer.requests[answer.choice])
             if event.finish_reason is None and not (segments and self.body.stream):
                 continue
-            choice: Event = {"index": answer.choice, "finish_reason": event.finish_reason}
+            choice: Json = {"index": answer.choice, "finish_reason": event.finish_reason}
             choice |= self.describe_text(answer.choice, segments)
-            choice |= {"logprobs": self.describe_logprobs(logprobs)} if logprobs else {}
+            if logprobs:
+                choice["logprobs"] = self.describe_logprobs(logprobs)
+            choices.append(choice)
             if self.body.stream:
-                yield self.reply | {"choices": [choice]} | ({"redrafter": drafts} if drafts else {})
-            else:
-                choices.append(choice)
+                yield self.reply | {"choices": choices} | ({"redrafter": drafts} if drafts else {})
+                choices = []
             segments = []
             logprobs = []
             drafts = {}
-        usage = {"usage": answer.describe_usage("prompt", "completion")}
+        usage = answer.describe_usage("prompt", "completion")
+        self.reply |= {"choices": choices, "usage": usage}
         if self.body.stream_options.get("include_usage"):
-            yield self.reply | {"choices": []} | usage
-        self.reply |= {"choices": choices} | usage
+            yield self.reply
 
-    def make_empty_event(self, answer: Answer) -> Event:
-        text = self.describe_text(answer.choice, [])
-        return self.reply | {"choices": [{"index": answer.choice, "finish_reason": None, **text}]}
+    def make_empty_event(self, answer: Answer) -> Json:
+        choice = {"index": answer.choice, "finish_reason": None}
+        return self.reply | {"choices": [choice | self.describe_text(answer.choice, [])]}
 
-    def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
+    def _describe_token(self, event: TokenEvent) -> Json:
         tokenizer = self.service.tokenizer
 
-        def describe(token: int, logprob: float) -> dict[str, Any]:
+        def describe(token: int, logprob: float) -> Json:
             text = tokenizer.decode([token])
-            found = logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB
             known = None if "\ufffd" in text else list(text.encode())  # a part of a character
-            return {"id": token, "token": text, "bytes": known, "logprob": found}
+            if not math.isfinite(logprob):
+                logprob = IMPOSSIBLE_LOGPROB
+            return {"id": token, "token": text, "bytes": known, "logprob": logprob}
 
         top = [describe(*each) for each in event.top_logprobs]
         return describe(event.token, event.logprob) | {"top_logprobs": top}
 
-    def _note_drafts(self, noted: Event, event: AnswerEvent, request: Request) -> None:
+    def _note_drafts(self, noted: Json, event: AnswerEvent, request: Request) -> None:
         source = event.token.draft_source
-        made = event.token.round
-        decode = self.service.tokenizer.decode
         token = {"text": event.text, "from_draft": source is not None, "draft_source": source}
         noted.setdefault("tokens", []).append(token)
-        noted |= {
-            name: getattr(request.output.stats, name) for name in ("rounds", "drafted", "accepted")
-        }
+        for name in ("rounds", "drafted", "accepted"):
+            noted[name] = getattr(request.output.stats, name)
         noted["seconds"] = round(request.seconds, 6)
+        made = event.token.round
         if made is not None and made.tree is not None:
-            texts = [decode([token]) for token in cast(list[int], made.tree.tokens.tolist())]
-            place = {"parents": made.tree.parents.tolist(), "path": list(made.path)}
-            noted["tree"] = {"tokens": texts, **place, "next": decode([made.tokens[-1]])}
+            decode = self.service.tokenizer.decode
+            tokens = cast(list[int], made.tree.tokens.tolist())
+            noted["tree"] = {
+                "tokens": [decode([token]) for token in tokens],
+                "parents": made.tree.parents.tolist(),
+                "path": list(made.path),
+                "next": decode([made.tokens[-1]]),
+            }
 
 
 class ChatCompletions(OpenAICompletions[ChatBody]):
@@ -130,31 +136,31 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
         self._call_counts = [0] * body.n
         self._began = set[int]()  # choices whose role has been sent
 
-    def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
-        text, reasoning = (
-            "".join(s.text for s in segments if s.kind == kind) for kind in ("text", "reasoning")
-        )
-        message: dict[str, Any] = {} if choice in self._began else {"role": "assistant"}
-        self._began.add(choice)
-        if text or not self.body.stream:
-            message["content"] = text or None
-        if reasoning:
-            message["reasoning"] = reasoning
+    def describe_text(self, choice: int, segments: list[Segment]) -> Json:
+        texts = {"text": "", "reasoning": ""}
+        calls = []
         for segment in segments:
             if segment.kind == "tool_call":
-                place = {"index": self._call_counts[choice]} if self.body.stream else {}
-                self._call_counts[choice] += 1
-                message.setdefault("tool_calls", []).append(place | self._describe_call(segment))
+                calls.append(self._describe_call(choice, segment))
+            else:
+                texts[segment.kind] += segment.text
+        message: Json = {} if choice in self._began else {"role": "assistant"}
+        self._began.add(choice)
+        if texts["text"] or not self.body.stream:
+            message["content"] = texts["text"] or None
+        if texts["reasoning"]:
+            message["reasoning"] = texts["reasoning"]
+        if calls:
+            message["tool_calls"] = calls
         return {"delta" if self.body.stream else "message": message}
 
-    def _describe_call(self, segment: Segment) -> dict[str, Any]:
-        tool = self.find_tool(segment)
+    def _describe_call(self, choice: int, segment: Segment) -> Json:
+        tool = self.get_tool(segment)
         name = tool.name if tool.kind == "custom" else segment.name
-        return {
-            "id": segment.id,
-            "type": tool.kind,
-            tool.kind: {"name": name, **read_input(tool, segment)},
-        }
+        place = {"index": self._call_counts[choice]} if self.body.stream else {}
+        self._call_counts[choice] += 1
+        called = {"name": name, **get_input(tool, segment)}
+        return place | {"id": segment.id, "type": tool.kind, tool.kind: called}
 
 
 class Completions(OpenAICompletions[CompletionBody]):
@@ -166,9 +172,8 @@ class Completions(OpenAICompletions[CompletionBody]):
     def __init__(self, service: Service, body: CompletionBody) -> None:
         super().__init__(service, body)
         if body.logprobs is not False or body.top_logprobs > 0:
-            self.top_logprobs = (
-                max(0, body.top_logprobs) if isinstance(body.logprobs, bool) else body.logprobs
-            )
+            is_flag = isinstance(body.logprobs, bool)
+            self.top_logprobs = max(0, body.top_logprobs) if is_flag else body.logprobs
 
     def encode_prompt(self) -> Prompt:
         """Encodes the prompt without the chat template."""
@@ -178,27 +183,24 @@ class Completions(OpenAICompletions[CompletionBody]):
             prompt = encode(self.service.tokenizer, prompt)
         return Prompt(prompt)
 
-    def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
+    def describe_text(self, choice: int, segments: list[Segment]) -> Json:
         return {"text": "".join(segment.text for segment in segments)}
 
-    def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns OpenAI's legacy format if `logprobs` is a number, as OpenAI's clients send it,
-        otherwise mlx-lm's.
-        """
+    def describe_logprobs(self, tokens: list[Json]) -> Json:
+        """OpenAI's legacy format if `logprobs` is a number, as its clients send it."""
         if isinstance(self.body.logprobs, bool):
             return super().describe_logprobs(tokens)
+        tops = [each["top_logprobs"] for each in tokens]
         return {
             "tokens": [each["token"] for each in tokens],
             "token_logprobs": [each["logprob"] for each in tokens],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in tokens
-            ],
+            "top_logprobs": [{each["token"]: each["logprob"] for each in top} for top in tops],
             "text_offset": None,
         }
 
 
-def read_input(tool: Tool, segment: Segment) -> dict[str, str]:
-    """Returns a call's `arguments` as JSON; of a custom tool its `input`."""
+def get_input(tool: Tool, segment: Segment) -> dict[str, str]:
+    """A call's `arguments` as JSON; of a custom tool its `input`."""
     if tool.kind != "custom":
         return {"arguments": segment.text}
     given = json.loads(segment.text).get("input") or ""

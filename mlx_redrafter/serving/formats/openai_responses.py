@@ -11,27 +11,25 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from ..errors import ApiError, log_once
-from .completion import Answer, Completion, Event, Service
-from .conversation import Message, join_name, join_parts, make_call, read_reasoning, read_tools
-from .openai_completions import read_input
+from ..errors import ApiError, Json, log_once
+from .completion import Answer, Completion, Service
+from .conversation import join_name, join_parts, join_reasoning, make_call, read_tools
+from .openai_completions import get_input
 from .schemas import ResponsesBody
 from .text_stream import Segment
 
 MAX_ITEMS = 1000
 """How many items are kept for `item_reference`."""
 
-ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "text": (
-        {"type": "message", "role": "assistant", "content": []},
-        {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
-    ),
-    "reasoning": (
-        {"type": "reasoning", "summary": [], "content": []},
-        {"type": "reasoning_text", "text": ""},
-    ),
+ITEMS: dict[str, Json] = {
+    "text": {"type": "message", "role": "assistant", "content": []},
+    "reasoning": {"type": "reasoning", "summary": [], "content": []},
 }
-"""Kind of a segment -> (the item that it starts, the part in the item's content)."""
+PARTS: dict[str, Json] = {
+    "text": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    "reasoning": {"type": "reasoning_text", "text": ""},
+}
+"""Kind of a segment -> the item that it starts, and the part in the item's content."""
 
 
 class Responses(Completion[ResponsesBody]):
@@ -47,7 +45,7 @@ class Responses(Completion[ResponsesBody]):
         self.offer_tools(read_tools(body.tools), body.tool_choice)
         self.answer_format = body.text.format
         self.effort = body.reasoning.effort
-        self._output: list[dict[str, Any]] = []
+        self._output: list[Json] = []
         self._event_count = 0
         self.reply = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -68,61 +66,69 @@ class Responses(Completion[ResponsesBody]):
             "usage": None,
         }
 
-    async def render_events(self, answer: Answer) -> AsyncIterator[Event]:
+    async def render_events(self, answer: Answer) -> AsyncIterator[Json]:
         yield self._make_event("created", response=self.reply)
         yield self._make_event("in_progress", response=self.reply)
-        steps = {"begin": self._begin_item, "add": self._add_segment}
         async for step, segment in answer.read_blocks():
-            is_cut = answer.finish_reason == "length"
-            for event in self._end_item(is_cut=is_cut) if step == "end" else steps[step](segment):
+            if step == "begin":
+                events = self._begin_item(segment)
+            elif step == "add":
+                events = self._add_segment(segment)
+            else:
+                events = self._end_item(is_cut=answer.finish_reason == "length")
+            for event in events:
                 yield event
         is_cut = answer.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
-        details = {"reason": "max_output_tokens"} if is_cut else None
-        usage = answer.describe_usage("input", "output")
-        self.reply |= {"status": status, "incomplete_details": details, "usage": usage}
+        self.reply |= {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": answer.describe_usage("input", "output"),
+        }
         yield self._make_event(status, response=self.reply)
 
-    def make_empty_event(self, answer: Answer) -> Event:
+    def make_empty_event(self, answer: Answer) -> Json:
         return self._make_event("in_progress", response=self.reply)
 
-    def describe_failure(self, error: ApiError) -> Event:
-        """Returns the last event of a stream that failed, with the response so far."""
+    def describe_failure(self, error: ApiError) -> Json:
+        """The last event of a stream that failed, with the response so far."""
         self.reply |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
         return self._make_event("failed", response=self.reply)
 
-    def _begin_item(self, segment: Segment) -> Iterator[Event]:
-        item, part = (
-            ITEMS[segment.kind] if segment.kind != "tool_call" else (self._begin_call(segment), {})
-        )
-        self._output.append(item | {"id": f"item_{uuid.uuid4().hex}", "status": "in_progress"})
-        yield self._make_item_event("output_item.added", item=self._output[-1])
-        if part:
-            self._output[-1]["content"] = [dict(part)]
+    def _begin_item(self, segment: Segment) -> Iterator[Json]:
+        item: Json = {"id": f"item_{uuid.uuid4().hex}", "status": "in_progress"}
+        if segment.kind == "tool_call":
+            item |= self._begin_call(segment)
+        else:
+            item |= ITEMS[segment.kind]
+        self._output.append(item)
+        yield self._make_item_event("output_item.added", item=item)
+        if segment.kind != "tool_call":
+            part = PARTS[segment.kind]
+            item["content"] = [dict(part)]
             yield self._make_item_event("content_part.added", part=part)
 
-    def _begin_call(self, segment: Segment) -> dict[str, Any]:
-        tool = self.find_tool(segment)
+    def _begin_call(self, segment: Segment) -> Json:
+        tool = self.get_tool(segment)
         kind = "custom_tool_call" if tool.kind == "custom" else "function_call"
         namespace = {"namespace": tool.namespace} if tool.namespace else {}
-        empty = dict.fromkeys(read_input(tool, segment), "")
+        empty = dict.fromkeys(get_input(tool, segment), "")
         return {"type": kind, "call_id": segment.id, "name": tool.name, **empty, **namespace}
 
-    def _add_segment(self, segment: Segment) -> Iterator[Event]:
+    def _add_segment(self, segment: Segment) -> Iterator[Json]:
         item = self._output[-1]
         if segment.kind != "tool_call":
             (part,) = item["content"]
             part["text"] += segment.text
             yield self._make_item_event(f"{part['type']}.delta", delta=segment.text, logprobs=[])
-        else:
-            for field, text in read_input(self.find_tool(segment), segment).items():
-                item[field] = text
-                yield self._make_item_event(f"{item['type']}_{field}.delta", delta=text)
-                yield self._make_item_event(
-                    f"{item['type']}_{field}.done", name=item["name"], **{field: text}
-                )
+            return
+        for field, text in get_input(self.get_tool(segment), segment).items():
+            item[field] = text
+            kind = f"{item['type']}_{field}"
+            yield self._make_item_event(f"{kind}.delta", delta=text)
+            yield self._make_item_event(f"{kind}.done", name=item["name"], **{field: text})
 
-    def _end_item(self, *, is_cut: bool) -> Iterator[Event]:
+    def _end_item(self, *, is_cut: bool) -> Iterator[Json]:
         item = self._output[-1]
         for part in item.get("content", ()):
             yield self._make_item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
@@ -135,76 +141,70 @@ class Responses(Completion[ResponsesBody]):
             del items[next(iter(items))]
         yield self._make_item_event("output_item.done", item=item)
 
-    def _make_item_event(self, kind: str, **fields: Any) -> Event:
-        place = {
-            "output_index": len(self._output) - 1,
-            "item_id": self._output[-1]["id"],
-            "content_index": 0,
-        }
+    def _make_item_event(self, kind: str, **fields: Any) -> Json:
+        at = len(self._output) - 1
+        place = {"output_index": at, "item_id": self._output[at]["id"], "content_index": 0}
         return self._make_event(kind, **place, **fields)
 
-    def _make_event(self, kind: str, **fields: Any) -> Event:
+    def _make_event(self, kind: str, **fields: Any) -> Json:
         self._event_count += 1
         return {"type": f"response.{kind}", "sequence_number": self._event_count - 1, **fields}
 
 
-def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Message]:
+def read_items(items: Sequence[Json], service: Service) -> list[Json]:
     """Converts items to messages; consecutive text and calls of the assistant become one message.
 
     Calls of any kind become function calls, and their outputs tool results. Items of tools that run
     on the API's own servers are ignored.
     """
-    messages: list[Message] = []
-
-    def assistant() -> Message:
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        return messages[-1]
-
+    messages: list[Json] = []
     for at, item in enumerate(items):
         where = f"input[{at}]"
-        identifier = str(item.get("id"))
         if item.get("type") == "item_reference" or item.keys() == {"id"}:
+            identifier = str(item.get("id"))
             if identifier not in service.items:
                 raise ApiError(
                     f"{where}: item {identifier!r:.100} is not kept here; send the item itself"
                 )
             item = service.items[identifier]
-        kind = str(item.get("type") or "message")
-        content = item.get("content")
-        if kind == "message":
-            text = join_parts(content, f"{where}.content")
-            if item.get("role") == "assistant":
-                assistant()["content"] += text
-            else:
-                messages.append({"role": item.get("role"), "content": text})
-        elif kind == "reasoning":
-            text = read_reasoning(content or item.get("summary"), f"{where}.content")
-            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
-        elif kind.endswith("_output") and "output" in item:
-            output = item["output"]
-            text = join_parts(
-                output if isinstance(output, str | list) else json.dumps(output), f"{where}.output"
-            )
-            messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": item.get("call_id", item.get("id")),
-                    "content": text,
-                }
-            )
-        elif kind.endswith("_call") and "call_id" in item:
-            name = item.get("name") or kind.removesuffix("_call")
-            namespace = item.get("namespace")
-            if not isinstance(name, str) or not isinstance(namespace, str | None):
-                raise ApiError(
-                    f"{where}: name and namespace must be strings, got {name!r:.50} "
-                    f"and {namespace!r:.50}"
-                )
-            arguments = {"input": item["input"]} if "input" in item else item.get("arguments")
-            assistant().setdefault("tool_calls", []).append(
-                make_call(item["call_id"], join_name(name, namespace), arguments)
-            )
-        else:
-            log_once(f"items of this type are ignored: {kind:.60}")
+        add_item(messages, item, where)
     return messages
+
+
+def add_item(messages: list[Json], item: Json, where: str) -> None:
+    """Adds an item to the messages."""
+    kind = str(item.get("type") or "message")
+    content = item.get("content")
+    if kind == "message":
+        text = join_parts(content, f"{where}.content")
+        if item.get("role") == "assistant":
+            continue_assistant(messages)["content"] += text
+        else:
+            messages.append({"role": item.get("role"), "content": text})
+    elif kind == "reasoning":
+        text = join_reasoning(content or item.get("summary"), f"{where}.content")
+        messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+    elif kind.endswith("_output") and "output" in item:
+        output = item["output"]
+        output = output if isinstance(output, str | list) else json.dumps(output)
+        text = join_parts(output, f"{where}.output")
+        answered = item.get("call_id", item.get("id"))
+        messages.append({"role": "tool", "tool_call_id": answered, "content": text})
+    elif kind.endswith("_call") and "call_id" in item:
+        name = item.get("name") or kind.removesuffix("_call")
+        namespace = item.get("namespace")
+        if not isinstance(name, str) or not isinstance(namespace, str | None):
+            given = f"{name!r:.50} and {namespace!r:.50}"
+            raise ApiError(f"{where}: name and namespace must be strings, got {given}")
+        arguments = {"input": item["input"]} if "input" in item else item.get("arguments")
+        call = make_call(item["call_id"], join_name(name, namespace), arguments)
+        continue_assistant(messages).setdefault("tool_calls", []).append(call)
+    else:
+        log_once(f"items of this type are ignored: {kind:.60}")
+
+
+def continue_assistant(messages: list[Json]) -> Json:
+    """The last message, or a new one, of the assistant."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]

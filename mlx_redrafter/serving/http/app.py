@@ -27,9 +27,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import RedrafterError
-from ..errors import ApiError, GenerationFailed
+from ..errors import ApiError, GenerationFailed, Json
 from ..formats.anthropic_messages import CountTokens, Messages
-from ..formats.completion import Answer, Completion, Event, Service, make_prompt
+from ..formats.completion import Answer, Completion, Service, make_prompt
 from ..formats.openai_completions import ChatCompletions, Completions
 from ..formats.openai_responses import Responses
 from ..formats.schemas import parse_body
@@ -89,7 +89,7 @@ def make_app(
             generate_latest(service.worker.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4
         )
 
-    def describe_model(name: str) -> dict[str, Any]:
+    def describe_model(name: str) -> Json:
         length = service.worker.context_length
         when = service.created
         return {  # the fields of both OpenAI and Anthropic
@@ -204,7 +204,7 @@ async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
     answer.close()
 
 
-def format_event(data: Event) -> str:
+def format_event(data: Json) -> str:
     """Formats a server-sent event, named after the data's `type` if it has one."""
     name = f"event: {data['type']}\n" if "type" in data else ""
     return f"{name}data: {json.dumps(data)}\n\n"
