@@ -13,17 +13,6 @@ from ..options import Options
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-UNITS = {
-    "": 1,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "TB": 1e12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 REQUEST_OPTIONS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
 """Options without a flag here: requests set them, or they keep their defaults."""
 
@@ -37,7 +26,7 @@ def run() -> int:
 
 
 def make_parser() -> Parser:
-    """Returns the parser, with the flags and defaults of mlx-lm's server and more."""
+    """The parser, with the flags and defaults of mlx-lm's server and more."""
     about = (
         "Serve the OpenAI and Anthropic APIs with speculative decoding; without --model, serve the "
         "packaged demo."
@@ -125,18 +114,19 @@ def make_parser() -> Parser:
 
 
 def parse_size(text: str) -> int:
-    """Returns a number of bytes from a text with an optional unit."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None:
+    """A number of bytes from a text with an optional unit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B)?", text.strip().upper())
+    if found is None:
         raise argparse.ArgumentTypeError(
             f"expected a number of bytes, such as 512MB or 2GB, got {text!r}"
         )
-    return int(float(found[1]) * unit)
+    base = 1024 if found[3] else 1000
+    power = " KMGT".index(found[2]) if found[2] else 0
+    return int(float(found[1]) * base**power)
 
 
 def read_key(name: str) -> str:
-    """Returns the key in a file; on ranks other than 0, which do not need it, a placeholder."""
+    """The key in a file; on ranks other than 0, which do not need it, a placeholder."""
     if ranks.get_rank():
         return "none"
     return Path(name).expanduser().read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ def run() -> int:
 
 
 def make_race_parser() -> argparse.ArgumentParser:
-    """Returns the server's parser with `--no-browser`."""
+    """The server's parser with `--no-browser`."""
     parser = make_parser()
     parser.prog = "mlx_redrafter.race"
     parser.description = (
@@ -60,7 +60,7 @@ def show_page(url: str) -> None:
 
 
 def make_race_app(service: Service) -> Starlette:
-    """Returns the server's application with the page.
+    """The server's application with the page.
 
     The page needs no key; its requests do if there is one.
     """

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, V
 
 from ...json_objects import parse_object
 from ...options import OPTION_NAMES
-from ..errors import ApiError, log_once
+from ..errors import ApiError, Json, log_once
 from ..scheduling.request import PENALTIES
 
 DEFAULT_MODEL = "default_model"
@@ -21,18 +21,25 @@ MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
 
 
 def unwrap_prompt(given: Any) -> Any:
-    """Returns the prompt in a list of one prompt, and anything else as it is."""
+    """The prompt in a list of one prompt, and anything else as it is."""
     is_alone = isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list)
     return given[0] if is_alone else given
 
 
+def wrap_stop(given: Any) -> Any:
+    """A single stop string in a list, and anything else as it is."""
+    return [given] if given and isinstance(given, str) else given or []
+
+
+def wrap_input(given: Any) -> Any:
+    """A text as the user's message, and anything else as it is."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
 Integer = Annotated[int, Field(strict=False)]  # some clients send 100.0
 TopK = Annotated[Integer, BeforeValidator(lambda given: 0 if given == -1 else given)]
-StopStrings = Annotated[
-    list[str],
-    BeforeValidator(lambda given: [given] if given and isinstance(given, str) else given or []),
-]
-Objects = Annotated[list[dict[str, Any]], Field(min_length=1)]
+StopStrings = Annotated[list[str], BeforeValidator(wrap_stop)]
+Objects = Annotated[list[Json], Field(min_length=1)]
 ToolList = list[dict[str, JsonValue]]
 ToolChoice = str | dict[str, JsonValue]
 
@@ -46,7 +53,7 @@ class Part(BaseModel):
 class Schema(Part):
     """A JSON schema; by default any object."""
 
-    content: dict[str, Any] = Field({"type": "object"}, alias="schema")
+    content: Json = Field({"type": "object"}, alias="schema")
 
 
 class AnswerFormat(Schema):
@@ -56,7 +63,7 @@ class AnswerFormat(Schema):
     json_schema: Schema | None = None
 
     @property
-    def schema_to_follow(self) -> dict[str, Any] | None:
+    def schema_to_follow(self) -> Json | None:
         """The JSON schema; None for plain text."""
         return None if self.type == "text" else (self.json_schema or self).content
 
@@ -96,10 +103,10 @@ class Body(Part):
     frequency_context_size: Integer | None = None
     logit_bias: dict[Integer, float] | None = None
     seed: Integer | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Json = {}
 
-    def get_sampling_options(self) -> dict[str, Any]:
-        """Returns the given options and penalties, as keywords of `Worker.submit`."""
+    def get_sampling_options(self) -> Json:
+        """The given options and penalties, as keywords of `Worker.submit`."""
         names = Body.model_fields.keys() & (OPTION_NAMES | PENALTIES)
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -110,7 +117,7 @@ class OpenAIBody(Body):
     max_completion_tokens: Integer | None = None
     n: Annotated[Integer, Field(ge=1, le=16)] = 1
     top_logprobs: Annotated[Integer, Field(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
-    stream_options: dict[str, Any] = {}
+    stream_options: Json = {}
     response_format: AnswerFormat | None = None
 
 
@@ -145,12 +152,7 @@ class ResponsesBody(Body):
         "prompt",
         "top_logprobs",
     )
-    input: Annotated[
-        Objects,
-        BeforeValidator(
-            lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
-        ),
-    ]
+    input: Annotated[Objects, BeforeValidator(wrap_input)]
     instructions: str | None = None
     max_tokens: Integer | None = Field(None, alias="max_output_tokens")
     tools: ToolList = []
@@ -164,11 +166,11 @@ class CountTokensBody(Body):
     """POST /v1/messages/count_tokens."""
 
     messages: Objects
-    system: str | list[dict[str, Any]] | None = None
+    system: str | list[Json] | None = None
     stop: StopStrings = Field([], alias="stop_sequences")
     tools: ToolList = []
     tool_choice: ToolChoice = "auto"
-    thinking: dict[str, Any] = {}
+    thinking: Json = {}
     output_config: FormatAndEffort = FormatAndEffort()
     output_format: AnswerFormat | None = None
 
@@ -185,9 +187,8 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """Parses and checks a request's body. Null fields other than `draft_model` count as missing."""
     body = parse_object(raw, "the body")
-    if SURROGATE.search(
-        raw
-    ):  # halves of characters, which JavaScript clients send if they cut a text
+    # Halves of characters, which JavaScript clients send if they cut a text.
+    if SURROGATE.search(raw):
         text = json.dumps(body, ensure_ascii=False)
         body = parse_object(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     for name in kind.refused:
@@ -196,19 +197,17 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     known = {field.alias or name for name, field in kind.model_fields.items()}
     for name in body.keys() - known:
         log_once(f"{kind.__name__.removesuffix('Body')}: the field {name!r:.60} is ignored")
+    missing = [name for name, value in body.items() if value is None and name != "draft_model"]
+    for name in missing:
+        del body[name]
     try:
-        given = {
-            name: value
-            for name, value in body.items()
-            if value is not None or name == "draft_model"
-        }
-        return kind.model_validate(given)
+        return kind.model_validate(body)
     except ValidationError as error:
         raise ApiError(describe(error)) from None
 
 
 def describe(error: ValidationError) -> str:
-    """Returns the first error on one line."""
+    """The first error on one line."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":

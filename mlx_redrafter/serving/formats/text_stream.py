@@ -25,9 +25,8 @@ JSON_START = re.compile(r'[^<"{]*[\[{]')
 JSON_PIECE = re.compile(
     r'"(?:[^"\\]|\\.)*"|(?P<extra>\{(?=\s*\{)|,(?=\s*[}\]]))|[{}\[\]]', re.DOTALL
 )
-ESCAPE = re.compile(
-    r"\\[^\x00-\x1f]|\\?[\x00-\x1f]"
-)  # an escape, or a control character and a lone backslash
+ESCAPE = re.compile(r"\\[^\x00-\x1f]|\\?[\x00-\x1f]")
+"""An escape, or a control character and a lone backslash."""
 
 
 class Segment(NamedTuple):
@@ -75,11 +74,9 @@ class TextStream:
         self._tools = list(tools)
         self._stops = StopStrings(stops)
         self._detokenizer = tokenizer.detokenizer
-        machine = (
-            TextStateMachine()
-            if state is None
-            else make_state_machine(tokenizer, calls=bool(tools))
-        )
+        machine = TextStateMachine()
+        if state is not None:
+            machine = make_state_machine(tokenizer, calls=bool(tools))
         self._state: Any = machine.make_state(state or "normal")
         self._is_call = is_call
         self._call: str | None = None  # the text of an incomplete tool call
@@ -96,11 +93,14 @@ class TextStream:
         return self._stops.found
 
     def add(self, token: int | None, *, is_last: bool = False) -> tuple[str, list[Segment]]:
-        """Adds a token. Returns (the text that it completes, the same text in segments).
+        """Adds a token.
 
         Args:
             token: None for an end-of-text token.
             is_last: whether to flush buffered text.
+
+        Returns:
+            The text that it completes, and the same text in segments.
         """
         if token is not None:
             self._detokenizer.add_token(token)
@@ -112,31 +112,28 @@ class TextStream:
         segments: list[Segment] = []
         if text and self._state[0] is not None:  # None: the answer's format has ended
             self._state, pieces = TextStateMachine.split(self._state, text)
-            segments = [
-                segment for state, piece in pieces for segment in self._add_piece(state, piece)
-            ]
+            for state, piece in pieces:
+                segments += self._add_piece(state, piece)
         if is_last or stopped:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments += self._add_piece(state, rest) + self._end_call(is_complete=False)
         return text, segments
 
     def _add_piece(self, state: str | None, text: str) -> list[Segment]:
-        if state == "tool" or (self._is_call and KINDS.get(state) == "text"):
+        kind = KINDS.get(state)
+        if state == "tool" or (self._is_call and kind == "text"):
             self._call = (self._call or "") + text
             self._space = ""
             return []
         segments = self._end_call(is_complete=True)
-        if text and state in KINDS:
-            if (
-                self.has_tool_calls and KINDS[state] == "text"
-            ):  # whitespace between calls is no text
-                text = self._space + text
-                self._space = ""
-                if not text.strip():
-                    self._space = text
-                    return segments
-            segments.append(Segment(KINDS[state], text))
-        return segments
+        if not text or kind is None:
+            return segments
+        if self.has_tool_calls and kind == "text":  # whitespace between calls is no text
+            text = self._space + text
+            self._space = "" if text.strip() else text
+            if self._space:
+                return segments
+        return [*segments, Segment(kind, text)]
 
     def _end_call(self, *, is_complete: bool) -> list[Segment]:
         if self._call is None:
@@ -144,31 +141,27 @@ class TextStream:
         text = self._call
         self._call = None
         if self._tools:
-            error: Exception | None = None
-            for repair in (str, repair_json):
+            errors = []
+            for written in (text, repair_json(text)):
                 try:
-                    written = repair(text)
-                    parsed = (
-                        json.loads(written)
-                        if self._is_call
-                        else self._tokenizer.tool_parser(written, self._tools)
-                    )
-                    calls = [
-                        _read_call(call)
-                        for call in (parsed if isinstance(parsed, list) else [parsed])
-                    ]
-                except Exception as raised:  # parsers may raise anything on a model's output
-                    error = error or raised
+                    calls = self._parse_calls(written)
+                except Exception as error:  # parsers may raise anything on a model's output
+                    errors.append(join_lines(error))
                 else:
                     self.has_tool_calls |= bool(calls)
                     return calls
-            logging.warning(
-                f"Could not parse a tool call, which is returned as text: {join_lines(error)}"
-            )
+            logging.warning(f"Could not parse a tool call, which is returned as text: {errors[0]}")
         if self._is_call:
             return [Segment("text", text)] if text else []
         end = self._tokenizer.tool_call_end if is_complete else ""
         return [Segment("text", f"{self._tokenizer.tool_call_start}{text}{end or ''}")]
+
+    def _parse_calls(self, text: str) -> list[Segment]:
+        if self._is_call:
+            parsed = json.loads(text)
+        else:
+            parsed = self._tokenizer.tool_parser(text, self._tools)
+        return [_read_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
 
 
 def repair_json(text: str) -> str:
@@ -184,9 +177,7 @@ def repair_json(text: str) -> str:
         nonlocal depth
         piece = found[0]
         if piece[0] == '"':
-            return ESCAPE.sub(
-                lambda each: each[0] if each[0][-1] >= " " else json.dumps(each[0])[1:-1], piece
-            )
+            return ESCAPE.sub(_escape, piece)
         if found["extra"]:
             return ""
         depth += 1 if piece in "{[" else -1
@@ -198,34 +189,39 @@ def repair_json(text: str) -> str:
     return JSON_PIECE.sub(mend, text) if JSON_START.match(text) else text
 
 
+def _escape(found: re.Match[str]) -> str:
+    """An escape as it is, and an escaped control character."""
+    return found[0] if found[0][-1] >= " " else json.dumps(found[0])[1:-1]
+
+
 def make_state_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
-    """Returns mlx-lm's text state machine for a tokenizer.
+    """mlx-lm's text state machine for a tokenizer.
 
     Without `calls`, the marks of tool calls are text.
     """
-    names = (
-        "has_thinking",
-        "think_start",
-        "think_end",
-        "structural_markers",
-        "response_transitions",
-    )
+    if calls:
+        return make_text_state_machine(tokenizer)
     plain = SimpleNamespace(
-        has_tool_calling=False, **{name: getattr(tokenizer, name) for name in names}
+        has_tool_calling=False,
+        has_thinking=tokenizer.has_thinking,
+        think_start=tokenizer.think_start,
+        think_end=tokenizer.think_end,
+        structural_markers=tokenizer.structural_markers,
+        response_transitions=tokenizer.response_transitions,
     )
-    return make_text_state_machine(tokenizer if calls else plain)
+    return make_text_state_machine(plain)
 
 
 def _read_call(call: dict[str, Any]) -> Segment:
-    arguments = call.get("arguments", call.get("parameters"))
-    found = json.loads(arguments.strip() or "null") if isinstance(arguments, str) else arguments
-    found = {} if found is None else found
-    if not isinstance(found, dict):
-        raise ValueError(f"expected an object of arguments, got {arguments!r:.100}")
-    text = json.dumps(found, ensure_ascii=False, allow_nan=False)
     name = call["name"]
     if not isinstance(name, str) or not name:
         raise ValueError(f"expected the name of a tool, got {name!r:.100}")
-    segment = Segment("tool_call", text, name, str(call.get("id") or f"call_{uuid.uuid4().hex}"))
-    "".join(segment).encode()  # raises a ValueError for a lone surrogate
-    return segment
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments.strip() or "null")
+    if not isinstance(arguments, dict | None):
+        raise ValueError(f"expected an object of arguments, got {arguments!r:.100}")
+    text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    identifier = str(call.get("id") or f"call_{uuid.uuid4().hex}")
+    f"{name}{text}{identifier}".encode()  # raises a ValueError for a lone surrogate
+    return Segment("tool_call", text, name, identifier)

@@ -51,7 +51,8 @@ register a name under .internal. starlette's `TrustedHostMiddleware` answers oth
 which the APIs' clients cannot parse."""
 
 LOCAL_ORIGIN = re.compile(
-    r"https?://(localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0)(:\d+)?|(app|file|tauri|vscode-file|vscode-webview)://.*"
+    r"https?://(localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0)(:\d+)?"
+    r"|(app|file|tauri|vscode-file|vscode-webview)://.*"
 )
 """Origins of pages of this machine and of apps, as in Ollama. "null" is not one: any site can open
 such a frame.
@@ -68,66 +69,21 @@ PROGRESS_SECONDS = 3.0
 def make_app(
     service: Service, page: Callable[[Request], Awaitable[Response]] | None = None
 ) -> Starlette:
-    """Returns the application; `page` handles GET / if it is given."""
-
-    async def show_health(request: Request) -> Response:
-        worker = service.worker
-        scheduler = service.worker.scheduler
-        status = "ok" if worker.is_alive else "unavailable"
-        health = {
-            "status": status,
-            "model": service.model_name,
-            "drafter": service.drafter_name,
-            "running": len(scheduler.running),
-            "queue": worker.n_queued,
-            "mode": scheduler.mode,
-        }
-        return JSONResponse(health, 200 if worker.is_alive else 503)
-
-    async def show_metrics(request: Request) -> Response:
-        return Response(
-            generate_latest(service.worker.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4
-        )
-
-    def describe_model(name: str) -> Json:
-        length = service.worker.context_length
-        when = service.created
-        return {  # the fields of both OpenAI and Anthropic
-            "id": name,
-            "object": "model",
-            "created": when,
-            "owned_by": "mlx_redrafter",
-            "type": "model",
-            "display_name": name,
-            "created_at": datetime.fromtimestamp(when, UTC).isoformat(),
-            "context_length": length,
-            "max_model_len": length,
-        }
-
-    async def list_models(request: Request) -> Response:
-        if (name := request.path_params.get("name")) is not None:
-            service.check_model(name)
-            return JSONResponse(describe_model(name))
-        ids = {"first_id": service.names[0], "last_id": service.names[-1], "has_more": False}
-        return JSONResponse(
-            {"object": "list", "data": [describe_model(name) for name in service.names]} | ids
-        )
-
+    """The application; `page` handles GET / if it is given."""
     routes = [
         Route(path.removeprefix(prefix), partial(answer_request, service, api), methods=["POST"])
         for path, api in APIS.items()
         for prefix in ("", "/v1")
     ]
     routes += [
-        Route("/health", show_health),
-        Route("/metrics", show_metrics),
-        *(
-            Route(f"{prefix}/models{name}", list_models)
-            for prefix in ("/v1", "")
-            for name in ("", "/", "/{name:path}")
-        ),
-        *([Route("/", page)] if page else []),
+        Route(f"{prefix}/models{name}", partial(list_models, service))
+        for prefix in ("/v1", "")
+        for name in ("", "/", "/{name:path}")
     ]
+    routes.append(Route("/health", partial(show_health, service)))
+    routes.append(Route("/metrics", partial(show_metrics, service)))
+    if page is not None:
+        routes.append(Route("/", page))
     origins = service.args.allowed_origins
     if "*" in origins:
         logging.warning(
@@ -146,21 +102,71 @@ def make_app(
         # The application's own handler of Exception would run outside the middleware above.
         Middleware(ExceptionMiddleware, handlers={Exception: handle_error}),
     ]
-    return Starlette(
-        routes=routes, middleware=middleware, exception_handlers={HTTPException: handle_error}
-    )
+    handlers: Any = {HTTPException: handle_error}
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+
+async def show_health(service: Service, request: Request) -> Response:
+    """Whether the worker lives, and what it does."""
+    worker = service.worker
+    health = {
+        "status": "ok" if worker.is_alive else "unavailable",
+        "model": service.model_name,
+        "drafter": service.drafter_name,
+        "running": len(worker.scheduler.running),
+        "queue": worker.n_queued,
+        "mode": worker.scheduler.mode,
+    }
+    return JSONResponse(health, 200 if worker.is_alive else 503)
+
+
+async def show_metrics(service: Service, request: Request) -> Response:
+    """The metrics in Prometheus' text format."""
+    metrics = generate_latest(service.worker.metrics.registry)
+    return Response(metrics, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+async def list_models(service: Service, request: Request) -> Response:
+    """The names of the model, or one of them."""
+    name = request.path_params.get("name")
+    if name is not None:
+        service.check_model(name)
+        return JSONResponse(describe_model(service, name))
+    names = service.names
+    models = {
+        "object": "list",
+        "data": [describe_model(service, name) for name in names],
+        "first_id": names[0],
+        "last_id": names[-1],
+        "has_more": False,
+    }
+    return JSONResponse(models)
+
+
+def describe_model(service: Service, name: str) -> Json:
+    """A model with the fields of both OpenAI and Anthropic."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "mlx_redrafter",
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "context_length": service.worker.context_length,
+        "max_model_len": service.worker.context_length,
+    }
 
 
 async def answer_request(
     service: Service, api: type[Completion[Any]], request: Request
 ) -> Response:
-    """Returns the reply to a request of an API."""
+    """The reply to a request of an API."""
     body = parse_body(api.body_type, await read_body(request))
     service.check_model(body.model)
     completion = api(service, body)
-    prompt = await asyncio.get_running_loop().run_in_executor(
-        service.prompt_thread, make_prompt, completion
-    )
+    loop = asyncio.get_running_loop()
+    prompt = await loop.run_in_executor(service.prompt_thread, make_prompt, completion)
     if api is CountTokens:
         return JSONResponse({"input_tokens": len(prompt.tokens)})
     answer = Answer(completion, prompt)
@@ -173,18 +179,16 @@ async def answer_request(
 
 
 async def read_body(request: Request) -> bytes:
-    """Returns the body of a request; ends the connection of a client that stops sending it."""
-    parts = list[bytes]()
+    """The body of a request; ends the connection of a client that stops sending it."""
+    body = bytearray()
     stream = request.stream()
     try:
         while part := await asyncio.wait_for(anext(stream), BODY_SECONDS):
-            parts.append(part)
+            body += part
     except TimeoutError:
-        n_bytes = sum(map(len, parts))
-        raise ApiError(
-            f"expected the whole body, got {n_bytes} bytes", 408, headers={"Connection": "close"}
-        ) from None
-    return b"".join(parts)
+        message = f"expected the whole body, got {len(body)} bytes"
+        raise ApiError(message, 408, headers={"Connection": "close"}) from None
+    return bytes(body)
 
 
 @contextmanager
@@ -220,9 +224,8 @@ class EventStream(StreamingResponse):
         self._completion = completion
         self._answer = answer
         self._is_silent = True
-        super().__init__(
-            self._render(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(self._render(), media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends events until the last one, or until the client disconnects."""
@@ -243,23 +246,23 @@ class EventStream(StreamingResponse):
         while True:
             self._is_silent = True
             await asyncio.sleep(PROGRESS_SECONDS)
-            if self._is_silent:
-                event = format_event(self._completion.make_empty_event(self._answer))
-                text = f": keepalive {self._answer.progress}\n\n{event}"
-                if not self._answer.n_tokens:
-                    logging.info(
-                        "Prompt processing progress: %s", self._answer.progress
-                    )  # as mlx-lm's server
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            if not self._is_silent:
+                continue
+            progress = self._answer.progress
+            if not self._answer.n_tokens:
+                logging.info("Prompt processing progress: %s", progress)  # as mlx-lm's server
+            event = format_event(self._completion.make_empty_event(self._answer))
+            text = f": keepalive {progress}\n\n{event}"
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """Returns the reply to a failed request, in the format of its API."""
+    """The reply to a failed request, in the format of its API."""
     if isinstance(error, HTTPException):
-        expected = (
-            f"expected one of {', '.join(APIS)}" if error.status_code == 404 else error.detail
-        )
-        error = ApiError(expected, error.status_code, headers=error.headers)
+        message = error.detail
+        if error.status_code == 404:
+            message = f"expected one of {', '.join(APIS)}"
+        error = ApiError(message, error.status_code, headers=error.headers)
     elif isinstance(error, RecursionError):
         error = ApiError("the body is nested too deeply")
     elif not isinstance(error, RedrafterError | ClientDisconnect):
@@ -272,23 +275,24 @@ async def handle_error(request: Request, error: Exception) -> Response:
 
 
 def guard(app: ASGIApp, service: Service, known_paths: set[str]) -> ASGIApp:
-    """Returns middleware that checks headers before the body is read, and counts replies.
+    """Middleware that checks headers before the body is read, and counts replies.
 
     Paths other than `known_paths` share one label in the metrics.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+
         async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                label = scope["path"] if scope["path"] in known_paths else "other"
+                label = path if path in known_paths else "other"
                 service.worker.metrics.requests.labels(label, str(message["status"])).inc()
             await send(message)
 
         reply = app
         try:
-            check_headers(
-                Headers(scope=scope), service.args, needs_key=scope["path"] not in ("/health", "/")
-            )
+            headers = Headers(scope=scope)
+            check_headers(headers, service.args, needs_key=path not in ("/health", "/"))
         except ApiError as error:
             reply = await handle_error(Request(scope), error)
         await reply(scope, receive, count_and_send)
@@ -302,28 +306,20 @@ def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool
     origin = headers.get("origin")
     allowed = args.allowed_origins
     is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
-    is_allowed = (
-        "*" in allowed
-        or origin in allowed
-        or (not allowed and LOCAL_ORIGIN.fullmatch(origin or ""))
-    )
-    if origin is not None and not (
-        is_own_page or is_allowed
-    ):  # without CORS headers it could still send requests
-        raise ApiError(
-            f"expected an Origin of this machine or --allowed-origins, got {origin!r:.100}", 403
-        )
+    is_local = not allowed and LOCAL_ORIGIN.fullmatch(origin or "")
+    # Without CORS headers a page could still send requests.
+    if origin is not None and not (is_own_page or is_local or origin in allowed or "*" in allowed):
+        expected = "an Origin of this machine or --allowed-origins"
+        raise ApiError(f"expected {expected}, got {origin!r:.100}", 403)
     if args.api_key is None:
         if not LOOPBACK_HOST.fullmatch(host):  # DNS rebinding: a page's own name may resolve here
-            raise ApiError(
-                "without --api-key the Host must be localhost, 127.0.0.1, [::1] or "
-                f"host.docker.internal, got {host!r:.100}",
-                403,
-            )
+            known = "localhost, 127.0.0.1, [::1] or host.docker.internal"
+            raise ApiError(f"without --api-key the Host must be {known}, got {host!r:.100}", 403)
     elif needs_key:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")
         # Headers are decoded as Latin-1, and `compare_digest` takes bytes or ASCII strings only.
-        if not hmac.compare_digest(given.encode("latin-1", "replace"), args.api_key.encode()):
+        if not hmac.compare_digest(key.strip().encode("latin-1", "replace"), args.api_key.encode()):
             expected = "expected the header Authorization: Bearer KEY with this server's key"
             raise ApiError(expected, 401, headers={"WWW-Authenticate": "Bearer"})

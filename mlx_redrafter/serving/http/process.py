@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from inspect import getfullargspec
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -35,28 +34,24 @@ one again if it is lost because the connection is just being closed."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a listening socket.
+    """A listening socket.
 
     Clients that connect before the models are loaded have to wait.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise RedrafterError(
-            f"cannot listen on {host}, port {port}: {join_lines(error)}"
-        ) from error
+        message = f"cannot listen on {host}, port {port}: {join_lines(error)}"
+        raise RedrafterError(message) from error
 
 
 def load_service(args: argparse.Namespace) -> Service:
     """Loads the models that the flags name, and starts a worker."""
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer, drafter = load_models(args, template)
-    flags: dict[str, Any] = {
-        name: getattr(args, name) for name in getfullargspec(Worker).kwonlyargs
-    }
-    worker = Worker(model, tokenizer, drafter, **flags)
+    names = getfullargspec(Worker).kwonlyargs
+    worker = Worker(model, tokenizer, drafter, **{name: getattr(args, name) for name in names})
     worker.start()
     drafter_name = None if drafter is None else strip_folders(get_drafter_name(args) or "demo")
     return Service(worker, tokenizer, args, strip_folders(args.model or "demo"), drafter_name)
@@ -71,18 +66,16 @@ class Server(uvicorn.Server):
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._worker = service.worker
         self._drain_timeout = service.args.drain_timeout
-        options: dict[str, Any] = {
-            "log_config": None,
-            "ws": "none",
-            "lifespan": "off",
-            "server_header": False,
-        }
-        options |= {"timeout_keep_alive": IDLE_SECONDS}
-        super().__init__(
-            uvicorn.Config(
-                app, timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS, **options
-            )
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            ws="none",
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=IDLE_SECONDS,
+            timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS,
         )
+        super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finishes answers, for at most the drain timeout, then closes the worker.
@@ -116,14 +109,13 @@ def serve(
 
     Args:
         args: see `command.check_args`.
-        make: returns the application.
+        make: makes the application.
         on_listening: called with the URL once the models are loaded.
     """
     if ranks.get_rank():
         worker = load_service(args).worker
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C reaches all ranks of a machine; rank 0 stops the others
+        # Ctrl-C reaches all ranks of a machine; rank 0 stops the others.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         worker.join()
         return 0
     # Python's own handler raises, and exiting the interpreter while the worker's thread is inside
@@ -133,9 +125,8 @@ def serve(
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
     logging.captureWarnings(True)
     logging.getLogger("mlx_redrafter").setLevel(logging.NOTSET)  # leave it to --log-level
-    logging.getLogger("uvicorn.error").setLevel(
-        max(level, logging.WARNING)
-    )  # without its start and shutdown messages
+    # Without uvicorn's start and shutdown messages.
+    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
     with bind(args.host, args.port) as bound:
         service = load_service(args)
         server = Server(make(service), service)
@@ -147,6 +138,6 @@ def serve(
 
 
 def format_url(bound: socket.socket) -> str:
-    """Returns the URL of a listening socket."""
+    """The URL of a listening socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -27,35 +27,30 @@ class Metrics:
         self.registry = CollectorRegistry()
 
         def count(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"{PREFIX}{name}", text, labels, registry=self.registry)
+            return Counter(PREFIX + name, text, labels, registry=self.registry)
 
         def measure(name: str, text: str) -> Histogram:
-            return Histogram(
-                f"{PREFIX}{name}_seconds", text, buckets=BUCKETS, registry=self.registry
-            )
+            name = f"{PREFIX}{name}_seconds"
+            return Histogram(name, text, buckets=BUCKETS, registry=self.registry)
 
         self.requests = count("requests", "Replies by path and status", "endpoint", "status")
-        self.tokens = count(
-            "tokens", "Tokens by kind; drafted and accepted count drafter and context", "kind"
-        )
+        kinds = "Tokens by kind; drafted and accepted count drafter and context"
+        self.tokens = count("tokens", kinds, "kind")
         self.rounds = count("rounds", "Target forwards after prefill, each for one request")
         self.batch_steps = count("batch_steps", "Target forwards for a batch of requests")
-        self.mode_switches = count(
-            "mode_switches", "Times that a request changed to another mode", "to"
-        )
+        switches = "Times that a request changed to another mode"
+        self.mode_switches = count("mode_switches", switches, "to")
         self.generations = count("generations", "Generations by how they ended", "end")
-        self.drafter_failures = count(
-            "drafter_failures", "Answers that continued without a drafter that failed"
-        )
+        failures = "Answers that continued without a drafter that failed"
+        self.drafter_failures = count("drafter_failures", failures)
         self.queued = measure("queue", "Seconds from a request's arrival to its start")
         self._first = measure("first_token", "Seconds from a request's arrival to its first token")
-        self._answered = measure(
-            "answer", "Seconds from a request's arrival to the end of its answer"
-        )
-        self.add_gauge("active_memory_bytes", "Memory of MLX arrays in use", mx.get_active_memory)
-        self.add_gauge(
-            "cache_memory_bytes", "Free memory that MLX keeps for reuse", mx.get_cache_memory
-        )
+        answered = "Seconds from a request's arrival to the end of its answer"
+        self._answered = measure("answer", answered)
+        active = "Memory of MLX arrays in use"
+        self.add_gauge("active_memory_bytes", active, mx.get_active_memory)
+        cached = "Free memory that MLX keeps for reuse"
+        self.add_gauge("cache_memory_bytes", cached, mx.get_cache_memory)
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Adds a gauge whose value `read` returns."""
@@ -67,7 +62,8 @@ class Metrics:
         stats = request.output.stats
         made = len(request.output.tokens)
         tokens = {"prompt": request.n_prefilled, "cached": request.cached_tokens, "generated": made}
-        for kind, number in (tokens | {name: getattr(stats, name) for name in DRAFTS}).items():
+        tokens |= {name: getattr(stats, name) for name in DRAFTS}
+        for kind, number in tokens.items():
             self.tokens.labels(kind).inc(number)
         if request.time_to_first_token is not None:
             self._first.observe(request.time_to_first_token)
