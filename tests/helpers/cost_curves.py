@@ -50,18 +50,24 @@ def make_costs(curve: str = "flat", *, replay: float = 0.0) -> CostTable:
     Models that replay tokens draft only chains.
     """
     counts = tuple(range(1, 17))
-    row = tuple(CURVES[curve](count) for count in counts)
-    rows = (row, tuple(1.2 * ms for ms in row))
+    forwards = tuple(CURVES[curve](count) for count in counts)
     costs = CostTable(
-        (64, 1024), counts, rows, (1.0, 1.2), (1, 2, 4), (0.05, 0.06, 0.075), (0.03, 0.05), replay
+        contexts=(64, 1024),
+        counts=counts,
+        verify=(forwards, tuple(1.2 * ms for ms in forwards)),
+        plain=(1.0, 1.2),
+        widths=(1, 2, 4),
+        level=(0.05, 0.06, 0.075),
+        overhead_ms=(0.03, 0.05),
+        replay_row_ms=replay,
     )
     return costs.restrict_to_chains() if replay else costs
 
 
 def scale_rounds(costs: CostTable, times: float) -> CostTable:
     """Multiplies the cost of everything in a round except its root."""
-    rows = tuple((row[0], *(times * ms for ms in row[1:])) for row in costs.verify)
-    return costs._replace(verify=rows, level=tuple(times * ms for ms in costs.level))
+    verify = tuple((first, *(times * ms for ms in others)) for first, *others in costs.verify)
+    return costs._replace(verify=verify, level=tuple(times * ms for ms in costs.level))
 
 
 _cumulative = cache(compute_cumulative)
@@ -77,74 +83,76 @@ def simulate_text(
     costs: CostTable,
     planner: Planner,
     prompt: Sequence[int],
-    text: Sequence[int],
+    tokens: Sequence[int],
     count_right: Callable[[Plan, int], int] = lambda plan, made: 0,
     *,
     disturb: Callable[[float], float] = lambda milliseconds: milliseconds,
 ) -> float:
-    """Speed over plain decoding for a model that continues `prompt` with `text`, both token ids.
+    """Speed over plain decoding for a model that continues `prompt` with `tokens`, both token ids.
 
     Planner, context and cost table go through the decode loop without a model; times come from the
     table.
 
     Args:
         costs: the true times.
-        count_right: (the drafter's plan, tokens of `text` made so far) -> how many tokens of its
+        count_right: (the drafter's plan, tokens made so far) -> how many tokens of its
             draft are right.
         disturb: maps true milliseconds to measured ones.
     """
-    index = ContextSource()
-    index.read(prompt)
-    plan = planner.next_plan(len(prompt) - 1, 0, index.forecast(1))
-    index.confirm(text[:1])
+    context = ContextSource()
+    context.read(prompt)
+    plan = planner.next_plan(len(prompt) - 1, 0, context.forecast(1))
+    context.confirm(tokens[:1])
     made = 1
     replayed = 0
     took = 0.0
     is_ahead = plan is None
-    while made < len(text):
+    while made < len(tokens):
         length = len(prompt) + made - 1
-        match = None if is_ahead else index.forecast(0)
+        match = None if is_ahead else context.forecast(0)
         if match is not None:
             plan = planner.extend_plan(plan, match.cumulative_acceptance, length, replayed)
         current = plan
         verified = current is not None and current.rows > 1 and replayed <= MAX_REPLAY
-        plan = planner.next_plan(
-            length, replayed, index.forecast(1 + (current.context if current and verified else 0))
-        )
+        n_copied = current.context if current and verified else 0
+        plan = planner.next_plan(length, replayed, context.forecast(1 + n_copied))
         is_ahead = plan is None and not verified
-        own = 0
-        copied = 0
+
+        n_accepted = 0
+        from_context = False
         left = 0
         if current is not None and verified:
             own = count_right(current._replace(context=0), made) if current.depth else 0
-            ahead = zip(
-                text[made:], index.find(current.context) if current.context else (), strict=False
-            )
-            copied = next(
-                (at for at, (right, guess) in enumerate(ahead) if right != guess), current.context
-            )
+            guesses = context.find(current.context) if current.context else ()
+            copied = current.context
+            for at, (right, guess) in enumerate(zip(tokens[made:], guesses, strict=False)):
+                if right != guess:
+                    copied = at
+                    break
+            n_accepted = max(own, copied)
+            from_context = copied > own
             ms = costs.round_ms(current, length, replayed)
-            if costs.replay_row_ms and max(own, copied) < current.max_depth:
-                left = replayed + 1 + max(own, copied)
+            if costs.replay_row_ms and n_accepted < current.max_depth:
+                left = replayed + 1 + n_accepted
         else:
             ms = costs.step_ms(length, replayed)
             if current is not None:  # the context had no proposal, or the draft is discarded
                 ms += costs.draft_ms(current) if current.depth else max(0.0, costs.overhead_ms[0])
-        tokens = text[made : made + 1 + max(own, copied)]
-        planner.observe(
-            ObservedRound(
-                current,
-                len(tokens),
-                length,
-                replayed,
-                disturb(ms),
-                verified=verified,
-                from_context=copied > own,
-            )
+
+        new = tokens[made : made + 1 + n_accepted]
+        observed = ObservedRound(
+            current,
+            len(new),
+            length,
+            replayed,
+            disturb(ms),
+            verified=verified,
+            from_context=from_context,
         )
-        index.confirm(tokens)
-        made = made + len(tokens)
-        took = took + ms
+        planner.observe(observed)
+        context.confirm(new)
+        made += len(new)
+        took += ms
         replayed = left
     return sum(costs.plain_ms(len(prompt) + at) for at in range(made - 1)) / took
 

@@ -29,9 +29,8 @@ def decode_rounds(
 
 
 def test_a_bad_drafter_leaves_budget_for_the_context() -> None:
-    planner = AutoPlanner(
-        make_costs("half of every row"), ACCEPTANCE, [Plan(1, 4, 5)], can_merge=True
-    )
+    costs = make_costs("half of every row")
+    planner = AutoPlanner(costs, ACCEPTANCE, [Plan(1, 4, 5)], can_merge=True)
     plans = decode_rounds(planner, 60, tokens=1)
     assert any(plans) and not any(plans[-5:]), "the drafter was tried and abandoned"
     assert planner.next_plan(START, 0, LIKELY) == CONTEXT_ONLY
@@ -40,7 +39,8 @@ def test_a_bad_drafter_leaves_budget_for_the_context() -> None:
 def test_a_drafter_outdone_by_the_context_is_abandoned() -> None:
     costs = make_costs("gentle")
     plan = Plan(1, 3, 4)
-    good, behind = (AutoPlanner(costs, ACCEPTANCE, [plan], can_merge=True) for _ in range(2))
+    good = AutoPlanner(costs, ACCEPTANCE, [plan], can_merge=True)
+    behind = AutoPlanner(costs, ACCEPTANCE, [plan], can_merge=True)
     decode_rounds(good, 60, tokens=3)
     decode_rounds(behind, 60, tokens=3, from_context=True)
     assert good.next_plan(START) == plan

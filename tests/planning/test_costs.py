@@ -27,8 +27,17 @@ from mlx_redrafter.planning.measure import CONTEXTS, measure_costs
 from mlx_redrafter.setup import make_planner
 
 SMALL = CostTable(
-    (64,), (1, 2, 3, 4, 5), ((1.0, 1.1, 1.1, 1.2, 1.2),), (1.0,), (1, 2), (0.01, 0.01), (0.0, 0.0)
+    contexts=(64,),
+    counts=(1, 2, 3, 4, 5),
+    verify=((1.0, 1.1, 1.1, 1.2, 1.2),),
+    plain=(1.0,),
+    widths=(1, 2),
+    level=(0.01, 0.01),
+    overhead_ms=(0.0, 0.0),
 )
+DISTURBED = SMALL._replace(plain=(1.5,))
+"""A plain step takes longer than the same forward, read at once."""
+
 Models = tuple[Any, Drafter]
 
 
@@ -45,21 +54,33 @@ def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "caches"
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Fakes measurements and records `trees` of each; plain steps of the n-th take n ms."""
-    calls: list[bool] = []
+class Measurements:
+    """Takes the place of measuring.
 
-    def measure_next(model: Any, drafter: Drafter, *, trees: bool) -> CostTable:
-        calls.append(trees)
-        count = len(calls)
-        table = SMALL._replace(
-            plain=(float(count),), verify=(tuple(count * ms for ms in SMALL.verify[0]),)
-        )
+    Attributes:
+        trees: of each measurement.
+        table: what is measured; plain steps of the n-th measurement take n times as long.
+    """
+
+    def __init__(self) -> None:
+        self.trees = list[bool]()
+        self.table = SMALL
+
+    def measure(self, model: Any, drafter: Drafter, *, trees: bool) -> CostTable:
+        self.trees.append(trees)
+        count = len(self.trees)
+        plain = tuple(count * ms for ms in self.table.plain)
+        verify = tuple(count * ms for ms in self.table.verify[0])
+        table = self.table._replace(plain=plain, verify=(verify,))
         return table if trees else table.restrict_to_chains()
 
-    monkeypatch.setattr(store, "measure_costs", measure_next)
-    return calls
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measurements:
+    """Fake measurements."""
+    found = Measurements()
+    monkeypatch.setattr(store, "measure_costs", found.measure)
+    return found
 
 
 def forget(pair: Pair) -> Pair:
@@ -68,13 +89,8 @@ def forget(pair: Pair) -> Pair:
 
 
 def test_costs_between_contexts_are_interpolated() -> None:
-    assert [interpolate((64, 1024), (1.0, 2.0), place) for place in (0, 64, 544, 1024, 1984)] == [
-        1,
-        1,
-        1.5,
-        2,
-        3,
-    ]
+    between = [interpolate((64, 1024), (1.0, 2.0), length) for length in (0, 64, 544, 1024, 1984)]
+    assert between == [1, 1, 1.5, 2, 3]
     assert interpolate((64, 1024), (2.0, 1.0), 5000) == 1.0
     assert interpolate((64,), (2.0,), 5000) == 2.0
     costs = make_costs("gentle")
@@ -88,38 +104,38 @@ def test_costs_between_contexts_are_interpolated() -> None:
 def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
     costs = make_costs("a cliff at 6", replay=0.1)
     plan = Plan(1, 3, 4)
-    row = costs.verify[0]
+    forwards = costs.verify[0]
     alone = costs.round_ms(plan, 64)
-    assert costs.round_ms(plan, 64, 1) - alone == pytest.approx(row[4] - row[3])
-    assert costs.round_ms(plan, 64, 2) - alone == pytest.approx(row[5] - row[3])
-    assert costs.round_ms(plan, 64, 1.5) - alone == pytest.approx((row[4] + row[5]) / 2 - row[3])
-    assert costs.round_ms(plan, 64, 20) - costs.round_ms(plan, 64, 12) == pytest.approx(0.8), (
-        "extrapolated"
-    )
-    assert costs.step_ms(64, 5) - costs.step_ms(64) == pytest.approx(row[5] - row[0])
+
+    def compute_added(replayed: float) -> float:
+        return costs.round_ms(plan, 64, replayed) - alone
+
+    assert compute_added(1) == pytest.approx(forwards[4] - forwards[3])
+    assert compute_added(2) == pytest.approx(forwards[5] - forwards[3])
+    assert compute_added(1.5) == pytest.approx((forwards[4] + forwards[5]) / 2 - forwards[3])
+    assert compute_added(20) - compute_added(12) == pytest.approx(0.8), "extrapolated"
+    assert costs.step_ms(64, 5) - costs.step_ms(64) == pytest.approx(forwards[5] - forwards[0])
     assert costs._replace(replay_row_ms=0.0).round_ms(plan, 64, 5) == alone
 
 
 def test_times_that_contradict_each_other_are_disturbed() -> None:
     flat = make_costs()
-    assert not any(is_disturbed(make_costs(curve)) for curve in CURVES), (
-        "such curves are typical of kernels"
-    )
+    typical = [make_costs(curve) for curve in CURVES]
+    assert not any(map(is_disturbed, typical))
     assert is_disturbed(flat._replace(plain=(1.0, 0.5)))
     assert is_disturbed(flat._replace(plain=(1.3, 1.3)))
     assert is_disturbed(flat._replace(level=(0.05, 0.08, 0.06)))
-    assert is_disturbed(flat._replace(overhead_ms=(-0.2, 0.0))), (
-        "rounds shorter than their forwards"
-    )
-    overlapping = tuple((1.5, *row[1:]) for row in flat.verify)
-    assert not is_disturbed(flat._replace(verify=overlapping, overhead_ms=(-0.05, 0.0))), (
-        "half of a forward overlaps"
-    )
-    late = (*flat.verify[0][:8], 2.0, *flat.verify[0][9:])
+
+    shorter_than_its_forward = flat._replace(overhead_ms=(-0.2, 0.0))
+    assert is_disturbed(shorter_than_its_forward)
+    overlapping = tuple((1.5, *forwards[1:]) for forwards in flat.verify)
+    assert not is_disturbed(flat._replace(verify=overlapping, overhead_ms=(-0.05, 0.0)))
+
+    forwards = flat.verify[0]
+    late = (*forwards[:8], 2.0, *forwards[9:])
+    later = tuple(1.5 * ms for ms in late)
     assert is_disturbed(flat._replace(verify=(late, flat.verify[1])))
-    assert not is_disturbed(flat._replace(verify=(late, tuple(1.5 * ms for ms in late)))), (
-        "confirmed at both lengths"
-    )
+    assert not is_disturbed(flat._replace(verify=(late, later))), "confirmed at both lengths"
 
 
 @pytest.mark.parametrize(
@@ -129,13 +145,13 @@ def test_all_parts_of_a_round_are_measured(
     name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = measure_costs(*make_pair(name=name), trees=trees)
-    assert costs.counts[:5] == (1, 2, 3, 4, 5) and costs.widths == ((1, 2, 4) if trees else (1,))
+    assert costs.counts[:5] == (1, 2, 3, 4, 5)
+    assert costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
     assert (costs.replay_row_ms > 0) <= (name == "falcon_h1")
     monkeypatch.setattr(measure, "SECONDS", 0.0)
-    assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), (
-        "fewer counts on slow models"
-    )
+    hurried = measure_costs(*make_pair(name=name), trees=trees)
+    assert hurried.counts == (1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
@@ -162,52 +178,52 @@ def test_levels_are_measured_at_the_depth_of_the_block(
 
 def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair()
-    rows = []
+    sizes = []
     call = type(pair[0]).__call__
 
     def count(model: Any, tokens: mx.array, *args: Any, **options: Any) -> mx.array:
-        rows.append(tokens.size)
+        sizes.append(tokens.size)
         return call(model, tokens, *args, **options)
 
     monkeypatch.setattr(type(pair[0]), "__call__", count)
     monkeypatch.setattr(measure, "SECONDS", 0.0)
     measure_costs(*pair, trees=True)
-    assert sum(rows) > 4 * measure.SLOW_STEPS, "no limit for fast models"
-    rows.clear()
+    assert sum(sizes) > 4 * measure.SLOW_STEPS, "no limit for fast models"
+
+    sizes.clear()
     monkeypatch.setattr(measure, "time_step", lambda model: 1.5)
     costs = measure_costs(*pair, trees=True)
-    assert (
-        1 < sum(rows) <= measure.SLOW_STEPS - 2
-        and costs.contexts == (64,)
-        and costs.counts == (1, 2, 3, 4, 5)
-    )
+    assert 1 < sum(sizes) <= measure.SLOW_STEPS - 2
+    assert costs.contexts == (64,)
+    assert costs.counts == (1, 2, 3, 4, 5)
 
 
-def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: Path) -> None:
+def test_a_pair_is_measured_once_on_this_machine(measured: Measurements, caches: Path) -> None:
     pair = Pair(*make_pair())
     first = pair.measure_costs(trees=True)
-    assert pair.measure_costs(trees=True) is first and measured == [True]
-    assert forget(pair).measure_costs(trees=True) == first and measured == [True], (
-        "read from the disk"
-    )
+    assert pair.measure_costs(trees=True) is first
+    assert forget(pair).measure_costs(trees=True) == first, "read from the disk"
+    assert measured.trees == [True]
+
     chains = pair.measure_costs(trees=False)
-    assert (chains.plain, chains.widths, measured) == ((2.0,), (1,), [True, False]), (
-        "chains are measured separately"
-    )
+    assert (chains.plain, chains.widths) == ((2.0,), (1,))
+    assert measured.trees == [True, False], "chains are measured separately"
+
     again = pair.measure_costs(trees=True, refresh=True)
-    assert again.plain == (3.0,) and pair.measure_costs(trees=True) is again
+    assert again.plain == (3.0,)
+    assert pair.measure_costs(trees=True) is again
     assert forget(pair).measure_costs(trees=True) == again
-    assert len(list(caches.rglob("*.json"))) == 2 and not list(caches.rglob("*partial*"))
+    assert len(list(caches.rglob("*.json"))) == 2
+    assert not list(caches.rglob("*partial*"))
 
 
-def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
+def test_chains_and_trees_share_a_measurement(measured: Measurements) -> None:
     pair = Pair(*make_pair([[0.9, 0.05]]))
-    planners = [
-        make_planner(pair, trees=True, chains_only=chains) for chains in (False, True, False)
-    ]
-    assert measured == [True]
-    chains = planners[1]
-    assert chains.plans and all(plan.width == 1 for plan in chains.plans)
+    for chains_only in (False, True, False):
+        planner = make_planner(pair, trees=True, chains_only=chains_only)
+        assert planner.plans
+        assert not chains_only or {plan.width for plan in planner.plans} == {1}
+    assert measured.trees == [True]
     assert not make_planner(Pair(*make_pair([[0.0]])), trees=True).plans, "nothing can pay"
 
 
@@ -215,23 +231,25 @@ def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
     "damaged",
     ["[1]", '{"of": {}, ', '{"costs": [1], "tries": 1}', '{"costs": {"plain": [-1]}, "tries": 1}'],
 )
-def test_a_damaged_file_is_measured_again(damaged: str, measured: list[bool], caches: Path) -> None:
+def test_a_damaged_file_is_measured_again(
+    damaged: str, measured: Measurements, caches: Path
+) -> None:
     pair = Pair(*make_pair())
     pair.measure_costs(trees=True)
     (file,) = caches.rglob("*.json")
     file.write_text(damaged)
-    assert forget(pair).measure_costs(trees=True).plain == (2.0,) and len(measured) == 2
+    assert forget(pair).measure_costs(trees=True).plain == (2.0,)
+    assert len(measured.trees) == 2
     assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "the new table was saved"
 
 
-def test_a_disturbed_measurement_is_repeated_twice_at_most(
-    measured: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "is_disturbed", lambda costs: True)
+def test_a_disturbed_measurement_is_repeated_twice_at_most(measured: Measurements) -> None:
+    measured.table = DISTURBED
     pair = Pair(*make_pair())
     assert pair.measure_costs(trees=True) is pair.measure_costs(trees=True)
-    found = [forget(pair).measure_costs(trees=True).plain for _ in range(4)]
-    assert found == [(2.0,), (3.0,), (3.0,), (3.0,)] and len(measured) == 3
+    plain = [forget(pair).measure_costs(trees=True).plain for _ in range(4)]
+    assert plain == [(3.0,), (4.5,), (4.5,), (4.5,)]
+    assert len(measured.trees) == 3
 
 
 def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,4 +267,5 @@ def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> Non
     with ThreadPoolExecutor() as threads:
         first = threads.submit(pair.measure_costs, trees=True)
         assert measuring.wait(60)
-        assert pair.measure_costs(trees=True) is first.result(60) and len(counted) == 1
+        assert pair.measure_costs(trees=True) is first.result(60)
+    assert len(counted) == 1

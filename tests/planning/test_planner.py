@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -77,13 +77,11 @@ def test_expected_tokens_of_the_running_example() -> None:
     # Level 1: .5, .25. Level 2 keeps the best two of .5 * .4, .5 * .2, .25 * .4, .25 * .2.
     assert predict_tokens(table, Plan(2, 2, 5)) == pytest.approx(1 + 0.75 + 0.2 + 0.1)
     assert predict_tokens(table, Plan(2, 2, 4)) == pytest.approx(1 + 0.75 + 0.2)
-    assert predict_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4), (
-        "rates as at depth 2"
-    )
+    # Depth 3 has the rates of depth 2.
+    assert predict_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4)
     assert predict_tokens(table, Plan(1, 2, 3), 1.5) == pytest.approx(1 + 0.75 + 0.75 * 0.6)
-    assert predict_tokens(table, Plan(2, 1, 3), 9.0) == pytest.approx(
-        1 + MAX_RATE + 0.25 * (1 - MAX_RATE) / 0.5
-    )
+    limited = 1 + MAX_RATE + 0.25 * (1 - MAX_RATE) / 0.5
+    assert predict_tokens(table, Plan(2, 1, 3), 9.0) == pytest.approx(limited)
 
 
 @pytest.mark.parametrize(
@@ -105,45 +103,37 @@ def test_expectations_match_the_mean_of_drawn_rounds(plan: Plan, scale: float) -
         replayed = replayed + count if count <= plan.depth else 0
         made = made + count
     assert made / rounds == pytest.approx(predict_tokens(ACCEPTANCE, plan, scale), abs=0.03)
-    assert predict_replay(compute_cumulative(ACCEPTANCE, plan, scale)) == pytest.approx(
-        total / rounds, rel=0.02
-    )
+    cumulative = compute_cumulative(ACCEPTANCE, plan, scale)
+    assert predict_replay(cumulative) == pytest.approx(total / rounds, rel=0.02)
 
 
 @pytest.mark.parametrize("curve", CURVES)
 def test_candidates_are_close_to_the_best_of_all_plans(curve: str) -> None:
     costs = make_costs(curve)
-    every = [chain_plan(depth) for depth in range(1, 16)] + [
-        Plan(width, depth, size)
-        for width in (2, 4)
-        for depth in range(1, 16)
-        for size in range(max(width, depth) + 1, min(16, 1 + width * depth) + 1)
-    ]
+    every = [chain_plan(depth) for depth in range(1, 16)]
+    for width, depth in product((2, 4), range(1, 16)):
+        largest = min(16, 1 + width * depth)
+        every += [Plan(width, depth, size) for size in range(max(width, depth) + 1, largest + 1)]
     assert sorted(list_measured_plans(costs)) == sorted(every)
+
     candidates = list_candidate_plans(costs, ACCEPTANCE)
     assert len(candidates) <= 12
     for length, scale in ((10, 0.3), (500, 0.7), (500, 1.0), (4000, 1.3)):
         speedups = {found.plan: found.speedup for found in predict_all(costs, length, scale)}
+        chain = every[3]
+        steps = costs.round_ms(chain, length) / costs.plain_ms(length)
+        expected = predict_tokens(ACCEPTANCE, chain, scale) / steps
+        assert speedups[chain] == pytest.approx(expected)
         fastest = max(speedups.values())
-        assert speedups[every[3]] == pytest.approx(
-            predict_tokens(ACCEPTANCE, every[3], scale)
-            * costs.plain_ms(length)
-            / costs.round_ms(every[3], length)
-        )
-        assert (
-            max([speedups[plan] for plan in candidates], default=1.0) >= 0.97 * fastest
-            or fastest <= 1
-        )
-    assert all(
-        plan.width == 1 for plan in list_candidate_plans(costs.restrict_to_chains(), ACCEPTANCE)
-    )
+        best = max([speedups[plan] for plan in candidates], default=1.0)
+        assert best >= 0.97 * fastest or fastest <= 1
+
+    chains = list_candidate_plans(costs.restrict_to_chains(), ACCEPTANCE)
+    assert all(plan.width == 1 for plan in chains)
     measured = (1, 2, 4, 9)
-    gaps = costs._replace(
-        counts=measured, verify=tuple(tuple(row[n - 1] for n in measured) for row in costs.verify)
-    )
-    assert all(plan.size in measured for plan in list_measured_plans(gaps)), (
-        "only measured sizes are planned"
-    )
+    verify = tuple(tuple(forwards[n - 1] for n in measured) for forwards in costs.verify)
+    gaps = costs._replace(counts=measured, verify=verify)
+    assert all(plan.size in measured for plan in list_measured_plans(gaps))
     assert list_candidate_plans(costs, ((0.0,),)) == ()
 
 
@@ -155,18 +145,16 @@ def test_the_starting_plan_is_the_fastest_affordable() -> None:
         assert [planner.next_plan(START) for _ in range(WARM_UP + 1)][-1] == first
     acceptance = ((MAX_RATE,),)
     plans = (chain_plan(1), chain_plan(15))
-    dear = costs._replace(
-        verify=tuple((row[0], 1.5, *(9.0 for _ in row[2:])) for row in costs.verify)
-    )
+    verify = tuple((forwards[0], 1.5, *(9.0 for _ in forwards[2:])) for forwards in costs.verify)
+    dear = costs._replace(verify=verify)
     slower, faster = (
         predict(dear, plan, START, compute_cumulative(acceptance, plan)).speedup for plan in plans
     )
     assert 1.2 < slower < faster
     planner = AutoPlanner(dear, acceptance, plans)
     chosen = [planner.next_plan(START) for _ in range(WARM_UP + 1)]
-    assert chosen == [*[None] * WARM_UP, chain_plan(1)], (
-        "a rejected draft of 15 would exceed the budget"
-    )
+    # A rejected draft of 15 would exceed the budget.
+    assert chosen == [*[None] * WARM_UP, chain_plan(1)]
 
 
 @pytest.mark.parametrize(("curve", "replay", "truth"), pairs(CURVES, (0.0, 0.05, 0.5), BOUNDS))
@@ -198,26 +186,23 @@ def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, te
 
 def test_rounds_that_slow_down_are_noticed() -> None:
     costs = make_costs("gentle")
-    truth = costs._replace(
-        verify=(costs.verify[0], scale_rounds(costs, 2.0).verify[1])
-    )  # wrong at 1,024 tokens
+    slow = scale_rounds(costs, 2.0)
+    truth = costs._replace(verify=(costs.verify[0], slow.verify[1]))  # slow at 1,024 tokens
     for text in ("a third", "most"):
         assert simulate(AutoPlanner(costs, ACCEPTANCE), truth, TEXTS[text], 3000, 1) > BOUNDS[1.3]
     planner = AutoPlanner(costs, ACCEPTANCE)
     assert simulate(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 1) < 0.9
     simulate(planner, costs, TEXTS["all"], 600, 1)
-    assert simulate(planner, costs, TEXTS["all"], 600, 1) > 1.4, (
-        "drafting resumes once rounds are fast again"
-    )
+    # Drafting resumes once rounds are fast again.
+    assert simulate(planner, costs, TEXTS["all"], 600, 1) > 1.4
 
 
 def test_better_text_is_noticed_in_spite_of_stalls() -> None:
-    assert (
-        min(simulate_auto(make_costs(), TEXTS["turns good"], 2000, seed) for seed in range(4)) > 1.4
-    )
-    calm, stalled = (
-        simulate_auto(make_costs(), TEXTS["all"], 1500, 2, stalls=stalls) for stalls in (0.0, 0.15)
-    )
+    costs = make_costs()
+    speeds = [simulate_auto(costs, TEXTS["turns good"], 2000, seed) for seed in range(4)]
+    assert min(speeds) > 1.4
+    calm = simulate_auto(costs, TEXTS["all"], 1500, 2)
+    stalled = simulate_auto(costs, TEXTS["all"], 1500, 2, stalls=0.15)
     assert stalled > 0.95 * calm > 1.5
 
 
@@ -315,7 +300,8 @@ def test_counts_are_saved_for_the_next_process(
     save_hits(model, drafter, counts)
     other = make_drafter(model)
     other.update(tree_map(lambda array: array + 1, drafter.parameters()))
-    assert read(drafter) == counts.by_depth and not read(other), "other weights of the same shapes"
+    assert read(drafter) == counts.by_depth
+    assert not read(other), "other weights of the same shapes"
     for file in tmp_path.rglob("*.json"):
         file.write_text('{"by_depth": [[1, "a"]]}')
     assert not read(drafter), "damaged files are ignored"

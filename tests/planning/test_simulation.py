@@ -21,8 +21,8 @@ def test_rounds_match_decoding(family: str, seed: int) -> None:
     prompt = 3 * make_prompt(12, vocab=4, seed=seed)
     steps = run(model, prompt, max_tokens=80, context=True, plan=(1, 1))
     stats = steps[-1].stats
-    assert stats.context_accepted > 20 and bool(stats.replayed) is (family == "rwkv7")
+    assert stats.context_accepted > 20
+    assert bool(stats.replayed) is (family == "rwkv7")
     costs = FREE._replace(replay_row_ms=1e-9 * bool(stats.replayed))
-    assert simulate_text(costs, Planner(None), prompt, ids(steps)) == pytest.approx(
-        79 / stats.rounds
-    )
+    speed = simulate_text(costs, Planner(None), prompt, ids(steps))
+    assert speed == pytest.approx(79 / stats.rounds)
