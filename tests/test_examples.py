@@ -31,7 +31,7 @@ BLOCKS = re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text(encoding="utf-8")
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("ROWS", 4), ("BATCHES", 2), ("LENGTH", 24), ("PROMPT", 8)):
+    for name, value in (("BATCH_SIZE", 4), ("BATCHES", 2), ("LENGTH", 24), ("PROMPT", 8)):
         monkeypatch.setattr(drafter, name, value)
 
 
@@ -83,11 +83,11 @@ def test_edits_of_the_library_keep_the_meaning() -> None:
 
 def test_edits_are_packed_without_cuts() -> None:
     made = [edits.Edit("any", "x" * n, "bb", "c" * (n % 7 + 1)) for n in range(1, 60)]
-    ids, weights = edits.pack_rows(made, lambda text: [ord(letter) for letter in text], 0, 90)
+    ids, weights = edits.pack_edits(made, lambda text: [ord(letter) for letter in text], 0, 90)
     assert ids.shape[1] == 91
     assert weights.shape == (len(ids), 90)
     found = []
-    for tokens, prompt in edits.split_rows(ids, weights, 0):
+    for tokens, prompt in edits.split_edits(ids, weights, 0):
         found.append(("".join(map(chr, tokens)), prompt))
     packed = [edit for edit in made if len(edit.prompt + edit.after) < 91]
     expected = [(edit.prompt + edit.after + "\0", len(edit.prompt)) for edit in packed]
@@ -100,7 +100,7 @@ def test_edits_are_packed_without_cuts() -> None:
 
 def test_changed_tokens_weigh_more() -> None:
     edit = edits.Edit("any", "x", "abcd", "abxd")
-    _, weights = edits.pack_rows([edit], lambda text: [ord(letter) for letter in text], 0, 50, 0.0)
+    _, weights = edits.pack_edits([edit], lambda text: [ord(letter) for letter in text], 0, 50, 0.0)
     changed = edits.CHANGED_WEIGHT
     assert weights[0, len(edit.prompt) - 1 :].tolist()[:6] == [1, 1, changed, 1, changed, 0], (
         "so is the end token"

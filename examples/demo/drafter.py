@@ -1,6 +1,4 @@
-"""Trains the demo's drafter on what the target writes behind pieces of the training files, and on
-edits.
-"""
+"""Trains the demo's drafter on edits, and on what the target writes behind pieces of files."""
 
 from __future__ import annotations
 
@@ -27,28 +25,28 @@ from mlx_redrafter.training.trainer import train_drafter
 PROMPT = 64
 LENGTH = 257
 BATCHES = 6
-ROWS = 256
+BATCH_SIZE = 256
 TEMPERATURE = 0.8
 
 
 def generate_continuations(
     model: nn.Module, prompts: mx.array, length: int, temp: float
 ) -> mx.array:
-    """(B, length) ids: each prompt (B, P) and what the model writes behind it, past the end of text
-    too.
+    """(B, length) ids: each prompt (B, P) and what the model writes behind it.
+
+    It goes on past the end of text.
 
     Args:
         temp: temperature; 0 is greedy.
     """
     cache = make_prompt_cache(model)
-    rows = [prompts]
-    while sum(row.shape[1] for row in rows) < length:
-        logits = model(rows[-1], cache=cache)[:, -1].astype(mx.float32)
-        rows.append(
-            mx.argmax(logits + temp * mx.random.gumbel(logits.shape), axis=-1, keepdims=True)
-        )
-        mx.eval(rows[-1])
-    return mx.concatenate(rows, axis=1)
+    pieces = [prompts]
+    for _ in range(prompts.shape[1], length):
+        logits = model(pieces[-1], cache=cache)[:, -1].astype(mx.float32)
+        noisy = logits + temp * mx.random.gumbel(logits.shape)
+        pieces.append(mx.argmax(noisy, axis=-1, keepdims=True))
+        mx.eval(pieces[-1])
+    return mx.concatenate(pieces, axis=1)
 
 
 def write_texts(
@@ -63,21 +61,18 @@ def write_texts(
 
     Batches that are there are not written again.
     """
-    starts = (
-        np.random.default_rng(seed).permutation(len(tokens) // PROMPT)[: batches * ROWS] * PROMPT
-    )
+    order = np.random.default_rng(seed).permutation(len(tokens) // PROMPT)
+    starts = order[: batches * BATCH_SIZE] * PROMPT
     files = [directory / f"{i:03}.npy" for i in range(batches)]
     for i, file in enumerate(tqdm(files, desc="texts")):
         if file.exists():
             continue
         mx.random.seed(seed + i)
-        at = starts[i * ROWS : (i + 1) * ROWS]
+        at = starts[i * BATCH_SIZE : (i + 1) * BATCH_SIZE]
         prompts = mx.array(tokens[at[:, None] + np.arange(PROMPT)].astype(np.int32))
+        written = np.array(generate_continuations(model, prompts, LENGTH, temp))
         with replace_file(file) as partly:
-            np.save(
-                partly,
-                np.array(generate_continuations(model, prompts, LENGTH, temp)).astype(np.uint16),
-            )
+            np.save(partly, written.astype(np.uint16))
     return np.concatenate([np.load(file) for file in files])
 
 
@@ -129,6 +124,6 @@ def describe(model: nn.Module, held_out: np.ndarray, directory: Path, depth: int
     read = add_hidden_states(model, [Example(text.astype(np.int32), PROMPT) for text in texts])
     embedding = get_parts(model).embedding
     _, acceptance = measure_guesses(embedding, drafter, read, depth, batch_size=16)
-    rounded = [[round(share, 4) for share in row] for row in acceptance]
+    rounded = [[round(rate, 4) for rate in rates] for rates in acceptance]
     drafter.args = replace(drafter.args, acceptance=rounded)
     save_drafter(directory, drafter, dtype=mx.float16)

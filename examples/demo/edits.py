@@ -1,6 +1,6 @@
-"""Edits of functions and JSON documents, made by program: an instruction, the source, and the
-edited source.
+"""Edits of functions and JSON documents, made by program.
 
+An edit is an instruction, the source, and the edited source.
 An edit is left out where it would not be clear what to change: for example where a variable's name
 is also a word in a string of the function.
 """
@@ -28,7 +28,7 @@ LINES = range(3, 60)
 CHARACTERS = 1400
 PROMPT_WEIGHT = 0.05
 CHANGED_WEIGHT = 3.0
-OPEN_ROWS = 24
+OPEN_SEQUENCES = 24
 NEW_NAME = re.compile(r"[a-z][a-z_0-9]{1,15}")
 
 
@@ -71,15 +71,19 @@ class Function:
         return {word for text in texts for word in WORD.findall(text)}
 
     def replace(self, replacement: Callable[[int], str | None]) -> str:
-        """Its source with other text for the tokens, given by index, for which `replacement`
-        returns one.
+        """Its source with other text for the tokens for which `replacement` returns one.
+
+        Args:
+            replacement: index of a token -> its new text; None to leave it.
         """
         lines = self.source.splitlines(keepends=True)
         for i in reversed(range(len(self.tokens))):
-            if (text := replacement(i)) is not None:
-                row, start = self.tokens[i].start
+            text = replacement(i)
+            if text is not None:
+                number, start = self.tokens[i].start
                 _, end = self.tokens[i].end
-                lines[row - 1] = lines[row - 1][:start] + text + lines[row - 1][end:]
+                line = lines[number - 1]
+                lines[number - 1] = line[:start] + text + line[end:]
         return "".join(lines)
 
     def rename(self, old: str, new: str, attribute: bool = False) -> str:
@@ -92,7 +96,7 @@ class Function:
         return self.replace(replacement)
 
 
-def find_functions(text: str) -> Iterator[Function]:
+def list_functions(text: str) -> Iterator[Function]:
     """The functions and methods of a file that are short, ASCII, and indented by spaces."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of invalid escapes in the sources
@@ -259,7 +263,7 @@ def make_edits(texts: list[str], count: int, seed: int = 0) -> list[Edit]:
     Where few functions allow a kind, they serve again.
     """
     rng = np.random.default_rng(seed)
-    functions = list({f.source: f for text in texts for f in find_functions(text)}.values())
+    functions = list({f.source: f for text in texts for f in list_functions(text)}.values())
     found = sorted({name for f in functions for name in f.names})
     names = [name for name in found if NEW_NAME.fullmatch(name) and not keyword.iskeyword(name)]
     share = -(-count // (len(FUNCTION_EDITS) + 1))
@@ -376,57 +380,62 @@ def _random_code(pool: list[str], count: int, rng: np.random.Generator) -> str:
     return text.strip()
 
 
-def pack_rows(
+def pack_edits(
     edits: list[Edit],
     encode: Callable[[str], list[int]],
     end: int,
     length: int,
     prompt_weight: float = PROMPT_WEIGHT,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """((N, length + 1) uint16 ids, (N, length) float32 weights): whole edits side by side, each
-    ended by `end`.
+    """((N, length + 1) uint16 ids, (N, length) float32 weights): whole edits side by side.
 
-    The weight of a token as the next one: 1 in an answer, CHANGED_WEIGHT where that is not what the
-    source says, `prompt_weight` in a prompt, 0 in the padding. Edits that are longer than a row are
-    left out.
+    Each ends with the token `end`. The weight of a token as the next one: 1 in an answer,
+    CHANGED_WEIGHT where that is not what the source says, `prompt_weight` in a prompt, 0 in the
+    padding. Edits that are longer than a sequence are left out.
     """
-    rows: list[tuple[list[int], list[float]]] = []
-    open_rows: list[tuple[list[int], list[float]]] = []
+    sequences: list[tuple[list[int], list[float]]] = []
+    unfilled: list[tuple[list[int], list[float]]] = []
     for edit in edits:
         prompt = encode(edit.prompt)
         answer = [*encode(edit.after), end]
         size = len(prompt) + len(answer)
         if size > length + 1:
             continue
+
         weights = [1.0] * len(answer)
-        for kind, _, _, start, stop in SequenceMatcher(
-            None, encode(edit.before), answer, autojunk=False
-        ).get_opcodes():
+        matcher = SequenceMatcher(None, encode(edit.before), answer, autojunk=False)
+        for kind, _, _, start, stop in matcher.get_opcodes():
             if kind != "equal":
                 stop = min(max(stop, start + 1), len(answer))
                 weights[start:stop] = [CHANGED_WEIGHT] * (stop - start)
-        row = next((row for row in open_rows if len(row[0]) + size <= length + 1), None)
-        if row is None:
-            rows.append(row := ([], []))
-            open_rows = [*open_rows[-OPEN_ROWS:], row]
-        row[0].extend(prompt + answer)
-        row[1].extend([prompt_weight] * len(prompt) + weights)
-    ids = np.full((len(rows), length + 1), end, np.uint16)
-    weights_of_rows = np.zeros((len(rows), length + 1), np.float32)
-    for i, (row, weight) in enumerate(rows):
-        ids[i, : len(row)] = row
-        weights_of_rows[i, : len(row)] = weight
-    return ids, weights_of_rows[:, 1:]
+
+        with_room = [each for each in unfilled if len(each[0]) + size <= length + 1]
+        if with_room:
+            sequence = with_room[0]
+        else:
+            sequence = ([], [])
+            sequences.append(sequence)
+            unfilled = [*unfilled[-OPEN_SEQUENCES:], sequence]
+        sequence[0].extend(prompt + answer)
+        sequence[1].extend([prompt_weight] * len(prompt) + weights)
+
+    all_ids = np.full((len(sequences), length + 1), end, np.uint16)
+    all_weights = np.zeros((len(sequences), length + 1), np.float32)
+    for i, (ids, weights) in enumerate(sequences):
+        all_ids[i, : len(ids)] = ids
+        all_weights[i, : len(weights)] = weights
+    return all_ids, all_weights[:, 1:]
 
 
-def split_rows(ids: np.ndarray, weights: np.ndarray, end: int) -> list[tuple[np.ndarray, int]]:
-    """(ids, length of the prompt) of each edit in the rows of `pack_rows`."""
+def split_edits(ids: np.ndarray, weights: np.ndarray, end: int) -> list[tuple[np.ndarray, int]]:
+    """(ids, length of the prompt) of each edit in the sequences of `pack_edits`."""
     found = []
-    for row, weight in zip(ids, weights, strict=True):
+    for sequence, weight in zip(ids, weights, strict=True):
         in_answer = np.concatenate([[False], weight >= 1])
         start = 0
-        for stop in np.flatnonzero(in_answer & (row == end)) + 1:
-            found.append((row[start:stop].astype(np.int32), int(np.argmax(in_answer[start:stop]))))
+        for stop in np.flatnonzero(in_answer & (sequence == end)) + 1:
+            prompt_length = int(np.argmax(in_answer[start:stop]))
+            found.append((sequence[start:stop].astype(np.int32), prompt_length))
             start = stop
     return found
 

@@ -1,5 +1,4 @@
-"""Makes the demo's two models from the running interpreter's standard library and the packages of
-packages.txt.
+"""Makes the demo's two models from the standard library and the packages of packages.txt.
 
     python -m examples.demo.recipe --output DIR
 
@@ -38,7 +37,7 @@ from . import corpus, drafter, edits, report, target
 VOCAB_SIZE = 4096
 BITS = 8
 GROUP_SIZE = 64
-ROWS_PER_STEP = 2
+EXAMPLES_PER_STEP = 2
 EXIT_DIM = 256
 EDITS = 30_000
 EXERCISES = 26_000
@@ -78,36 +77,16 @@ def make_target(out: Path, steps: int) -> None:
 
 
 def make_edits(out: Path, steps: int) -> None:
-    """The target, quantised, from the pretrained one: edits by program of the same files, and more
-    of the library.
+    """The target, quantized, from the pretrained one.
+
+    It learns edits by program of the same files, and more of the library.
     """
     if (out / "target").exists():
         return
-    if not (rows := out / "edits.npz").exists():
-        training, held_out = (
-            [path.read_text(encoding="utf-8") for path in paths] for paths in split_files()
-        )
-        texts = training + list(
-            corpus.package_texts(corpus.download_packages(out / "wheels"), held_out)
-        )
-        made = {
-            "exercises": edits.make_exercises(texts, EXERCISES),
-            "edits": edits.make_edits(texts, EDITS),
-        }
-        tokenizer = load_tokenizer(out / "tokenizer")
-        packed = {}
-        for name, length in target.EDIT_LENGTHS.items():
-            weight = {"exercises": 0.0}.get(
-                name, edits.PROMPT_WEIGHT
-            )  # there is nothing to learn from random names
-            found = made.get(name, made["edits"])
-            packed[name], packed[f"{name}_weights"] = edits.pack_rows(
-                found, tokenizer.encode, tokenizer.eos_token_id, length, weight
-            )
-            print(f"{name}: {len(packed[name])} rows of {length} tokens", flush=True)
-        with replace_file(rows) as partly, partly.open("wb") as opened:
-            np.savez(opened, **packed)
-    batch = target.make_edit_batches(dict(np.load(rows)), np.load(out / "library.npy"), steps)
+    sequences = out / "edits.npz"
+    if not sequences.exists():
+        pack_edits(out, sequences)
+    batch = target.make_edit_batches(dict(np.load(sequences)), np.load(out / "library.npy"), steps)
     settings = target.make_config(VOCAB_SIZE, 0)
     place = out / "float32"
     place.mkdir(exist_ok=True)
@@ -119,6 +98,31 @@ def make_edits(out: Path, steps: int) -> None:
     copy_tokenizer(out, place)
     quantization = {"quantize": True, "q_group_size": GROUP_SIZE, "q_bits": BITS}
     convert_model(place, out / "target", **quantization)
+
+
+def pack_edits(out: Path, file: Path) -> None:
+    """Writes edits of the training files and of the packages, as sequences of tokens."""
+    training, held_out = (
+        [path.read_text(encoding="utf-8") for path in paths] for paths in split_files()
+    )
+    wheels = corpus.download_packages(out / "wheels")
+    texts = training + list(corpus.package_texts(wheels, held_out))
+    exercises = edits.make_exercises(texts, EXERCISES)
+    real = edits.make_edits(texts, EDITS)
+    tokenizer = load_tokenizer(out / "tokenizer")
+    packed = {}
+    for name, length in target.EDIT_LENGTHS.items():
+        made = real
+        prompt_weight = edits.PROMPT_WEIGHT
+        if name == "exercises":
+            made = exercises
+            prompt_weight = 0.0  # there is nothing to learn from random names
+        packed[name], packed[f"{name}_weights"] = edits.pack_edits(
+            made, tokenizer.encode, tokenizer.eos_token_id, length, prompt_weight
+        )
+        print(f"{name}: {len(packed[name])} sequences of {length} tokens", flush=True)
+    with replace_file(file) as partly, partly.open("wb") as opened:
+        np.savez(opened, **packed)
 
 
 def make_draft_model(out: Path, steps: int) -> None:
@@ -160,13 +164,13 @@ def make_drafter(out: Path, steps: int) -> None:
         return
     model, tokenizer = load_trained(out)
     written = drafter.write_texts(model, np.load(out / "library.npy"), out / "texts")
-    texts = [Example(row.astype(np.int32), 0) for row in written]
+    texts = [Example(ids.astype(np.int32), 0) for ids in written]
     # The right answers, which are nearly always the target's own.
-    rows = np.load(out / "edits.npz")
-    answered = edits.split_rows(rows["edits"], rows["edits_weights"], tokenizer.eos_token_id)
+    packed = np.load(out / "edits.npz")
+    answered = edits.split_edits(packed["edits"], packed["edits_weights"], tokenizer.eos_token_id)
     texts += [Example(*edit) for edit in answered[:EDIT_TEXTS]]
     args = DrafterArgs(*get_model_sizes(model), exit_dim=EXIT_DIM, num_draft_layers=1)
-    settings = TrainingArgs(batch_size=ROWS_PER_STEP, learning_rate=4e-3)
+    settings = TrainingArgs(batch_size=EXAMPLES_PER_STEP, learning_rate=4e-3)
     drafter.train(model, texts, args, settings, steps, out / "drafter")
 
 
@@ -176,15 +180,12 @@ def describe_drafter(out: Path) -> None:
 
 
 def print_report(out: Path) -> None:
-    """Held-out bits per byte, edits that are right, how much greedy text repeats itself, and tokens
-    per round.
-    """
+    """Held-out bits per byte, edits that are right, and tokens per round."""
     model, tokenizer = load_trained(out)
     made = report.make_held_out_edits(tokenizer, HELD_OUT_EDITS, 1, range(EDIT_TOKENS))
     print(format_text(report.measure_edits(model, tokenizer, made)))
-    print(
-        f"target: {report.measure_bits_per_byte(model, np.load(out / 'held.npy')):.3f} bits per held-out byte"
-    )
+    bits = report.measure_bits_per_byte(model, np.load(out / "held.npy"))
+    print(f"target: {bits:.3f} bits per held-out byte")
     network = load_drafter(out / "drafter", model)
     network.set_dtype(mx.float32)
     print(format_text(report.measure_texts(model, tokenizer, network)))
@@ -217,7 +218,7 @@ def package(out: Path) -> None:
 
 
 def load_trained(out: Path) -> tuple[nn.Module, TokenizerWrapper]:
-    """The target as it is stored, in float32: what the drafter has to know is the quantised model."""
+    """The target as it is stored, in float32: the drafter has to know the quantized model."""
     model, tokenizer = load(out / "target")
     dequantize_model(model)
     model.set_dtype(mx.float32)

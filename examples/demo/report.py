@@ -29,23 +29,26 @@ DEFINITION = re.compile(r"^ *(?:async )?def ", re.MULTILINE)
 
 
 def choose_prompts(tokenizer: TokenizerWrapper, count: int = PROMPTS) -> dict[str, str]:
-    """File name -> whole lines from a function's first on, PROMPT_TOKENS or a few more, of `count`
-    held-out files.
+    """File name -> whole lines from a function's first on, of `count` held-out files.
+
+    They make PROMPT_TOKENS tokens or a few more.
     """
     found = {}
     for path in split_files()[1]:
         text = path.read_text(encoding="utf-8")
         starts = [match.start() for match in DEFINITION.finditer(text)]
-        if starts and (prompt := find_excerpt(text[starts[len(starts) // 2] :], tokenizer)):
-            found[get_library_name(path)] = prompt
+        if starts:
+            prompt = cut_excerpt(text[starts[len(starts) // 2] :], tokenizer)
+            if prompt:
+                found[get_library_name(path)] = prompt
     names = list(found)
     return {name: found[name] for name in names[:: max(1, len(names) // count)][:count]}
 
 
-def find_excerpt(text: str, tokenizer: TokenizerWrapper) -> str | None:
-    """The first lines of `text` that make PROMPT_TOKENS tokens;
+def cut_excerpt(text: str, tokenizer: TokenizerWrapper) -> str | None:
+    """The first lines of `text` that make PROMPT_TOKENS tokens.
 
-    None when they are too few, or far too long.
+    None if they are too few, or far too long.
     """
     lines = text.splitlines()
     for count in range(1, len(lines) + 1):
@@ -57,8 +60,9 @@ def find_excerpt(text: str, tokenizer: TokenizerWrapper) -> str | None:
 
 
 def measure_bits_per_byte(model: nn.Module, tokens: np.ndarray) -> float:
-    """Bits the model needs for each byte of the held-out files, in windows of WINDOW tokens without
-    overlap.
+    """Bits the model needs for each byte of the held-out files.
+
+    They are read in windows of WINDOW tokens without overlap.
 
     Args:
         tokens: the files as a stream of ids.
@@ -73,8 +77,7 @@ def measure_bits_per_byte(model: nn.Module, tokens: np.ndarray) -> float:
 def make_held_out_edits(
     tokenizer: TokenizerWrapper, count: int, seed: int, answer_tokens: range
 ) -> list[Edit]:
-    """Edits of held-out functions and of JSON documents with names from held-out files, as many of
-    each kind.
+    """Edits of held-out functions and of JSON documents with their names, as many of each kind.
 
     Args:
         answer_tokens: how long their answers are.
@@ -91,23 +94,19 @@ def is_right(model: nn.Module, tokenizer: TokenizerWrapper, edit: Edit) -> bool:
     """Whether the greedy answer to an edit is the edited source, ended by the end-of-text token."""
     limit = len(tokenizer.encode(edit.after)) + 1
     answers = list(stream_generate(model, tokenizer, edit.prompt, max_tokens=limit))
-    return (
-        answers[-1].finish_reason == "stop" and "".join(each.text for each in answers) == edit.after
-    )
+    text = "".join(each.text for each in answers)
+    return answers[-1].finish_reason == "stop" and text == edit.after
 
 
 def measure_edits(
     model: nn.Module, tokenizer: TokenizerWrapper, made: list[Edit]
 ) -> list[dict[str, Any]]:
-    """A row for each kind of edit and one for all: how many there are, and how many greedy answers
-    are right.
-    """
+    """A line for each kind of edit and one for all: how many there are, and how many are right."""
     right: dict[str, list[bool]] = {}
     for edit in tqdm(made, desc="edits"):
         right.setdefault(edit.kind, []).append(is_right(model, tokenizer, edit))
-    kinds = dict(sorted(right.items())) | {
-        "all": [found for kind in right.values() for found in kind]
-    }
+    kinds = dict(sorted(right.items()))
+    kinds["all"] = [found for kind in right.values() for found in kind]
     return [
         {"kind": kind, "edits": len(found), "right": sum(found)} for kind, found in kinds.items()
     ]
@@ -116,9 +115,7 @@ def measure_edits(
 def measure_texts(
     model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter
 ) -> list[dict[str, Any]]:
-    """Rows of `benchmarks.acceptance` on held-out prompts, greedy and at temperature 0.8, at two
-    shapes.
-    """
+    """Lines of `benchmarks.acceptance` on held-out prompts, greedy and sampled, with two plans."""
     ids = [encode(tokenizer, text) for text in choose_prompts(tokenizer).values()]
     return [
         {"temp": temp} | measure(model, drafter, ids, plan, max_tokens=NEW_TOKENS, temp=temp)

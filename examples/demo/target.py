@@ -62,9 +62,7 @@ def make_config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
 
 
 def make_draft_config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
-    """The `config.json` of a model of 1.2 million parameters, which mlx-lm's own speculation drafts
-    with.
-    """
+    """The `config.json` of a model of 1.2 million parameters, for mlx-lm's own speculation."""
     return make_config(vocab_size, eos_token_id) | {
         "hidden_size": 160,
         "num_hidden_layers": 2,
@@ -166,8 +164,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def compute_loss(model: Callable[[Tensor], Tensor], ids: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of `ids` (B, T + 1) given what stands before each token, by
-    `weights` (B, T).
+    """Mean cross-entropy in nats of `ids` (B, T + 1) given what stands before each token.
+
+    Args:
+        weights: (B, T) of the tokens.
     """
     logits = model(ids[:, :-1])
     losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
@@ -177,14 +177,13 @@ def compute_loss(model: Callable[[Tensor], Tensor], ids: Tensor, weights: Tensor
 def make_windows(
     tokens: np.ndarray, lengths: tuple[int, ...], seed: int
 ) -> Callable[[int, int, int], np.ndarray]:
-    """(i, rows, length) -> (rows, length + 1) ids: the i-th of the batches of that shape, in a
-    random order.
-    """
+    """(i, count, length) -> (count, length + 1) ids: the i-th batch, in a random order."""
     rng = np.random.default_rng(seed)
     orders = {length: rng.permutation(len(tokens) // length - 1) * length for length in lengths}
 
-    def window(i: int, rows: int, length: int) -> np.ndarray:
-        at = orders[length][(i * rows + np.arange(rows)) % len(orders[length])]
+    def window(i: int, count: int, length: int) -> np.ndarray:
+        order = orders[length]
+        at = order[(i * count + np.arange(count)) % len(order)]
         return np.stack([tokens[start : start + length + 1] for start in at])
 
     return window
@@ -203,17 +202,18 @@ def make_text_batches(wide: np.ndarray, last: np.ndarray, steps: int, seed: int 
 
 
 def make_edit_batches(
-    rows: dict[str, np.ndarray], text: np.ndarray, steps: int, seed: int = 0
+    packed: dict[str, np.ndarray], text: np.ndarray, steps: int, seed: int = 0
 ) -> Batches:
-    """Exercises at first, then short edits, in the last half edits of all lengths; always some of
-    `text` beside them.
+    """Exercises at first, then short edits, in the last half edits of all lengths.
+
+    There is always some of `text` beside them.
 
     Args:
-        rows: "exercises", "short" and "edits", as of `edits.pack_rows`, the weights under
+        packed: "exercises", "short" and "edits", as of `edits.pack_edits`, the weights under
             NAME_weights; those of short edits and of exercises are equally long.
         text: a stream of ids.
     """
-    lengths = {name: rows[name].shape[1] - 1 for name in ("short", "edits")}
+    lengths = {name: packed[name].shape[1] - 1 for name in ("short", "edits")}
     window = make_windows(text, tuple(lengths.values()), seed)
 
     def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -222,16 +222,16 @@ def make_edit_batches(
         plain = window(step, counts["text"], length)
         ids = [plain]
         weights = [np.full((len(plain), length), TEXT_WEIGHT, np.float32)]
-        for name in counts.keys() & rows.keys():
-            at = (step * counts[name] + np.arange(counts[name])) % len(rows[name])
-            ids.append(rows[name][at])
-            weights.append(rows[f"{name}_weights"][at])
+        for name in counts.keys() & packed.keys():
+            at = (step * counts[name] + np.arange(counts[name])) % len(packed[name])
+            ids.append(packed[name][at])
+            weights.append(packed[f"{name}_weights"][at])
         return np.concatenate(ids), np.concatenate(weights)
 
     return batch
 
 
-def find_relative_rate(step: int, steps: int, decay_from: float) -> float:
+def compute_relative_rate(step: int, steps: int, decay_from: float) -> float:
     """The learning rate at a step over its peak: warm-up, constant, then linear to zero."""
     return min(1.0, (step + 1) / WARM_UP, (1 - step / steps) / (1 - decay_from))
 
@@ -284,7 +284,7 @@ def train(
     for step in range(first, steps):
         for optimizer, peak in zip(optimizers, (MUON_RATE, ADAM_RATE), strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = rate * peak * find_relative_rate(step, steps, decay_from)
+                group["lr"] = rate * peak * compute_relative_rate(step, steps, decay_from)
         ids, weights = (torch.from_numpy(array).to(device) for array in batch(step))
         ids = ids.long()
         with torch.autocast(device, torch.bfloat16):
@@ -297,10 +297,8 @@ def train(
         if (step + 1) % 20 == 0 or step + 1 == steps:
             speed = weights.numel() * (step + 1 - first) / (time.monotonic() - began)
             recent = losses[-20:]
-            print(
-                f"step {step + 1} of {steps}: loss {sum(recent) / len(recent):.3f}, {speed:.0f} tokens/s",
-                flush=True,
-            )
+            mean = sum(recent) / len(recent)
+            print(f"step {step + 1} of {steps}: loss {mean:.3f}, {speed:.0f} tokens/s", flush=True)
         if time.monotonic() - saved_at > CHECKPOINT_SECONDS:
             saved_at = time.monotonic()
             state = {
@@ -314,7 +312,6 @@ def train(
         name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()
     }
     (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    with replace_file(
-        directory / "model.safetensors"
-    ) as partly:  # last: where it is, training is over
+    # Last: where this file is, training is over.
+    with replace_file(directory / "model.safetensors") as partly:
         save_file(weights, partly, {"format": "pt"})

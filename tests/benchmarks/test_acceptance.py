@@ -1,4 +1,4 @@
-"""The acceptance, difference and round-parts benchmarks print one row per plan."""
+"""The acceptance benchmark prints a line for each plan."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ def run_json(
     return [json.loads(text) for text in capsys.readouterr().out.splitlines()]
 
 
-def test_rows_state_flags_and_machine(pair: Workload, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_state_flags_and_machine(pair: Workload, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--plans", "1,2", "2,2,4", "--max-tokens", "6", "--seed", "3")
     found = run_json(capsys, acceptance, *words)
-    assert [row["plan"] for row in found] == [[1, 2], [2, 2, 4]]
-    assert all(row["machine"] == MACHINE and row["settings"]["seed"] == 3 for row in found)
-    assert all(1 <= row["tokens/round"] <= 3 for row in found)
+    assert [line["plan"] for line in found] == [[1, 2], [2, 2, 4]]
+    assert all(line["machine"] == MACHINE for line in found)
+    assert all(line["settings"]["seed"] == 3 for line in found)
+    assert all(1 <= line["tokens/round"] <= 3 for line in found)
     acceptance.run(parse_flags(acceptance, *words))
     table = capsys.readouterr().out.splitlines()
-    assert (
-        len(table) == 5
-        and "tokens/round" in table[0]
-        and table[-1].startswith("Some Chip, 4 cores")
-    )
-    assert "max_tokens 6" in table[-1] and "seed 3" in table[-1] and "temp 0.0" in table[-1]
+    assert len(table) == 5
+    assert "tokens/round" in table[0]
+    assert table[-1].startswith("Some Chip, 4 cores")
+    assert all(part in table[-1] for part in ("max_tokens 6", "seed 3", "temp 0.0"))
 
 
 @pytest.mark.parametrize("flags", [[], ["--exact"]], ids=["default", "exact"])
@@ -57,11 +56,11 @@ def test_differences_are_errors_if_exact(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ("--plans", "1,2", "--max-tokens", "8", "--temp", "0.8", "--compare", *flags)
-    (row,) = run_json(capsys, acceptance, *words)
-    assert (row["texts"], row["differ"]) == (2, 0) and (row["rows differ"] == 0 or not flags)
+    (line,) = run_json(capsys, acceptance, *words)
+    assert (line["texts"], line["differ"]) == (2, 0) and (line["rows differ"] == 0 or not flags)
     monkeypatch.setattr(acceptance, "get_first_difference", lambda one, other: 2)
-    (row,) = run_json(capsys, acceptance, *words, status=len(flags))
-    assert row["differ"] == 2
+    (line,) = run_json(capsys, acceptance, *words, status=len(flags))
+    assert line["differ"] == 2
 
 
 @pytest.mark.parametrize("module", [acceptance, run])

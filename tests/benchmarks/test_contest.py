@@ -45,9 +45,8 @@ def make_workload(
 
 def hold(workload: Workload, settings: Settings) -> list[dict[str, Any]]:
     sides = make_contestants(workload, [(1, 2), (2, 2)], settings)
-    return [
-        record for records in compare_contestants(workload, sides, settings) for record in records
-    ]
+    by_prompt = compare_contestants(workload, sides, settings)
+    return [record for records in by_prompt for record in records]
 
 
 class Clock:
@@ -73,17 +72,18 @@ class Clock:
                 yield token, None
                 self.now += pace
 
-        return Contestant(
-            kind, "off" if kind == PLAIN else [1, 2, 3] if kind == DRAFTED else None, decode
-        )
+        plans: dict[str, Any] = {PLAIN: "off", DRAFTED: [1, 2, 3]}
+        return Contestant(kind, plans.get(kind), decode)
 
 
 def test_every_contestant_stops_at_the_end_token() -> None:
     free = make_contestants(make_workload(), ["auto"], Settings(), context=True)
-    (text, *_) = texts = [side.run(PROMPTS[0], 12).tokens for side in free]
-    end = next(i for i in range(2, 12) if text[i] not in text[1:i])
-    prompt = PROMPTS[0]._replace(eos_token_ids=frozenset({text[end]}))
-    assert len(texts) > 2 and all(side.run(prompt, 12).tokens == text[: end + 1] for side in free)
+    assert len(free) > 2
+    tokens = free[0].run(PROMPTS[0], 12).tokens
+    end = next(i for i in range(2, 12) if tokens[i] not in tokens[1:i])
+    prompt = PROMPTS[0]._replace(eos_token_ids=frozenset({tokens[end]}))
+    for side in free:
+        assert side.run(prompt, 12).tokens == tokens[: end + 1]
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])
@@ -105,10 +105,11 @@ def test_ratios_compare_runs_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -
     sides = [clock.make_side(PLAIN, [1.0, 10.0, 100.0]), clock.make_side(DRAFTED, [0.5, 5.0, 50.0])]
     workload = replace(make_workload(), prompts=PROMPTS[:1])
     ((first, second),) = compare_contestants(workload, sides, Settings(max_tokens=3, repeats=3))
-    assert first["seconds"] == [3.0, 30.0, 300.0] and second["seconds"] == [1.5, 15.0, 150.0]
-    assert (
-        second["ratio"] == 2.0 and second["ratio_quartiles"] == [2.0, 2.0] and first["ratio"] == 1.0
-    )
+    assert first["seconds"] == [3.0, 30.0, 300.0]
+    assert second["seconds"] == [1.5, 15.0, 150.0]
+    assert second["ratio"] == 2.0
+    assert second["ratio_quartiles"] == [2.0, 2.0]
+    assert first["ratio"] == 1.0
     assert second["tokens_per_second"] == 2 / 15.0
 
 
@@ -120,8 +121,10 @@ def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.Mo
     sides = [clock.make_side(PLAIN, [1.0] * 3), clock.make_side(DRAFTED, [1.0] * 3, texts)]
     workload = replace(make_workload(), prompts=PROMPTS[:1])
     ((first, second),) = compare_contestants(workload, sides, Settings(max_tokens=3, repeats=3))
-    assert second["same_tokens"] is False and second["first_difference"] == 2
-    assert first["same_tokens"] is None and first["first_difference"] is None
+    assert second["same_tokens"] is False
+    assert second["first_difference"] == 2
+    assert first["same_tokens"] is None
+    assert first["first_difference"] is None
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
@@ -157,25 +160,25 @@ def test_a_target_drafting_for_itself_accepts_everything() -> None:
     third, ours = hold(make_workload(model=model, draft_model=model, drafter=False), settings)[2:4]
     # 19 tokens after the first: four rounds of 4 and one of 3.
     assert third["rounds"] == ours["rounds"] == 5
-    assert (
-        third["tokens_per_round"]
-        == ours["tokens_per_round"] + 0.2
-        == pytest.approx(1 + (4 * 3 + 3) / 5)
-    )
-    assert third["num_draft_tokens"] == 3 and third["same_tokens"] is ours["same_tokens"] is True
+    tokens_per_round = 1 + (4 * 3 + 3) / 5
+    assert third["tokens_per_round"] == pytest.approx(tokens_per_round)
+    assert third["tokens_per_round"] == ours["tokens_per_round"] + 0.2
+    assert third["num_draft_tokens"] == 3
+    assert third["same_tokens"] is ours["same_tokens"] is True
 
 
 def test_random_drafters_have_equal_size_and_bits() -> None:
     drafter = small_drafter(hidden=64, exit_dim=64)
-    nn.quantize(
-        drafter,
-        32,
-        4,
-        class_predicate=lambda path, each: path != "rnn_u" and hasattr(each, "to_quantized"),
-    )
+
+    def is_quantized(path: str, module: nn.Module) -> bool:
+        return path != "rnn_u" and hasattr(module, "to_quantized")
+
+    nn.quantize(drafter, 32, 4, class_predicate=is_quantized)
     other = make_random_drafter(drafter)
-    assert count_bytes(other) == count_bytes(drafter) and other.dtype == drafter.dtype
-    assert isinstance(other.lm_head[-1], nn.QuantizedLinear) and isinstance(other.rnn_u, nn.Linear)
+    assert count_bytes(other) == count_bytes(drafter)
+    assert other.dtype == drafter.dtype
+    assert isinstance(other.lm_head[-1], nn.QuantizedLinear)
+    assert isinstance(other.rnn_u, nn.Linear)
     assert not mx.array_equal(other.lm_head[-1].weight, drafter.lm_head[-1].weight)
 
 
@@ -199,9 +202,8 @@ def test_run_prints_a_table_and_keeps_records(
     assert run.run(parse_flags(run, *QUICKLY, "--output", str(path))) == 0
     said = capsys.readouterr().out
     assert "contestant" in said and "mlx-lm" in said and "1 x 2" in said
-    assert said.splitlines()[-1].startswith("Some Chip, 4 cores, Some-OS-1.0, mlx 0.32.4"), (
-        "no raw JSON"
-    )
+    # No raw JSON.
+    assert said.splitlines()[-1].startswith("Some Chip, 4 cores, Some-OS-1.0, mlx 0.32.4")
     assert [(each["kind"], each.get("contestant")) for each in read_records(path)] == [
         ("costs", None),
         *[("speed", name) for name in (PLAIN, MLX_LM, CONTEXT, DRAFTED)] * 2,

@@ -19,9 +19,7 @@ from benchmarks.predict import (
 )
 from mlx_redrafter.engine.plan import Plan
 
-PLANS = [
-    Plan(width, depth, width * (depth + 1)) for width in (1, 2, 3, 4) for depth in (1, 2, 3, 4)
-]
+PLANS = [Plan(w, k, w * (k + 1)) for w in (1, 2, 3, 4) for k in (1, 2, 3, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +33,8 @@ def passes(errors: dict[str, float]) -> bool:
 
 def test_published_runs_are_parsed(published: list[Published]) -> None:
     assert [each.chip for each in published] == [chip for chip in CHIPS for _ in range(2)]
-    assert [len(each.cells) for each in published] == [16, 16, 16, 16, 15, 16], (
-        "one cell was lost to compilation time"
-    )
+    # One cell was lost to compilation time.
+    assert [len(each.cells) for each in published] == [16, 16, 16, 16, 15, 16]
     ultra = published[4]
     cell = next(cell for cell in ultra.cells if cell.plan.shape == (3, 3, 12))
     # 3,4,float16: 82 steps, 3422.5 ms; prompts took 111.23 (disturbed) and 110.99 ms.
@@ -54,7 +51,8 @@ def test_published_runs_are_parsed(published: list[Published]) -> None:
 
 def test_speeds_of_unseen_shapes_are_predicted(published: list[Published]) -> None:
     halves = split_shapes()
-    assert len(halves) == 50 and all(len(half) == 8 and {(4, 3), (4, 4)} & half for half in halves)
+    assert len(halves) == 50
+    assert all(len(half) == 8 and {(4, 3), (4, 4)} & half for half in halves)
     assert passes(compute_errors(published))
 
 
@@ -66,20 +64,22 @@ def test_fitting_recovers_a_known_model() -> None:
     known = RoundModel(40.0, (1.3, 0.015, 0.9, 0.03, 0.06, 0.09))
     found = fit_model([Cell(plan, 2.0, known.round_ms(plan)) for plan in PLANS], 40.0)
     assert found.numbers == pytest.approx(known.numbers, abs=0.01)
-    assert fit_model([], 40.0).numbers == pytest.approx([centre for centre, _ in PRIOR.values()])
-    assert RoundModel(40.0, (0.9, 0, 0, 0, 0, 0)).round_ms(Plan(1, 1, 2)) == 40.0, (
-        "never faster than a plain step"
-    )
+    assert fit_model([], 40.0).numbers == pytest.approx([center for center, _ in PRIOR.values()])
+    free = RoundModel(40.0, (0.9, 0, 0, 0, 0, 0))
+    assert free.round_ms(Plan(1, 1, 2)) == 40.0, "never faster than a plain step"
 
 
 def test_all_changes_combined_help_most(published: list[Published]) -> None:
-    rows = list(predict_changes(published))
-    assert len(rows) == 6 * 7
-    for start in range(0, len(rows), 7):
-        now, tree, cut, small, host, most, everything = (
-            row["predicted x plain"] for row in rows[start : start + 7]
-        )
-        assert now <= tree * (1 + 1e-9) and tree <= cut * (1 + 1e-9) and now < small and now < host
+    lines = list(predict_changes(published))
+    assert len(lines) == 6 * 7
+    for start in range(0, len(lines), 7):
+        speeds = [line["predicted x plain"] for line in lines[start : start + 7]]
+        now, tree, cut, small, host, most, everything = speeds
+        assert now <= tree * (1 + 1e-9)
+        assert tree <= cut * (1 + 1e-9)
+        assert now < small
+        assert now < host
         assert max(cut, small) <= most < everything
-        best = max(cell.tokens_per_round / cell.round_ms for cell in published[start // 7].cells)
-        assert now == pytest.approx(best * published[start // 7].plain_ms, rel=0.02)
+        each = published[start // 7]
+        best = max(cell.tokens_per_round / cell.round_ms for cell in each.cells)
+        assert now == pytest.approx(best * each.plain_ms, rel=0.02)

@@ -35,14 +35,13 @@ def test_a_wire_forwards_all_bytes_in_order() -> None:
 
 def test_rounds_hide_network_delay() -> None:
     """Four messages per forward: 10 ms per plain step, 15 ms per round of 3 tokens."""
-    rows = [
+    records = [
         {"delay, ms": delay, "plan": plan, "ms/round": ms + 4 * delay, "tokens/round": made}
         for delay in (0.0, 1.0, 5.0)
         for plan, ms, made in (("plain", 10.0, 1.0), ("1 x 3", 15.0, 3.0))
     ]
-    found = [row for row in add_speeds(rows) if row["plan"] == "1 x 3"]
-    assert [row["messages"] for row in found] == pytest.approx([4.0] * 3)
-    assert [row["x plain"] for row in found] == pytest.approx(
-        [3 * 10 / 15, 3 * 14 / 19, 3 * 30 / 35]
-    )
-    assert [row["expected"] for row in found] == pytest.approx([row["x plain"] for row in found])
+    found = [each for each in add_speeds(records) if each["plan"] == "1 x 3"]
+    speeds = [each["x plain"] for each in found]
+    assert [each["messages"] for each in found] == pytest.approx([4.0] * 3)
+    assert speeds == pytest.approx([3 * 10 / 15, 3 * 14 / 19, 3 * 30 / 35])
+    assert [each["expected"] for each in found] == pytest.approx(speeds)

@@ -28,10 +28,9 @@ def test_both_servers_have_the_same_blas(tmp_path: Path) -> None:
 
 
 def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    message = r"^mlx_lm.server does not start: it exited with status 2$"
     with (
-        pytest.raises(
-            RedrafterError, match=r"^mlx_lm.server does not start: it exited with status 2$"
-        ),
+        pytest.raises(RedrafterError, match=message),
         start_server(THEIRS, ["--no-such-flag"]),
     ):
         pass

@@ -17,12 +17,11 @@ def test_only_wrong_answers_are_reported(
 ) -> None:
     monkeypatch.setattr(soak, "N_PROMPTS", 2)
     monkeypatch.setattr(soak, "MEASURE_SECONDS", 0.5)
-    wrong = [
-        ["no", *row[1:]] for row in decode_expected(None, soak.demo_prompts()[: soak.N_PROMPTS], 6)
-    ]
+    prompts = soak.demo_prompts()[: soak.N_PROMPTS]
+    wrong = [["no", *texts[1:]] for texts in decode_expected(None, prompts, 6)]
     monkeypatch.setattr(soak, "decode_expected", lambda *given: wrong)
-    flags = parse_flags(soak, "--minutes", "2", "--requests", "12", "--clients", "2", "--max-tokens", "6", "--json",
-                        "--prompt-cache-bytes", "16MB")  # fmt: skip
+    words = "--minutes 2 --requests 12 --clients 2 --max-tokens 6 --json --prompt-cache-bytes 16MB"
+    flags = parse_flags(soak, *words.split())
     assert soak.run(flags) == 1
     found = json.loads(capsys.readouterr().out)
     assert 0 < found["wrong"] < found["answered"] and found["failed"] == 0

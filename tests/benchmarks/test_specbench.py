@@ -1,6 +1,4 @@
-"""The Spec-Bench benchmark: reading questions, building turns, and skipping what is already
-measured.
-"""
+"""The Spec-Bench benchmark: questions, turns, and skipping what is already measured."""
 
 from __future__ import annotations
 
@@ -45,9 +43,8 @@ def tokenizer() -> Any:
 def models(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models and made-up costs for every command."""
     vocab = tokenizer.vocab_size
-    workload = Workload(
-        "small", small_llama(vocab=vocab), small_drafter(vocab=vocab), "random", None, None, []
-    )
+    target = small_llama(vocab=vocab)
+    workload = Workload("small", target, small_drafter(vocab=vocab), "random", None, None, [])
     monkeypatch.setattr(specbench, "load_models", lambda args: (workload, tokenizer))
     monkeypatch.setattr(specbench, "measure_costs", lambda workload: make_costs())
     monkeypatch.setattr(specbench, "stamp", lambda: MACHINE)
@@ -87,47 +84,34 @@ def test_measured_questions_are_skipped(
 ) -> None:
     output = tmp_path / "records.jsonl"
     plot = tmp_path / "plot.png"
-    words = (
-        "--questions",
-        str(file),
-        "--plans",
-        "auto",
-        "1,2",
-        "--max-tokens",
-        "4",
-        "--output",
-        str(output),
-    )
-    assert specbench.run(parse_flags(specbench, *words, "--temp", "0", "--plot", str(plot))) == 0
+    settings = f"--plans auto 1,2 --max-tokens 4 --temp 0 --questions {file} --output {output}"
+    words = settings.split()
+    assert specbench.run(parse_flags(specbench, *words, "--plot", str(plot))) == 0
     whole = read_records(output)
     names = {record["prompt"] for record in whole if record["kind"] == "speed"}
     assert names == {"writing/81/1", "writing/81/2", "coding/95/1", "translation/161/1"}
     out = capsys.readouterr().out
-    assert (
-        "temperature 0, times plain decoding" in out
-        and "tokens per round" in out
-        and "chat (3)" in out
-    )
+    for part in ("temperature 0, times plain decoding", "tokens per round", "chat (3)"):
+        assert part in out
     assert plot.read_bytes().startswith(b"\x89PNG")
     kept = [record for record in whole if record.get("prompt") != "coding/95/1"]
     output.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    assert specbench.run(parse_flags(specbench, *words, "--temp", "0")) == 0
+    assert specbench.run(parse_flags(specbench, *words)) == 0
     again = read_records(output)
-    assert again[: len(kept)] == kept and {record["prompt"] for record in again[len(kept) :]} == {
-        "coding/95/1"
-    }
+    assert again[: len(kept)] == kept
+    assert {record["prompt"] for record in again[len(kept) :]} == {"coding/95/1"}
     monkeypatch.setattr(specbench, "warm_up", lambda *given: pytest.fail("nothing is missing"))
-    assert specbench.run(parse_flags(specbench, *words, "--temp", "0")) == 0
+    assert specbench.run(parse_flags(specbench, *words)) == 0
     assert read_records(output) == again
 
 
-def test_rows_are_categories_and_a_total() -> None:
+def test_lines_are_categories_and_a_total() -> None:
     records = [
         make_speed("plain", "off", 1.0, category="chat"),
         make_speed(ratio=1.2, category="chat"),
         make_speed(ratio=1.6, category="maths"),
         make_speed(ratio=1.4, category="maths"),
     ]
-    rows = make_kind_lines(records, "x plain")
-    assert [row["text"] for row in rows] == ["chat (1)", "maths (2)", "all (3)"]
-    assert [row["1 x 3"] for row in rows] == [1.2, 1.5, 1.4]
+    lines = make_kind_lines(records, "x plain")
+    assert [line["text"] for line in lines] == ["chat (1)", "maths (2)", "all (3)"]
+    assert [line["1 x 3"] for line in lines] == [1.2, 1.5, 1.4]

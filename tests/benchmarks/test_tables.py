@@ -17,30 +17,25 @@ def make_place(name: str, inside: str = "") -> str:
     return f"<!-- results: {name} -->\n{inside}<!-- results: end -->\n"
 
 
-def test_rows_are_shown_as_text_and_markdown() -> None:
-    rows = [
+def test_lines_are_shown_as_text_and_markdown() -> None:
+    lines = [
         {"name": "a|b", "gap": 0.00123, "plan": [4, 3]},
         {"name": None, "gap": 0.0, "plan": [1, 2]},
     ]
-    assert [format_cell(value) for value in (1.0, 0.1, -0.0126, 3, "x")] == [
-        "1.00",
-        "0.10",
-        "-0.013",
-        "3",
-        "x",
-    ]
-    assert format_text(rows).splitlines() == [
+    cells = [format_cell(value) for value in (1.0, 0.1, -0.0126, 3, "x")]
+    assert cells == ["1.00", "0.10", "-0.013", "3", "x"]
+    assert format_text(lines).splitlines() == [
         "name     gap   plan",
         " a|b  0.0012  4 x 3",
         "        0.00  1 x 2",
     ]
-    assert format_markdown(rows).splitlines()[2:] == [
+    assert format_markdown(lines).splitlines()[2:] == [
         "| a\\|b | 0.0012 | 4 x 3 |",
         "|  | 0.00 | 1 x 2 |",
     ]
 
 
-def test_rows_where_drafting_loses_are_kept() -> None:
+def test_lines_where_drafting_loses_are_kept() -> None:
     records = [
         make_line(make_costs()),
         PLAIN,
@@ -60,23 +55,20 @@ def test_the_limit_counts_only_verify_forwards() -> None:
     # A verify forward of four nodes (plan 1 x 3) takes 14 ms, a plain step 10 ms.
     assert compute_limit(make_costs(), make_speed(ratio=1.0)) == pytest.approx(127 / 64 / 1.4)
     assert compute_limit(make_costs(), make_speed(plan=(4, 3, 13))) is None, "not measured"
-    assert (
-        compute_limit(make_costs(), make_speed(plan="auto")) is None
-        and compute_limit(None, make_speed()) is None
-    )
+    assert compute_limit(make_costs(), make_speed(plan="auto")) is None
+    assert compute_limit(None, make_speed()) is None
     slow = make_costs()["costs"] | {"verify": [[11.0, 12.0, 13.0, 99.0, 15.0, 16.0, 17.0]]}
-    assert compute_limit(make_costs(costs=slow), make_speed(ratio=1.0)) == pytest.approx(
-        127 / 64 / 1.5
-    )
+    limit = compute_limit(make_costs(costs=slow), make_speed(ratio=1.0))
+    assert limit == pytest.approx(127 / 64 / 1.5)
+
     # From 64 to 264 tokens a plain step grows from 10 to 20 ms, a forward of N nodes from 10 + N to
     # 30 + N ms.
     verify = [[start + n for n in range(1, 8)] for start in (10.0, 30.0)]
     table = make_costs()["costs"] | {"contexts": [64, 264], "plain": [10.0, 20.0], "verify": verify}
     for prompt, tokens, plain, forward in ((32, 64, 10, 14), (64, 200, 15, 24), (164, 200, 20, 34)):
         record = make_speed(prompt_tokens=prompt, tokens=tokens, rounds=50, ratio=0.1)
-        assert compute_limit(make_costs(costs=table), record) == pytest.approx(
-            (tokens - 1) / 50 * plain / forward
-        )
+        limit = compute_limit(make_costs(costs=table), record)
+        assert limit == pytest.approx((tokens - 1) / 50 * plain / forward)
 
 
 def test_contributions_name_their_contributor() -> None:
@@ -96,7 +88,8 @@ def test_contributions_name_their_contributor() -> None:
 
 def test_inserting_tables_twice_changes_nothing() -> None:
     results = Results({"demo-edits": [make_line(make_speed())]}, [])
-    text = f"# Title\n\n{make_place('demo', 'old' + chr(10))}\nbetween\n\n{make_place('contributed')}end\n"
+    demo = make_place("demo", "old\n")
+    text = f"# Title\n\n{demo}\nbetween\n\n{make_place('contributed')}end\n"
     once = place_tables(text, results)
     assert "old" not in once and "| 1 x 3 |" in once and "None yet." in once
     assert once.startswith("# Title\n") and "\nbetween\n" in once and once.endswith("end\n")
