@@ -53,7 +53,7 @@ def make_long_family(name: str) -> nn.Module:
 def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
     """Compares texts drafted by a scripted context with plain ones, in each class of row counts."""
     found = []
-    for counts in setup.get_row_classes(Pair(model), Options()):
+    for counts in setup.get_cache_row_classes(Pair(model), Options()):
         if counts == (1,):
             continue  # nothing drafts
         rows = 0

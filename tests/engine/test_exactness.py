@@ -35,7 +35,7 @@ from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import choose_fastest_class
-from mlx_redrafter.setup import choose_row_counts, choose_setup, get_row_classes
+from mlx_redrafter.setup import choose_row_counts, choose_setup, get_cache_row_classes
 
 ALL = tuple(range(1, MAX_COMPARED_ROWS + 1))
 
@@ -207,13 +207,15 @@ def test_classes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("mlx_redrafter.planning.store.compare_row_counts", find)
     model = small_llama()
-    assert get_row_classes(Pair(model), Options(), measure=False) == () and not calls
+    assert get_cache_row_classes(Pair(model), Options(), measure=False) == () and not calls
     for _ in range(2):
         one = Pair(model)
-        assert get_row_classes(one, Options()) == get_row_classes(one, Options()) == ((1, 2), (3,))
+        for _ in range(2):
+            assert get_cache_row_classes(one, Options()) == ((1, 2), (3,))
     assert calls == [None]
     cache = [QuantizedKVCache(64, 4) for _ in model.layers]
-    assert get_row_classes(one, Options(), cache) == get_row_classes(one, Options(kv_bits=4))
+    in_4_bits = get_cache_row_classes(one, Options(kv_bits=4))
+    assert get_cache_row_classes(one, Options(), cache) == in_4_bits
     assert calls == [None, 4]
 
 
