@@ -40,13 +40,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name on first use, so that importing the package does not import MLX or
-    mlx-lm.
-    """
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
-    value = globals()[name] = next(
-        getattr(module, name) for module in modules if hasattr(module, name)
-    )
-    return value
+    """Imports a public name on first use: importing the package imports neither MLX nor mlx-lm."""
+    for each in _MODULES if name in __all__ else ():
+        module = import_module(f"{__name__}.{each}")
+        if hasattr(module, name):
+            globals()[name] = getattr(module, name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

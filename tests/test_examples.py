@@ -180,9 +180,8 @@ def test_a_torch_llama_matches_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monkey
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from examples.demo import target
 
-    monkeypatch.setattr(
-        torch, "compile", lambda module, **_: module
-    )  # torch.compile would need a C++ compiler
+    # torch.compile would need a C++ compiler.
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     for name, value in {
         "BATCH_TOKENS": 32,
         "SHORT": 8,

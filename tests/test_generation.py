@@ -45,9 +45,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 @cache
 def drafter_of(choice: str, width: int, script: str, script_seed: int) -> Scripted:
     """A drafter that follows `script` on plain decoding's text."""
-    return with_plain(
-        make_model(), PROMPT, COUNT, script, width=width, script_seed=script_seed, **CHOICES[choice]
-    )[1]
+    options = {"width": width, "script_seed": script_seed, **CHOICES[choice]}
+    _, drafter = with_plain(make_model(), PROMPT, COUNT, script, **options)
+    return drafter
 
 
 def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:

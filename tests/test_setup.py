@@ -58,16 +58,21 @@ def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPat
     )
 
 
-@pytest.mark.parametrize(("size", "note"), [
-    (64, "nothing drafts: no number of rows is known .* or padded in the cache's ring of 64 rows"),
-    (200, "drafting with --exact ends when the cache's ring of 200 rows"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "classes", "note"),
+    [
+        (
+            64,
+            ((1,),),
+            "nothing drafts: no number of rows is known .* in the cache's ring of 64 rows",
+        ),
+        (200, ((1, 2, 3),), "drafting with --exact ends when the cache's ring of 200 rows"),
+    ],
+)
 def test_notes_name_the_ring_that_limits_exact_drafts(
-    size: int, note: str, monkeypatch: pytest.MonkeyPatch
+    size: int, classes: Any, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        Pair, "get_row_classes", lambda *args, **_: ((1,),) if size < 76 else ((1, 2, 3),)
-    )
+    monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **_: classes)
     pair = Pair(small_llama())
     options = Options(exact=True, max_kv_size=size)
     given = Options(exact=True, prompt_cache=prepare_cache(pair, options))

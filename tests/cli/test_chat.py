@@ -60,12 +60,10 @@ class Terminal:
     def read_until(self, pattern: str) -> str:
         """Reads up to the end of the first match, with newlines as the program wrote them."""
         while (found := re.search(pattern, self._seen)) is None:
-            assert select.select([self.master], [], [], 60)[0], (
-                f"waited for {pattern!r} after {self._seen[-500:]!r}"
-            )
-            piece = self._decoder.decode(
-                os.read(self.master, 4096)
-            )  # which may end within a character
+            ready, _, _ = select.select([self.master], [], [], 60)
+            assert ready, f"waited for {pattern!r} after {self._seen[-500:]!r}"
+            # The bytes may end within a character.
+            piece = self._decoder.decode(os.read(self.master, 4096))
             self._seen = re.sub(BAR, "", self._seen + piece.replace("\r\n", "\n"))
         text = self._seen[: found.end()]
         self._seen = self._seen[found.end() :]
@@ -88,11 +86,9 @@ def demo_session(**options: Any) -> Session:
 
 
 def tint(each: GenerationResponse) -> str:
-    return (
-        f"{COLORS[each.draft_source]}{each.text}{DEFAULT_COLOR}"
-        if each.draft_source and each.text
-        else each.text
-    )
+    if each.draft_source is None or not each.text:
+        return each.text
+    return COLORS[each.draft_source] + each.text + DEFAULT_COLOR
 
 
 def test_a_terminal_tints_accepted_tokens() -> None:
@@ -131,9 +127,8 @@ def test_ctrl_c_stops_an_answer_then_the_chat(
     chat.answer(session, screen, "hello")
     assert "the conversation continues" in capsys.readouterr().out
     assert len(session.messages) == 2
-    monkeypatch.setattr(
-        session, "cancel", lambda: True
-    )  # the answer continues until the second Ctrl-C
+    # The answer continues until the second Ctrl-C.
+    monkeypatch.setattr(session, "cancel", lambda: True)
     with pytest.raises(KeyboardInterrupt):
         chat.answer(session, screen, "hello")
     assert signal.getsignal(signal.SIGINT) is before

@@ -191,11 +191,15 @@ def test_compare_gives_no_speedup_from_disturbed_times(
     assert "too short to measure" in err
 
 
-@pytest.mark.parametrize(("counts", "words"), [
-    (None, "here; ties within rounding are possible"),
-    ((1, 2, 3), "exact by construction: 1 to 3 rows are computed alike"),
-    ((2, 3, 4), "exact against plain steps padded to 2 rows"),
-], ids=["default", "unpadded", "padded"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (None, "here; ties within rounding are possible"),
+        ((1, 2, 3), "exact by construction: 1 to 3 rows are computed alike"),
+        ((2, 3, 4), "exact against plain steps padded to 2 rows"),
+    ],
+    ids=["default", "unpadded", "padded"],
+)
 def test_compare_says_how_exact_it_is(
     counts: Any, words: str, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,4 @@
-"""The stdio process that answers JSON lines: schema, invalid input, cancellation, and exit with its
-parent.
-"""
+"""The stdio process: schema, invalid input, cancellation, and exit with its parent."""
 
 from __future__ import annotations
 
@@ -214,15 +212,12 @@ def test_the_schema_has_the_requests_and_options() -> None:
             fields[kind] = set(request["properties"]) - {"type", "id"}
     assert fields == FIELDS
     options = SCHEMA["$defs"]["request"]["oneOf"][0]["properties"]["options"]["properties"]
-    assert set(options) == {flag.name for flag in OPTION_FLAGS} - set(CACHE_OPTIONS) | {
-        "stop", "tools", "chat_template_config",
-    }  # fmt: skip
+    expected = {flag.name for flag in OPTION_FLAGS} - set(CACHE_OPTIONS)
+    assert set(options) == expected | {"stop", "tools", "chat_template_config"}
 
 
 def test_it_ends_when_its_parent_is_killed() -> None:
-    """The parent dies in the middle of an answer while another process holds the other end of
-    stdin.
-    """
+    """During an answer, while another process holds the other end of stdin."""
     code = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], stdin=0); time.sleep(600)"
     ours, theirs = os.pipe()
     try:

@@ -1,6 +1,4 @@
-"""Every turn of a session gives what a fresh run over the same tokens gives, whatever happened
-before.
-"""
+"""Every turn gives what a fresh run over the same tokens gives, whatever happened before."""
 
 from __future__ import annotations
 

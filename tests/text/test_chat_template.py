@@ -34,9 +34,7 @@ TIGHT = (
 
 
 def sentencepiece(kind: str, template: str | None = None) -> Any:
-    """A tokenizer of letters and pairs that adds a space before every text, as Llama 2's and
-    Mistral's do.
-    """
+    """A tokenizer of letters and pairs that adds a space before every text, as Llama 2's does."""
     vocab = {piece: number for number, piece in enumerate([*LETTERS, *JOINED])}
     pairs = [(piece[0], piece[1]) for piece in JOINED]
     tokenizer = Tokenizer(models.BPE(vocab, pairs, unk_token="<unk>"))

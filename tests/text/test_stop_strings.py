@@ -12,12 +12,9 @@ from mlx_redrafter.text.stop_strings import StopStrings
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Expected text: everything before the stop string that completes first.
-
-    The longest of several.
-    """
-    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-    return (text[: min(found)[1]], True) if found else (text, False)
+    """Expected text: everything before the stop string that completes first, or the longest."""
+    places = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+    return (text[: min(places)[1]], True) if places else (text, False)
 
 
 def feed(stops: StopStrings, chunks: Sequence[str]) -> tuple[str, bool]:
