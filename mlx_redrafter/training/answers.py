@@ -83,7 +83,7 @@ def decode_batch(
     batch_size: int,
 ) -> Iterator[Continuation]:
     """Yields each continuation when it ends: with an end token, after `max_tokens`, or where it is
-    when stopped.
+    when stopped, if it has begun.
 
     Args:
         take: returns at most the given number of further ones; none if there are none left.
@@ -130,8 +130,8 @@ def decode_batch(
         for index, (each, token) in enumerate(zip(batch, read, strict=True)):
             each.tokens.append(token)
             size = len(each.tokens) - each.offset
-            is_ended = size > 0 and (size == each.max_tokens or token in end_tokens)
-            if not is_ended and not is_stopped:
+            is_ended = is_stopped or size == each.max_tokens or token in end_tokens
+            if size == 0 or not is_ended:
                 going_on.append(index)
                 continue
             if each.states is not None:

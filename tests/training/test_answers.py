@@ -123,6 +123,12 @@ def test_stopping_ends_all_answers_where_they_are() -> None:
         assert each.states is not None and len(each.states) == len(each.tokens) - 1
 
 
+def test_what_has_not_begun_when_stopped_is_left_out() -> None:
+    """The first step only reads the last token of the prompts."""
+    model = make_family("llama")
+    assert decode(model, [Continuation([1, 2, 3], 50, first_learned=1)], steps=0) == []
+
+
 def test_models_that_cannot_be_batched_are_decoded_one_by_one() -> None:
     """mlx-lm pads the states of a Mamba, and cannot batch the masks of Gemma 2."""
     expected = {"llama": 4, "qwen3_5": 4, "mamba": 1, "gemma2": 1}

@@ -105,6 +105,10 @@ def test_the_template_is_cut_at_the_users_words(chatty: Any) -> None:
         split_template(chatty)
 
 
+def test_no_prompt_is_written_without_time(chatty: Any, demo: Any) -> None:
+    assert PromptWriter(demo[0], chatty, 0, 4, 4).write(lambda tokens: True) == []
+
+
 Complete = Callable[[str, str], tuple[str, bool]]
 Write = Callable[[Complete], list[tuple[str, str]]]
 
