@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections import deque
@@ -39,8 +40,28 @@ TEMPERATURE = 0.7
 MIN_P = 0.05
 """Tokens of less than this share of the likeliest one's probability are left out."""
 
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+"""Names of files in which every line must be JSON."""
+
 GivenPrompt = str | list[dict[str, Any]]
 """A prompt as given: a string, or chat messages."""
+
+
+def read_file(path: Path, what: str) -> str:
+    """The text of a file, in UTF-8 or, as Windows may save it, in UTF-16 with a mark.
+
+    Args:
+        what: what is in the file, for error messages.
+    """
+    try:
+        content = path.read_bytes()
+        is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RedrafterError(f"cannot read the {what} in {path}: {join_lines(error)}") from error
+    if not text.strip():
+        raise RedrafterError(f"expected {what} in {path}, one per line, got an empty file")
+    return text.replace("\r\n", "\n")
 
 
 def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
@@ -49,44 +70,56 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
     Args:
         what: what the lines are, for error messages.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RedrafterError(f"cannot read the {what} in {path}: {join_lines(error)}") from error
-    found = [
-        (line, f"{path}, line {number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not found:
-        raise RedrafterError(f"expected {what} in {path}, one per line, got an empty file")
-    return found
+    lines = enumerate(read_file(path, what).split("\n"), start=1)
+    return [(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
 def read_prompts(path: str | Path) -> list[GivenPrompt]:
-    """Reads prompts from a file: one per line, or JSONL with `prompt` or `messages`.
+    """Reads prompts from a file: one per line, or JSON with `prompt` or `messages`, as a list or
+    one object per line.
 
-    A final answer is dropped.
+    What the file has tells which; its name counts only if it says JSON. A final answer is dropped.
     """
     path = expand_path(path)
+    text = read_file(path, "prompts")
+    values = parse_json(text)
+    if isinstance(values, list) and values:
+        places = [f"{path}, item {number}" for number in range(1, len(values) + 1)]
+        return [parse_prompt(*item) for item in zip(values, places, strict=True)]
+    if is_prompt(values):
+        return [parse_prompt(values, str(path))]
+
     lines = read_lines(path, "prompts")
-    if path.suffix not in (".jsonl", ".json"):
+    is_named_json = path.suffix.lower() in JSON_SUFFIXES
+    if not is_named_json and not any(is_prompt(parse_json(line)) for line, _ in lines):
         return [line for line, _ in lines]
-    return [parse_prompt(line, place) for line, place in lines]
+    return [parse_prompt(parse_object(line, place), place) for line, place in lines]
 
 
-def parse_prompt(line: str, place: str) -> GivenPrompt:
-    """The prompt in a line of JSONL."""
-    value = parse_object(line, place)
-    prompt = value.get("prompt")
+def parse_json(text: str) -> Any:
+    """The value in a text; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_prompt(value: Any) -> bool:
+    """Whether a JSON value is meant as a prompt."""
+    return isinstance(value, dict) and ("prompt" in value or "messages" in value)
+
+
+def parse_prompt(value: Any, place: str) -> GivenPrompt:
+    """The prompt in an object, or a string itself."""
+    given: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
+    prompt = given.get("prompt")
     if isinstance(prompt, str) and prompt:
         return prompt
-    messages: Any = value.get("messages")
+    messages: Any = given.get("messages")
     is_list = isinstance(messages, list) and len(messages) > 0
     if not is_list or not all(isinstance(message, dict) for message in messages):
-        raise RedrafterError(
-            f"{place}: expected an object with 'prompt' or 'messages', got {line[:40]!r}"
-        )
+        got = json.dumps(value, ensure_ascii=False)[:40]
+        raise RedrafterError(f"{place}: expected an object with 'prompt' or 'messages', got {got}")
     is_answered = len(messages) > 1 and messages[-1].get("role") == "assistant"
     return messages[:-1] if is_answered else messages
 

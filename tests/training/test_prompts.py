@@ -55,6 +55,40 @@ def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) ->
     assert tokenizer.decode(load(tmp_path / "prompts.jsonl", tokenizer)[1]) == "add two numbers"
 
 
+LINES = '{"prompt": "first"}\n{"messages": [{"role": "user", "content": "second"}]}\n'
+LIST = '["first",\n {"messages": [{"role": "user", "content": "second"}]}]'
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, LINES) for name in ("p.jsonl", "p.JSONL", "p.ndjson", "p.json", "p.txt", "p")),
+        *((name, LIST) for name in ("p.json", "p.txt", "p")),
+        ("lines.txt", "first\r\nsecond"),
+        ("windows.jsonl", LINES.replace("\n", "\r\n")),
+    ],
+)
+def test_the_content_of_a_file_tells_what_it_has(
+    name: str, content: str, encoding: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content.encode(encoding))
+    first, second = read_prompts(tmp_path / name)
+    assert first == "first"
+    assert second in ("second", [{"role": "user", "content": "second"}])
+
+
+def test_one_object_over_several_lines_is_one_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps({"messages": MESSAGES}, indent=1))
+    assert read_prompts(tmp_path / "p.json") == [MESSAGES[:1]]
+
+
+def test_lines_that_only_look_like_json_are_prompts(tmp_path: Path) -> None:
+    lines = ["{% if x %} what does this print?", '{"a": 1}', "[1, 2", "3"]
+    (tmp_path / "p.txt").write_text("\n".join(lines))
+    assert read_prompts(tmp_path / "p.txt") == lines
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -66,6 +100,8 @@ def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) ->
             '{"prompt": "x"}\n{"text": 3}\n',
             "other.jsonl, line 2: expected an object with 'prompt'",
         ),
+        ("cut.txt", '{"prompt": "x"}\n{"prom', "cut.txt, line 2 is not JSON"),
+        ("list.json", '["x", 3]', "list.json, item 2: expected an object .*, got 3"),
     ],
 )
 def test_unreadable_prompts_are_refused(
