@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
 from ..errors import ApiError, Json, refuse
-from .completion import Answer, Completion, Service
+from .completion import Completion, Service, SubmittedAnswer
 from .conversation import (
     Tools,
     describe_tools,
@@ -69,7 +69,7 @@ class Messages(Completion[CountTokensBody]):
             "stop_sequence": None,
         }
 
-    async def render_events(self, answer: Answer) -> AsyncIterator[Json]:
+    async def render_events(self, answer: SubmittedAnswer) -> AsyncIterator[Json]:
         yield {"type": "message_start", "message": self.reply | {"usage": describe_usage(answer)}}
         async for step, segment in answer.read_blocks():
             if step == "begin":
@@ -89,7 +89,7 @@ class Messages(Completion[CountTokensBody]):
         yield {"type": "message_delta", "delta": ended, "usage": usage}
         yield {"type": "message_stop"}
 
-    def make_empty_event(self, answer: Answer) -> Json:
+    def make_empty_event(self, answer: SubmittedAnswer) -> Json:
         ended = {"stop_reason": None, "stop_sequence": None}
         return {"type": "message_delta", "delta": ended, "usage": {"output_tokens": 0}}
 
@@ -119,7 +119,7 @@ class CountTokens(Messages):
     body_type = CountTokensBody
 
 
-def describe_usage(answer: Answer) -> Json:
+def describe_usage(answer: SubmittedAnswer) -> Json:
     """The token counts so far in Anthropic's format."""
     request = answer.requests[0]
     return {

@@ -1,8 +1,8 @@
 """The path of a request, the same for all APIs.
 
 `Completion(service, body)` reads a parsed body, `make_prompt(completion)` encodes its prompt,
-`Answer(completion, prompt)` submits it to the worker, and `completion.render_events(answer)`
-renders the tokens.
+`SubmittedAnswer(completion, prompt)` submits it to the worker, and
+`completion.render_events(answer)` renders the tokens.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Service:
             size *= 2
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """An encoded prompt.
 
     Attributes:
@@ -146,7 +146,7 @@ class Completion(ABC, Generic[AnyBody]):
         self.shown_tools = list(tools.values() if shown is None else shown)
         self.tools, self.forced_tools = choose_tools(tools, choice)
 
-    def encode_prompt(self) -> Prompt:
+    def encode_prompt(self) -> EncodedPrompt:
         """Encodes the messages with the chat template; without one, joins their texts."""
         service = self.service
         tokenizer = service.tokenizer
@@ -164,7 +164,7 @@ class Completion(ABC, Generic[AnyBody]):
         if not tokenizer.has_chat_template:
             text = convert_chat(messages)
             service.check_text(text)
-            return Prompt(list(tokenizer.encode(text)), "normal")
+            return EncodedPrompt(list(tokenizer.encode(text)), "normal")
 
         args = dict(service.args.chat_template_config or {})
         args |= make_thinking_args(tokenizer, self.thinks, self.effort)
@@ -179,10 +179,11 @@ class Completion(ABC, Generic[AnyBody]):
             if start > tokenizer.rfind_think_end(prompt):
                 state = "reasoning"
         if not service.worker.scheduler.copies_prompts:
-            return Prompt(prompt, state)
+            return EncodedPrompt(prompt, state)
         if self.is_prefilled:
             messages = messages[:-1]
-        return Prompt(prompt, state, None, list_piece_ends(tokenizer, prompt, text, messages, args))
+        piece_ends = list_piece_ends(tokenizer, prompt, text, messages, args)
+        return EncodedPrompt(prompt, state, None, piece_ends)
 
     def _render(self, messages: list[Json], args: Json) -> tuple[str, list[Json]]:
         """(the prompt's text, the variant of the messages that the template accepts)."""
@@ -196,11 +197,11 @@ class Completion(ABC, Generic[AnyBody]):
         raise errors[0]
 
     @abstractmethod
-    def render_events(self, answer: Answer) -> AsyncIterator[Json]:
+    def render_events(self, answer: SubmittedAnswer) -> AsyncIterator[Json]:
         """Yields the data of server-sent events in the API's order, and fills `reply`."""
 
     @abstractmethod
-    def make_empty_event(self, answer: Answer) -> Json:
+    def make_empty_event(self, answer: SubmittedAnswer) -> Json:
         """An event without content that keeps a silent stream alive.
 
         The API's official clients accept it.
@@ -222,7 +223,7 @@ class Completion(ABC, Generic[AnyBody]):
         return self.tools.get(segment.name) or Tool({}, "function", segment.name)
 
 
-def make_prompt(completion: Completion[Any]) -> Prompt:
+def make_prompt(completion: Completion[Any]) -> EncodedPrompt:
     """The prompt of a completion with its grammar.
 
     Slow: do not call it in the event loop.
@@ -267,7 +268,7 @@ class AnswerEvent:
     finish_reason: ApiFinishReason | None
 
 
-class Answer:
+class SubmittedAnswer:
     """The submitted requests of a completion, one for each choice, and their texts. It must be
     closed.
 
@@ -279,7 +280,7 @@ class Answer:
             before.
     """
 
-    def __init__(self, completion: Completion[Any], prompt: Prompt) -> None:
+    def __init__(self, completion: Completion[Any], prompt: EncodedPrompt) -> None:
         service = completion.service
         body = completion.body
         asked = {

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar, cast
 from ...text.encoding import encode
 from ..errors import Json
 from ..scheduling.request import Request, TokenEvent
-from .completion import Answer, AnswerEvent, Completion, Prompt, Service
+from .completion import AnswerEvent, Completion, EncodedPrompt, Service, SubmittedAnswer
 from .conversation import Tool, read_tools
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment
@@ -54,7 +54,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         """The field `logprobs` of a choice."""
         return {"content": tokens}
 
-    async def render_events(self, answer: Answer) -> AsyncIterator[Json]:
+    async def render_events(self, answer: SubmittedAnswer) -> AsyncIterator[Json]:
         """Yields the chunks of a stream; without a stream, puts whole choices into the reply."""
         choices: list[Json] = []
         segments: list[Segment] = []
@@ -84,7 +84,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         if self.body.stream_options.get("include_usage"):
             yield self.reply
 
-    def make_empty_event(self, answer: Answer) -> Json:
+    def make_empty_event(self, answer: SubmittedAnswer) -> Json:
         choice = {"index": answer.choice, "finish_reason": None}
         return self.reply | {"choices": [choice | self.describe_text(answer.choice, [])]}
 
@@ -175,13 +175,13 @@ class Completions(OpenAICompletions[CompletionBody]):
             is_flag = isinstance(body.logprobs, bool)
             self.top_logprobs = max(0, body.top_logprobs) if is_flag else body.logprobs
 
-    def encode_prompt(self) -> Prompt:
+    def encode_prompt(self) -> EncodedPrompt:
         """Encodes the prompt without the chat template."""
         prompt = self.body.prompt
         if isinstance(prompt, str):
             self.service.check_text(prompt)
             prompt = encode(self.service.tokenizer, prompt)
-        return Prompt(prompt)
+        return EncodedPrompt(prompt)
 
     def describe_text(self, choice: int, segments: list[Segment]) -> Json:
         return {"text": "".join(segment.text for segment in segments)}

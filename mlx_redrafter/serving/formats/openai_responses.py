@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from ..errors import ApiError, Json, log_once
-from .completion import Answer, Completion, Service
+from .completion import Completion, Service, SubmittedAnswer
 from .conversation import join_name, join_parts, join_reasoning, make_call, read_tools
 from .openai_completions import get_input
 from .schemas import ResponsesBody
@@ -66,7 +66,7 @@ class Responses(Completion[ResponsesBody]):
             "usage": None,
         }
 
-    async def render_events(self, answer: Answer) -> AsyncIterator[Json]:
+    async def render_events(self, answer: SubmittedAnswer) -> AsyncIterator[Json]:
         yield self._make_event("created", response=self.reply)
         yield self._make_event("in_progress", response=self.reply)
         async for step, segment in answer.read_blocks():
@@ -87,7 +87,7 @@ class Responses(Completion[ResponsesBody]):
         }
         yield self._make_event(status, response=self.reply)
 
-    def make_empty_event(self, answer: Answer) -> Json:
+    def make_empty_event(self, answer: SubmittedAnswer) -> Json:
         return self._make_event("in_progress", response=self.reply)
 
     def describe_failure(self, error: ApiError) -> Json:

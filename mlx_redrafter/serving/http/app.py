@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...errors import RedrafterError
 from ..errors import ApiError, GenerationFailed, Json
 from ..formats.anthropic_messages import CountTokens, Messages
-from ..formats.completion import Answer, Completion, Service, make_prompt
+from ..formats.completion import Completion, Service, SubmittedAnswer, make_prompt
 from ..formats.openai_completions import ChatCompletions, Completions
 from ..formats.openai_responses import Responses
 from ..formats.schemas import parse_body
@@ -169,7 +169,7 @@ async def answer_request(
     prompt = await loop.run_in_executor(service.prompt_thread, make_prompt, completion)
     if api is CountTokens:
         return JSONResponse({"input_tokens": len(prompt.tokens)})
-    answer = Answer(completion, prompt)
+    answer = SubmittedAnswer(completion, prompt)
     if body.stream:
         return EventStream(completion, answer)
     with run_task(cancel_on_disconnect(request, answer)), closing(answer):
@@ -201,7 +201,7 @@ def run_task(coroutine: Coroutine[Any, Any, None]) -> Iterator[None]:
         task.cancel()
 
 
-async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
+async def cancel_on_disconnect(request: Request, answer: SubmittedAnswer) -> None:
     """Cancels an answer when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -220,7 +220,7 @@ class EventStream(StreamingResponse):
     It sends and logs prefill progress while no event is sent, and always closes the answer.
     """
 
-    def __init__(self, completion: Completion[Any], answer: Answer) -> None:
+    def __init__(self, completion: Completion[Any], answer: SubmittedAnswer) -> None:
         self._completion = completion
         self._answer = answer
         self._is_silent = True

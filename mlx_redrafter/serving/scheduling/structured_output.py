@@ -68,7 +68,8 @@ class GrammarCompiler:
         Keywords that llguidance cannot enforce are ignored and logged.
 
         Args:
-            state: see `Prompt`; with "reasoning" the grammar begins after the end of the reasoning.
+            state: see `EncodedPrompt`; with "reasoning" the grammar begins after the end of the
+                reasoning.
             unless: token ids with which the answer may begin instead; the rest of it is then free.
         """
         matcher = self._match(constraint, unless)
