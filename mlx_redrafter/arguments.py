@@ -101,8 +101,7 @@ def parse_template_arguments(text: str) -> dict[str, Any]:
 
 def get_drafter_name(args: Any) -> str | None:
     """The drafter or draft model that the flags name; None for neither."""
-    name: str | None = args.drafter or args.draft_model
-    return name
+    return args.drafter or args.draft_model
 
 
 def load_target(args: Any, tokenizer_config: dict[str, Any] | None = None) -> tuple[nn.Module, Any]:

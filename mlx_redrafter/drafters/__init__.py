@@ -51,5 +51,4 @@ def is_converted(config: dict[str, Any]) -> bool:
 
 def make_drafter(args: DrafterArgs) -> Drafter:
     """An untrained drafter of these sizes."""
-    drafter: Drafter = KINDS[args.model_type].Drafter(args)
-    return drafter
+    return KINDS[args.model_type].Drafter(args)

@@ -260,5 +260,4 @@ class Drafter(PairDrafter):
 
     @property
     def dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = self.layer.post_attention_layernorm.weight.dtype
-        return dtype
+        return self.layer.post_attention_layernorm.weight.dtype

@@ -120,8 +120,7 @@ class Attention(nn.Module):
         keys = self._split(self.k_proj(rows))
         values = self.make_values(rows, keys)
         keys = self._rotate("k_norm", keys, position)
-        joined: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
-        return joined
+        return cache.update_and_fetch(keys, values)
 
     def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
         """(1, heads, R, head_dim) the values of rows (R, H).
@@ -155,5 +154,4 @@ class Attention(nn.Module):
 
     def _rotate(self, norm: str, heads: mx.array, position: mx.array | int) -> mx.array:
         normed = self[norm](heads) if norm in self else heads
-        rotated: mx.array = self.rope(normed, offset=position)
-        return rotated
+        return self.rope(normed, offset=position)

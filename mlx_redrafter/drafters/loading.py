@@ -203,8 +203,7 @@ def read_safetensors(file: Path) -> dict[str, mx.array]:
         # This compares the header with the file's size, unlike `mx.load`.
         with safe_open(file, framework="numpy"):
             pass
-        found: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
-        return found
+        return mx.load(str(file))
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
 

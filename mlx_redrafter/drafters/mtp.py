@@ -292,8 +292,7 @@ def make_layer(layer_config: Mapping[str, Any]) -> nn.Module:
     if model_type == "nemotron_h":
         return Blocks(args)
     number = [0] if LAYERS[model_type].is_numbered else []
-    layer: nn.Module = get_class(model_type, "layer")(args, *number)
-    return layer
+    return get_class(model_type, "layer")(args, *number)
 
 
 def get_class(model_type: str, what: str) -> Any:

@@ -95,8 +95,7 @@ class Drafter(nn.Module):
     @property
     def dtype(self) -> mx.Dtype:
         """The dtype of its computation, that of its last norm."""
-        dtype: mx.Dtype = self.norm.weight.dtype
-        return dtype
+        return self.norm.weight.dtype
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
         """Begins a draft: returns the function that reads tokens and guesses the next ones.

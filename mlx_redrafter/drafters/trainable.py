@@ -84,8 +84,7 @@ class TrainableDrafter(Drafter):
 
         The loss calls it only for learned positions.
         """
-        features: mx.array = state
-        return features
+        return state
 
     def logits(self, hidden: mx.array, state: State, depth: int = 0) -> mx.array:
         """(..., V) float32 logits of the next token; minus infinity for tokens it cannot guess."""
@@ -119,8 +118,7 @@ class TrainableDrafter(Drafter):
     @property
     def axes(self) -> mx.array | None:
         """(D, R) the axes along which its first R features learn the next hidden state, if any."""
-        axes: mx.array | None = self.get("_axes")
-        return axes
+        return self.get("_axes")
 
     @property
     def dtype(self) -> mx.Dtype:
