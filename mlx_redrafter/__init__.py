@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .errors import NO_BACKEND, join_lines
 from .machine.blas import load_openblas
 from .machine.cuda import disable_thrashing_check
 
@@ -41,9 +42,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports a public name on first use: importing the package imports neither MLX nor mlx-lm."""
-    for each in _MODULES if name in __all__ else ():
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import_module("mlx.core")
+    except ImportError as error:
+        raise ImportError(NO_BACKEND.format(error=join_lines(error))) from None
+    for each in _MODULES:
         module = import_module(f"{__name__}.{each}")
         if hasattr(module, name):
             globals()[name] = getattr(module, name)
-            return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            break
+    return globals()[name]

@@ -8,6 +8,11 @@ import warnings
 from types import FrameType
 from typing import NoReturn, cast
 
+NO_BACKEND = (
+    "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx[cpu]' or "
+    "'mlx[cuda]' (in a clone of the repository: pip install -e '.[cpu]' or '.[cuda]')"
+)
+
 
 def join_lines(error: object) -> str:
     """The text of an error on one line; its class name if the text is empty."""

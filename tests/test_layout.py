@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from functools import cache
 from pathlib import Path
 
@@ -201,17 +203,45 @@ except TypeError as error:
     assert missing.startswith("generate() missing 3 required positional arguments: 'model'")
 
 
-def test_a_missing_backend_is_named(tmp_path: Path) -> None:
-    without_backend = """import sys
-
-class NoBackend:
+WITHOUT_BACKEND = """import sys
+class No:
     def find_spec(self, name, path=None, target=None):
         if name == "mlx.core":
             raise ImportError("libmlx.so: cannot open shared object file")
-
-sys.meta_path.insert(0, NoBackend())
+sys.meta_path.insert(0, No())
 """
-    (tmp_path / "sitecustomize.py").write_text(without_backend)
+
+
+def test_the_api_without_a_backend_ends_in_one_line() -> None:
+    result = python("-c", f"{WITHOUT_BACKEND}\nfrom mlx_redrafter import load_demo")
+    *_, last = result.stderr.splitlines()
+    assert result.returncode == 1
+    assert last.startswith("ImportError: MLX cannot run here: libmlx.so")
+    assert "pip install 'mlx[cpu]'" in last
+    assert "During handling" not in result.stderr
+
+
+def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
+    """Type checkers and editors do not follow import hooks."""
+    script = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("mlx_redrafter", "convert"):
+        skipped = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=skipped)
+    subprocess.run([sys.executable, "-c", script], cwd=copy, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (file,) = [name for name in archive.namelist() if "dist-info" not in name]
+        assert archive.read(file).decode().split() == [str(copy)]
+    assert (copy / "mlx_redrafter" / "py.typed").is_file()
+    assert (copy / "mlx_redrafter" / "convert" / "command.py").is_file()
+
+
+def test_a_missing_backend_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_BACKEND)
     result = python("-m", "mlx_redrafter.generate", "--prompt", "the", path=tmp_path)
     assert result.returncode != 0 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1, result.stderr
@@ -248,6 +278,5 @@ for command in (("server", "--max-tokens", "0"), ("server",), ("race",)):
     assert flag == "error: max_tokens must be -1 (no limit) or at least 1, got 0"
     assert len(missing) == 2
     assert all(
-        " is not installed, " in line and 'pip install "mlx_redrafter[server]"' in line
-        for line in missing
+        " is not installed, " in line and 'pip install -e ".[server]"' in line for line in missing
     )

@@ -15,7 +15,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from .. import __version__
-from ..errors import Parser, RedrafterError, join_lines
+from ..errors import NO_BACKEND, Parser, RedrafterError, join_lines
 
 COMMANDS = {
     "generate": ("cli.generate", "generate text from a prompt"),
@@ -36,14 +36,9 @@ LAUNCHABLE_MODULES = (
 )
 """Modules of the commands that `mlx.launch` may start; each also has a `make_parser()`."""
 
-NO_BACKEND = (
-    "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx_redrafter[cpu]' or "
-    "pip install 'mlx_redrafter[cuda]' (in a clone of the repository: pip install -e '.[cpu]' or "
-    "'.[cuda]')"
-)
 NO_SERVER = (
-    '{name} is not installed, which server and race need: pip install "mlx_redrafter[server]" '
-    '(in a clone of the repository: pip install -e ".[server]")'
+    "{name} is not installed, which server and race need; "
+    'in a clone of the repository: pip install -e ".[server]"'
 )
 
 
