@@ -22,6 +22,7 @@ from mlx_redrafter.checkpoints import (
     load,
     load_drafter,
     save_drafter,
+    strip_folders,
 )
 from mlx_redrafter.checkpoints import is_quantized as has_quantized_layers
 from mlx_redrafter.drafters.checkpoint import MODES, count_bytes, get_not_finite, list_weights
@@ -99,7 +100,8 @@ def convert(
         quantize, q_group_size, q_bits, q_mode, dtype, upload_repo, revision, dequantize: as in
             `mlx_lm.convert`.
         head_bits, blocks_bits, rnn_bits: bits for a part, if not `q_bits`; 0 for unquantized.
-        base_model: the drafter's target; recorded, and used to measure tokens per round.
+        base_model: the drafter's target; recorded without its folders, and used to measure tokens
+            per round.
         draft_depth: the default draft depth K; recorded.
         hidden_state: the target's hidden state that the drafter reads, `AFTER_NORM` or
             `BEFORE_NORM`; recorded.
@@ -145,8 +147,9 @@ def convert(
         advice = "--drafter reads it, -d dequantizes it"
         raise CheckpointError(f"{source.path} is already quantized: {advice}")
 
+    target = base_model or drafter.args.base_model
     recorded = {
-        "base_model": base_model,
+        "base_model": target and strip_folders(target),
         "draft_depth": draft_depth,
         "hidden_state": hidden_state,
     }
@@ -179,7 +182,8 @@ def convert(
 
     with make_directory(place) as stage:
         save_drafter(stage, drafter, extra=config)
-        (stage / "README.md").write_text(make_card(origin, drafter.args, config), encoding="utf-8")
+        card = make_card(origin, target, drafter.args, config)
+        (stage / "README.md").write_text(card, encoding="utf-8")
         after, tokens_after = measure(load_drafter(stage), models)
     if upload_repo is not None:
         upload(place, upload_repo)

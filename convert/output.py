@@ -34,9 +34,14 @@ def make_directory(place: Path) -> Iterator[Path]:
         raise RedrafterError(f"cannot write {place}: {why}") from error
 
 
-def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> str:
-    """The README of the result, as a model card; local paths are reduced to their last part."""
-    base = args.base_model
+def make_card(
+    source: str | Path, base: str | None, args: DrafterArgs, config: dict[str, Any]
+) -> str:
+    """The README of the result, as a model card; local paths are reduced to their last part.
+
+    Args:
+        base: the target's hub id or directory.
+    """
     how = config.get("quantization")
     target = strip_folders(base) if base else None
     packing = "not quantized"

@@ -70,11 +70,14 @@ def read_file(path: Path) -> dict[str, mx.array]:
         return read_safetensors(path)
     try:
         import torch
+
+        version = str(torch.__version__)
     except ImportError:
-        advice = "pip install 'mlx_redrafter[torch]', or save it as safetensors"
-        raise CheckpointError(f"reading {path} needs torch: {advice}") from None
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
-        raise CheckpointError(f"reading {path} safely needs torch >= 2.10, got {torch.__version__}")
+        version = "none"
+    if version == "none" or tuple(map(int, version.split(".")[:2])) < (2, 10):
+        needs = f"reading {path} safely needs torch >= 2.10, got {version}"
+        advice = "pip install 'torch>=2.10' (in a clone: pip install -e '.[torch]')"
+        raise CheckpointError(f"{needs}: {advice}, or save it as safetensors")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about archives before it rejects them

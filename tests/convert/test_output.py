@@ -26,6 +26,8 @@ from helpers.checkpoints import (
     refused,
     tensors,
 )
+from helpers.small import save_target, small_llama
+from helpers.toys import make_tokenizer
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.convert import output
 from mlx_redrafter.convert.conversion import convert
@@ -46,7 +48,7 @@ def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_p
         "num_draft_layers": 1,
         "rnn": True,
         "dtype": "float32",
-        "base_model": str(tmp_path),
+        "base_model": tmp_path.name,
     }
     card = (done.path / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: mlx\n")
@@ -54,6 +56,27 @@ def test_config_is_readable_by_apples_code_and_the_card_has_no_local_paths(tmp_p
     assert str(tmp_path) not in card
     assert "Converted from `in`" in card
     assert f"--model {tmp_path.name} --drafter THIS" in card
+
+
+def test_a_target_in_a_local_folder_is_recorded_without_its_path(tmp_path: Path) -> None:
+    """Also one that a published config names, where it no longer exists."""
+    target = tmp_path / "users" / "me" / "my-target"
+    save_target(target, small_llama(hidden=24, vocab=60), make_tokenizer()._tokenizer)
+    done = convert(
+        apple(tmp_path / "in", tensors(make())), tmp_path / "out", base_model=str(target)
+    )
+    apple(tmp_path / "other", tensors(make()), base_model="/data/me/my-target")
+    inherited = convert(tmp_path / "other", tmp_path / "again")
+    hub = convert(tmp_path / "in", tmp_path / "hub")
+    assert hub.args.base_model is None
+    for each in (done, inherited):
+        assert each.args.base_model == "my-target"
+        for name in ("config.json", "README.md"):
+            text = (each.path / name).read_text()
+            assert "my-target" in text
+            assert "/me/" not in text
+            assert str(tmp_path) not in text
+        assert "base_model:" not in (each.path / "README.md").read_text()
 
 
 EXISTING: dict[str, Callable[[Path], Any]] = {

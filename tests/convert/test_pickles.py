@@ -120,7 +120,10 @@ def test_pickles_need_a_safe_torch(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", module)
     mark = trap(tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="needs torch"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"needs torch >= 2\.10, got .*: pip install 'torch>=2\.10' .*'\.\[torch\]'",
+    ):
         convert(tmp_path, tmp_path / "out")
     assert not mark.exists()
     assert not (tmp_path / "out").exists()
