@@ -21,7 +21,17 @@ from .atomic_files import expand_path, replace_file
 from .demo import DIRECTORY as DEMO
 from .drafters.checkpoint import get_not_finite, is_float, list_weights
 from .drafters.draft_model import DraftModel
-from .drafters.loading import check_hub_id, locate_files, read_checkpoint, read_drafter
+from .drafters.loading import (
+    PACKAGED,
+    check_hub_id,
+    find_damaged_file,
+    is_drafter,
+    locate_files,
+    read_checkpoint,
+    read_drafter,
+    read_object,
+    read_safetensors,
+)
 from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.model_checks import explain_chains
@@ -40,6 +50,11 @@ DIVIDED = (
 )
 """The keys of a model's config with the numbers of heads that ranks share."""
 
+NOT_A_MODEL = "{} is a drafter, not a language model: give it as --drafter"
+
+MAX_MESSAGE = 300
+"""The most characters of another library's message; mlx-lm lists all tensors that are missing."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -51,22 +66,76 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
         options: see `mlx_lm.load`.
 
     Raises:
-        CheckpointError: there is no such model, or it cannot be read.
+        CheckpointError: there is no such model, it cannot be read, or it is a drafter.
     """
-    name = os.path.expanduser(path_or_hf_repo)
-    if not os.path.exists(name):
-        check_hub_id(str(path_or_hf_repo))
-
+    name = str(path_or_hf_repo)
+    folder = locate_model(name, options.get("revision"))
+    check_layer_count(folder)
+    given = options.get("tokenizer_config") or {}
+    options["tokenizer_config"] = read_chat_template(folder) | given
     try:
-        model, tokenizer, *_ = mlx_lm_utils.load(name, **options)
-    except Exception as error:  # mlx-lm, transformers and the hub raise many types
-        message = f"cannot load the model {str(path_or_hf_repo)!r}: {join_lines(error)}"
-        raise CheckpointError(message) from error
+        model, tokenizer, *_ = mlx_lm_utils.load(str(folder), **options)
+    except Exception as error:  # mlx-lm and transformers raise many types
+        raise explain_failure(name, folder, error) from error
 
     if not options.get("lazy"):
         evaluate(model)
     set_blas_threads(model)
     return model, tokenizer
+
+
+def locate_model(name: str, revision: str | None = None) -> Path:
+    """The folder of a model, which is downloaded if its name is a hub id."""
+    path = expand_path(name)
+    if os.path.isfile(path):
+        raise CheckpointError(f"{name} is a file: give the model's folder, {path.parent}")
+    if not os.path.exists(path):
+        if name in PACKAGED:
+            raise CheckpointError(NOT_A_MODEL.format(name))
+        check_hub_id(name)
+    try:
+        return mlx_lm_utils._download(str(path), revision=revision)
+    except Exception as error:  # of the network or the hub
+        message = f"cannot load the model {name!r}: {join_lines(error)}"
+        raise CheckpointError(message) from error
+
+
+def check_layer_count(folder: Path) -> None:
+    """Refuses a config that says more layers than there are tensors, before they are built."""
+    try:
+        config = read_object(folder / "config.json")
+        files = [read_safetensors(file) for file in folder.glob("model*.safetensors")]
+    except CheckpointError:
+        return  # loading fails, too
+    config = config.get("text_config") or config
+    n_layers = config.get("num_hidden_layers")
+    n_tensors = sum(map(len, files))
+    if isinstance(n_layers, int) and n_layers > n_tensors > 0:
+        got = f"num_hidden_layers {n_layers}, but there are {n_tensors} tensors"
+        raise CheckpointError(f"{folder / 'config.json'} says {got}")
+
+
+def read_chat_template(folder: Path) -> dict[str, Any]:
+    """The tokenizer's argument for a template in `chat_template.json`, if there is no other one.
+
+    Otherwise only processors of images read that file.
+    """
+    tokenizer = folder / "tokenizer_config.json"
+    file = folder / "chat_template.json"
+    if not file.is_file() or (folder / "chat_template.jinja").is_file():
+        return {}
+    if tokenizer.is_file() and read_object(tokenizer).get("chat_template"):
+        return {}
+    return {"chat_template": read_object(file).get("chat_template")}
+
+
+def explain_failure(name: str, folder: Path, error: Exception) -> CheckpointError:
+    """The error for a model that cannot be loaded from a folder."""
+    if is_drafter(folder):
+        return CheckpointError(NOT_A_MODEL.format(name))
+    why = find_damaged_file(folder) or join_lines(error)
+    shown = why if len(why) <= MAX_MESSAGE else f"{why[:MAX_MESSAGE]}..."
+    return CheckpointError(f"cannot load the model {name!r}: {shown}")
 
 
 def load_shards(
@@ -80,6 +149,8 @@ def load_shards(
         options: see `mlx_lm.utils.sharded_load`.
     """
     name = os.path.expanduser(path_or_hf_repo)
+    if os.path.isfile(name):
+        raise CheckpointError(f"{name} is a file: give the model's folder")
     group = mx.distributed.init()
     groups = (group, None) if pipeline else (None, group)
     try:
@@ -194,21 +265,11 @@ def load_draft_model(
         tokenizer: the target's, to compare sizes; None skips the comparison.
 
     Raises:
-        CheckpointError: see `load`; also if it is a drafter, or its vocabulary differs from the
-            target's.
+        CheckpointError: see `load`; also if its vocabulary differs from the target's.
         UnsupportedModelError: see `DraftModel`.
     """
     name = str(path_or_hf_repo)
-    try:
-        loaded, own = load(path_or_hf_repo)
-    except CheckpointError as error:
-        try:
-            load_drafter(path_or_hf_repo)
-        except CheckpointError:
-            raise error from None
-        message = f"{name} is a drafter, not a language model: give it as --drafter"
-        raise CheckpointError(message) from None
-
+    loaded, own = load(path_or_hf_repo)
     set_blas_threads(model)  # for the larger of the two models
     if tokenizer is not None and own.vocab_size != tokenizer.vocab_size:
         sizes = f"a tokenizer of {own.vocab_size} tokens, the target's has {tokenizer.vocab_size}"
@@ -316,8 +377,9 @@ def strip_folders(name: str | Path) -> str:
     Its folders mean nothing on other machines.
     """
     path = expand_path(name)
-    path = path.resolve() if path.is_dir() else path  # files of the hub are links to hashes
-    return join_lines(path.name if path.exists() else name)
+    is_local = path.exists() or path.is_absolute()
+    # A linked folder keeps the name of the link. "." and ".." have no name.
+    return join_lines(os.path.basename(os.path.abspath(path)) if is_local else name)
 
 
 def make_card_header(base: str | None) -> str:
@@ -328,7 +390,7 @@ def make_card_header(base: str | None) -> str:
             other machines.
     """
     lines = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
-    if base and not Path(base).expanduser().exists():
+    if base and strip_folders(base) == base and not expand_path(base).exists():
         lines.append(f"base_model: {json.dumps(base, ensure_ascii=False)}")
     return "\n".join(["---", *lines, "---\n"])
 

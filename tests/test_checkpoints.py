@@ -9,14 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm import utils
+from safetensors.numpy import save_file
 
-from helpers.checkpoints import CONFIG, WEIGHTS, same, tensors
+from helpers.cached import make_cached
+from helpers.checkpoints import CONFIG, INDEX, WEIGHTS, same, tensors
 from helpers.heads import KINDS, make_head
+from helpers.published import publish
 from helpers.small import save_target, small_drafter, small_llama
 from helpers.toys import make_model, make_tokenizer
-from mlx_redrafter.checkpoints import load, load_drafter, save_drafter
+from mlx_redrafter.checkpoints import (
+    load,
+    load_draft_model,
+    load_drafter,
+    save_drafter,
+    strip_folders,
+)
 from mlx_redrafter.drafters.loading import PACKAGED
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError
@@ -115,6 +125,177 @@ def test_failed_save_leaves_the_directory_as_it_was(
     with pytest.raises(CheckpointError, match=r"no space left on device$"):
         save_drafter(stored, small_drafter(seed=1))
     assert {path.name: path.read_bytes() for path in stored.iterdir()} == before
+
+
+HUGE = 10**9
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "eagle 1", "dspark"])
+def test_a_drafter_given_as_a_model_is_named(kind: str, tmp_path: Path) -> None:
+    save_drafter(tmp_path, make_head(kind) if kind in KINDS else make_cached(kind))
+    refuse(load, tmp_path, names="is a drafter, not a language model: give it as --drafter")
+    refuse(load_draft_model, tmp_path, small_llama(), names="give it as --drafter")
+
+
+def test_published_and_packaged_drafters_given_as_models_are_named(tmp_path: Path) -> None:
+    refuse(load, "smollm2", names="give it as --drafter")
+    # Heads that cannot be read without their target.
+    refuse(load, publish("medusa_v2", tmp_path / "medusa"), names="give it as --drafter")
+    # Negative control: a model that cannot be read.
+    save_target(tmp_path / "model", small_llama(), make_tokenizer()._tokenizer)
+    change_config(tmp_path / "model", model_type="no_such_model")
+    with pytest.raises(CheckpointError) as raised:
+        load(tmp_path / "model")
+    assert "--drafter" not in str(raised.value)
+
+
+@pytest.mark.parametrize("loader", [load, load_drafter])
+def test_a_file_or_a_folder_may_be_meant(loader: Callable[..., Any], stored: Path) -> None:
+    if loader is load:
+        refuse(load, stored / WEIGHTS, names=f"is a file: give the model's folder, {stored}")
+    else:
+        assert is_same(load_drafter(stored / WEIGHTS), load_drafter(stored))
+
+
+def split_weights(folder: Path) -> list[str]:
+    """Stores a folder's weights in three files with an index; returns their names."""
+    arrays: dict[str, mx.array] = mx.load(str(folder / WEIGHTS))  # type: ignore[assignment]
+    (folder / WEIGHTS).unlink()
+    names = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+    placed = {}
+    for at, file in enumerate(names):
+        part = {name: arrays[name] for name in sorted(arrays)[at::3]}
+        mx.save_safetensors(str(folder / file), part, {"format": "mlx"})
+        placed |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
+    return names
+
+
+BROKEN: dict[str, Callable[[Path], Any]] = {
+    "missing": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-7]),
+    "a pointer": lambda file: file.write_text("version https://git-lfs.github.com/spec/v1"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("loader", [load, load_drafter])
+def test_a_broken_shard_is_named_in_a_short_line(
+    how: str, loader: Callable[..., Any], tmp_path: Path
+) -> None:
+    if loader is load:
+        save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    else:
+        save_drafter(tmp_path, small_drafter())
+    names = split_weights(tmp_path)
+    loader(tmp_path)
+    BROKEN[how](tmp_path / names[1])
+    refuse(loader, tmp_path, names=names[1])
+    with pytest.raises(CheckpointError) as raised:
+        loader(tmp_path)
+    assert len(str(raised.value).replace(str(tmp_path), "")) < 200
+
+
+def test_a_broken_json_file_is_named(tmp_path: Path) -> None:
+    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    text = (tmp_path / CONFIG).read_text()
+    (tmp_path / CONFIG).write_text(text[: len(text) // 2])
+    refuse(load, tmp_path, names=f"cannot read {tmp_path / CONFIG}")
+
+
+def test_other_messages_are_cut(tmp_path: Path) -> None:
+    """mlx-lm lists every tensor that is missing."""
+    save_target(tmp_path, small_llama(layers=40), make_tokenizer()._tokenizer)
+    arrays: dict[str, mx.array] = mx.load(str(tmp_path / WEIGHTS))  # type: ignore[assignment]
+    few = {name: array for name, array in arrays.items() if "layers" not in name or "mlp" in name}
+    mx.save_safetensors(str(tmp_path / WEIGHTS), few, {"format": "mlx"})
+    with pytest.raises(CheckpointError, match="Missing") as raised:
+        load(tmp_path)
+    assert len(str(raised.value).replace(str(tmp_path), "")) < 400
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_layers_without_tensors_are_refused_before_they_are_built(
+    part: str | None, tmp_path: Path
+) -> None:
+    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    change_config(tmp_path, **{part: {"num_hidden_layers": HUGE}} if part else {})
+    if part is None:
+        change_config(tmp_path, num_hidden_layers=HUGE)
+    refuse(load, tmp_path, names=f"num_hidden_layers {HUGE}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("recurrent", "num_draft_layers"),
+        ("recurrent", "hidden_size"),
+        ("recurrent", "exit_dim"),
+        ("recurrent", "vocab_size"),
+        ("medusa", "num_heads"),
+        ("medusa", "num_layers"),
+        ("eagle 3", "num_attention_heads"),
+        ("eagle 3", "intermediate_size"),
+        ("dflash", "num_layers"),
+        ("dflash", "block_size"),
+        ("dflash", "head_dim"),
+        ("dspark", "markov_rank"),
+        ("dspark with its own head", "vocab_size"),
+        ("dflash 2", "conv_group_size"),
+        ("dflash 2", "conv_kernel_size"),
+    ],
+)
+@pytest.mark.parametrize("value", [HUGE, 10**30, -2])
+def test_numbers_of_a_config_are_compared_with_the_tensors(
+    kind: str, key: str, value: int, tmp_path: Path
+) -> None:
+    save_drafter(tmp_path, make_head(kind) if kind in KINDS else make_cached(kind))
+    load_drafter(tmp_path)
+    change_config(tmp_path, **{key: value})
+    refuse(load_drafter, tmp_path, names=str(tmp_path))
+
+
+@pytest.mark.parametrize("heads", [0, 7, HUGE, "many"])
+def test_the_number_of_published_attention_heads_is_named(heads: Any, tmp_path: Path) -> None:
+    source = publish("eagle3", tmp_path / "in", num_attention_heads=heads)
+    refuse(load_drafter, source, names="num_attention_heads")
+
+
+def test_tensors_in_float64_become_float32(stored: Path) -> None:
+    drafter = load_drafter(stored)
+    wide = {name: np.array(array, np.float64) for name, array in tensors(drafter).items()}
+    save_file(wide, stored / WEIGHTS)
+    assert is_same(load_drafter(stored), drafter)
+
+
+@pytest.mark.parametrize("other", ["none", "tokenizer_config.json", "chat_template.jinja", "given"])
+def test_a_chat_template_in_its_own_file_is_used(other: str, tmp_path: Path) -> None:
+    """Unless there is another one."""
+    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "own"}))
+    if other == "chat_template.jinja":
+        (tmp_path / other).write_text("other")
+    elif other == "tokenizer_config.json":
+        config = json.loads((tmp_path / other).read_text())
+        (tmp_path / other).write_text(json.dumps(config | {"chat_template": "other"}))
+    options = {"tokenizer_config": {"chat_template": "other"}} if other == "given" else {}
+    _, tokenizer = load(tmp_path, **options)
+    assert tokenizer.chat_template == ("own" if other == "none" else "other")
+    assert tokenizer.has_chat_template
+
+
+def test_a_linked_folder_keeps_the_name_of_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "0123abcd").mkdir()
+    (tmp_path / "my-model").symlink_to(tmp_path / "0123abcd")
+    assert strip_folders(tmp_path / "my-model") == "my-model"
+    assert strip_folders(f"{tmp_path}/my-model/") == "my-model"
+    assert strip_folders("/no/longer/here") == "here"
+    assert strip_folders("some/hub-id") == "some/hub-id"
+    monkeypatch.chdir(tmp_path / "0123abcd")
+    assert strip_folders(".") == "0123abcd"
 
 
 def test_unknown_model_is_refused(tmp_path: Path) -> None:

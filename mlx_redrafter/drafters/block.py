@@ -60,6 +60,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..engine.beam_search import Advance, State, top_w
 from ..engine.model_parts import get_compute_dtype, get_head, get_model_sizes, get_module_name
+from ..engine.plan import MAX_DRAFT_DEPTH
 from ..engine.source import Source
 from ..errors import CheckpointError
 from .cached import CachedSource
@@ -331,6 +332,9 @@ class DrafterArgs(LayerArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 1 <= self.max_depth <= MAX_DRAFT_DEPTH:
+            expected = f"expected block_size to draft 1 to {MAX_DRAFT_DEPTH} tokens"
+            raise ValueError(f"{expected}, got {self.block_size}")
         # MLX reads beyond an embedding without an error.
         if not 0 <= self.mask_token_id < self.vocab_size:
             expected = f"expected mask_token_id below {self.vocab_size}"

@@ -30,6 +30,9 @@ Names = Sequence[tuple[str, str]]
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 """Mode of quantization -> mlx-lm's default (group size, bits)."""
 
+MAX_GROUP = 1 << 16
+"""The most weights that may share a scale, far above what MLX packs."""
+
 INSERTED = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod)\.")
 """Prefixes that DDP and torch.compile add at any depth."""
 
@@ -100,7 +103,8 @@ class Checkpoint:
         group_size = how.get("group_size", group_size)
         bits = how.get("bits", bits)
         # MLX divides by them.
-        if not type(group_size) is type(bits) is int or group_size < 1 or bits < 1:
+        is_number = type(group_size) is type(bits) is int
+        if not is_number or not 1 <= group_size <= MAX_GROUP or not 1 <= bits <= 8:
             raise ValueError(f"expected {layer} quantized to some bits in groups, got {how!r:.80}")
         return {"group_size": group_size, "bits": bits, "mode": mode}
 
@@ -159,9 +163,10 @@ class Checkpoint:
         ids = self.tensors.get(DRAFT_IDS)
         if ids is not None and not is_float(ids):
             self.tensors[DRAFT_IDS] = ids = ids.astype(mx.int32)
-            found = np.array(ids).tolist()
+            found = np.array(ids)
             vocab_size = drafter.args.vocab_size
-            if len({*found} & {*range(vocab_size)}) < len(found):
+            is_inside = found.min() >= 0 and found.max() < vocab_size
+            if not is_inside or len(np.unique(found)) < len(found):
                 expected = f"expected {DRAFT_IDS} below {vocab_size}, each once"
                 raise CheckpointError(f"{self.where}: {expected}")
 

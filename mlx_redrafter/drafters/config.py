@@ -23,6 +23,13 @@ TYPES: dict[str, Any] = {
 """First word of a field's type -> the classes of its values."""
 
 
+MAY_BE_ZERO = ("num_draft_layers", "num_layers", "mask_token_id")
+"""The numbers of a config that may be 0; all others are at least 1."""
+
+MAX_INT = (1 << 31) - 1
+"""The largest number in a shape of MLX."""
+
+
 def get_object(config: Config, key: str) -> Config:
     """The object at a key of a config; empty if the key is missing."""
     value = config.get(key) or {}
@@ -153,6 +160,9 @@ class DrafterArgs:
             kind = types[key].split(" ")[0].split("[")[0]
             if not isinstance(value, TYPES[kind]) or isinstance(value, bool) != (kind == "bool"):
                 raise ValueError(f"expected {key} as {types[key]}, got {value!r:.40}")
+            least = 0 if key in MAY_BE_ZERO else 1
+            if kind == "int" and not least <= value <= MAX_INT:
+                raise ValueError(f"expected {key} from {least} to {MAX_INT}, got {value!r:.40}")
         for each in fields(cls):
             if each.default is MISSING and each.name not in found:
                 raise ValueError(f"expected {each.name} in config.json, got none")
@@ -221,8 +231,7 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
     if joined[0] != width:
         expected = f"expected fc.weight of {width} rows, one for each output"
         raise ValueError(f"{expected}, got shape {joined}")
-    inner = checkpoint.shape(f"{attention}.o_proj.weight")[1]
-    head_dim = inner // config["num_attention_heads"]
+    head_dim = compute_head_dim(config, checkpoint.shape(f"{attention}.o_proj.weight")[1])
     return config | {
         "head_dim": head_dim,
         "num_key_value_heads": checkpoint.shape(f"{attention}.k_proj.weight")[0] // head_dim,
@@ -231,6 +240,14 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
         "hidden_act": config.get("hidden_activation") or config.get("hidden_act"),
         **read_rope(config),
     }
+
+
+def compute_head_dim(config: Config, width: int) -> int:
+    """The size of an attention head, of all heads' width."""
+    heads = config["num_attention_heads"]
+    if not isinstance(heads, int) or heads < 1 or width % heads:
+        raise ValueError(f"expected num_attention_heads that divides {width}, got {heads!r:.40}")
+    return width // heads
 
 
 def read_rope(config: Config) -> Config:

@@ -6,6 +6,7 @@ weights are downloaded. Of a model that contains a drafter, only the drafter is 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from ..errors import CheckpointError, RedrafterError, join_lines
 from ..json_objects import parse_object
 from . import KINDS, is_converted, recurrent
 from .checkpoint import DRAFT_IDS, Checkpoint, list_weights, unwrap
+from .config import DrafterArgs
 from .mtp import parse_layers
 from .protocol import Drafter
 
@@ -110,6 +112,10 @@ def locate_files(
     if not name or not path.is_dir():
         path = PACKAGED.get(name) or download(name, revision, choose, is_base)
     present = list_folder(path)
+    for file in () if is_base else list_shards(path):
+        if file not in present:
+            message = f"{path / file}, which {INDEX} names, is missing: download it again"
+            raise CheckpointError(message)
     files = choose_base_files(path, present, name, choose) if is_base else choose(present, name)
     return CheckpointFiles(path, tuple(path / file for file in files), read_config(path), is_base)
 
@@ -198,14 +204,63 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_safetensors(file: Path) -> dict[str, mx.array]:
-    """The tensors of a file by name, lazily."""
+    """The tensors of a file by name, lazily; those in float64 become float32."""
     try:
         # This compares the header with the file's size, unlike `mx.load`.
-        with safe_open(file, framework="numpy"):
-            pass
-        return mx.load(str(file))
+        with safe_open(file, framework="mlx") as opened:
+            names = opened.keys()
+            if any(opened.get_slice(name).get_dtype() == "F64" for name in names):
+                return {name: opened.get_tensor(name) for name in names}
+        return mx.load(str(file))  # type: ignore[return-value]
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
+
+
+def find_damaged_file(folder: Path) -> str | None:
+    """What is wrong with a file in a model's folder, if one is missing, empty or cut.
+
+    Files in JSON and the headers of safetensors are read.
+    """
+    try:
+        for file in sorted(folder.glob("*.json")):
+            check_json(file)
+        for name in list_shards(folder):
+            if not (folder / name).is_file():
+                return f"{folder / name}, which {INDEX} names, is missing: download it again"
+        for file in sorted(folder.glob("*.safetensors")):
+            read_safetensors(file)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def check_json(file: Path) -> None:
+    """Refuses a file that is not JSON."""
+    try:
+        json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
+
+
+def list_shards(folder: Path) -> list[str]:
+    """The files that a folder's index names; none without an index."""
+    if not (folder / INDEX).is_file():
+        return []
+    placed = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(placed, dict):
+        raise CheckpointError(f"{folder / INDEX} does not say which file holds which tensor")
+    return sorted({str(file) for file in placed.values()})
+
+
+def is_drafter(folder: Path) -> bool:
+    """Whether a folder holds a drafter. One that needs its target counts, too."""
+    try:
+        checkpoint = read_checkpoint(locate_files(folder))
+        if detect_kind(checkpoint) is recurrent:
+            read_drafter(checkpoint)
+    except CheckpointError:
+        return False
+    return True
 
 
 def read_checkpoint(
@@ -255,6 +310,14 @@ def detect_kind(checkpoint: Checkpoint) -> ModuleType:
     return next(kind for kind in reversed(KINDS.values()) if kind.recognizes(names, config))
 
 
+def check_counts(args: DrafterArgs, n_tensors: int) -> None:
+    """Refuses a config with more layers or heads than tensors, before they are built."""
+    for name in ("num_draft_layers", "num_heads", "num_layers"):
+        count = getattr(args, name, 0)
+        if count > n_tensors:
+            raise ValueError(f"config.json says {name} {count}, but there are {n_tensors} tensors")
+
+
 def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Drafter:
     """The drafter in a checkpoint, with its weights; adds to `checkpoint.notes`.
 
@@ -279,11 +342,13 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
         elif fields.get("draft_vocab_size") == fields.get("vocab_size"):
             fields["draft_vocab_size"] = None
         args = kind.DrafterArgs.from_dict(fields)
+        check_counts(args, len(checkpoint.tensors))
         drafter: Drafter = kind.Drafter(args)
         if model is not None:
             origin = f", trained for {args.base_model}," if args.base_model else ""
             drafter.check_fit(model, where + origin)
         checkpoint.fill(drafter)
+        drafter.sample_logits()  # not computed; shows numbers of the config that fit no tensor
     except CheckpointError:
         raise
     except Exception as error:  # what does not fit together may raise any type

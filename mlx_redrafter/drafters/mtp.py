@@ -34,8 +34,8 @@ from ..engine.source import Source
 from ..errors import RedrafterError
 from .cached import LayerCache, PairDrafter, PairSource
 from .checkpoint import Checkpoint, Config
+from .config import MAX_INT, compute_head_dim, get_object
 from .config import DrafterArgs as BaseArgs
-from .config import get_object
 from .protocol import Embed
 
 MODEL_TYPE = "mtp"
@@ -238,7 +238,7 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     layer_config = select_layer_config(sizes, model_type)
     if model_type == "mimo":
         inner = checkpoint.shape("layer.self_attn.o_proj.weight")[1]
-        layer_config["head_dim"] = inner // sizes["num_attention_heads"]
+        layer_config["head_dim"] = compute_head_dim(sizes, inner)
     return {
         "hidden_size": sizes["hidden_size"],
         "vocab_size": sizes.get("vocab_size"),
@@ -260,6 +260,12 @@ class DrafterArgs(BaseArgs):
     norm_output: bool = True
     _: KW_ONLY
     model_type: str = field(default=MODEL_TYPE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, value in self.layer_config.items():
+            if isinstance(value, int) and not 0 <= value <= MAX_INT:
+                raise ValueError(f"expected {key} from 0 to {MAX_INT}, got {value!r:.40}")
 
     def describe(self) -> str:
         own = self.layer_config
