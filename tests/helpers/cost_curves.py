@@ -123,7 +123,7 @@ def simulate_text(
         left = 0
         if current is not None and verified:
             own = count_right(current._replace(context=0), made) if current.depth else 0
-            guesses = context.find(current.context) if current.context else ()
+            guesses = context.list_tokens(current.context) if current.context else ()
             copied = current.context
             for at, (right, guess) in enumerate(zip(tokens[made:], guesses, strict=False)):
                 if right != guess:
