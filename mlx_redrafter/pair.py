@@ -22,7 +22,7 @@ from .errors import RedrafterError
 from .planning.acceptance import HitCounts
 from .planning.costs import CostTable
 from .planning.planner import EarlierTexts
-from .planning.store import load_costs, load_row_classes, read_hits
+from .planning.store import doubt_costs, load_costs, load_row_classes, read_hits
 
 T = TypeVar("T")
 
@@ -49,6 +49,10 @@ class Findings:
                     self._found[key] = make()
         found: T = self._found[key]
         return found
+
+    def forget(self, key: Any) -> None:
+        """Makes the next `get_or_make` make it anew."""
+        self._found.pop(key, None)
 
 
 class Pair:
@@ -103,6 +107,20 @@ class Pair:
         trees = trees and drafter.explain_chains() is None
         load = partial(load_costs, self.model, drafter, trees=trees, refresh=refresh)
         return self.findings.get_or_make(("costs", trees), load, again=refresh)
+
+    def doubt_costs(self, doubt: str, *, trees: bool) -> None:
+        """Has the costs measured again before the next text, once for each kind of doubt.
+
+        Args:
+            doubt: see `SlowdownEstimate.doubt`.
+            trees: see `measure_costs`.
+        """
+        drafter = self.drafter
+        assert drafter is not None
+        trees = trees and drafter.explain_chains() is None
+        if doubt_costs(self.model, drafter, doubt, trees=trees):
+            self.findings.forget(("costs", trees))
+            self.get_earlier_texts(drafted=True).slowdown = None
 
     def get_earlier_texts(self, *, drafted: bool) -> EarlierTexts:
         """The statistics of earlier texts, with or without the drafter."""

@@ -36,6 +36,8 @@ from .planning.acceptance import get_acceptance
 from .planning.planner import AutoPlanner, choose_fastest_class, make_context_planner
 from .planning.store import load_row_counts, save_hits
 
+MEASURE_AGAIN = "mlx_redrafter.doctor --refresh measures again"
+
 
 class Setup(NamedTuple):
     """How a text is decoded.
@@ -193,6 +195,8 @@ def _choose_setup(
         note = "nothing drafts: no number of rows is known to be computed as one row is (--exact)"
         if ring:
             note += f", or padded in {where}"
+        elif pair.drafter and len(get_cache_row_classes(pair, options, cache)) > 1:
+            note = f"nothing drafts: by its costs no padding pays (--exact); {MEASURE_AGAIN}"
         return Setup([], Planner(None), [note], row_counts)
 
     context, notes = _choose_context(pair, options, source, cache, grammar)
@@ -215,7 +219,8 @@ def _choose_setup(
             notes.append(f"chains, not trees: {chains_reason}")
         if not planner.plans:
             notes.append(
-                "the drafter does not draft: by its costs here no plan beats plain decoding"
+                "the drafter does not draft: by its costs here no plan beats plain decoding; "
+                f"{MEASURE_AGAIN}"
             )
             return Setup(context, planner, notes, row_counts)
         return Setup([source, *context], planner, notes, row_counts)
@@ -316,13 +321,20 @@ def make_planner(
     if row_counts is not None:
         costs = costs.restrict_to_rows(row_counts)
         max_rows = row_counts[-1]
+
+    def finish() -> None:
+        save_hits(pair.model, drafter, earlier.hits)
+        doubt = earlier.slowdown and earlier.slowdown.doubt
+        if doubt:
+            pair.doubt_costs(doubt, trees=trees)
+
     return AutoPlanner(
         costs,
         get_acceptance(drafter),
         can_merge=trees and not chains_only and row_counts is None,
         max_rows=max_rows,
         earlier=earlier,
-        on_finish=lambda: save_hits(pair.model, drafter, earlier.hits),
+        on_finish=finish,
     )
 
 
@@ -347,7 +359,11 @@ def get_cache_row_classes(
 
 
 def choose_row_counts(
-    pair: Pair, options: Options, cache: kv_cache.Cache | None = None
+    pair: Pair,
+    options: Options,
+    cache: kv_cache.Cache | None = None,
+    *,
+    refresh: bool = False,
 ) -> RowCounts | None:
     """The row counts of all forwards after the prompt with `exact`, which pads to them.
 
@@ -356,6 +372,7 @@ def choose_row_counts(
 
     Args:
         cache: from `prepare_cache`; None calls it.
+        refresh: choose again, by the costs as they are now.
 
     Returns:
         None without `exact`, or if it is not set and would cost something.
@@ -381,5 +398,5 @@ def choose_row_counts(
         costs = pair.measure_costs(trees=trees)
         return choose_fastest_class(costs, get_acceptance(drafter), classes)
 
-    load = partial(load_row_counts, pair.model, drafter, classes, choose)
-    return pair.findings.get_or_make(("row counts", classes), load)
+    load = partial(load_row_counts, pair.model, drafter, classes, choose, refresh=refresh)
+    return pair.findings.get_or_make(("row counts", classes), load, again=refresh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ def describe_machine() -> dict[str, Any]:
         if name.startswith(KERNEL_VARIABLES):
             found[name] = value
     return found
+
+
+def describe_moment() -> dict[str, Any]:
+    """The time, and the load: how many processes ran or waited in the last minute, on average."""
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    return {"when": datetime.now(UTC).isoformat(timespec="seconds"), "load": load}
 
 
 def get_cache_directory() -> Path:

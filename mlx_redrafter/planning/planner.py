@@ -44,6 +44,9 @@ CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # lengths to which a proposal may be c
 # of `SlowdownEstimate`: upper limit; number of recent rounds and of recent plain steps used
 MAX_SLOWDOWN = 4.0
 WINDOW = 16
+# costs are doubted if rounds or plain steps, at least so many, stay off them by this factor
+MIN_DOUBTED = 8
+MAX_DEVIATION = 1.4
 MIN_ASSUMED_SLOWDOWN = 0.3  # lower limit of the slowdown if costs are assumed
 
 
@@ -199,6 +202,20 @@ class SlowdownEstimate:
         if min(len(self._rounds), len(self._steps)) >= 3:  # ignore a single stalled round
             ratio = compute_lower_quartile(self._rounds) / compute_lower_quartile(self._steps)
             self.value = min(max(ratio, self._least), MAX_SLOWDOWN)
+
+    @property
+    def doubt(self) -> str | None:
+        """How decoding differs from the costs: "slower", "faster", or None if it does not.
+
+        Most rounds, or most plain steps, must differ by `MAX_DEVIATION`.
+        """
+        for ratios in (self._steps, self._rounds):
+            if len(ratios) >= MIN_DOUBTED:
+                if compute_lower_quartile(ratios) > MAX_DEVIATION:
+                    return "slower"
+                if -compute_lower_quartile(-ratio for ratio in ratios) < 1 / MAX_DEVIATION:
+                    return "faster"
+        return None
 
 
 @dataclass

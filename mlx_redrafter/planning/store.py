@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,14 +19,16 @@ from .. import ranks
 from ..atomic_files import write_text
 from ..drafters.checkpoint import list_weights
 from ..drafters.protocol import Drafter
-from ..engine.exactness import RowCounts, compare_row_counts, parse_row_classes
+from ..engine.exactness import RowCounts, compare_row_counts, format_row_counts, parse_row_classes
 from ..engine.model_parts import get_module_name
 from ..engine.target import KVQuantization
 from ..errors import join_lines, warn
-from ..machine.description import describe_machine, get_cache_directory
+from ..machine.description import describe_machine, describe_moment, get_cache_directory
 from .acceptance import HitCounts
 from .costs import CostTable, is_disturbed, parse_costs
 from .measure import measure_costs
+
+_log = logging.getLogger(__name__)
 
 MIN_NEW = 32
 """Hits are saved after at least this many new rounds."""
@@ -41,14 +44,38 @@ def load_costs(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
     key, file = make_key("costs", model, trees=trees, drafter_tensors=digest_tensors(drafter))
     saved = {} if refresh else read_saved(file)
     tries = 0
+    doubts = list[str]()
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         costs = parse_costs(saved["costs"])
         tries = int(saved["tries"])
-        if tries >= 3 or not is_disturbed(costs):
+        doubts = [*saved.get("doubts", ())]
+        is_doubted = bool(saved.get("is_doubted"))
+        if not is_doubted and (tries >= 3 or not is_disturbed(costs)):
             return costs
+        if is_doubted:
+            _log.info("decoding was %s than these costs: measuring again, once", doubts[-1])
     costs = measure_costs(model, drafter, trees=trees)
-    save(file, {"of": key, "tries": tries + 1, "costs": costs._asdict()})
+    save(file, {"of": key, "tries": tries + 1, "costs": costs._asdict(), "doubts": doubts})
     return costs
+
+
+def doubt_costs(model: nn.Module, drafter: Drafter, doubt: str, *, trees: bool) -> bool:
+    """Makes the next `load_costs` measure again; returns whether it will.
+
+    Each doubt does so once, as decoding and measuring could differ for good.
+
+    Args:
+        doubt: see `SlowdownEstimate.doubt`.
+    """
+    _, file = make_key("costs", model, trees=trees, drafter_tensors=digest_tensors(drafter))
+    saved = read_saved(file)
+    with suppress(TypeError, KeyError, OSError, RuntimeError):  # damaged, or not writable
+        doubts = [*saved.get("doubts", ())]
+        if saved["costs"] and doubt not in doubts:
+            saved |= {"doubts": [*doubts, doubt], "is_doubted": True}
+            write_text(get_cache_directory() / file, json.dumps(saved, indent=1) + "\n")
+            return True
+    return False
 
 
 def load_row_classes(
@@ -82,20 +109,46 @@ def load_row_counts(
     drafter: Drafter,
     classes: Sequence[RowCounts],
     choose: Callable[[], RowCounts],
+    *,
+    refresh: bool = False,
 ) -> RowCounts:
     """The class chosen for a model and its drafter: read from disk, or chosen now and saved.
 
     Costs are measured again at times, and vary; with another class the text could be another.
+
+    Args:
+        refresh: choose even if a choice is saved; warns if another class is chosen.
     """
-    key, file = make_key("rows", model, classes=classes, drafter_tensors=digest_tensors(drafter))
-    saved = read_saved(file)
-    with suppress(TypeError, KeyError):  # none yet, or damaged
-        row_counts = tuple(saved["row_counts"])
-        if row_counts in classes:
-            return row_counts
+    saved = read_choice(model, drafter, classes)
+    if saved and not refresh:
+        return tuple(saved["row_counts"])
     row_counts = choose()
+    if saved and tuple(saved["row_counts"]) != row_counts:
+        earlier = format_row_counts(saved["row_counts"])
+        chosen = format_row_counts(row_counts)
+        warn(f"--exact now computes {chosen} rows alike, not {earlier}: last bits may differ")
+    key, file = make_choice_key(model, drafter, classes)
     save(file, {"of": key, "row_counts": row_counts})
     return row_counts
+
+
+def read_choice(
+    model: nn.Module, drafter: Drafter, classes: Sequence[RowCounts]
+) -> dict[str, Any] | None:
+    """What `load_row_counts` saved, with "when" and "load"; None if there is none."""
+    _, file = make_choice_key(model, drafter, classes)
+    with suppress(TypeError, KeyError):  # damaged
+        saved: dict[str, Any] = read_saved(file)
+        if tuple(saved["row_counts"]) in classes:
+            return saved
+    return None
+
+
+def make_choice_key(
+    model: nn.Module, drafter: Drafter, classes: Sequence[RowCounts]
+) -> tuple[dict[str, Any], Path]:
+    """See `make_key`."""
+    return make_key("rows", model, classes=classes, drafter_tensors=digest_tensors(drafter))
 
 
 def make_key(folder: str, model: nn.Module, **more: Any) -> tuple[dict[str, Any], Path]:
@@ -119,8 +172,12 @@ def make_key(folder: str, model: nn.Module, **more: Any) -> tuple[dict[str, Any]
 
 
 def save(file: Path, measured: dict[str, Any]) -> None:
-    """Writes what was measured to a file of the cache directory, on rank 0; warns if it cannot."""
+    """Writes what was measured to a file of the cache directory, on rank 0; warns if it cannot.
+
+    Adds the time, and how many processes ran or waited in the minute before.
+    """
     if ranks.get_rank() == 0:
+        measured |= describe_moment()
         try:
             write_text(get_cache_directory() / file, json.dumps(measured, indent=1) + "\n")
         except (OSError, RuntimeError) as error:

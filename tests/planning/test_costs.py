@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from helpers.toys import make_model
 from mlx_redrafter.drafters.block import BlockSource
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan, chain_plan
+from mlx_redrafter.engine.planner import ObservedRound
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning import measure, store
 from mlx_redrafter.planning.costs import CostTable, interpolate, is_disturbed
@@ -250,6 +252,67 @@ def test_a_disturbed_measurement_is_repeated_twice_at_most(measured: Measurement
     plain = [forget(pair).measure_costs(trees=True).plain for _ in range(4)]
     assert plain == [(3.0,), (4.5,), (4.5,), (4.5,)]
     assert len(measured.trees) == 3
+
+
+def decode_steps(pair: Pair, count: int, factor: float) -> None:
+    """A text of plain steps that take `factor` times as long as its costs say."""
+    planner = make_planner(pair, trees=True)
+    costs = pair.measure_costs(trees=True)
+    for _ in range(count):
+        milliseconds = factor * costs.plain_ms(64)
+        planner.observe(ObservedRound(None, 1, 64, milliseconds=milliseconds))
+    planner.finish()
+
+
+@pytest.mark.parametrize("in_a_new_process", [False, True])
+@pytest.mark.parametrize("factor", [1.5, 0.6])
+def test_costs_that_decoding_contradicts_are_measured_again_once(
+    factor: float, in_a_new_process: bool, measured: Measurements
+) -> None:
+    pair = Pair(*make_pair())
+    for n_measured in (1, 2, 2, 2):
+        if in_a_new_process:
+            pair = forget(pair)
+        decode_steps(pair, 20, factor)
+        assert len(measured.trees) == n_measured
+    # The other contradiction counts for itself: the second measurement may have been disturbed.
+    for n_measured in (2, 3, 3):
+        decode_steps(pair, 20, 1 / factor)
+        assert len(measured.trees) == n_measured
+    pair.measure_costs(trees=True, refresh=True)
+    for n_measured in (4, 5, 5):
+        decode_steps(pair, 20, factor)
+        assert len(measured.trees) == n_measured
+
+
+@pytest.mark.parametrize(("count", "factor"), [(20, 1.3), (20, 0.75), (7, 5.0)])
+def test_small_or_short_differences_are_no_contradiction(
+    count: int, factor: float, measured: Measurements
+) -> None:
+    pair = Pair(*make_pair())
+    for _ in range(2):
+        decode_steps(forget(pair), count, factor)
+    assert len(measured.trees) == 1
+
+
+def test_rounds_that_stay_slower_contradict_their_costs(measured: Measurements) -> None:
+    pair = Pair(*make_pair([[0.9, 0.05]]))
+    for _ in range(2):
+        planner = make_planner(pair, trees=True)
+        plan = planner.plans[0]
+        milliseconds = 1.5 * pair.measure_costs(trees=True).round_ms(plan, 64)
+        for _ in range(10):
+            planner.observe(ObservedRound(plan, 2, 64, milliseconds=milliseconds))
+        planner.finish()
+    assert len(measured.trees) == 2
+
+
+def test_what_was_measured_states_when_and_the_load(measured: Measurements, caches: Path) -> None:
+    Pair(*make_pair()).measure_costs(trees=True)
+    (file,) = caches.rglob("*.json")
+    saved = json.loads(file.read_text())
+    assert datetime.fromisoformat(saved["when"]) <= datetime.now(UTC)
+    assert saved["load"] >= 0
 
 
 def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,59 @@
+"""The row counts that `exact` chose are kept until the user has them chosen again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.cost_curves import make_costs
+from helpers.sessions import make_drafter
+from helpers.toys import make_model
+from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
+from mlx_redrafter.planning.costs import CostTable
+from mlx_redrafter.setup import choose_row_counts, choose_setup
+
+CLASSES = ((1,), (2, 3, 4, 5), (6, 7, 8))
+BUSY = make_costs("every row")
+IDLE = make_costs("flat")
+EXACT = Options(exact=True)
+
+
+class Machine:
+    """A machine with `CLASSES` of row counts."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.costs: CostTable = BUSY
+        patch.setattr(Pair, "get_row_classes", lambda *args, **_: CLASSES)
+        patch.setattr(Pair, "measure_costs", lambda *args, **_: self.costs)
+
+    def start(self) -> Pair:
+        """A pair as in a new process."""
+        model = make_model()
+        return Pair(model, make_drafter(model, acceptance=[[0.9]]))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return Machine(monkeypatch)
+
+
+def test_the_choice_of_a_busy_moment_is_kept_until_refreshed(machine: Machine) -> None:
+    assert choose_row_counts(machine.start(), EXACT) == (1,)
+    machine.costs = IDLE
+    assert choose_row_counts(machine.start(), EXACT) == (1,), "other bits need the user's word"
+    pair = machine.start()
+    with pytest.warns(UserWarning, match="--exact now computes 6 to 8 rows alike, not 1: last"):
+        assert choose_row_counts(pair, EXACT, refresh=True) == (6, 7, 8)
+    assert choose_row_counts(pair, EXACT) == (6, 7, 8)
+    assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
+    assert choose_row_counts(pair, EXACT, refresh=True) == (6, 7, 8), "and no warning"
+
+
+def test_the_note_that_nothing_pays_names_the_command(machine: Machine) -> None:
+    pair = machine.start()
+    (note,) = choose_setup(pair, EXACT, pair.open_source()).notes
+    assert note.startswith("nothing drafts: by its costs no padding pays (--exact); ")
+    assert note.endswith("mlx_redrafter.doctor --refresh measures again")
