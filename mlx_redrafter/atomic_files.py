@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from filelock import FileLock, Timeout
 
@@ -29,6 +30,9 @@ def replace_file(path: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say where it is
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -54,9 +58,13 @@ def explain_unwritable(path: Path) -> str | None:
     above = next(folder for folder in path.absolute().parents if os.path.exists(folder))
     if not above.is_dir():
         return f"{above} is not a directory"
-    if not os.access(above, os.W_OK | os.X_OK):
+    try:
+        with TemporaryFile(dir=above):
+            return None
+    except PermissionError:
         return f"no permission to write to {above}"
-    return None
+    except OSError as error:  # such as a read-only file system, or /proc
+        return f"no file can be made in {above}: {error.strerror}"
 
 
 def lock_file(path: Path, timeout: float = 0.0) -> AbstractContextManager[object]:

@@ -59,14 +59,14 @@ class Record:
 def open_record(files: RunFiles, args: TrainingArgs, *, resume: bool) -> Record:
     """The record of a new run, or of the run to resume.
 
-    A folder that only has the examples of another run is free.
+    A folder in which nothing was trained yet is free; its examples are used again.
     """
     settings = vars(strip_paths(args))
     if not resume:
         if why := explain_unwritable(files.record):
             raise RedrafterError(f"--output cannot be {files.directory}: {why}")
         names = {path.name for path in files.directory.glob("*")}
-        if names - {files.work.name} or files.checkpoint.exists():
+        if names - {files.work.name, files.record.name} or files.checkpoint.exists():
             advice = "give another --output, or --resume to continue its run"
             raise RedrafterError(f"{files.directory} exists already: {advice}")
         return Record(settings)

@@ -47,7 +47,7 @@ from .plan import (
 from .prompts import read_prompts
 from .record import Record, RunFiles, describe, make_command, open_record, write_card
 from .settings import TrainingArgs
-from .sources import HELD_OUT_EVERY, MAX_HELD_OUT, ExampleSource, open_source
+from .sources import HELD_OUT_EVERY, MAX_HELD_OUT, ExampleSource, check_data, open_source
 from .store import ExampleStore, get_folder_name
 from .targets import initialize_drafter
 from .trainer import load_checkpoint, train_drafter
@@ -132,10 +132,12 @@ def train(
         The exit status: 0, or `INTERRUPTED` after Ctrl-C, when the run can be resumed.
     """
     args.check_run()
-    if args.prompts:
-        read_prompts(args.prompts)  # what is wrong with them is said before the model is loaded
     files = RunFiles(args.output)
     record = open_record(files, args, resume=resume)
+    if args.prompts:
+        read_prompts(args.prompts)  # what is wrong with them is said before the model is loaded
+    if args.data:
+        check_data(args.data, args.batch_size)
     clock = Clock(60 * args.minutes, say)
     try:
         run_steps(Run(args, files, record, clock), dry_run=dry_run)
@@ -182,46 +184,57 @@ def make_plan(run: Run, model: nn.Module, tokenizer: Any) -> Plan:
     """Measures how the time is divided best, and says it."""
     args = run.args
     clock = run.clock
-    sizes = choose_sizes(run, model)
-    run.record.args = sizes.to_dict()
-    clock.say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
-    store = ExampleStore(run.files.work / get_folder_name(args), sizes.hidden_size)
+    store = ExampleStore(run.files.work / get_folder_name(args), get_model_sizes(model)[0])
     known = len(store.examples)
     source = open_source(args, tokenizer, store.examples)
     clock.say(source.describe())
-
+    missing = max(0, source.needed - known)
     length = source.length
+    making = measure_making(model, length, is_given=bool(args.data))
+    check_minutes(clock, missing, missing * making / MAX_MAKING_SHARE)
+
+    sizes = choose_sizes(run, model)
+    run.record.args = sizes.to_dict()
+    clock.say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
     embedding = get_parts(model).embedding
-    times = ExampleTimes(
-        measure_making(model, length, is_given=bool(args.data)),
-        measure_learning(embedding, sizes, length, args.draft_depth, args.batch_size),
-    )
+    learning = measure_learning(embedding, sizes, length, args.draft_depth, args.batch_size)
+    times = ExampleTimes(making, learning)
+    check_minutes(clock, missing, times.estimate_seconds(missing))
     findings, step = measure_decoding(model, sizes)
     comparing = 2 * MAX_COMPARED * COMPARED_TOKENS * step  # plainly and with the drafter
     clock.reserve += min(COMPARISON_SHARE * clock.seconds, comparing)
+    check_minutes(clock, missing, times.estimate_seconds(missing))
     visits = args.batch_size * load_checkpoint(run.files.checkpoint)
     count = min(source.count, times.count_wanted(clock.left_to_train, known, visits))
-    if known + count <= args.batch_size < known + source.count:
-        least = args.batch_size + 1 - known
-        missing = times.estimate_seconds(least) - clock.left_to_train
-        minutes = math.ceil(args.minutes + missing / (1 - COMPARISON_SHARE) / 60)
-        raise RedrafterError(
-            f"expected --minutes {minutes} or more for {least} texts here, got {args.minutes:g}"
-        )
 
-    making = count * times.make
-    training = format_time(clock.left_to_train - making)
+    training = format_time(clock.left_to_train - count * making)
     besides = f" besides {known}" if known else ""
     size = (store.nbytes + count * length * store.dtype.itemsize) / 1e9
     clock.say(
         f"in {format_time(clock.left)}: about {count} texts{besides} "
-        f"({format_time(making)}, {size:.1f} GB of disk), training ({training}), "
+        f"({format_time(count * making)}, {size:.1f} GB of disk), training ({training}), "
         f"a comparison ({format_time(clock.reserve)})"
     )
     if run.record.validations:
         tokens = run.record.validations[-1]["tokens_per_round"]
         clock.say(f"so far the drafter makes {tokens:.2f} tokens per round")
     return Plan(sizes, store, source, times, visits, findings)
+
+
+def check_minutes(clock: Clock, count: int, seconds: float) -> None:
+    """Refuses a run whose time is too short for the texts with which it can begin.
+
+    Args:
+        count: of these texts.
+        seconds: what they take.
+    """
+    missing = seconds - clock.left_to_train
+    if count and missing > 0:
+        minutes = math.ceil((clock.seconds + missing / (1 - COMPARISON_SHARE)) / 60)
+        got = f"{clock.seconds / 60:g}"
+        raise RedrafterError(
+            f"expected --minutes {minutes} or more for {count} texts here, got {got}"
+        )
 
 
 def choose_sizes(run: Run, model: nn.Module) -> DrafterArgs:
@@ -270,6 +283,7 @@ def make_examples(run: Run, plan: Plan, model: nn.Module) -> None:
         if made >= MIN_MEASURED:
             times = times._replace(make=spent / (made + begun))
         wanted = min(source.count, times.count_wanted(seconds, known, plan.visits))
+        wanted = max(wanted, source.needed - known)
         count = len(store.examples)
         run.clock.show(f"texts: {count} of about {known + wanted}, {tokens:,} tokens")
         return made >= wanted or spent >= MAX_MAKING_SHARE * seconds
@@ -291,11 +305,8 @@ def make_learner(run: Run, plan: Plan, model: nn.Module) -> Learner:
     training = [example for example in plan.store.examples if not example.is_held_out]
     held_out = [example for example in plan.store.examples if example.is_held_out]
     if len(training) < args.batch_size or not held_out:
-        raise RedrafterError(
-            f"expected at least as many texts as the batch size {args.batch_size}, "
-            f"got {len(training)} that are long enough, besides {len(held_out)} held out: "
-            "give more texts, or --resume with more --minutes"
-        )
+        made = f"{len(plan.store.examples)} of {plan.source.needed} texts were made in time"
+        raise RedrafterError(f"{made}: the same command with more --minutes makes the others")
     if not args.mask_prompt:
         training = [example._replace(offset=0) for example in training]
 

@@ -4,8 +4,10 @@ writes by itself.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +15,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.sample_utils import make_sampler
 
+from ..atomic_files import expand_path
+from ..drafters.loading import check_hub_id
 from ..errors import RedrafterError
 from .answers import Continuation, ShouldStop, decode_batch, measure_batch_size
 from .data import GIVEN, Example, load_examples
@@ -42,6 +46,46 @@ FREE = "free text"
 """The kind of texts that a target without a chat template writes."""
 
 
+def count_needed(batch_size: int, held_out: int = 0) -> int:
+    """The fewest examples with which a run can begin.
+
+    Args:
+        held_out: given ones that are held out; if there are none, one of `HELD_OUT_EVERY` is.
+    """
+    if held_out:
+        return batch_size + held_out
+    count = batch_size
+    while count - min(MAX_HELD_OUT, math.ceil(count / HELD_OUT_EVERY)) < batch_size:
+        count += 1
+    return count
+
+
+def check_data(data: str, batch_size: int) -> None:
+    """Refuses what is seen without a tokenizer: data that do not exist, and too few texts."""
+    path = expand_path(data)
+    if not path.exists():
+        check_hub_id(data)
+        if find_spec("datasets") is None:
+            advice = 'a data set on the Hugging Face hub needs pip install "mlx_redrafter[train]"'
+            raise RedrafterError(f"there is no folder {data}, and {advice}")
+        return
+    file = path / "train.jsonl"
+    if not file.is_file():
+        got = "a file" if path.is_file() else "a folder without it"
+        raise RedrafterError(f"--data must be a folder with train.jsonl, got {got}: {data}")
+    with file.open("rb") as lines:
+        count = sum(1 for _ in lines)
+    needed = batch_size if (path / "valid.jsonl").is_file() else count_needed(batch_size)
+    check_enough(count, needed, batch_size)
+
+
+def check_enough(count: int, needed: int, batch_size: int) -> None:
+    """Refuses too few given texts."""
+    if count < needed:
+        what = f"expected at least {needed} texts in --data for --batch-size {batch_size}"
+        raise RedrafterError(f"{what}, got {count} that are long enough")
+
+
 def compute_mean_length(examples: Sequence[Example]) -> int:
     """Tokens of an example; 0 without examples."""
     return round(sum(len(example.tokens) for example in examples) / max(1, len(examples)))
@@ -61,6 +105,7 @@ class GivenTexts:
     Attributes:
         has_held_out: whether there is a validation set.
         texts: those that are not known.
+        needed: the fewest examples, known ones included, with which a run can begin.
         count: the largest number of examples that it makes.
         length: their mean length in tokens, or an estimate of it.
     """
@@ -76,7 +121,10 @@ class GivenTexts:
             cut = given._replace(tokens=given.tokens[: args.max_seq_length + 1])
             if is_long_enough(cut, args.draft_depth) and tuple(cut.tokens.tolist()) not in made:
                 self.texts.append(cut)
+        valid = sum(example.is_held_out for example in [*known, *self.texts])
+        self.needed = count_needed(args.batch_size, valid if self.has_held_out else 0)
         self.count = len(self.texts)
+        check_enough(len(known) + self.count, self.needed, args.batch_size)
         self.length = compute_mean_length(self.texts or known) or args.max_tokens
 
     def describe(self) -> str:
@@ -104,7 +152,7 @@ class Answers:
 
     Attributes:
         prompts: the given ones that are not answered.
-        has_held_out, count, length: as in `GivenTexts`.
+        has_held_out, needed, count, length: as in `GivenTexts`.
     """
 
     has_held_out = False
@@ -121,6 +169,7 @@ class Answers:
             unique = {tuple(prompt): prompt for prompt in given if self.fits(prompt)}
             self.prompts = [prompt for key, prompt in unique.items() if key not in made]
             np.random.default_rng(args.seed).shuffle(self.prompts)
+        self.needed = count_needed(args.batch_size)
         self.count = MAX_EXAMPLES - len(known)
         self.length = compute_mean_length(known) or WRITTEN_TOKENS + args.max_tokens
 
