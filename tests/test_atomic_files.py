@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, error: type[BaseExcept
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "notes.json"
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    reason = r"No space left on device: '.*notes\.json'"
+    with pytest.raises(OSError, match=reason), replace_file(path):
+        raise full
+
+
 def test_locked_file_is_refused_until_released(tmp_path: Path) -> None:
     lock = tmp_path / "work" / "lock"
     for _ in range(2):
@@ -55,5 +64,5 @@ def test_unwritable_paths_are_found_before_writing(tmp_path: Path) -> None:
         is explain_unwritable(tmp_path / "new" / "deeper")
         is None
     )
-    for place in ("", "pipe", "file/deeper/x"):
+    for place in ("", "pipe", "file/deeper/x", "/proc/x"):
         assert explain_unwritable(tmp_path / place)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training import command, run
+from mlx_redrafter.training import command, run, sources
 from mlx_redrafter.training.command import make_parser, parse_args
 from mlx_redrafter.training.settings import TrainingArgs
 
@@ -23,6 +23,9 @@ def test_every_setting_is_a_flag() -> None:
     assert parse_args([])[0] == TrainingArgs()
     shown = make_parser().format_help()
     assert all(f"--{each.name.replace('_', '-')}" in shown for each in fields(TrainingArgs))
+
+
+FOLDER = str(Path(__file__).parent)
 
 
 @pytest.mark.parametrize(
@@ -40,13 +43,50 @@ def test_every_setting_is_a_flag() -> None:
         (("--temp", "nan"), "temp must be at least 0, got nan"),
         (("--output", __file__), "--output cannot be .*: .*test_command.py is not a directory"),
         (("--resume",), "there is no run to resume in"),
+        (("--data", "./nowhere"), "no such file or directory: './nowhere'"),
+        (("--data", __file__), "must be a folder with train.jsonl, got a file: .*command.py"),
+        (("--data", FOLDER), "must be a folder with train.jsonl, got a folder without it: "),
+        (("--data", "nobody/texts"), r"there is no folder nobody/texts, and .* needs pip install"),
+        (("--prompts", "no/such"), "cannot read the prompts in no/such"),
+        (("--prompts", FOLDER), "cannot read the prompts in .*training: "),
     ],
 )
 def test_wrong_flags_are_refused_before_loading(
     flags: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "load_target", lambda *args: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(sources, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["train", "--output", str(tmp_path / "drafter"), *flags])
     with pytest.raises(RedrafterError, match=reason):
         command.run()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc")
+def test_an_output_that_cannot_be_is_refused_before_loading() -> None:
+    """Also for root, whom the permissions of /proc do not stop."""
+    with pytest.raises(RedrafterError, match="--output cannot be /proc/x: no file can be made"):
+        run.train(TrainingArgs(output="/proc/x"))
+
+
+@pytest.mark.parametrize(
+    ("count", "held_out", "batch_size", "needed"), [(4, 0, 4, 5), (19, 0, 19, 20), (4, 1, 5, 5)]
+)
+def test_too_few_texts_are_refused_before_loading(
+    count: int, held_out: int, batch_size: int, needed: int, tmp_path: Path
+) -> None:
+    """One of 20 is held out, unless there is a validation set."""
+    write_texts(tmp_path / "train.jsonl", count)
+    if held_out:
+        write_texts(tmp_path / "valid.jsonl", held_out)
+    reason = f"expected at least {needed} texts in --data for --batch-size {batch_size}"
+    with pytest.raises(RedrafterError, match=f"{reason}, got {count} that"):
+        run.train(
+            TrainingArgs(data=str(tmp_path), batch_size=batch_size, output=str(tmp_path / "d"))
+        )
+    write_texts(tmp_path / "train.jsonl", needed)
+    sources.check_data(str(tmp_path), batch_size)
+
+
+def write_texts(path: Path, count: int) -> None:
+    path.write_text('{"text": "one two three"}\n' * count)

@@ -1,0 +1,102 @@
+"""A run whose time ends in any of its phases leaves a drafter, or says in one line what to do."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlx_lm.utils import load
+
+from helpers.small import CHAT, make_byte_tokenizer, save_target, small_llama
+from mlx_redrafter import load_drafter, training
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.training import plan, prompts, run
+from mlx_redrafter.training.command import parse_args
+from mlx_redrafter.training.prompts import PROMPT_KINDS
+
+MINUTES = "expected --minutes .* or more for 3 texts here"
+UNFINISHED = "of 3 texts were made in time: the same command with more --minutes makes the others"
+
+PHASES = [
+    ("run.load_target", 1, MINUTES),
+    ("run.measure_making", 1, MINUTES),
+    ("run.choose_sizes", 1, MINUTES),
+    ("run.measure_learning", 1, MINUTES),
+    ("run.measure_decoding", 1, MINUTES),
+    ("sources.measure_batch_size", 1, UNFINISHED),
+    *(("answers.run_forward", step, UNFINISHED) for step in (1, 6, 8, 9, 11, 14)),
+    ("sources.encode_prompts", 1, UNFINISHED),
+    ("store.ExampleStore.add", 1, None),
+    ("store.ExampleStore.add", 3, None),
+    ("store.ExampleStore.add", 9, None),
+    ("run.make_learner", 1, None),
+    ("trainer.make_targets", 5, None),
+    ("run.measure_guesses", 1, None),
+    ("run.save_drafter", 1, None),
+    ("run.fit_drafter", 1, None),
+    ("run.load_target", 2, None),
+    ("evaluation.decode_prompts", 1, None),
+    ("run.compare_speed", 1, None),
+    ("run.write_card", 1, None),
+]
+"""(function, after which of its calls the time ends, the error; None for a drafter)."""
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target that writes its own prompts."""
+    place = tmp_path_factory.mktemp("chatty")
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    save_target(place, small_llama(vocab=len(tokenizer), layers=1), tokenizer, eos_token_id=0)
+    return str(place)
+
+
+@pytest.mark.parametrize(("place", "count", "reason"), PHASES)
+@pytest.mark.usefixtures("train")
+def test_the_time_may_end_in_any_phase(
+    place: str,
+    count: int,
+    reason: str | None,
+    chatty: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = [0.0]
+    calls = list[str]()
+    real = attrgetter(place)(training)
+
+    def call(*args: Any, **options: Any) -> Any:
+        result = real(*args, **options)
+        calls.append(place)
+        if len(calls) == count:
+            seconds.append(1e9)
+        return result
+
+    def perf_counter() -> float:
+        seconds[0] += 1e-5
+        return sum(seconds)
+
+    monkeypatch.setattr(f"mlx_redrafter.training.{place}", call)
+    for module in (run, plan):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(prompts, "is_good", lambda text: True)  # a random target writes noise
+    for kind in PROMPT_KINDS.values():
+        monkeypatch.setitem(kind, "most", 4)
+        monkeypatch.setitem(kind, "least", 1)
+
+    output = tmp_path / "drafter"
+    words = f"--model {chatty} --batch-size 2 --max-tokens 8 --draft-depth 3 --exit-dim 16"
+    args, _ = parse_args([*words.split(), "--output", str(output)])
+    if reason is None:
+        assert run.train(args) == 0
+        assert load_drafter(output, load(chatty)[0]).args.acceptance is not None
+    else:
+        with pytest.raises(RedrafterError, match=reason) as error:
+            run.train(args)
+        assert "\n" not in str(error.value)
+        assert run.train(args) == 0, "the same command runs where the time does"
+    assert len(calls) >= count
