@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +27,8 @@ from ..pair import Pair
 from ..planning.costs import CostTable, is_disturbed
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
-from ..setup import get_cache_row_classes
+from ..planning.store import read_choice
+from ..setup import choose_row_counts, get_cache_row_classes
 from ..trials import TRIAL_PROMPTS, try_drafter
 
 TRIAL_DEPTH = 8
@@ -75,9 +77,9 @@ def diagnose(
     stand_in = None
     if drafter is None:
         _say("no drafter given: measuring a random one of the size that training would choose")
-        choice = choose_size(model, get_compute_dtype(model))
-        drafter = make_drafter(choice.args)
-        stand_in = choice.reason
+        size = choose_size(model, get_compute_dtype(model))
+        drafter = make_drafter(size.args)
+        stand_in = size.reason
         drafter.set_dtype(get_compute_dtype(model))
         mx.eval(drafter.parameters())
     no_trees = no_trees or drafter.explain_chains()
@@ -87,6 +89,12 @@ def diagnose(
         _say("the measured times contradict each other: measuring again")
         costs = pair.measure_costs(trees=no_trees is None, refresh=True)
 
+    classes = get_cache_row_classes(pair, Options(), refresh=refresh)
+    choice = None
+    if stand_in is None and len(classes) > 1:
+        if refresh:
+            choose_row_counts(pair, Options(exact=True), refresh=True)
+        choice = read_choice(model, drafter, classes)
     trial = None
     if stand_in is None:
         _say(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts")
@@ -113,7 +121,8 @@ def diagnose(
         },
         "trial": trial,
         "no_trees": no_trees,
-        "row_classes": get_cache_row_classes(pair, Options(), refresh=refresh),
+        "row_classes": classes,
+        "exact": choice,
         "costs": costs._asdict(),
         "chains": chains,
         "fastest": max(tried, key=lambda chain: chain["speedup"], default=None),
@@ -229,11 +238,24 @@ def format_report(report: Report) -> str:
     alike = "; ".join(map(format_row_counts, report["row_classes"]))
     where = f"chains, {report['target']['dtype']}"
     lines.append(f"Row counts computed alike: {alike} ({where}); see --exact of generate")
+    if report["exact"]:
+        lines.append(describe_choice(report))
     if report["no_trees"]:
         lines.append(f"Plans: chains only, {report['no_trees']}")
     if report["chains"]:
         lines += format_costs(report)
     return "\n".join(lines)
+
+
+def describe_choice(report: Report) -> str:
+    """The class of row counts that --exact uses, how long ago it was chosen, and the load then."""
+    choice = report["exact"]
+    chosen = format_row_counts(choice["row_counts"])
+    age = datetime.now(UTC) - datetime.fromisoformat(choice["when"])
+    hours = age.total_seconds() / 3600
+    ago = f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.1f} hours"
+    busy = f"load {choice['load']} on {report['machine']['cores']} cores"
+    return f"Chosen for --exact: {chosen}, {ago} ago at {busy}; --refresh chooses again"
 
 
 def format_costs(report: Report) -> list[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from helpers.cost_curves import make_costs
 from helpers.sessions import make_drafter
-from helpers.toys import make_model
+from helpers.toys import make_model, make_tokenizer
+from mlx_redrafter.cli.doctor import diagnose, format_report
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.costs import CostTable
@@ -57,3 +59,24 @@ def test_the_note_that_nothing_pays_names_the_command(machine: Machine) -> None:
     (note,) = choose_setup(pair, EXACT, pair.open_source()).notes
     assert note.startswith("nothing drafts: by its costs no padding pays (--exact); ")
     assert note.endswith("mlx_redrafter.doctor --refresh measures again")
+
+
+def test_doctor_prints_and_renews_the_choice(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_redrafter.cli.doctor.TRIAL_TOKENS", 4)
+    tokenizer = make_tokenizer()
+
+    def examine(*, refresh: bool) -> list[str]:
+        pair = machine.start()
+        report = diagnose(pair.model, tokenizer, pair.drafter, refresh=refresh)
+        return [line for line in format_report(report).splitlines() if "Chosen" in line]
+
+    assert examine(refresh=False) == []
+    choose_row_counts(machine.start(), EXACT)
+    (line,) = examine(refresh=False)
+    assert re.match(r"Chosen for --exact: 1, 0.0 hours ago at load [\d.]+ on \d+ cores; ", line)
+    machine.costs = IDLE
+    with pytest.warns(UserWarning, match="--exact now computes"):
+        (line,) = examine(refresh=True)
+    assert line.startswith("Chosen for --exact: 6 to 8, ")
