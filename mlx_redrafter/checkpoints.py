@@ -71,6 +71,9 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     name = str(path_or_hf_repo)
     folder = locate_model(name, options.get("revision"))
     check_layer_count(folder)
+    adapter = options.get("adapter_path")
+    if adapter is not None and os.path.isfile(adapter):
+        raise CheckpointError(f"{adapter} is a file: give the adapter's folder")
     given = options.get("tokenizer_config") or {}
     options["tokenizer_config"] = read_chat_template(folder) | given
     try:
@@ -107,8 +110,8 @@ def check_layer_count(folder: Path) -> None:
         files = [read_safetensors(file) for file in folder.glob("model*.safetensors")]
     except CheckpointError:
         return  # loading fails, too
-    config = config.get("text_config") or config
-    n_layers = config.get("num_hidden_layers")
+    part = config.get("text_config")
+    n_layers = (part if isinstance(part, dict) else config).get("num_hidden_layers")
     n_tensors = sum(map(len, files))
     if isinstance(n_layers, int) and n_layers > n_tensors > 0:
         got = f"num_hidden_layers {n_layers}, but there are {n_tensors} tensors"
@@ -133,9 +136,10 @@ def explain_failure(name: str, folder: Path, error: Exception) -> CheckpointErro
     """The error for a model that cannot be loaded from a folder."""
     if is_drafter(folder):
         return CheckpointError(NOT_A_MODEL.format(name))
-    why = find_damaged_file(folder) or join_lines(error)
-    shown = why if len(why) <= MAX_MESSAGE else f"{why[:MAX_MESSAGE]}..."
-    return CheckpointError(f"cannot load the model {name!r}: {shown}")
+    why = join_lines(error)
+    if len(why) > MAX_MESSAGE:
+        why = f"{why[:MAX_MESSAGE]}..."
+    return CheckpointError(f"cannot load the model {name!r}: {find_damaged_file(folder) or why}")
 
 
 def load_shards(
@@ -149,8 +153,13 @@ def load_shards(
         options: see `mlx_lm.utils.sharded_load`.
     """
     name = os.path.expanduser(path_or_hf_repo)
-    if os.path.isfile(name):
-        raise CheckpointError(f"{name} is a file: give the model's folder")
+    if os.path.exists(name):
+        # mlx-lm leaves weights random for which it finds no tensor.
+        folder = locate_model(name)
+        if is_drafter(folder):
+            raise CheckpointError(NOT_A_MODEL.format(name))
+        if (damage := find_damaged_file(folder)) is not None:
+            raise CheckpointError(f"cannot load {name!r}: {damage}")
     group = mx.distributed.init()
     groups = (group, None) if pipeline else (None, group)
     try:

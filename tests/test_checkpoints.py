@@ -24,6 +24,7 @@ from mlx_redrafter.checkpoints import (
     load,
     load_draft_model,
     load_drafter,
+    load_shards,
     save_drafter,
     strip_folders,
 )
@@ -155,6 +156,21 @@ def test_a_file_or_a_folder_may_be_meant(loader: Callable[..., Any], stored: Pat
         refuse(load, stored / WEIGHTS, names=f"is a file: give the model's folder, {stored}")
     else:
         assert is_same(load_drafter(stored / WEIGHTS), load_drafter(stored))
+
+
+def test_a_file_given_as_an_adapter_is_named(tmp_path: Path) -> None:
+    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    with pytest.raises(CheckpointError, match="is a file: give the adapter's folder"):
+        load(tmp_path, adapter_path=str(tmp_path / WEIGHTS))
+
+
+@pytest.mark.parametrize("how", ["missing", "cut"])
+def test_ranks_refuse_a_model_without_a_shard(how: str, tmp_path: Path) -> None:
+    """mlx-lm would decode with random weights."""
+    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    names = split_weights(tmp_path)
+    BROKEN[how](tmp_path / names[1])
+    refuse(load_shards, tmp_path, names=names[1])
 
 
 def split_weights(folder: Path) -> list[str]:
