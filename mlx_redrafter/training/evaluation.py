@@ -111,6 +111,7 @@ class SpeedResult(NamedTuple):
         against_plain: drafted over plain speed, measured one after the other; None if other work
             disturbed them.
         same_tokens: whether all tokens equal those of plain decoding.
+        drafter_tokens_per_round: of the rounds that the context did not win; 1 if there are none.
     """
 
     kind: str
@@ -118,6 +119,7 @@ class SpeedResult(NamedTuple):
     tokens_per_round: float
     against_plain: float | None
     same_tokens: bool
+    drafter_tokens_per_round: float = 1.0
 
 
 def compare_speed(
@@ -153,18 +155,21 @@ def compare_speed(
         speedup = drafted.tokens_per_second / (plain.tokens_per_second or math.inf)
         ratio = check_speedup(speedup, tokens)
         is_same = drafted.tokens == plain.tokens
-        results.append(SpeedResult(kind, len(runs[kind]), tokens, ratio, is_same))
+        stats = drafted.stats
+        own = (stats.accepted - stats.context_accepted) / max(1, stats.drafter_rounds)
+        results.append(SpeedResult(kind, len(runs[kind]), tokens, ratio, is_same, 1 + own))
     return results
 
 
 def format_results(results: Sequence[SpeedResult]) -> str:
     """The results as a text table, with a note on their reliability."""
-    lines = [f"{'held-out prompts':<24}  tokens/round  against plain  same"]
+    lines = [f"{'held-out prompts':<24}  tokens/round  drafter alone  against plain  same"]
     for result in results:
         ratio = "busy" if result.against_plain is None else f"{result.against_plain:.2f}"
         name = f"{result.kind}, {result.prompts}"
         same = "yes" if result.same_tokens else "NO"
-        lines.append(f"{name:<24}  {result.tokens_per_round:>12.2f}  {ratio:>13}  {same:>4}")
+        numbers = f"{result.tokens_per_round:>12.2f}  {result.drafter_tokens_per_round:>13.2f}"
+        lines.append(f"{name:<24}  {numbers}  {ratio:>13}  {same:>4}")
     if any(result.against_plain is None for result in results):
         lines.append("busy: not measured, as other work on the machine disturbed the times")
     if not results[-1].same_tokens:

@@ -32,10 +32,18 @@ from ..pair import Findings, Pair
 from ..planning.sizing import choose_size, count_weights
 from .answers import MAX_BATCH_SIZE
 from .data import Example, list_most_frequent, make_batches
-from .evaluation import compare_speed, count_rounds, format_results, make_prompt, measure_guesses
+from .evaluation import (
+    SpeedResult,
+    compare_speed,
+    count_rounds,
+    format_results,
+    make_prompt,
+    measure_guesses,
+)
 from .plan import (
     COMPARISON_SHARE,
     MAX_MAKING_SHARE,
+    VISITS,
     Clock,
     ExampleTimes,
     Say,
@@ -73,6 +81,12 @@ MAX_COMPARED = 48
 COMPARED_TOKENS = 64
 """The tokens that are decoded after each of these prompts."""
 
+MIN_LEARNED = 1.2
+"""The fewest tokens per round of a drafter that has learned something."""
+
+ENOUGH_EXAMPLES = 1000
+"""The examples that make a useful drafter, see docs/training.md."""
+
 
 @dataclass
 class Run:
@@ -90,6 +104,7 @@ class Plan(NamedTuple):
     Attributes:
         sizes: the drafter's config.
         store: the examples so far.
+        known: how many it had before the run.
         source: makes more of them.
         times: measured for examples of the source.
         visits: how often examples were learned already, summed over them.
@@ -98,6 +113,7 @@ class Plan(NamedTuple):
 
     sizes: DrafterArgs
     store: ExampleStore
+    known: int
     source: ExampleSource
     times: ExampleTimes
     visits: int
@@ -177,7 +193,7 @@ def run_steps(run: Run, *, dry_run: bool) -> None:
             fit_drafter(run, learner, plan.times.learn, interrupted)
         if interrupted.is_set():
             raise KeyboardInterrupt
-        finish(run, learner, plan.findings)
+        finish(run, learner, plan)
 
 
 def make_plan(run: Run, model: nn.Module, tokenizer: Any) -> Plan:
@@ -218,7 +234,7 @@ def make_plan(run: Run, model: nn.Module, tokenizer: Any) -> Plan:
     if run.record.validations:
         tokens = run.record.validations[-1]["tokens_per_round"]
         clock.say(f"so far the drafter makes {tokens:.2f} tokens per round")
-    return Plan(sizes, store, source, times, visits, findings)
+    return Plan(sizes, store, known, source, times, visits, findings)
 
 
 def check_minutes(clock: Clock, count: int, seconds: float) -> None:
@@ -267,7 +283,7 @@ def make_examples(run: Run, plan: Plan, model: nn.Module) -> None:
     """Adds examples to the store until the rest of the time is needed to learn them."""
     store = plan.store
     source = plan.source
-    known = len(store.examples)
+    known = plan.known
     begun = 0 if run.args.data else MAX_BATCH_SIZE / 2
     tokens = 0
     started = time.perf_counter()
@@ -404,7 +420,7 @@ def validate(run: Run, learner: Learner, done: int) -> dict[str, Any]:
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 
-def finish(run: Run, learner: Learner, findings: Findings) -> None:
+def finish(run: Run, learner: Learner, plan: Plan) -> None:
     """Measures and describes the finished drafter."""
     args = run.args
     record = run.record
@@ -412,7 +428,7 @@ def finish(run: Run, learner: Learner, findings: Findings) -> None:
     directory = run.files.directory
     clock.show("loading the model to compare speeds")
     model, tokenizer = load_target(args)
-    pair = Pair(model, load_fast_drafter(directory, model), findings)
+    pair = Pair(model, load_fast_drafter(directory, model), plan.findings)
     prompts = [make_prompt(example) for example in learner.held_out[:MAX_COMPARED]]
     started = time.perf_counter()
 
@@ -428,11 +444,45 @@ def finish(run: Run, learner: Learner, findings: Findings) -> None:
     iterations = record.validations[-1]["iteration"]
     write_card(args, learner.drafter.args, directory, iterations, results)
     clock.say(format_results(results))
-    ratio = results[-1].against_plain
-    if ratio is not None and ratio <= 1:
-        speed = f"{ratio:.2f} times the speed of plain decoding here"
-        clock.say(f"note: {speed}: train longer, or a smaller drafter")
+    fault = explain_fault(record.validations[-1]["tokens_per_round"], results[-1], plan)
+    if fault is not None:
+        clock.say(f"note: {fault}")
     clock.say(f"the drafter is in {directory}; to use it:\n{make_command(args)}")
+
+
+def explain_fault(tokens_per_round: float, result: SpeedResult, plan: Plan) -> str | None:
+    """Why a drafter helps little, and what to do; None if it helps.
+
+    Args:
+        tokens_per_round: of the last validation.
+        result: of all compared prompts. The context drafts there too, and may hide a drafter that
+            has learned nothing.
+    """
+    if tokens_per_round < MIN_LEARNED:
+        own = f"{tokens_per_round:.2f} tokens per round in the last validation"
+        compared = f"{result.drafter_tokens_per_round:.2f} in the comparison"
+        what = f"the drafter has learned little: alone it makes {own} and {compared}"
+        return f"{what}, where none makes 1: {advise_longer(plan)}"
+    ratio = result.against_plain
+    if ratio is not None and ratio <= 1:
+        return (
+            f"{ratio:.2f} times the speed of plain decoding here: "
+            f"{advise_longer(plan)}, or train a smaller drafter"
+        )
+    return None
+
+
+def advise_longer(plan: Plan) -> str:
+    """How many minutes more make a better drafter."""
+    made = len(plan.store.examples)
+    more = max(ENOUGH_EXAMPLES, 2 * made) - made
+    left = max(0, plan.known + plan.source.count - made)
+    seconds = VISITS * made * plan.times.learn
+    if left:
+        seconds = plan.times.estimate_seconds(min(more, left))
+    minutes = math.ceil(seconds / (1 - COMPARISON_SHARE) / 60)
+    texts = f"{min(more, left)} more texts" if left else f"the {made} texts again"
+    return f"--resume with --minutes {minutes} learns {texts}"
 
 
 @contextmanager

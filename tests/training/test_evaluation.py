@@ -106,6 +106,19 @@ def test_what_a_comparison_does_not_show_is_named() -> None:
     assert "NO: a token differs" in format_results([good._replace(same_tokens=False)])
 
 
+def test_the_drafter_is_counted_apart_from_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = Stats(rounds=10, accepted=18, context_accepted=16, drafter_rounds=4)
+
+    def decode(*args: Any) -> PromptRuns:
+        return PromptRuns(stats, (tuple(range(29)),), 1.0)
+
+    monkeypatch.setattr(evaluation, "decode_prompts", decode)
+    *_, result = compare_speed(Pair(small_llama()), [("code", [1])], Options(), set())
+    assert result.tokens_per_round == pytest.approx(2.8)
+    assert result.drafter_tokens_per_round == pytest.approx(1.5)
+    assert "2.80           1.50" in format_results([result])
+
+
 @pytest.mark.parametrize(("plain", "ratio"), [(1.2, 1.2), (3.0, None)])
 def test_no_speed_above_the_tokens_per_round_is_reported(
     plain: float, ratio: float | None, monkeypatch: pytest.MonkeyPatch

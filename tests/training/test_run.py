@@ -319,6 +319,41 @@ def test_a_run_that_could_learn_nothing_does_not_begin(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize(
+    ("least", "ratio", "note"),
+    [
+        (
+            9.0,
+            None,
+            r"learned little: alone it makes \d\.\d\d .* and 1\.01 in the comparison, where",
+        ),
+        (9.0, 1.7, "learned little"),
+        (0.0, 0.9, r"0\.90 times the speed of plain decoding here: --resume with --minutes"),
+        (0.0, None, None),
+        (0.0, 1.7, None),
+    ],
+)
+def test_a_drafter_that_learned_little_is_named(
+    least: float,
+    ratio: float | None,
+    note: str | None,
+    train: Any,
+    prompts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the comparison was disturbed, or the context alone is fast."""
+    result = SpeedResult("all", 2, 2.5, ratio, True, 1.01)
+    monkeypatch.setattr(run, "compare_speed", lambda *args: [result])
+    monkeypatch.setattr(run, "MIN_LEARNED", least)
+    status, said = train(tmp_path / "new", "--prompts", prompts, *SIZE)
+    notes = [line for line in said if line.startswith("note: ")]
+    assert status == 0 and len(notes) == (note is not None)
+    if note is not None:
+        assert re.search(note, notes[0])
+        assert re.search(r"--resume with --minutes \d+ learns the 16 texts again", notes[0])
+
+
 def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts, iterations, validations and compared prompts take the seconds given here.
 
