@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from .errors import CheckpointError, RedrafterError, UnsupportedModelError
     from .generation import GenerationResponse, generate, generate_step, stream_generate
     from .session.session import Answer, Session
+    from .training.api import train
 
 __version__ = "0.4.0"
 
 disable_thrashing_check()
 load_openblas()
 
-_MODULES = ("errors", "checkpoints", "generation", "session")
+_MODULES = ("errors", "checkpoints", "generation", "session", "training.api")
 """Where the public names are, in the order in which they are searched."""
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "load_draft_model",
     "load_drafter",
     "stream_generate",
+    "train",
 ]
 
 

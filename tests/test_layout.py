@@ -185,21 +185,24 @@ except SystemExit:
     assert python("-c", f"{spawn}{bar}").stdout != "None\n", "negative control"
 
 
-def test_generate_stays_a_function() -> None:
+def test_functions_stay_functions() -> None:
     """Importing the command of the same name, which would replace it, fails with advice."""
     script = """
-try:
-    import mlx_redrafter.generate
-except ImportError as error:
-    print(error)
-from mlx_redrafter import generate
+for name in ("generate", "train"):
+    try:
+        __import__(f"mlx_redrafter.{name}")
+    except ImportError as error:
+        print(error)
+from mlx_redrafter import generate, train
 try:
     generate()
 except TypeError as error:
-    print(error)"""
+    print(error)
+print(train.__name__)"""
     result = python("-W", "error", "-c", script)
-    advice, missing = result.stdout.splitlines()
+    advice, also, missing, name = result.stdout.splitlines()
     assert "from mlx_redrafter import generate" in advice, result.stderr
+    assert "from mlx_redrafter import train" in also and name == "train"
     assert missing.startswith("generate() missing 3 required positional arguments: 'model'")
 
 

@@ -37,10 +37,10 @@ def parse_args(arguments: Sequence[str]) -> tuple[TrainingArgs, argparse.Namespa
 
 def run() -> int:
     """Runs the command with `sys.argv`; returns the exit status."""
-    from .run import train  # slow imports that --help does not need
+    from .run import run_training  # slow imports that --help does not need
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     args, flags = parse_args(sys.argv[1:])
-    return train(args, resume=flags.resume, dry_run=flags.dry_run, say=say)
+    return run_training(args, resume=flags.resume, dry_run=flags.dry_run, say=say)

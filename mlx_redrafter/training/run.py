@@ -134,7 +134,7 @@ class Learner(NamedTuple):
     held_out: list[Example]
 
 
-def train(
+def run_training(
     args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, say: Say = lambda text: None
 ) -> int:
     """Trains a drafter into the directory `args.output`.
@@ -487,11 +487,11 @@ def advise_longer(plan: Plan) -> str:
 
 @contextmanager
 def catch_interrupt() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into an event for the training loop.
-
-    The second one raises KeyboardInterrupt.
-    """
+    """Turns the first Ctrl-C into an event for the training loop; the second one raises."""
     event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event  # only the main thread gets signals
+        return
 
     def on_signal(number: int, frame: Any) -> None:
         if event.is_set():

@@ -116,6 +116,6 @@ def train(target: str, monkeypatch: pytest.MonkeyPatch) -> Train:
     def train(output: Path, *flags: str | Path, **options: bool) -> tuple[int, list[str]]:
         said: list[str] = []
         args, _ = parse_args(["--model", target, "--output", str(output), *QUICK, *map(str, flags)])
-        return run.train(args, say=said.append, **options), said
+        return run.run_training(args, say=said.append, **options), said
 
     return train

@@ -92,11 +92,11 @@ def test_the_time_may_end_in_any_phase(
     words = f"--model {chatty} --batch-size 2 --max-tokens 8 --draft-depth 3 --exit-dim 16"
     args, _ = parse_args([*words.split(), "--output", str(output)])
     if reason is None:
-        assert run.train(args) == 0
+        assert run.run_training(args) == 0
         assert load_drafter(output, load(chatty)[0]).args.acceptance is not None
     else:
         with pytest.raises(RedrafterError, match=reason) as error:
-            run.train(args)
+            run.run_training(args)
         assert "\n" not in str(error.value)
-        assert run.train(args) == 0, "the same command runs where the time does"
+        assert run.run_training(args) == 0, "the same command runs where the time does"
     assert len(calls) >= count

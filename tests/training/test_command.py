@@ -66,7 +66,7 @@ def test_wrong_flags_are_refused_before_loading(
 def test_an_output_that_cannot_be_is_refused_before_loading() -> None:
     """Also for root, whom the permissions of /proc do not stop."""
     with pytest.raises(RedrafterError, match="--output cannot be /proc/x: no file can be made"):
-        run.train(TrainingArgs(output="/proc/x"))
+        run.run_training(TrainingArgs(output="/proc/x"))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_too_few_texts_are_refused_before_loading(
         write_texts(tmp_path / "valid.jsonl", held_out)
     reason = f"expected at least {needed} texts in --data for --batch-size {batch_size}"
     with pytest.raises(RedrafterError, match=f"{reason}, got {count} that"):
-        run.train(
+        run.run_training(
             TrainingArgs(data=str(tmp_path), batch_size=batch_size, output=str(tmp_path / "d"))
         )
     write_texts(tmp_path / "train.jsonl", needed)

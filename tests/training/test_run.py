@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load
 
+import mlx_redrafter
 from helpers.checkpoints import same, tensors
 from mlx_redrafter import load_drafter
 from mlx_redrafter.atomic_files import lock_file
@@ -196,6 +198,22 @@ ExampleStore.add = add
     assert status == 0 and any("about 10 texts besides 6" in line for line in messages)
     assert all(path.stat().st_mtime_ns == changed for path, changed in files.items())
     assert len(list((place / "training").glob("texts-*/*"))) == 16
+
+
+@pytest.mark.usefixtures("train")
+def test_training_from_python(target: str, prompts: str, tmp_path: Path) -> None:
+    """Also in a thread, which cannot handle signals."""
+    said = list[str]()
+    settings = {"model": target, "prompts": prompts, "exit_dim": 32, "batch_size": 2}
+    settings |= {"max_tokens": 10, "draft_depth": 3, "output": str(tmp_path / "drafter")}
+    with ThreadPoolExecutor(1) as threads:
+        place = threads.submit(mlx_redrafter.train, say=said.append, **settings).result()
+    assert place == tmp_path / "drafter" and any("iteration 4: " in line for line in said)
+    assert load_drafter(place, load(target)[0]).args.acceptance is not None
+    with pytest.raises(TypeError, match="minuts"):
+        mlx_redrafter.train(minuts=3)
+    with pytest.raises(RedrafterError, match="exists already"):
+        mlx_redrafter.train(**settings)
 
 
 def test_more_minutes_make_more_texts(
