@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,13 @@ def parse_output(text: str) -> Path:
     if why:
         raise argparse.ArgumentTypeError(f"expected a writable file, got {text}: {why}")
     return path
+
+
+def parse_plot(text: str) -> Path:
+    """Parses the path of a plot to write."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("plots need matplotlib: pip install '.[bench]'")
+    return parse_output(text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

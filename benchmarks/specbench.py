@@ -30,7 +30,7 @@ from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training.prompts import read_lines
 from mlx_redrafter.trials import decode_prompts
 
-from .command import parse_output, parse_plan, parse_positive
+from .command import parse_output, parse_plan, parse_plot, parse_positive
 from .contest import compare_contestants, compute_status, measure_costs
 from .contestants import Settings, make_contestants, warm_up
 from .models import NamedPrompt, add_workload, load_models
@@ -174,7 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file for records; existing ones are not measured again",
     )
-    add("--plot", type=parse_output, metavar="FILE", help="file for a bar chart of the speeds")
+    add("--plot", type=parse_plot, metavar="FILE", help="file for a bar chart of the speeds")
 
 
 def run(args: argparse.Namespace) -> int:

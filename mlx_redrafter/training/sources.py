@@ -66,7 +66,7 @@ def check_data(data: str, batch_size: int) -> None:
     if not path.exists():
         check_hub_id(data)
         if find_spec("datasets") is None:
-            advice = 'a data set on the Hugging Face hub needs pip install "mlx_redrafter[train]"'
+            advice = "a data set on the Hugging Face hub needs pip install datasets"
             raise RedrafterError(f"there is no folder {data}, and {advice}")
         return
     file = path / "train.jsonl"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import command
 from benchmarks.command import make_parser
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +35,20 @@ def test_bad_flags_are_refused_by_the_parser(
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+def test_a_plot_without_matplotlib_is_refused_by_the_parser(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["specbench", "--questions", "q.jsonl", "--plot", "p.png"]
+    assert make_parser().parse_args(words).plot == Path("p.png")
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(words)
+    assert "--plot: plots need matplotlib: pip install" in capsys.readouterr().err
+
+
 def test_an_unknown_name_is_a_one_line_error() -> None:
-    command = [sys.executable, "-m", "benchmarks", "acceptance", "--prompts", "poetry"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
+    words = [sys.executable, "-m", "benchmarks", "acceptance", "--prompts", "poetry"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: no prompt, category or file is called 'poetry'")
     assert done.stderr.count("\n") == 1
