@@ -79,7 +79,7 @@ def prepare(folder: Path) -> None:
 
 
 def run(block: Block, folder: Path, seconds: float) -> tuple[str, str]:
-    """Returns ("passed", "started", "failed" or "skipped", the reason or the last lines of output)."""
+    """("passed", "started", "failed" or "skipped", the reason or the last lines of output)."""
     for part, reason in SKIPPED.items():
         if part in block.text:
             return "skipped", reason

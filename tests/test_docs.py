@@ -1,4 +1,7 @@
-"""Shell blocks of the documentation can be pasted into bash and zsh (the macOS default); files that it names exist."""
+"""Shell blocks of the documentation can be pasted into bash and zsh (the macOS default).
+
+Files that it names exist.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from helpers.shell_blocks import ROOT, Block, list_pages, shell_blocks
 
 BLOCKS = shell_blocks()
 ZSH = shutil.which("zsh")
-PASTE = "command_not_found_handler() { print -r -- ran: ${(q)@} }; cd() { : }; function . { : }; PATH=\n"
+PASTE = (
+    "command_not_found_handler() { print -r -- ran: ${(q)@} }; "
+    "cd() { : }; function . { : }; PATH=\n"
+)
 """Read before each block, so that commands only print their quoted arguments."""
 
 WAITS = re.compile(r"mlx_redrafter[. ](chat|server|race|stdio)\b")
@@ -57,8 +63,11 @@ FILES = [
 ]
 
 
-def find_missing(page: Path, text: str) -> list[str]:
-    """Files named in a page's text that do not exist: targets of links, and Python and Markdown files in code marks."""
+def list_missing(page: Path, text: str) -> list[str]:
+    """Files named in a page's text that do not exist.
+
+    These are targets of links, and Python and Markdown files in code marks.
+    """
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     names = re.findall(r"`([\w./]+\.(?:py|md))`", text)
     missing = [link for link in links if not (page.parent / link).exists()]
@@ -69,9 +78,9 @@ def find_missing(page: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", list_pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
-    assert find_missing(page, page.read_text(encoding="utf-8")) == []
+    assert list_missing(page, page.read_text(encoding="utf-8")) == []
     # Negative control.
-    assert find_missing(page, "[a](no/page.md#top), `engine/nothing.py`, `test_docs.py`") == [
+    assert list_missing(page, "[a](no/page.md#top), `engine/nothing.py`, `test_docs.py`") == [
         "no/page.md",
         "engine/nothing.py",
     ]

@@ -36,7 +36,7 @@ FIELDS: dict[str, set[str]] = {
     **{kind: {"session"} for kind in ("open", "reset", "close")},
     **{kind: set() for kind in ("cancel", "ping")},
 }
-"""Request type -> its fields besides type and id; "as" and "path" are required."""
+"""Message type -> its fields besides type and id; "as" and "path" are required."""
 
 USAGE = (
     "prompt_tokens",
@@ -49,7 +49,7 @@ USAGE = (
 )
 """The fields of the last response that are copied into `done`."""
 
-Request = dict[str, Any]
+Message = dict[str, Any]
 
 
 def run() -> int:
@@ -113,7 +113,7 @@ class SessionServer:
     def __init__(self, events: IO[bytes], make_session: Callable[[str | None], Session]) -> None:
         self._events = events
         self._make_session = make_session
-        self._queue: SimpleQueue[Request | None] = SimpleQueue()
+        self._queue: SimpleQueue[Message | None] = SimpleQueue()
         # id of an unfinished request -> whether it was cancelled
         self._pending: dict[str, bool] = {}
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class SessionServer:
         finally:
             self._queue.put(None)
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: Message) -> None:
         name = request["id"]
         kind = request["type"]
         if kind == "ping":
@@ -171,7 +171,7 @@ class SessionServer:
                 del self._pending[request["id"]]
             self.write(kind, request["id"], **fields)
 
-    def _answer(self, request: Request) -> tuple[str, dict[str, Any]]:
+    def _answer(self, request: Message) -> tuple[str, dict[str, Any]]:
         """Answers a request; returns the type and fields of its last event."""
         kind = request["type"]
         name = request.get("session", "main")
@@ -196,7 +196,7 @@ class SessionServer:
             del sessions[name]
         return "ok", {}
 
-    def _send(self, session: Session, request: Request) -> dict[str, Any]:
+    def _send(self, session: Session, request: Message) -> dict[str, Any]:
         """Runs a turn, writing an event for every token; returns the fields of `done`."""
         name = request["id"]
 
@@ -220,7 +220,7 @@ class SessionServer:
         return {"text": answer.text, "finish_reason": answer.finish_reason, "usage": usage}
 
 
-def parse_line(line: bytes) -> Request:
+def parse_line(line: bytes) -> Message:
     """Parses a line as a request."""
     request = parse_object(line, "the request")
     if not isinstance(request.get("id"), str):
@@ -228,7 +228,7 @@ def parse_line(line: bytes) -> Request:
     return request
 
 
-def check_request(request: Request) -> None:
+def check_request(request: Message) -> None:
     """Checks the type and field names of a request; the session checks the values."""
     kind = request.get("type")
     names = request.keys() - {"type", "id"}

@@ -33,7 +33,7 @@ MAX_EXCESS = 256
 """A cache may exceed `max_kv_size` by this many rows before its oldest rows are dropped."""
 
 
-class States(NamedTuple):
+class WaitingStates(NamedTuple):
     """States of consecutive positions whose rows in the cache are missing or not final.
 
     Attributes:
@@ -95,7 +95,7 @@ class CachedSource(StepwiseSource):
         self._window: int | None = None  # the last positions that the drafter sees; None for all
         self._caches = [KVCache() for _ in range(n_layers)]
         self._n_rows = 0  # settled in the caches
-        self._waiting: list[States] = []  # not settled; some of the last may be dropped
+        self._waiting: list[WaitingStates] = []  # not settled; some of the last may be dropped
         self._is_appended = False  # whether the last ones are in the caches
 
     def append_rows(self, hidden: mx.array, tokens: mx.array, position: int) -> mx.array:
@@ -116,7 +116,7 @@ class CachedSource(StepwiseSource):
         self._settle(kept.position)
         tokens = kept.rows(kept.tokens).astype(mx.int32)
         hidden = mx.concatenate([kept.rows(kept.hidden[name]) for name in self.capture], axis=-1)
-        self._waiting.append(States(tokens, hidden, kept.n_kept, kept.position))
+        self._waiting.append(WaitingStates(tokens, hidden, kept.n_kept, kept.position))
         if sum(len(states.tokens) for states in self._waiting) > MAX_WAITING:
             self._append_known()
         self._drop_oldest()
@@ -132,7 +132,7 @@ class CachedSource(StepwiseSource):
             self._n_rows += n_known
         if is_known:
             end = mx.array([n_known])  # a copy, so that the other states can be freed
-            last = States(tokens[end], hidden[end], 1, position + n_known)
+            last = WaitingStates(tokens[end], hidden[end], 1, position + n_known)
         self._waiting = [last]
 
     def _drop_oldest(self) -> None:
@@ -160,7 +160,7 @@ class CachedSource(StepwiseSource):
         elif is_appended:
             self._n_rows += n_kept
         else:
-            kept = States(last.tokens[:n_kept], last.hidden[:n_kept], n_kept, last.position)
+            kept = WaitingStates(last.tokens[:n_kept], last.hidden[:n_kept], n_kept, last.position)
             self._waiting.append(kept)
 
     def _join(self) -> tuple[mx.array, mx.array, int]:

@@ -77,7 +77,7 @@ LAYERS = {
 }
 """Module of mlx-lm -> its layer classes."""
 
-ATTENTION = "*"
+ATTENTION_MARK = "*"
 """The type of Nemotron-H's blocks with a KV cache."""
 
 LAYER_0_CONFIG = {
@@ -282,7 +282,12 @@ def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str,
     if model_type == "nemotron_h":
         found.pop("layers_block_type", None)
         found.pop("layer_types", None)
-        types = {"attention": ATTENTION, "full_attention": ATTENTION, "moe": "E", "mlp": "-"}
+        types = {
+            "attention": ATTENTION_MARK,
+            "full_attention": ATTENTION_MARK,
+            "moe": "E",
+            "mlp": "-",
+        }
         blocks = config.get("mtp_layers_block_type")
         if not isinstance(blocks, list) or not blocks:
             blocks = [*config.get("mtp_hybrid_override_pattern", "*E")]
@@ -314,7 +319,7 @@ class Blocks(nn.Module):
     def __init__(self, args: Any) -> None:
         super().__init__()
         pattern = args.hybrid_override_pattern
-        count = pattern.count(ATTENTION)
+        count = pattern.count(ATTENTION_MARK)
         if count != 1:
             raise ValueError(f"expected one block of attention, got {count} in {pattern}")
         make_block = get_class("nemotron_h", "layer")
@@ -322,7 +327,7 @@ class Blocks(nn.Module):
 
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         for block in self.blocks:
-            x = block(x, mask=mask, cache=cache if block.block_type == ATTENTION else None)
+            x = block(x, mask=mask, cache=cache if block.block_type == ATTENTION_MARK else None)
         return x
 
 

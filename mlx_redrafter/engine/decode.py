@@ -62,7 +62,7 @@ class Round(NamedTuple):
 
 Rounds = Generator[Round, None, None]
 
-Report = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 """Called with (prompt tokens processed, prompt tokens in all)."""
 
 
@@ -142,7 +142,7 @@ class Decoder:
         self._ahead: Pending | None = None
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
 
-    def decode(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
+    def decode(self, prompt: mx.array, prefill_step_size: int, report: ReportProgress) -> Rounds:
         """Yields an empty round after each piece of the prompt, then decoding rounds without end.
 
         No unevaluated array is kept across a yield, so each `next` may come from another thread.
@@ -151,7 +151,7 @@ class Decoder:
         Args:
             prompt: (T,) int32, T >= 1.
             prefill_step_size: the most tokens of a piece.
-            report: see `Report`.
+            report: see `ReportProgress`.
         """
         yield from self.prefill(prompt, prefill_step_size, report)
         n_since_clear = 0
@@ -172,7 +172,7 @@ class Decoder:
         finally:
             self._planner.finish()
 
-    def prefill(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
+    def prefill(self, prompt: mx.array, prefill_step_size: int, report: ReportProgress) -> Rounds:
         """Processes the prompt in pieces, and yields an empty round after each.
 
         At the end it enqueues a step on the prompt's last token.

@@ -54,7 +54,7 @@ NORMS = (
 HEADS = ("lm_head", "embed_out", "output")
 """Names of the output matrix, if it is not the embedding."""
 
-LENGTHS = (
+CONTEXT_LENGTH_KEYS = (
     "max_position_embeddings",
     "max_sequence_length",
     "max_seq_len",
@@ -178,7 +178,9 @@ def get_context_length(model: nn.Module) -> int | None:
     args = getattr(model, "args", None)
     for config in (args, getattr(args, "text_config", None)):
         values = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-        lengths = (values[name] for name in LENGTHS if isinstance(values.get(name), int))
+        lengths = (
+            values[name] for name in CONTEXT_LENGTH_KEYS if isinstance(values.get(name), int)
+        )
         length: int | None = next(lengths, None)
         if length is None:
             continue

@@ -98,7 +98,7 @@ class Run:
     clock: Clock
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """What a run is going to do.
 
     Attributes:
@@ -196,7 +196,7 @@ def run_steps(run: Run, *, dry_run: bool) -> None:
         finish(run, learner, plan)
 
 
-def make_plan(run: Run, model: nn.Module, tokenizer: Any) -> Plan:
+def make_plan(run: Run, model: nn.Module, tokenizer: Any) -> RunPlan:
     """Measures how the time is divided best, and says it."""
     args = run.args
     clock = run.clock
@@ -234,7 +234,7 @@ def make_plan(run: Run, model: nn.Module, tokenizer: Any) -> Plan:
     if run.record.validations:
         tokens = run.record.validations[-1]["tokens_per_round"]
         clock.say(f"so far the drafter makes {tokens:.2f} tokens per round")
-    return Plan(sizes, store, known, source, times, visits, findings)
+    return RunPlan(sizes, store, known, source, times, visits, findings)
 
 
 def check_minutes(clock: Clock, count: int, seconds: float) -> None:
@@ -279,7 +279,7 @@ def get_dtype(name: str | None) -> mx.Dtype:
     return cast(mx.Dtype, getattr(mx, str(name)))
 
 
-def make_examples(run: Run, plan: Plan, model: nn.Module) -> None:
+def make_examples(run: Run, plan: RunPlan, model: nn.Module) -> None:
     """Adds examples to the store until the rest of the time is needed to learn them."""
     store = plan.store
     source = plan.source
@@ -315,7 +315,7 @@ def make_examples(run: Run, plan: Plan, model: nn.Module) -> None:
         store.add(example)
 
 
-def make_learner(run: Run, plan: Plan, model: nn.Module) -> Learner:
+def make_learner(run: Run, plan: RunPlan, model: nn.Module) -> Learner:
     """An untrained drafter. A draft vocabulary has the most frequent tokens of the examples."""
     args = run.args
     training = [example for example in plan.store.examples if not example.is_held_out]
@@ -420,7 +420,7 @@ def validate(run: Run, learner: Learner, done: int) -> dict[str, Any]:
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 
-def finish(run: Run, learner: Learner, plan: Plan) -> None:
+def finish(run: Run, learner: Learner, plan: RunPlan) -> None:
     """Measures and describes the finished drafter."""
     args = run.args
     record = run.record
@@ -450,7 +450,7 @@ def finish(run: Run, learner: Learner, plan: Plan) -> None:
     clock.say(f"the drafter is in {directory}; to use it:\n{make_command(args)}")
 
 
-def explain_fault(tokens_per_round: float, result: SpeedResult, plan: Plan) -> str | None:
+def explain_fault(tokens_per_round: float, result: SpeedResult, plan: RunPlan) -> str | None:
     """Why a drafter helps little, and what to do; None if it helps.
 
     Args:
@@ -472,7 +472,7 @@ def explain_fault(tokens_per_round: float, result: SpeedResult, plan: Plan) -> s
     return None
 
 
-def advise_longer(plan: Plan) -> str:
+def advise_longer(plan: RunPlan) -> str:
     """How many minutes more make a better drafter."""
     made = len(plan.store.examples)
     more = max(ENOUGH_EXAMPLES, 2 * made) - made

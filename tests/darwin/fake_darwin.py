@@ -13,13 +13,22 @@ import os
 import sys
 
 LINUX_ONLY = {
-    "os": "sched_getaffinity sched_setaffinity memfd_create O_TMPFILE O_PATH O_DIRECT pipe2 posix_fallocate "
-    "posix_fadvise fdatasync eventfd copy_file_range splice getrandom pidfd_open getxattr setxattr listxattr "
-    "removexattr getresuid getresgid setresuid setresgid waitid",
+    "os": (
+        "sched_getaffinity sched_setaffinity memfd_create O_TMPFILE O_PATH O_DIRECT pipe2 "
+        "posix_fallocate posix_fadvise fdatasync eventfd copy_file_range splice getrandom "
+        "pidfd_open getxattr setxattr listxattr removexattr getresuid getresgid setresuid "
+        "setresgid waitid"
+    ),
     "select": "epoll EPOLLIN EPOLLOUT",
-    "signal": "sigtimedwait sigwaitinfo pidfd_send_signal SIGRTMIN SIGRTMAX SIGPWR SIGSTKFLT SIGPOLL SIGCLD",
+    "signal": (
+        "sigtimedwait sigwaitinfo pidfd_send_signal SIGRTMIN SIGRTMAX SIGPWR SIGSTKFLT "
+        "SIGPOLL SIGCLD"
+    ),
     "resource": "prlimit RLIMIT_RTPRIO RLIMIT_SIGPENDING RUSAGE_THREAD",
-    "socket": "AF_NETLINK AF_PACKET SO_PEERCRED SOCK_CLOEXEC SOCK_NONBLOCK TCP_QUICKACK TCP_USER_TIMEOUT TCP_KEEPIDLE",
+    "socket": (
+        "AF_NETLINK AF_PACKET SO_PEERCRED SOCK_CLOEXEC SOCK_NONBLOCK TCP_QUICKACK "
+        "TCP_USER_TIMEOUT TCP_KEEPIDLE"
+    ),
     "fcntl": "F_SETPIPE_SZ F_GETPIPE_SZ F_ADD_SEALS F_GET_SEALS F_OFD_SETLK",
     "time": "CLOCK_BOOTTIME CLOCK_TAI",
 }
@@ -131,7 +140,8 @@ def install() -> None:
     from pathlib import Path
 
     place = Path(sysconfig.get_path("purelib"))
-    call = f"sys.path.append({str(Path(__file__).parent)!r}); __import__('fake_darwin').apply(); sys.path.pop()"
+    folder = str(Path(__file__).parent)
+    call = f"sys.path.append({folder!r}); __import__('fake_darwin').apply(); sys.path.pop()"
     file = place / "fake_darwin.pth"
     file.write_text(f"import os, sys; exec({call!r}) if 'FAKE_DARWIN' in os.environ else None\n")
     print(file)

@@ -38,7 +38,7 @@ def wrap_input(given: Any) -> Any:
 
 Integer = Annotated[int, Field(strict=False)]  # some clients send 100.0
 TopK = Annotated[Integer, BeforeValidator(lambda given: 0 if given == -1 else given)]
-StopStrings = Annotated[list[str], BeforeValidator(wrap_stop)]
+StopField = Annotated[list[str], BeforeValidator(wrap_stop)]
 Objects = Annotated[list[Json], Field(min_length=1)]
 ToolList = list[dict[str, JsonValue]]
 ToolChoice = str | dict[str, JsonValue]
@@ -87,7 +87,7 @@ class Body(Part):
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
     stream: bool = False
-    stop: StopStrings = []
+    stop: StopField = []
     max_tokens: Integer | None = None
     temp: float | None = Field(None, alias="temperature")
     top_p: float | None = None
@@ -167,7 +167,7 @@ class CountTokensBody(Body):
 
     messages: Objects
     system: str | list[Json] | None = None
-    stop: StopStrings = Field([], alias="stop_sequences")
+    stop: StopField = Field([], alias="stop_sequences")
     tools: ToolList = []
     tool_choice: ToolChoice = "auto"
     thinking: Json = {}

@@ -15,7 +15,10 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from ...errors import join_lines
 from ...text.stop_strings import StopStrings
 
-KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reasoning": "reasoning"}
+SEGMENT_KINDS: dict[str | None, Literal["text", "reasoning"]] = {
+    "normal": "text",
+    "reasoning": "reasoning",
+}
 """State of mlx-lm's text state machine -> kind of its text.
 
 In state "tool" it is a tool call, in all others markup.
@@ -85,7 +88,7 @@ class TextStream:
     @property
     def is_reasoning(self) -> bool:
         """Whether the next token belongs to reasoning."""
-        return KINDS.get(self._state[0]) == "reasoning"
+        return SEGMENT_KINDS.get(self._state[0]) == "reasoning"
 
     @property
     def stopped_by(self) -> str | None:
@@ -120,7 +123,7 @@ class TextStream:
         return text, segments
 
     def _add_piece(self, state: str | None, text: str) -> list[Segment]:
-        kind = KINDS.get(state)
+        kind = SEGMENT_KINDS.get(state)
         if state == "tool" or (self._is_call and kind == "text"):
             self._call = (self._call or "") + text
             self._space = ""

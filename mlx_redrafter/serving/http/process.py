@@ -28,7 +28,7 @@ GRACE_SECONDS = 5
 rest.
 """
 
-IDLE_SECONDS = 120
+KEEP_ALIVE_SECONDS = 120
 """How long an idle connection stays open: agents pause between requests, and do not send the next
 one again if it is lost because the connection is just being closed."""
 
@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             server_header=False,
-            timeout_keep_alive=IDLE_SECONDS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS,
         )
         super().__init__(config)
