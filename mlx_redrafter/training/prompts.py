@@ -82,18 +82,22 @@ def read_prompts(path: str | Path) -> list[GivenPrompt]:
     """
     path = expand_path(path)
     text = read_file(path, "prompts")
-    values = parse_json(text)
-    if isinstance(values, list) and values:
-        places = [f"{path}, item {number}" for number in range(1, len(values) + 1)]
-        return [parse_prompt(*item) for item in zip(values, places, strict=True)]
-    if is_prompt(values):
-        return [parse_prompt(values, str(path))]
+    value = parse_json(text)
+    is_named_json = path.suffix.lower() in JSON_SUFFIXES
+    if isinstance(value, list) and value:
+        items = enumerate(value, start=1)
+        return [parse_prompt(item, f"{path}, item {number}") for number, item in items]
+    if isinstance(value, dict):
+        return [parse_prompt(value, str(path))]
+    if is_named_json and text.lstrip().startswith("["):
+        raise RedrafterError(f"expected prompts in {path}, got an empty or broken JSON list")
 
     lines = read_lines(path, "prompts")
-    is_named_json = path.suffix.lower() in JSON_SUFFIXES
-    if not is_named_json and not any(is_prompt(parse_json(line)) for line, _ in lines):
-        return [line for line, _ in lines]
-    return [parse_prompt(parse_object(line, place), place) for line, place in lines]
+    values = [parse_json(line) for line, _ in lines]
+    is_json = is_named_json or all(isinstance(value, dict) for value in values)
+    if is_json or any(is_prompt(value) for value in values):
+        return [parse_prompt(parse_object(line, place), place) for line, place in lines]
+    return [line for line, _ in lines]
 
 
 def parse_json(text: str) -> Any:

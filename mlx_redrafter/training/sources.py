@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from ..atomic_files import expand_path
 from ..drafters.loading import check_hub_id
-from ..errors import RedrafterError
+from ..errors import RedrafterError, join_lines
+from ..json_objects import parse_object
 from .answers import Continuation, ShouldStop, decode_batch, measure_batch_size
 from .data import GIVEN, Example, load_examples
 from .hidden_states import add_hidden_states
@@ -73,10 +75,25 @@ def check_data(data: str, batch_size: int) -> None:
     if not file.is_file():
         got = "a file" if path.is_file() else "a folder without it"
         raise RedrafterError(f"--data must be a folder with train.jsonl, got {got}: {data}")
-    with file.open("rb") as lines:
-        count = sum(1 for _ in lines)
-    needed = batch_size if (path / "valid.jsonl").is_file() else count_needed(batch_size)
-    check_enough(count, needed, batch_size)
+    count = count_objects(file)
+    validation = path / "valid.jsonl"
+    if validation.is_file() and count_objects(validation):
+        check_enough(count, batch_size, batch_size)
+    else:
+        check_enough(count, count_needed(batch_size), batch_size)
+
+
+def count_objects(file: Path) -> int:
+    """The number of lines of a JSONL file, all of which must be objects, as mlx-lm reads them."""
+    count = 0
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                count += 1
+                parse_object(line, f"{file}, line {count}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RedrafterError(f"cannot read the data {file}: {join_lines(error)}") from error
+    return count
 
 
 def check_enough(count: int, needed: int, batch_size: int) -> None:

@@ -88,5 +88,14 @@ def test_too_few_texts_are_refused_before_loading(
     sources.check_data(str(tmp_path), batch_size)
 
 
+@pytest.mark.parametrize("line", ["", "{", "3", '\ufeff{"text": "x"}'])
+def test_data_with_a_broken_line_are_refused_before_loading(line: str, tmp_path: Path) -> None:
+    write_texts(tmp_path / "train.jsonl", 9)
+    with (tmp_path / "train.jsonl").open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(RedrafterError, match=r"train\.jsonl, line 10 "):
+        sources.check_data(str(tmp_path), 4)
+
+
 def write_texts(path: Path, count: int) -> None:
     path.write_text('{"text": "one two three"}\n' * count)

@@ -102,6 +102,9 @@ def test_lines_that_only_look_like_json_are_prompts(tmp_path: Path) -> None:
         ),
         ("cut.txt", '{"prompt": "x"}\n{"prom', "cut.txt, line 2 is not JSON"),
         ("list.json", '["x", 3]', "list.json, item 2: expected an object .*, got 3"),
+        ("none.json", "[]", "expected prompts in .*none.json, got an empty or broken JSON list"),
+        ("comma.json", '["x",\n]', "comma.json, got an empty or broken JSON list"),
+        ("text.txt", '{"text": "x"}\n{"text": "y"}', "text.txt, line 1: expected an object with"),
     ],
 )
 def test_unreadable_prompts_are_refused(
