@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.store import digest_tensors, sample_tensors
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training.prompts import encode_prompts, read_prompts
 
@@ -93,11 +95,22 @@ class Workload:
             "drafter_gb": size,
         }
 
+    def digest_weights(self) -> list[str]:
+        """A digest of each model's weights: folders keep their names when they are trained anew."""
+        modules: list[Any] = [self.model, self.draft_model]
+        modules.append(getattr(self.drafter, "weights", self.drafter))  # of a draft model
+        return [digest_sample(module) for module in modules if module is not None]
+
     def require_drafter(self) -> Drafter:
         """Returns the drafter."""
         if self.drafter is None:
             raise RedrafterError("expected the --drafter that was trained for the model")
         return self.drafter
+
+
+def digest_sample(module: nn.Module) -> str:
+    """A digest of a model's tensor names, shapes, dtypes and first values."""
+    return digest_tensors(module) + hashlib.sha256(sample_tensors(module)).hexdigest()[:16]
 
 
 def count_bytes(module: nn.Module) -> int:

@@ -7,6 +7,7 @@ contributed file with records of both kinds.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -119,6 +120,18 @@ def stamp() -> dict[str, Any]:
         found["gpu_cores"] = cores and int(cores)
         found["power"] = ask_system(r"'(.+)'", "pmset", "-g", "batt")
     return found
+
+
+def make_key(machine: dict[str, Any], *settings: Any) -> str:
+    """A digest of everything that a record depends on: machine, versions, models and settings.
+
+    Args:
+        machine: from `stamp`; its time and power source do not count.
+        settings: the models' and the others, as JSON takes them.
+    """
+    fixed = {name: value for name, value in machine.items() if name not in ("when", "power")}
+    described = json.dumps([fixed, settings], sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 def ask_system(pattern: str, *command: str) -> str | None:

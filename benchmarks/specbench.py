@@ -5,8 +5,9 @@
 
 The questions come from https://github.com/hemingkx/Spec-Bench: a file with one JSON object per
 line, with `question_id`, `category` and `turns`. The second turn of a question follows the plain
-answer to the first. Contestants, timing and records are those of `run`. Records that are already in
-`--output` are not measured again.
+answer to the first. Contestants, timing and records are those of `run`. What is already in
+`--output` is not measured again: records of this machine, these versions, weights and settings.
+Other records stay in the file, and are not shown.
 
 Source: Xia et al., Unlocking Efficiency in Large Language Model Inference, arXiv 2401.07851.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +36,16 @@ from .contest import compare_contestants, compute_status, measure_costs
 from .contestants import Settings, make_contestants, warm_up
 from .models import NamedPrompt, add_workload, load_models
 from .plots import draw_bars
-from .records import Record, read_records, stamp, write_records
-from .tables import PLAIN, Line, describe_setting, format_text, group_by_contestant, summarize
+from .records import Record, make_key, read_records, stamp, write_records
+from .tables import (
+    PLAIN,
+    Line,
+    describe_setting,
+    format_text,
+    get_label,
+    group_by_contestant,
+    summarize,
+)
 
 KIND_BY_CATEGORY = {
     "summarization": "summaries",
@@ -191,10 +200,14 @@ def run(args: argparse.Namespace) -> int:
     records = list[Record]()
     if args.output and args.output.exists():
         records = read_records(args.output)
+
     machine = stamp()
+    models = [workload.describe(), workload.draft_model_name, workload.digest_weights()]
+    if workload.drafter is not None:
+        key = make_key(machine, models)
+        if all(record.get("key") != key for record in records):
+            records.append(measure_costs(workload) | {"machine": machine, "key": key})
     sets = list[list[Record]]()
-    if workload.drafter is not None and not any(record["kind"] == "costs" for record in records):
-        records.append(measure_costs(workload) | {"machine": machine})
     for temp in args.temp:
         settings = Settings(args.max_tokens, temp, args.seed, args.repeats)
         sides = make_contestants(
@@ -206,31 +219,43 @@ def run(args: argparse.Namespace) -> int:
             random=args.random_drafter,
             exact=args.exact,
         )
-        shared = {
-            "temp": temp,
-            "seed": args.seed,
-            "max_tokens": args.max_tokens,
-            "repeats": args.repeats,
-        }
-        shared |= {key: workload.describe()[key] for key in ("model", "drafter")}
-        own = [record for record in records if shared.items() <= record.items()]
-        done = {record["prompt"] for record in own}
-        missing = [prompt for prompt in prompts if prompt.name not in done]
+        prompt_keys = [
+            make_key(machine, models, asdict(settings), prompt.name, prompt.ids)
+            for prompt in prompts
+        ]
+        measured = {(record.get("key"), get_label(record)) for record in records}
+        missing = dict[str, NamedPrompt]()
+        for key, prompt in zip(prompt_keys, prompts, strict=True):
+            if any((key, side.label) not in measured for side in sides):
+                missing[key] = prompt
+
+        left = replace(workload, prompts=list(missing.values()))
         for side in sides if missing else ():
-            warm_up(replace(workload, prompts=missing), side)
-        contest = compare_contestants(replace(workload, prompts=missing), sides, settings)
-        name = f"temperature {temp:g}"
-        for found in tqdm(contest, name, initial=len(done), total=len(prompts), unit="prompt"):
-            stamped = [each | {"machine": machine} for each in found]
-            own += stamped
-            records += stamped
+            warm_up(left, side)
+        contest = tqdm(
+            compare_contestants(left, sides, settings),
+            f"temperature {temp:g}",
+            initial=len(prompts) - len(missing),
+            total=len(prompts),
+            unit="prompt",
+        )
+        for key, found in zip(missing, contest, strict=True):
+            records = [record for record in records if record.get("key") != key]
+            records += [each | {"machine": machine, "key": key} for each in found]
             if args.output:
                 write_records(args.output, records)
-        sets.append(own)
-        speeds = format_text(make_kind_lines(own, "x plain"))
-        tokens = format_text(make_kind_lines(own, "tokens/round"))
-        print(f"\n{name}, times plain decoding\n\n{speeds}")
-        print(f"\ntokens per round\n\n{tokens}\n\n{describe_setting(own)}")
+
+        labels = {side.label for side in sides}
+        shown = [
+            record
+            for record in records
+            if record.get("key") in prompt_keys and get_label(record) in labels
+        ]
+        sets.append(shown)
+        speeds = format_text(make_kind_lines(shown, "x plain"))
+        tokens = format_text(make_kind_lines(shown, "tokens/round"))
+        print(f"\ntemperature {temp:g}, times plain decoding\n\n{speeds}")
+        print(f"\ntokens per round\n\n{tokens}\n\n{describe_setting(shown)}")
     if args.plot:
         draw_bars(args.plot, make_kind_lines(sets[0], "x plain"), SPEED_LABEL, has_line=True)
-    return max(compute_status(own) for own in sets)
+    return max(compute_status(shown) for shown in sets)

@@ -143,12 +143,17 @@ def label(kind: str, plan: Any) -> str:
     return labels.get(kind, name)
 
 
+def get_label(record: Record) -> str | None:
+    """The label of a speed record's contestant; None for other records."""
+    return label(record["contestant"], record["plan"]) if record["kind"] == "speed" else None
+
+
 def group_by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Label -> that contestant's speed records, in the order of first occurrence."""
     found: dict[str, list[Record]] = {}
     for record in records:
         if record["kind"] == "speed":
-            found.setdefault(label(record["contestant"], record["plan"]), []).append(record)
+            found.setdefault(str(get_label(record)), []).append(record)
     return found
 
 

@@ -105,6 +105,89 @@ def test_measured_questions_are_skipped(
     assert read_records(output) == again
 
 
+def ask(capsys: pytest.CaptureFixture[str], file: Path, output: Path, *words: str) -> str:
+    """The table of the first question's answers with one token a round, and more with `words`."""
+    common = f"--max-tokens 4 --temp 0 --limit 1 --questions {file} --output {output}".split()
+    assert specbench.run(parse_flags(specbench, *common, *words)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chip": "Another Chip"},
+        {"mlx": "0.33.0"},
+        {"mlx_redrafter": "0.0.9"},
+        {"cores": 8},
+    ],
+    ids=str,
+)
+def test_results_of_another_machine_are_neither_shown_nor_kept_for_ours(
+    change: dict[str, Any],
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "records.jsonl"
+    monkeypatch.setattr(specbench, "stamp", lambda: MACHINE | change)
+    ask(capsys, file, output, "--plans", "1,1")
+    theirs = read_records(output)
+    monkeypatch.setattr(specbench, "stamp", lambda: MACHINE)
+    table = ask(capsys, file, output, "--plans", "1,1")
+    assert "all (3)" in table
+    assert "Some Chip, 4 cores" in table
+    kept = read_records(output)
+    assert kept[: len(theirs)] == theirs
+    assert len(kept) == 2 * len(theirs)
+    monkeypatch.setattr(specbench, "stamp", lambda: MACHINE | {"when": "2027-01-01T00:00:00+00:00"})
+    assert ask(capsys, file, output, "--plans", "1,1") == table
+    assert read_records(output) == kept
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize("words", [("--exact",), ("--repeats", "2"), ("--seed", "1")], ids=str)
+def test_settings_added_later_are_measured(
+    words: tuple[str, ...], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "records.jsonl"
+    ask(capsys, file, output, "--plans", "1,1")
+    before = output.read_text()
+    ask(capsys, file, output, "--plans", "1,1", *words)
+    assert output.read_text() != before
+
+
+@pytest.mark.usefixtures("models")
+def test_plans_added_later_are_measured_and_others_not_shown(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "records.jsonl"
+    assert "2 x 2" not in ask(capsys, file, output, "--plans", "1,1")
+    both = ask(capsys, file, output, "--plans", "1,1", "2,2")
+    assert "1 x 1" in both
+    assert "2 x 2" in both
+    assert "all (3)" in both
+    size = len(read_records(output))
+    only = ask(capsys, file, output, "--plans", "2,2")
+    assert "2 x 2" in only
+    assert "1 x 1" not in only
+    assert len(read_records(output)) == size, "nothing was measured"
+
+
+def test_other_weights_under_the_same_name_are_other_models(
+    file: Path, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab = tokenizer.vocab_size
+    digests = []
+    for seed in (0, 1):
+        drafter = small_drafter(vocab=vocab, seed=seed)
+        pair = Workload("small", small_llama(vocab=vocab), drafter, "mine", None, None, [])
+        digests.append(pair.digest_weights())
+    assert digests[0][0] == digests[1][0]
+    assert digests[0][1] != digests[1][1]
+
+
 def test_lines_are_categories_and_a_total() -> None:
     records = [
         make_speed("plain", "off", 1.0, category="chat"),
