@@ -5,12 +5,14 @@
 
 Tokens per round are pooled over all prompts: 1 + accepted / rounds. `--compare` also decodes every
 prompt plainly, and counts texts that differ and log-probabilities with differing bits. With
-`--exact` there must be none (exit status 1).
+`--exact` there must be none. The exit status is 1 if there are, or if nothing was drafted: then
+nothing was compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,12 +24,12 @@ from mlx_redrafter.cli.generate import get_first_difference
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
-from mlx_redrafter.setup import open_generation
+from mlx_redrafter.setup import choose_setup, open_generation
 from mlx_redrafter.trials import decode_prompts
 
 from .command import add_json, parse_positive, parse_shape
 from .models import add_workload, open_workload
-from .tables import print_table
+from .tables import format_cell, print_table
 
 PLANS = ((1, 2), (1, 3), (1, 4), (2, 3), (4, 3), (4, 5))
 
@@ -77,6 +79,7 @@ def measure(
         "plan": list(plan),
         "tokens/round": runs.stats.tokens_per_round,
         "per depth": " ".join(f"{share:.2f}" for share in runs.stats.acceptance_per_depth),
+        "drafted": runs.stats.drafted,
     }
     if compare:
         line |= count_differences(pair, prompts, options)
@@ -116,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each plan.
 
-    Returns exit status 1 if with `--exact` a text or a bit differs.
+    Returns exit status 1 if `--compare` compared nothing, or a bit differs with `--exact`.
     """
     workload = open_workload(args)
     drafter = workload.require_drafter()
@@ -125,5 +128,17 @@ def run(args: argparse.Namespace) -> int:
     options["exact"] = args.exact
     lines = [measure(workload.model, drafter, prompts, plan, **options) for plan in args.plans]
     print_table(args, lines)
-    is_different = any(line.get("differ") or line.get("rows differ") for line in lines)
-    return int(bool(args.exact) and is_different)
+    if not args.compare:
+        return 0
+    failed = False
+    for line in lines:
+        if not line["drafted"]:
+            failed = True
+            what = f"plan {format_cell(line['plan'])}: nothing was drafted, so nothing was compared"
+            pair = Pair(workload.model, drafter)
+            own = Options(max_tokens=args.max_tokens, plan=line["plan"], exact=args.exact)
+            notes = choose_setup(pair, own, pair.open_source()).notes
+            print("; ".join([what, *notes]), file=sys.stderr)
+        elif args.exact and (line["differ"] or line["rows differ"]):
+            failed = True
+    return int(failed)

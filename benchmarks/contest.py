@@ -39,7 +39,15 @@ from .contestants import (
 )
 from .models import Workload, count_bytes_read
 from .records import SCHEMA, Record, stamp, write_records
-from .tables import MLX_LM, MLX_LM_DRAFT, PLAIN, describe_setting, format_text, make_lines
+from .tables import (
+    MLX_LM,
+    MLX_LM_DRAFT,
+    PLAIN,
+    describe_setting,
+    format_text,
+    group_by_contestant,
+    make_lines,
+)
 
 PLANS: list[Any] = ["auto", (1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (4, 3)]
 QUICK_PLANS: list[Any] = ["auto", (1, 2), (1, 3), (2, 3)]
@@ -209,7 +217,7 @@ def measure(
     mlx_lm: bool = True,
     context: bool = False,
 ) -> int:
-    """Measures, prints and writes the records of a workload; returns `compute_status` of them.
+    """Measures, prints and writes the records of a workload; returns `check_tokens` of them.
 
     Args:
         args: has the flags of `add_options`.
@@ -233,14 +241,31 @@ def measure(
         if args.output:  # after each prompt, so that an interrupted run leaves its records
             write_records(args.output, found)
     print(f"{format_text(make_lines(found))}\n\n{describe_setting(found)}", end="")
-    return compute_status(found)
+    return check_tokens(found)
 
 
-def compute_status(records: Iterable[Record]) -> int:
+def check_tokens(records: Iterable[Record]) -> int:
     """The exit status: 1 if our tokens differ from plain decoding, or that from mlx-lm.
 
+    Also 1 if nothing was compared. Says on stderr who drafted nothing, and so shows nothing.
     Differences in mlx-lm's own speculative decoding are only recorded: its larger forwards may
     break ties differently.
     """
-    compared = [record for record in records if record.get("contestant") != MLX_LM_DRAFT]
-    return int(any(record.get("same_tokens") is False for record in compared))
+    status = 0
+    n_compared = 0
+    by_side = group_by_contestant(records)
+    for name, own in by_side.items():
+        kind = own[0]["contestant"]
+        if kind in (PLAIN, MLX_LM_DRAFT):
+            continue
+        if kind != MLX_LM and all(record["plain_steps"] == record["rounds"] for record in own):
+            print(f"{name}: nothing was drafted, so its tokens show nothing", file=sys.stderr)
+            continue
+        compared = [record["same_tokens"] for record in own if record["same_tokens"] is not None]
+        n_compared += len(compared)
+        if not all(compared):
+            status = 1
+    if by_side and not n_compared:
+        print("nothing was compared with plain decoding", file=sys.stderr)
+        status = 1
+    return status

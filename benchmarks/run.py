@@ -34,8 +34,8 @@ from .contest import (
     QUICK_PLANS,
     QUICK_TOKENS,
     add_options,
+    check_tokens,
     compare_contestants,
-    compute_status,
     measure,
     measure_costs,
 )
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the contest; returns the exit status of `compute_status`."""
+    """Runs the contest; returns the exit status of `check_tokens`."""
     if args.suite:
         return run_suite(list_items(), args.output or OUTPUT, args.minutes)
     workload = open_workload(args)
@@ -116,7 +116,7 @@ def list_items() -> dict[str, Callable[[], Workload]]:
 def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: float) -> int:
     """Measures items while there is time, and writes the results after each.
 
-    Returns the status of `compute_status`.
+    Returns the status of `check_tokens`.
     """
     if output.exists():
         raise RedrafterError(f"{output} exists already: give another --output")
@@ -144,7 +144,7 @@ def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: f
     print(format_suite(suite), end="")
     how = "CONTRIBUTING.md says how to send them in"
     print(f"{len(records)} records in {output}; {how}", file=sys.stderr)
-    return compute_status(records)
+    return check_tokens(records)
 
 
 def measure_item(workload: Workload, records: list[Record], *, is_demo: bool) -> None:

@@ -32,7 +32,7 @@ from mlx_redrafter.training.prompts import read_lines
 from mlx_redrafter.trials import decode_prompts
 
 from .command import parse_output, parse_plan, parse_plot, parse_positive
-from .contest import compare_contestants, compute_status, measure_costs
+from .contest import check_tokens, compare_contestants, measure_costs
 from .contestants import Settings, make_contestants, warm_up
 from .models import NamedPrompt, add_workload, load_models
 from .plots import draw_bars
@@ -189,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints tables of speeds and tokens per round for each temperature.
 
-    Returns the status of `compute_status`.
+    Returns the status of `check_tokens`.
     """
     questions = choose_questions(read_questions(args.questions), args.limit)
     workload, tokenizer = load_models(args)
@@ -258,4 +258,4 @@ def run(args: argparse.Namespace) -> int:
         print(f"\ntokens per round\n\n{tokens}\n\n{describe_setting(shown)}")
     if args.plot:
         draw_bars(args.plot, make_kind_lines(sets[0], "x plain"), SPEED_LABEL, has_line=True)
-    return max(compute_status(shown) for shown in sets)
+    return max(check_tokens(shown) for shown in sets)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each schema.
 
-    Returns exit status 1 if a drafted text differs from the plain one.
+    Returns exit status 1 if a drafted text differs from the plain one, or nothing was drafted.
     """
     from mlx_redrafter.serving.scheduling.worker import Worker  # needs llguidance, unlike --help
 
@@ -113,7 +114,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         engine.close(20)
     print_table(args, lines)
-    return 0 if all(line["same text"] for line in lines) else 1
+    vacuous = [line["schema"] for line in lines if not line["drafted"]]
+    if vacuous:
+        names = ", ".join(vacuous)
+        print(f"nothing was drafted, so nothing was compared: {names}", file=sys.stderr)
+    return int(bool(vacuous) or not all(line["same text"] for line in lines))
 
 
 def time_schema(
@@ -144,6 +149,7 @@ def time_schema(
         "drafted, tokens/s": drafted,
         "ratio": check_speedup(drafted / plain, tokens_per_round),
         "tokens per round": tokens_per_round,
+        "drafted": made.output.stats.drafted,
         "same text": len(answers) == 1,
     }
 

@@ -92,7 +92,7 @@ def sweep(names: list[str]) -> int:
             differ += sum(each.differ for each in found)
             print(name, label, *map(tuple, found), flush=True)
     print(f"{differ} of {total:,} rows differ in a bit")
-    return int(differ > 0)
+    return int(differ > 0 or not total)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ Stream = partial[Generator[GenerationResponse, None, None]]
 def run() -> int:
     """Runs the command with `sys.argv`.
 
-    Returns the exit status, 1 if `--compare` finds a different token.
+    Returns the exit status, 1 if `--compare` finds a different token, or if nothing was drafted.
     """
     parser = make_parser()
     args = parser.parse_args()
@@ -96,7 +96,8 @@ def run() -> int:
         print_notes(decoded.last, are_wanted=verdict is not None)
         if verdict:
             print(describe(verdict, decoded.last, may_advise=args.exact is None), file=sys.stderr)
-    return 0 if verdict is None or verdict["identical"] else 1
+    is_right = verdict is None or (verdict["identical"] and decoded.last.drafted > 0)
+    return 0 if is_right else 1
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -356,6 +357,8 @@ def describe(verdict: dict[str, Any], last: GenerationResponse, *, may_advise: b
         return f"{text}; please report it" if counts else text + advice
 
     text += f"all {last.generation_tokens} tokens identical"
+    if not last.drafted:
+        return f"{text}, but nothing was drafted, so nothing was compared"
     if counts is None:
         return f"{text} here; ties within rounding are possible{' (see --exact)' * may_advise}"
     if counts[0] == 1:

@@ -63,6 +63,24 @@ def test_differences_are_errors_if_exact(
     assert line["differ"] == 2
 
 
+@pytest.mark.parametrize("flags", [[], ["--exact"]], ids=["default", "exact"])
+def test_a_comparison_of_nothing_fails(
+    flags: list[str],
+    pair: Workload,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("mlx_redrafter.setup.choose_row_counts", lambda *args: (1,))
+    words = ("--plans", "1,2", "--max-tokens", "8", *flags)
+    (line,) = run_json(capsys, acceptance, *words)
+    assert line["drafted"] == 0
+    assert acceptance.run(parse_flags(acceptance, *words, "--compare")) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(
+        "plan 1 x 2: nothing was drafted, so nothing was compared; nothing drafts"
+    )
+
+
 @pytest.mark.parametrize("module", [acceptance, run])
 def test_plans_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = Workload(

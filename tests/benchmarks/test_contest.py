@@ -17,7 +17,7 @@ from benchmarks.contestants import Contestant, Settings, make_contestants, make_
 from benchmarks.models import NamedPrompt, Workload, count_bytes
 from benchmarks.records import explain_invalid, read_records
 from benchmarks.tables import CONTEXT, DRAFT_MODEL, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
-from helpers.bench_records import MACHINE, make_costs, parse_flags
+from helpers.bench_records import MACHINE, make_costs, make_speed, parse_flags
 from helpers.small import small_drafter, small_llama
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
@@ -229,6 +229,32 @@ def test_differing_tokens_show_in_the_status(
     monkeypatch.setattr(contest, "compare_contestants", lie)
     assert run.run(parse_flags(run, *QUICKLY)) == status
     assert "0 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("records", "status", "said"),
+    [
+        ([make_speed("plain", "off", 1.0), make_speed()], 0, ""),
+        (
+            [make_speed("plain", "off", 1.0), make_speed(plain_steps=64)],
+            1,
+            "1 x 3: nothing was drafted, so its tokens show nothing\n"
+            "nothing was compared with plain decoding\n",
+        ),
+        (
+            [make_speed("mlx-lm", None, 1.0), make_speed(plain_steps=64)],
+            0,
+            "1 x 3: nothing was drafted, so its tokens show nothing\n",
+        ),
+        ([make_speed("plain", "off", 1.0)], 1, "nothing was compared with plain decoding\n"),
+        ([make_speed(), make_speed(same_tokens=False)], 1, ""),
+    ],
+)
+def test_contestants_that_draft_nothing_prove_nothing(
+    records: list[dict[str, Any]], status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert contest.check_tokens(records) == status
+    assert capsys.readouterr().err == said
 
 
 def test_bad_options_are_refused_before_measuring(

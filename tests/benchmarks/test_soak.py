@@ -23,7 +23,10 @@ def test_only_wrong_answers_are_reported(
     words = "--minutes 2 --requests 12 --clients 2 --max-tokens 6 --json --prompt-cache-bytes 16MB"
     flags = parse_flags(soak, *words.split())
     assert soak.run(flags) == 1
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert f"failed: {found['wrong']} answers were wrong or failed, the first: " in said.err
+    assert "compared" not in said.err
     assert 0 < found["wrong"] < found["answered"] and found["failed"] == 0
     assert "instead of 'no'" in found["first wrong"] and "temperature" not in found["first wrong"]
     assert found["MB after two tenths"] > 50

@@ -157,6 +157,13 @@ def test_compare_fails_on_a_wrong_token_only(
     assert difference["distance"] < 1e-3
 
 
+def test_compare_fails_where_nothing_was_drafted(pair: Pair, run: Run) -> None:
+    flags = ("--model", pair[0], "--drafter", pair[1], *split("--prompt abc --compare"), *PLAN)
+    status, _, err = run("generate", *flags, "-m", "1")
+    assert status == 1
+    assert "all 1 tokens identical, but nothing was drafted, so nothing was compared" in err
+
+
 @pytest.mark.parametrize("busy", [True, False])
 def test_compare_gives_no_speedup_from_disturbed_times(
     busy: bool, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
