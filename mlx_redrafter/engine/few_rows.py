@@ -35,10 +35,19 @@ has 128, as the Asahi project found, and the more a kernel takes, the fewer lane
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+
+from .patches import Slot, replace_functions
+
+QUANTIZED_MATMUL = Slot(vars(mx), "quantized_matmul")
+"""The function that layers call: `nn.QuantizedLinear`, sharded ones, `nn.QuantizedEmbedding` as the
+output layer, and whatever wraps them.
+"""
 
 MAX_ROWS = 8
 """The most rows of a call; the fewest are 2."""
@@ -242,10 +251,14 @@ def get_matmul(
         and 2 <= n_rows <= MAX_ROWS
         and w.ndim == 2
         and w.nbytes < MAX_BYTES
+        and w.shape[1] * 32 == n_inputs * bits
+        and scales.shape == (w.shape[0], n_inputs // group_size)
         and bits in BITS
         and group_size in GROUP_SIZES
         and x.dtype in DTYPES
-        and all(each is not None and each.dtype == x.dtype for each in (scales, biases))
+        and biases is not None
+        and biases.shape == scales.shape
+        and biases.dtype == scales.dtype == x.dtype
     )
     if not is_covered or (n_inputs in (64, 128) and bits in (2, 4, 8)):
         return None
@@ -305,3 +318,45 @@ def _make_kernel() -> Any:
         header=HEADER,
         source=SOURCE,
     )
+
+
+class FewRows(NamedTuple):
+    """Which matmuls are computed by the kernel.
+
+    Attributes:
+        used: those found equal to MLX's, and faster, on this machine.
+        multiply: what computes them, called as `multiply` is.
+    """
+
+    used: frozenset[Matmul] = frozenset()
+    multiply: Callable[..., mx.array] = multiply
+
+    def replace_matmul(self, n_rows: int) -> AbstractContextManager[None]:
+        """In this context, forwards of `n_rows` that this thread builds use the kernel.
+
+        What it is not used for goes to MLX.
+        """
+        if not self.used or not 2 <= n_rows <= MAX_ROWS:
+            return nullcontext()
+        return replace_functions([(QUANTIZED_MATMUL, partial(_multiply_few, self))])
+
+
+NO_FEW_ROWS = FewRows()
+"""All matmuls go to MLX."""
+
+
+def _multiply_few(
+    few_rows: FewRows,
+    original: Callable[..., mx.array],
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> mx.array:
+    """`mx.quantized_matmul`, or the kernel's."""
+    matmul = get_matmul(x, w, scales, biases, *args, **kwargs)
+    if matmul in few_rows.used:
+        return few_rows.multiply(matmul, x, w, scales, biases)
+    return original(x, w, scales, biases, *args, **kwargs)

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import ranks
 from ..errors import RedrafterError
 from . import kv_cache
+from .few_rows import NO_FEW_ROWS, FewRows
 from .model_checks import get_exact_length
 from .model_parts import StateName, capture, get_capture_points
 from .row_attention import attend_by_row
@@ -65,6 +66,7 @@ class Target:
         row_counts: the numbers of rows that a step or a verify forward may have, ascending; rows
             are padded to the next of them, and attend one at a time. None for any number. Padding
             needs caches that keep every row.
+        few_rows: which matmuls of forwards of 2 to 8 rows do not go to MLX.
 
     Attributes:
         cache: the prompt cache.
@@ -80,8 +82,10 @@ class Target:
         quantization: KVQuantization | None = None,
         capture: Sequence[StateName] = (),
         row_counts: Sequence[int] | None = None,
+        few_rows: FewRows = NO_FEW_ROWS,
     ) -> None:
         self._model = model
+        self._few_rows = few_rows
         self._capture_points = get_capture_points(model, capture)
         self.cache: kv_cache.Cache = make_prompt_cache(model) if cache is None else cache
         self._quantization = quantization or KVQuantization()
@@ -187,10 +191,12 @@ class Target:
         n_padding = self._count_padding(count) if is_chain else 0
         if n_padding:  # equal rows select the same experts
             tokens = mx.concatenate([tokens, mx.repeat(tokens[-1:], n_padding)])
-        by_row = is_chain and (self._row_counts is not None or mx.cuda.is_available())
+        attends_by_row = is_chain and (self._row_counts is not None or mx.cuda.is_available())
 
         def call() -> mx.array:
-            with attend_by_row(end + n_padding if by_row else 0, n_padding):
+            n_rows = end + n_padding
+            by_row = attend_by_row(n_rows if attends_by_row else 0, n_padding)
+            with by_row, self._few_rows.replace_matmul(n_rows):
                 logits: mx.array = self._model(tokens[None], cache=cache)
             return logits
 
