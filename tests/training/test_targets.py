@@ -71,25 +71,21 @@ def test_padding_and_masked_prompts_are_not_learned(model: Any) -> None:
 
 
 def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Example]) -> None:
-    drafter = initialize_drafter(
-        model, DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED)), GUESSED
-    )
+    sizes = DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED))
+    drafter = initialize_drafter(model, sizes, GUESSED)
     assert np.array_equal(np.array(drafter.draft_ids), GUESSED)
     for of_text in (False, True):
-        found = make_targets(
-            model.model.embed_tokens, read, drafter.get("draft_ids"), of_text=of_text
-        )
+        embedding = model.model.embed_tokens
+        found = make_targets(embedding, read, drafter.draft_ids, of_text=of_text)
         learned = np.array(found.positions) >= 0
         law = compute_law(model, found)
-        assert np.allclose(
-            spread(found, len(GUESSED))[learned], law[:, GUESSED][learned], atol=2e-3
-        )
+        probs = spread(found, len(GUESSED))
+        assert np.allclose(probs[learned], law[:, GUESSED][learned], atol=2e-3)
         wanted = list_next(read) if of_text else law.argmax(axis=-1)[learned]
         choices = np.array(found.choices)[learned]
         known = np.isin(wanted, GUESSED)
-        assert np.array_equal(
-            np.where(choices < 0, -1, GUESSED[choices]), np.where(known, wanted, -1)
-        )
+        chosen = np.where(choices < 0, -1, GUESSED[choices])
+        assert np.array_equal(chosen, np.where(known, wanted, -1))
         assert known.any() and not known.all()
 
 
@@ -99,11 +95,8 @@ def test_only_the_likeliest_tokens_are_learned(
     monkeypatch.setattr(hidden_states, "TOP_K", 4)
     targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples[:2]))
     learned = np.array(targets.positions) >= 0
-    assert np.allclose(
-        np.array(targets.probs)[learned],
-        -np.sort(-compute_law(model, targets)[learned])[:, :4],
-        atol=2e-3,
-    )
+    likeliest = -np.sort(-compute_law(model, targets)[learned])[:, :4]
+    assert np.allclose(np.array(targets.probs)[learned], likeliest, atol=2e-3)
 
 
 @pytest.mark.parametrize(("exit_dim", "ids"), [(12, None), (12, np.arange(18)), (2 * HIDDEN, None)])
@@ -111,9 +104,8 @@ def test_a_new_head_starts_from_the_embeddings_components(
     model: Any, exit_dim: int, ids: np.ndarray | None
 ) -> None:
     count = None if ids is None else len(ids)
-    drafter = initialize_drafter(
-        model, DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count), ids
-    )
+    sizes = DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count)
+    drafter = initialize_drafter(model, sizes, ids)
     head = drafter.output_layers[0].weight
     vectors = model.model.embed_tokens.weight[: count or VOCAB]
     vectors = vectors - vectors.mean(axis=0)
