@@ -177,6 +177,10 @@ class Options:
                     raise RedrafterError(
                         f"give either a sampler or {name}, got both ({name}={value})"
                     )
+        for name in ("sampler", "prompt_progress_callback", "on_drafter_failure", "on_round"):
+            value = getattr(self, name)
+            if value is not None and not callable(value) and not isinstance(value, Sampler):
+                raise RedrafterError(f"{name} must be a function, got {value!r}")
         object.__setattr__(self, "history", tuple(self.history))
 
         shape = self.shape

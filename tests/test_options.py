@@ -32,6 +32,10 @@ WRONG: list[dict[str, Any]] = [
     {"plan": "fast"},
     {"beam_width": -1},
     {"draft_depth": 300},
+    {"sampler": 1},
+    {"on_round": 1},
+    {"on_drafter_failure": "warn"},
+    {"prompt_progress_callback": 5},
 ]
 
 

@@ -24,6 +24,7 @@ from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, join_lines
 from ..generation import GenerationResponse
 from ..json_objects import parse_object
+from ..options import OPTION_FLAGS
 from ..session.session import Session
 
 PROTOCOL = 1
@@ -37,6 +38,12 @@ FIELDS: dict[str, set[str]] = {
     **{kind: set() for kind in ("cancel", "ping")},
 }
 """Message type -> its fields besides type and id; "as" and "path" are required."""
+
+TYPES = {"messages": (list, "an array"), "options": (dict, "an object")}
+"""Field -> its type, and the type in words; all others are strings."""
+
+OPTIONS = {flag.name for flag in OPTION_FLAGS} | {"stop", "tools", "chat_template_config"}
+"""The options of a turn; the session refuses those of the cache."""
 
 USAGE = (
     "prompt_tokens",
@@ -178,12 +185,12 @@ class SessionServer:
         sessions = self._sessions
         new = name if kind == "open" else request.get("as")
         if new in sessions:
-            raise RedrafterError(f"session {new!r} already exists")
+            raise RedrafterError(f"session {_show(new)} already exists")
         if kind in ("open", "load"):
             sessions[name] = self._make_session(request.get("path"))
         elif name not in sessions:
-            known = ", ".join(map(repr, sessions)) or "none"
-            raise RedrafterError(f"there is no session {name!r}, only {known}")
+            known = ", ".join(map(_show, sessions)) or "none"
+            raise RedrafterError(f"there is no session {_show(name)}, only {known}")
         elif kind == "send":
             return "done", self._send(sessions[name], request)
         elif kind == "reset":
@@ -223,20 +230,35 @@ class SessionServer:
 def parse_line(line: bytes) -> Message:
     """Parses a line as a request."""
     request = parse_object(line, "the request")
-    if not isinstance(request.get("id"), str):
-        raise RedrafterError(f"expected an object with a string id, got {request!r:.100}")
+    name = request.get("id")
+    if not isinstance(name, str) or not name:
+        raise RedrafterError(f"id must be a string that is not empty, got {_show(name)}")
     return request
 
 
 def check_request(request: Message) -> None:
-    """Checks the type and field names of a request; the session checks the values."""
+    """Checks a request's type, the names and types of its fields, and the names of its options.
+
+    The session checks the values.
+    """
     kind = request.get("type")
-    names = request.keys() - {"type", "id"}
     if not isinstance(kind, str) or kind not in FIELDS:
-        raise RedrafterError(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}")
-    if unknown := names - FIELDS[kind]:
-        raise RedrafterError(f"{kind} has no field {unknown.pop()!r:.100}")
-    if missing := FIELDS[kind] & {"as", "path"} - names:
-        raise RedrafterError(f"{kind} needs {missing.pop()!r}")
+        raise RedrafterError(f"type must be one of {', '.join(FIELDS)}, got {_show(kind)}")
+    names = request.keys() - {"type", "id"}
+    for name in names - FIELDS[kind]:
+        raise RedrafterError(f"{kind} has no field {_show(name)}")
+    for name in FIELDS[kind] & {"as", "path"} - names:
+        raise RedrafterError(f"{kind} needs {_show(name)}")
+    for name in names:
+        expected, words = TYPES.get(name, (str, "a string"))
+        if not isinstance(request[name], expected):
+            raise RedrafterError(f"{name} must be {words}, got {_show(request[name])}")
+    for name in request.get("options", {}).keys() - OPTIONS:
+        raise RedrafterError(f"options has no field {_show(name)}")
     if kind == "send" and ("text" in request) is ("messages" in request):
         raise RedrafterError("send needs either text or messages")
+
+
+def _show(value: Any) -> str:
+    """A value as JSON, cut if it is long."""
+    return f"{json.dumps(value):.100}"

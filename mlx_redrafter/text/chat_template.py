@@ -14,6 +14,17 @@ from typing import Any
 from ..errors import RedrafterError, join_lines
 from .encoding import encode, is_text
 
+OWN_ARGUMENTS = {
+    "add_generation_prompt",
+    "continue_final_message",
+    "conversation",
+    "messages",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+}
+"""Arguments of tokenizers that are set here, or that change what rendering returns."""
+
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and other keys that the template supports."""
 
@@ -176,6 +187,8 @@ def render(
     Args:
         prefilled: whether the last message is the start of that answer.
     """
+    for name in OWN_ARGUMENTS & (template or {}).keys():
+        raise RedrafterError(f"the chat template's arguments cannot include {name}")
     try:
         text = tokenizer.apply_chat_template(
             list(messages),

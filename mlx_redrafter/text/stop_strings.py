@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..errors import RedrafterError
 
@@ -20,7 +20,7 @@ class StopStrings:
     """
 
     def __init__(self, stop: str | Sequence[str] | None) -> None:
-        if stop is not None and not isinstance(stop, Iterable):
+        if stop is not None and not isinstance(stop, Sequence):
             raise RedrafterError(f"stop must be a string or a list of strings, got {stop!r}")
         self._stops = [stop] if isinstance(stop, str) else list(stop or ())
         if not all(isinstance(each, str) and each for each in self._stops):

@@ -129,9 +129,9 @@ def test_sessions_are_forked_saved_loaded_reset_and_closed(child: Child, tmp_pat
         "nothing is prefilled twice"
     )
     errors = {event["id"]: event["message"] for event in events if event["type"] == "error"}
-    assert errors["11"].startswith("there is no session 'x', only ")
-    assert "'main'" in errors["11"]
-    assert errors["12"] == "session 'main' already exists"
+    assert errors["11"].startswith('there is no session "x", only ')
+    assert '"main"' in errors["11"]
+    assert errors["12"] == 'session "main" already exists'
     assert set(errors) == {"11", "12"}
 
 
@@ -166,10 +166,28 @@ GARBAGE = [
     (b"[" * 100000, "the request is not JSON: "),
     (b"[]", "the request must be a JSON object"),
     (b'{"type": "dance", "id": "g"}', "type must be"),
-    (b'{"type": "send", "id": "g", "text": NaN}', "expected a text or messages"),
-    (b'{"type": "send", "id": "g", "txt": "x"}', "send has no field 'txt'"),
+    (b'{"type": "send", "id": "g", "text": NaN}', "text must be a string, got NaN"),
+    (b'{"type": "send", "id": "g", "messages": "x"}', 'messages must be an array, got "x"'),
+    (b'{"type": "send", "id": "g", "txt": "x"}', 'send has no field "txt"'),
     (b'{"type": "send", "id": "g", "text": "\\ud800"}', "the message is not UTF-8"),
-    (b'{"type": "send", "id": "g", "text": "x", "options": {"temperature": 5}}', "'temperature'"),
+    (
+        b'{"type": "send", "id": "g", "text": "x", "options": {"temperature": 5}}',
+        'options has no field "temperature"',
+    ),
+    (b'{"type": "send", "id": "g", "text": "x", "options": {"self": 1}}', '"self"'),
+    (b'{"type": "send", "id": "g", "text": "x", "options": {"on_round": 1}}', '"on_round"'),
+    (b'{"type": "send", "id": "g", "text": "x", "options": [1]}', "options must be an object"),
+    (
+        b'{"type": "send", "id": "g", "text": "x", "options": {"stop": {"a": 1}}}',
+        "stop must be a string or a list",
+    ),
+    (b'{"type": "send", "id": "g", "text": "x", "session": null}', "session must be a string"),
+    (b'{"type": "open", "id": "g", "session": null}', "session must be a string, got null"),
+    (b'{"type": "open", "id": "g", "session": 5}', "session must be a string, got 5"),
+    (b'{"type": "fork", "id": "g", "as": ["x"]}', 'as must be a string, got ["x"]'),
+    (b'{"type": "load", "id": "g", "path": null}', "path must be a string, got null"),
+    (b'{"type": "load", "id": "g"}', 'load needs "path"'),
+    (b'{"type": "ping", "id": ""}', "id must be a string"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"temp": -1}}', "temp must be"),
     (
         b'{"type": "send", "id": "g", "text": "x", "options": {"kv_bits": 8}}',
@@ -179,8 +197,8 @@ GARBAGE = [
         b'{"type": "send", "id": "right", "text": "x"}',
         "a request with this id is waiting or running",
     ),
-    (b'{"type": "fork", "id": "g"}', "fork needs 'as'"),
-    (b'{"type": "save", "id": "g", "path": 5}', ""),
+    (b'{"type": "fork", "id": "g"}', 'fork needs "as"'),
+    (b'{"type": "save", "id": "g", "path": 5}', "path must be a string, got 5"),
     (b'{"type": "load", "id": "g", "path": "/nowhere.safetensors"}', ""),
 ]
 

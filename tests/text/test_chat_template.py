@@ -162,6 +162,9 @@ def test_unusable_template_arguments_are_refused() -> None:
             match=r"^(chat_template_config must|tools must|the chat template rejects)",
         ):
             session.send("a", **options)
+    for name in ("tokenize", "add_generation_prompt", "conversation"):
+        with pytest.raises(RedrafterError, match=f"arguments cannot include {name}$"):
+            session.send("a", chat_template_config={name: True})
     assert session.send("a").tokens
     with pytest.raises(
         RedrafterError, match="tools need a chat template, and the tokenizer has none"
