@@ -22,5 +22,6 @@ def parse_object(text: str | bytes, name: str = "the value") -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RedrafterError(f"{name} is not JSON: {join_lines(error)}") from error
     if not isinstance(value, dict):
-        raise RedrafterError(f"{name} must be a JSON object, got {type(value).__name__}")
+        kind = "null" if value is None else type(value).__name__
+        raise RedrafterError(f"{name} must be a JSON object, got {kind}")
     return value

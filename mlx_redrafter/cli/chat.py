@@ -1,4 +1,7 @@
-"""`chat`: mlx-lm's chat on top of `Session`. Ctrl-C stops an answer, not the chat."""
+"""`chat`: mlx-lm's chat on top of `Session`. Ctrl-C stops an answer, not the chat.
+
+In a pipe, stdout has the answers only; all else goes to stderr.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
+from select import select
 
 from mlx_lm.cli_ui import ChatUI, _make_theme, print_header_panel
 from rich.console import Console
@@ -30,6 +34,9 @@ COLORS = {"drafter": "\x1b[36m", "context": "\x1b[33m"}
 
 DEFAULT_COLOR = "\x1b[39m"
 """The escape sequence after them."""
+
+PASTE_SECONDS = 0.05
+"""Lines that follow one another within this time were pasted together."""
 
 
 def run() -> int:
@@ -118,18 +125,27 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
 class Screen(ChatUI):
     """mlx-lm's terminal interface with round statistics and colored tokens.
 
-    Plain text if not in a terminal.
+    Args:
+        args: the command's flags.
+        is_interactive: whether stdin and stdout are a terminal; None to ask the system.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, *, is_interactive: bool | None = None) -> None:
         super().__init__(args)
         # mlx-lm's console writes colors into pipes, too.
-        self._console = Console(theme=_make_theme(), highlight=False)
+        console = Console(theme=_make_theme(), highlight=False)
         with suppress(ImportError):  # lets arrow keys edit a line and recall earlier ones
             import_module("readline")
-        self.is_interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
-        has_colors = self._console.color_system is not None and not self._console.no_color
+        if is_interactive is None:
+            is_interactive = ranks.share(console.is_terminal and sys.stdin.isatty())
+        self.is_interactive = bool(is_interactive)
+        has_colors = console.color_system is not None and not console.no_color
         self._uses_colors = args.show_accepted and has_colors
+        self._is_plain = console.is_dumb_terminal or not console.encoding.startswith("utf")
+        self._is_at_end = False
+        if not self.is_interactive:
+            console = Console(theme=_make_theme(), highlight=False, stderr=True, soft_wrap=True)
+        self._console = console
 
     def show_header(self, session: Session) -> None:
         """Prints the loaded models, settings and commands."""
@@ -145,15 +161,29 @@ class Screen(ChatUI):
         self.say_help()
 
     def prompt(self) -> str:
-        """Reads a line from the user, on rank 0."""
-        line = None
+        """Reads a line, or lines that were pasted together, on rank 0."""
+        text = None
         if ranks.get_rank() == 0:
             with suppress(EOFError):
-                line = str(super().prompt()) if self.is_interactive else input()
-        line = ranks.share(line)
-        if line is None:
+                text = self._read_typed() if self.is_interactive else input()
+        text = ranks.share(text)
+        if text is None:
             raise EOFError
-        return str(line)
+        return str(text)
+
+    def _read_typed(self) -> str:
+        if self._is_at_end:
+            raise EOFError
+        # mlx-lm's prompt moves the cursor between two lines that are not ASCII.
+        text = input("> ") if self._is_plain else str(super().prompt())
+        is_command = text.strip() in (*QUIT, *RESET, *HELP)
+        while not is_command and select([sys.stdin], [], [], PASTE_SECONDS)[0]:
+            try:
+                text += "\n" + input()
+            except EOFError:
+                self._is_at_end = True
+                break
+        return text
 
     def say_help(self) -> None:
         """Prints the commands."""

@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 import warnings
+from codecs import lookup
 from importlib import import_module
+from io import TextIOWrapper
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -70,6 +72,10 @@ def run_module(module: str) -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    encoding = sys.stdout.encoding
+    if isinstance(sys.stdout, TextIOWrapper) and lookup(encoding).name != "utf-8":
+        sys.stdout.reconfigure(errors="replace")
+        print(f"note: characters that {encoding} lacks are printed as ?", file=sys.stderr)
     # Python's handler would print a traceback during imports, and is not called while waiting for
     # ranks.
     has_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler

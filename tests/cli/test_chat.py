@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 from codecs import getincrementaldecoder
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import Mock
 
@@ -41,7 +43,7 @@ Run = Any
 class Terminal:
     """A chat process in a pseudo-terminal."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, **variables: str) -> None:
         self.master, slave = os.openpty()
         environment = {
             name: value
@@ -50,9 +52,8 @@ class Terminal:
         }
         command = [sys.executable, "-m", "mlx_redrafter.chat", *flags]
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-        self.process = subprocess.Popen(
-            command, **streams, env=environment | {"TERM": "xterm-256color"}
-        )
+        environment |= {"TERM": "xterm-256color"} | variables
+        self.process = subprocess.Popen(command, **streams, env=environment)
         os.close(slave)
         self._seen = ""
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
@@ -80,6 +81,18 @@ class Terminal:
         return re.sub(COUNTS + "$", "", self.read_until(COUNTS))
 
 
+@contextmanager
+def open_terminal(*flags: str, **variables: str) -> Iterator[Terminal]:
+    """A terminal that is closed, with its process, when the context ends."""
+    terminal = Terminal(*flags, **variables)
+    try:
+        yield terminal
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.master)
+
+
 def demo_session(**options: Any) -> Session:
     """The session that chat opens by default."""
     return Session(*load_demo(), **({"seed": 0, "draft_depth": 3} | options))
@@ -92,16 +105,12 @@ def tint(each: GenerationResponse) -> str:
 
 
 def test_a_terminal_tints_accepted_tokens() -> None:
-    terminal = Terminal(*FIXED, "-m", "30", "--show-accepted")
-    try:
+    with open_terminal(*FIXED, "-m", "30", "--show-accepted") as terminal:
         shown = [terminal.ask("def main("), terminal.ask("class Stack:")]
         rounds = terminal.read_until(PROMPT)
         os.write(terminal.master, b"\x04")
         terminal.read_until(r"\n(\x1b\[[0-9;]*m)*bye")
         assert terminal.process.wait(60) == 0
-    finally:
-        terminal.process.kill()
-        os.close(terminal.master)
     expected = demo_session(max_tokens=30)
     for text, prompt in zip(shown, ("def main(", "class Stack:"), strict=True):
         responses = list(expected.stream(prompt))
@@ -111,10 +120,60 @@ def test_a_terminal_tints_accepted_tokens() -> None:
     assert "tok/s" in rounds
 
 
+@pytest.mark.parametrize("end", ["\n", ""], ids=["ended", "open"])
+def test_lines_pasted_together_are_one_turn(end: str) -> None:
+    """An open last line waits for Enter; Ctrl-D typed behind the lines still leaves."""
+    with open_terminal(*FIXED, "-m", "9", TERM="dumb") as terminal:
+        terminal.read_until("> ")
+        os.write(terminal.master, b"class A:\n    x = 1\n    y = 2" + end.encode())
+        if not end:
+            terminal.read_until("y = 2$")
+            os.write(terminal.master, b"\n")
+        shown = terminal.read_until(COUNTS)
+        terminal.read_until("\n> ")
+        os.write(terminal.master, b"def f(\n\x04")
+        rest = terminal.read_until("\nbye")
+    answer = demo_session(max_tokens=9).send("class A:\n    x = 1\n    y = 2")
+    assert answer.text in shown
+    assert rest.count(" tokens · ") == 1, "only the turn after it"
+
+
+def test_a_command_is_not_joined_with_what_follows() -> None:
+    with open_terminal(*FIXED, "-m", "9", TERM="dumb") as terminal:
+        terminal.read_until("> ")
+        os.write(terminal.master, b"/reset\n/quit\n")
+        shown = terminal.read_until("\nbye")
+    assert "context cleared" in shown
+    assert "tok/s" not in shown
+
+
+def test_a_dumb_terminal_gets_no_escape_sequences() -> None:
+    with open_terminal(*FIXED, "-m", "9", "--show-accepted", TERM="dumb") as terminal:
+        terminal.read_until("> ")
+        os.write(terminal.master, b"def main(\n")
+        shown = terminal.read_until(COUNTS)
+        os.write(terminal.master, b"/quit\n")
+        shown += terminal.read_until("\nbye")
+    assert demo_session(max_tokens=9).send("def main(").text in shown
+    assert "\x1b" not in shown
+
+
+def test_a_terminal_that_is_not_utf_8_shows_what_it_can() -> None:
+    with open_terminal(*FIXED, "-m", "9", PYTHONIOENCODING="ascii") as terminal:
+        header = terminal.read_until("> ")
+        os.write(terminal.master, b"def main(\n")
+        shown = terminal.read_until("tok/s")
+        os.write(terminal.master, b"/quit\n")
+        terminal.read_until("bye")
+        assert terminal.process.wait(60) == 0
+    assert "note: characters that ascii lacks are printed as ?\n" in header
+    assert header.replace("\n", "").isascii()
+    assert demo_session(max_tokens=9).send("def main(").text in shown
+
+
 def make_screen(args: argparse.Namespace | None = None, *, interactive: bool = False) -> Screen:
-    screen = Screen(args or argparse.Namespace(show_accepted=False))
-    screen.is_interactive = interactive
-    return screen
+    args = args or argparse.Namespace(show_accepted=False)
+    return Screen(args, is_interactive=interactive)
 
 
 def test_ctrl_c_stops_an_answer_then_the_chat(
@@ -125,7 +184,7 @@ def test_ctrl_c_stops_an_answer_then_the_chat(
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(screen, "show_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
     chat.answer(session, screen, "hello")
-    assert "the conversation continues" in capsys.readouterr().out
+    assert "the conversation continues" in capsys.readouterr().err
     assert len(session.messages) == 2
     # The answer continues until the second Ctrl-C.
     monkeypatch.setattr(session, "cancel", lambda: True)
@@ -135,8 +194,8 @@ def test_ctrl_c_stops_an_answer_then_the_chat(
     assert len(session.messages) == 4, "Ctrl-C has its previous handler"
     monkeypatch.setattr(Screen, "prompt", Mock(side_effect=KeyboardInterrupt))
     status, out, err = run("chat", *FIXED)
-    assert status == 130
-    assert out.endswith("bye\n")
+    assert (status, out) == (130, "")
+    assert err.endswith("bye\n")
     assert "Traceback" not in err
 
 
@@ -158,20 +217,19 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(
     assert " tokens" not in shown.split("/reste")[1]
 
 
-def test_commands_work_in_a_pipe(run: Run) -> None:
+def test_a_pipe_gets_the_answers_and_stderr_the_rest(run: Run) -> None:
     stdin = b"def main(\n\nclass Stack:\n/reset\nh\ndef main(\n/quit \nclass Stack:"
-    status, out, _ = run("chat", *FIXED, "-m", "9", "--show-accepted", stdin=stdin)
+    status, out, err = run("chat", *FIXED, "-m", "9", "--show-accepted", stdin=stdin)
     session = demo_session(max_tokens=9)
     texts = [session.send(text).text for text in ("def main(", "class Stack:")]
     assert status == 0
-    assert "\x1b" not in out
-    assert out.endswith("bye\n")
-    assert out.startswith(texts[0] + "\n  9 tokens · ")
-    assert f"\n{texts[1]}\n  9 tokens · " in out
-    assert out.count(f"{texts[0]}\n  9 tokens") == 2
-    assert out.count("9 tokens ·") == 3
-    assert "reset context cleared" in out
-    assert "q /quit /exit /bye" in out
+    assert out == f"{texts[0]}\n{texts[1]}\n{texts[0]}\n"
+    assert "\x1b" not in err
+    assert err.endswith("bye\n")
+    assert err.count("9 tokens ·") == 3
+    assert err.count(" of them from the context\n") == 3, "lines are not wrapped"
+    assert "reset context cleared" in err
+    assert "q /quit /exit /bye" in err
 
 
 def test_an_error_ends_the_turn_or_the_pipe(
