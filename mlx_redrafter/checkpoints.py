@@ -202,7 +202,8 @@ def set_blas_threads(model: nn.Module) -> None:
 
     Warns of a slow BLAS.
     """
-    choose_threads(sum(array.size for array in list_weights(model).values()))
+    parameters = sum(array.size for array in list_weights(model).values())
+    choose_threads(parameters, is_shared=ranks.count_ranks() > 1)
     warn_of_slow_blas()
 
 

@@ -9,10 +9,12 @@ libraries are not affected.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Container, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from struct import error as StructError
@@ -32,6 +34,12 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS
 MANY_PARAMETERS = 100_000_000
 """For smaller models, waiting for the threads of a multiplication costs more than they save."""
 
+LOAD_SECONDS = 0.2
+"""How long other programs are watched."""
+
+BUSY_RATIO = 1.25
+"""At up to this many threads for each free core, all cores are used: some work is always there."""
+
 HEADER_SIZE = 64
 SECTION_SIZE = 64
 SYMBOL_SIZE = 24
@@ -42,7 +50,12 @@ RELOCATIONS = 4
 
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
+_log = logging.getLogger(__name__)
+
 _loaded: ctypes.CDLL | None = None
+
+_is_chosen = False
+"""Whether a large model has chosen the number of threads."""
 
 _problem: tuple[str, str] | None = None
 """(why OpenBLAS is not used, the command that fixes it)."""
@@ -147,10 +160,57 @@ def warn_of_slow_blas() -> None:
         warn(f"MLX uses a slow BLAS instead of OpenBLAS ({reason}); to fix it: {command}")
 
 
-def choose_threads(parameters: int) -> None:
-    """Lets OpenBLAS use all cores for large models, unless the user has set its threads."""
-    if sys.platform == "linux" and _loaded is not None and parameters >= MANY_PARAMETERS:
-        _set_threads(_loaded, len(os.sched_getaffinity(0)))
+def choose_threads(parameters: int, *, is_shared: bool = False) -> None:
+    """Lets OpenBLAS use all cores for large models, or fewer if other programs use them.
+
+    Its threads wait for each other: on a core that another program uses, one slows all others down.
+    The number is then a half, a quarter and so on, so that few numbers have to be measured. The
+    first large model decides: times and last bits depend on it. What the user has set stays.
+
+    Args:
+        is_shared: whether several ranks share the model. They take all cores, as with different
+            numbers they could decide differently.
+    """
+    global _is_chosen
+    if sys.platform != "linux" or _loaded is None or parameters < MANY_PARAMETERS:
+        return
+    if _is_chosen or any(os.environ.get(name) for name in THREAD_VARIABLES):
+        return
+    _is_chosen = True
+    cores = os.sched_getaffinity(0)
+    count = len(cores)
+    if not is_shared and count > 1:
+        free = measure_free_cores(cores)
+        while count > 1 and count > BUSY_RATIO * free + 0.25:
+            count //= 2
+    if count < len(cores):
+        _log.info(
+            "note: other programs use the CPU, so MLX uses %d of %d cores; "
+            "OPENBLAS_NUM_THREADS sets the number",
+            count,
+            len(cores),
+        )
+    _set_threads(_loaded, count)
+
+
+def measure_free_cores(cores: Container[int]) -> float:
+    """How many of these cores other programs leave free, over `LOAD_SECONDS` without work here."""
+    started = time.perf_counter()
+    before = _read_idle_ticks(cores)
+    time.sleep(LOAD_SECONDS)
+    ticks = _read_idle_ticks(cores) - before
+    return ticks / os.sysconf("SC_CLK_TCK") / (time.perf_counter() - started)
+
+
+def _read_idle_ticks(cores: Container[int]) -> int:
+    """The time that these cores have been idle or have waited for a disk, summed, in ticks."""
+    idle = 0
+    for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
+        name, *ticks = line.split()
+        number = name.removeprefix("cpu")
+        if number.isdigit() and int(number) in cores:
+            idle += int(ticks[3]) + int(ticks[4])
+    return idle
 
 
 def _set_threads(library: ctypes.CDLL, count: int) -> None:

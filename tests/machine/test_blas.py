@@ -12,12 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_redrafter.machine.blas import LIBRARY
+from mlx_redrafter.machine.blas import LIBRARY, measure_free_cores
 
 REPORT = """
-from mlx_redrafter.machine.blas import choose_threads
+from mlx_redrafter.machine import blas
 from mlx_redrafter.machine.description import describe_machine
-choose_threads({parameters})
+import os
+if {free} is not None:
+    os.sched_getaffinity = lambda pid: set(range(8))
+    blas.measure_free_cores = lambda cores: {free}
+blas.choose_threads({parameters})
 machine = describe_machine()
 print("openblas" in machine["blas"], machine.get("blas_threads"))
 """
@@ -66,9 +70,16 @@ def python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def report(before: str = "", parameters: int = 0, **variables: str) -> str:
-    """Runs a new process; returns whether its BLAS is fast and OpenBLAS's thread count."""
-    return python(before + REPORT.format(parameters=parameters), **variables).stdout.strip()
+def report(
+    before: str = "", parameters: int = 0, free: float | None = None, **variables: str
+) -> str:
+    """Runs a new process; returns whether its BLAS is fast and OpenBLAS's thread count.
+
+    Args:
+        free: how many of eight cores other programs leave free; None for this machine's.
+    """
+    script = REPORT.format(parameters=parameters, free=free)
+    return python(before + script, **variables).stdout.strip()
 
 
 def warning(before: str = "", **variables: str) -> str:
@@ -130,13 +141,29 @@ def test_other_libraries_do_not_see_it() -> None:
     assert python(seen.format(names)).stdout == f"{[False] * len(names)}\n"
 
 
-def test_large_models_get_all_cores() -> None:
-    assert report(parameters=1_000_000_000) == f"True {len(os.sched_getaffinity(0))}"
-    assert report(parameters=1_000_000_000, OPENBLAS_NUM_THREADS="1") == "True 1", (
-        "the user's choice"
-    )
+@pytest.mark.parametrize(
+    ("free", "threads"), [(8.0, 8), (6.5, 8), (6.0, 4), (3.2, 4), (2.0, 2), (0.9, 1), (0.0, 1)]
+)
+def test_large_models_get_the_cores_that_are_free(free: float, threads: int) -> None:
+    assert report(parameters=1_000_000_000, free=free) == f"True {threads}"
+
+
+def test_the_threads_of_a_large_model_may_be_set() -> None:
+    assert report(parameters=1_000_000_000, free=8.0, OPENBLAS_NUM_THREADS="1") == "True 1"
     before = NOT_INSTALLED.format(name="mlx-cpu") + "import os; del os.sched_getaffinity\n"
     assert report(before, parameters=1_000_000_000).endswith(" None"), "as on macOS"
+
+
+def test_busy_cores_are_not_free() -> None:
+    """A program that never waits has one core; others may be busy here, too."""
+    cores = os.sched_getaffinity(0)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            found = [measure_free_cores(cores) for _ in range(5)]
+        finally:
+            busy.kill()
+    assert all(0 <= free < len(cores) - 0.5 for free in found), found
+    assert measure_free_cores(set()) == 0
 
 
 def test_a_preloaded_blas_is_left_alone(mlx_libraries: Path) -> None:
