@@ -1,9 +1,8 @@
-"""The packaged demo: real text, identical with and without the drafter. And README's Python."""
+"""The packaged demo: real text, identical with and without the drafter."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from mlx_redrafter.engine.model_parts import get_compute_dtype, get_model_sizes
 from mlx_redrafter.text.encoding import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 PROMPT = 48
 TOKENS = 24
 """Tokens of each prompt, and generated tokens."""
@@ -92,9 +91,7 @@ def test_the_demo_is_small_and_in_eight_bits() -> None:
 
 def test_notice_names_every_package_of_the_recipe() -> None:
     packages = (
-        (README.parent / "examples" / "demo" / "packages.txt")
-        .read_text(encoding="utf-8")
-        .splitlines()
+        (ROOT / "examples" / "demo" / "packages.txt").read_text(encoding="utf-8").splitlines()
     )
     notice = " ".join((DIRECTORY / "NOTICE").read_text(encoding="utf-8").split())
     assert len(packages) > 100
@@ -102,13 +99,3 @@ def test_notice_names_every_package_of_the_recipe() -> None:
         requirement, licence = line.split("  # ")
         assert requirement.replace("==", " ") in notice
         assert licence in notice
-
-
-def test_the_readmes_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    assert blocks
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), {})
-    assert "tokens per round" in capsys.readouterr().out

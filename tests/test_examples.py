@@ -1,4 +1,4 @@
-"""The examples: the demo's recipe on tiny models, the sessions, the Python of embedding.md."""
+"""The examples: the demo's recipe on tiny models, and the sessions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from mlx_redrafter.training.settings import TrainingArgs
 
 VOCAB = 32
 PROMPT = "class Stack:\n"
-PAGE = Path(__file__).parents[1] / "docs" / "embedding.md"
-BLOCKS = re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -239,18 +237,3 @@ def test_timer_ends_each_answer(capsys: pytest.CaptureFixture[str]) -> None:
     (first, _), (second, held) = ((int(made), int(held)) for made, held in found)
     assert first > 0 < second
     assert held > first + second, "the second answer follows the first"
-
-
-@pytest.mark.parametrize(
-    ("block", "expected"), zip(BLOCKS, ("tokens per round", " [length]", ""), strict=True)
-)
-def test_the_pages_python_runs(
-    block: str,
-    expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, str(PAGE), "exec"), {"__name__": "page"})
-    assert expected in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Shell blocks of the documentation, as readers paste them."""
+"""Blocks of code in the documentation, as readers paste them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def list_pages() -> list[Path]:
     )
 
 
-def shell_blocks() -> list[Block]:
-    """All shell blocks of the project's Markdown files."""
-    found = list[Block]()
+def list_blocks(language: str) -> list[Block]:
+    """All blocks in a language of the project's Markdown files."""
+    blocks = list[Block]()
     for page in list_pages():
         text = page.read_text(encoding="utf-8")
-        for block in re.finditer(r"(?ms)^ *```bash\n(.*?)^ *```$", text):
-            found.append(
-                Block(
-                    f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, block.start(1)) + 1}",
-                    block[1],
-                )
-            )
-    return found
+        for block in re.finditer(rf"(?ms)^ *```{language}\n(.*?)^ *```$", text):
+            line = text.count("\n", 0, block.start(1)) + 1
+            blocks.append(Block(f"{page.relative_to(ROOT)}:{line}", block[1]))
+    return blocks
+
+
+def shell_blocks() -> list[Block]:
+    """All shell blocks of the project's Markdown files."""
+    return list_blocks("bash")
