@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.errors import RedrafterError
 
 from .tables import Line
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLORS = ("#e3a008", "#1d7a54", "#f3d27a", "#7cc4a4", "#2f5db3", "#9aa5b1", "#b3462f", "#6b4ba3")
 
@@ -21,6 +25,13 @@ def draw_bars(path: Path, lines: Sequence[Line], label: str, *, has_line: bool =
         label: of the vertical axis.
         has_line: whether to draw a line at 1.
     """
+    figure = make_figure(lines, label, has_line=has_line)
+    with replace_file(path) as partial_file:
+        figure.savefig(partial_file, dpi=120, format="png")
+
+
+def make_figure(lines: Sequence[Line], label: str, *, has_line: bool) -> Figure:
+    """See `draw_bars`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -37,9 +48,11 @@ def draw_bars(path: Path, lines: Sequence[Line], label: str, *, has_line: bool =
         color = COLORS[at % len(COLORS)]
         bars = axes.bar(places, values, width * 0.92, label=name, color=color)
         labels = [f"{value:.2f}" if value else "" for value in values]
-        axes.bar_label(bars, labels, fontsize=6.5, padding=1)
+        # White behind them, so that the line does not strike them through.
+        background = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}
+        axes.bar_label(bars, labels, fontsize=6.5, padding=1, bbox=background, zorder=4)
     if has_line:
-        axes.axhline(1.0, color="black", linewidth=1)
+        axes.axhline(1.0, color="black", linewidth=1, zorder=3)
     axes.set_xticks(range(len(lines)), [line[groups] for line in lines], fontsize="small")
     axes.set_ylabel(label, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
@@ -50,5 +63,4 @@ def draw_bars(path: Path, lines: Sequence[Line], label: str, *, has_line: bool =
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
     )
-    with replace_file(path) as partial_file:
-        figure.savefig(partial_file, dpi=120, format="png")
+    return figure
