@@ -71,13 +71,15 @@ def compare_contestants(
         "repeats": settings.repeats,
     }
     bytes_read = count_bytes_read(workload.model)
-    with wired_limit(workload.model):
+    n_runs = len(workload.prompts) * settings.repeats * len(sides)
+    with wired_limit(workload.model), tqdm(None, workload.name, n_runs, unit="run") as bar:
         for number, prompt in enumerate(workload.prompts):
             runs: dict[str, list[Run]] = defaultdict(list)
             for repeat in range(settings.repeats):
                 turn = (number * settings.repeats + repeat) % len(sides)
                 for side in [*sides[turn:], *sides[:turn]]:
                     runs[side.label].append(side.run(prompt, settings.max_tokens))
+                    bar.update()
             shared |= {
                 "prompt": prompt.name,
                 "category": prompt.category,
@@ -88,6 +90,12 @@ def compare_contestants(
                 shared | describe_runs(side, runs[side.label], plain, bytes_read, settings)
                 for side in sides
             ]
+
+
+def warm_up_all(workload: Workload, sides: Sequence[Contestant]) -> None:
+    """Warms up every contestant."""
+    for side in tqdm(sides, f"{workload.name}: warming up", leave=False):
+        warm_up(workload, side)
 
 
 def describe_runs(
@@ -233,10 +241,8 @@ def measure(
     if workload.drafter is not None:
         print(f"{workload.name}: measuring the parts of a round", file=sys.stderr)
         found = [measure_costs(workload) | {"machine": machine}]
-    for side in sides:
-        warm_up(workload, side)
-    contest = compare_contestants(workload, sides, settings)
-    for records in tqdm(contest, workload.name, total=len(workload.prompts), unit="prompt"):
+    warm_up_all(workload, sides)
+    for records in compare_contestants(workload, sides, settings):
         found += [each | {"machine": machine} for each in records]
         if args.output:  # after each prompt, so that an interrupted run leaves its records
             write_records(args.output, found)

@@ -38,8 +38,9 @@ from .contest import (
     compare_contestants,
     measure,
     measure_costs,
+    warm_up_all,
 )
-from .contestants import Settings, make_contestants, warm_up
+from .contestants import Settings, make_contestants
 from .models import Workload, add_workload, open_workload
 from .records import SCHEMA, Record, stamp
 from .report import format_suite
@@ -114,7 +115,7 @@ def list_items() -> dict[str, Callable[[], Workload]]:
 
 
 def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: float) -> int:
-    """Measures items while there is time, and writes the results after each.
+    """Measures items while there is time, and writes the results after each prompt.
 
     Returns the status of `check_tokens`.
     """
@@ -125,19 +126,23 @@ def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: f
     suite = {"schema": SCHEMA, "kind": "suite", "machine": stamp(), "contributor": None}
     suite |= {"skipped": skipped, "records": records}
     end = perf_counter() + 60 * minutes
+
+    def save() -> None:
+        if records:
+            write_text(output, json.dumps(suite, indent=1, allow_nan=False) + "\n")
+
     for name, make in items.items():
         print(name, file=sys.stderr)
         try:
             if perf_counter() > end:
                 raise RedrafterError("no time was left")
-            measure_item(make(), records, is_demo=name == "demo")
+            measure_item(make(), records, save, is_demo=name == "demo")
         # Also from MLX and mlx-lm; other items may still work.
         except (ValueError, RuntimeError, MemoryError) as error:
             skipped.append({"name": name, "why": join_lines(error)})
             print(f"skipped: {join_lines(error)}", file=sys.stderr)
         mx.clear_cache()
-        if records:
-            write_text(output, json.dumps(suite, indent=1, allow_nan=False) + "\n")
+        save()
     if not records:
         first = skipped[0]
         raise RedrafterError(f"nothing could be measured, {first['name']}: {first['why']}")
@@ -147,16 +152,23 @@ def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: f
     return check_tokens(records)
 
 
-def measure_item(workload: Workload, records: list[Record], *, is_demo: bool) -> None:
+def measure_item(
+    workload: Workload, records: list[Record], save: Callable[[], None], *, is_demo: bool
+) -> None:
     """Adds records of the parts of a round, then of every contestant.
 
     The demo has more contestants.
+
+    Args:
+        save: called after each prompt.
     """
+    print(f"{workload.name}: measuring the parts of a round", file=sys.stderr)
     records.append(measure_costs(workload))
+    save()
     settings = Settings(max_tokens=QUICK_TOKENS)
     plans = PLANS if is_demo else QUICK_PLANS
     sides = make_contestants(workload, plans, settings, context=is_demo, random=is_demo)
-    for side in sides:
-        warm_up(workload, side)
+    warm_up_all(workload, sides)
     for found in compare_contestants(workload, sides, settings):
         records += found
+        save()

@@ -32,8 +32,8 @@ from mlx_redrafter.training.prompts import read_lines
 from mlx_redrafter.trials import decode_prompts
 
 from .command import parse_output, parse_plan, parse_plot, parse_positive
-from .contest import check_tokens, compare_contestants, measure_costs
-from .contestants import Settings, make_contestants, warm_up
+from .contest import check_tokens, compare_contestants, measure_costs, warm_up_all
+from .contestants import Settings, make_contestants
 from .models import NamedPrompt, add_workload, load_models
 from .plots import draw_bars
 from .records import Record, make_key, read_records, stamp, write_records
@@ -230,15 +230,9 @@ def run(args: argparse.Namespace) -> int:
                 missing[key] = prompt
 
         left = replace(workload, prompts=list(missing.values()))
-        for side in sides if missing else ():
-            warm_up(left, side)
-        contest = tqdm(
-            compare_contestants(left, sides, settings),
-            f"temperature {temp:g}",
-            initial=len(prompts) - len(missing),
-            total=len(prompts),
-            unit="prompt",
-        )
+        if missing:
+            warm_up_all(left, sides)
+        contest = compare_contestants(left, sides, settings)
         for key, found in zip(missing, contest, strict=True):
             records = [record for record in records if record.get("key") != key]
             records += [each | {"machine": machine, "key": key} for each in found]

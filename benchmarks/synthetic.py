@@ -22,6 +22,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import quantize_model
+from tqdm import tqdm
 
 from mlx_redrafter.checkpoints import set_blas_threads
 from mlx_redrafter.drafters import block, eagle, make_drafter, medusa, mtp
@@ -259,7 +260,8 @@ def build_workload(
             "give fewer --layers or --bits"
         )
     # One by one, so that at most one is in memory unquantized.
-    for _, module in model.named_modules():
+    modules = model.named_modules()
+    for _, module in tqdm(modules, f"{name}: random weights", leave=False, delay=2.0):
         mx.eval([array for array in module.values() if isinstance(array, mx.array)])
     mx.clear_cache()
     set_blas_threads(model)

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks import run
+from benchmarks.models import NamedPrompt, Workload
 from benchmarks.records import explain_invalid
 from benchmarks.run import run_suite
 from helpers.bench_records import MACHINE, make_costs
+from helpers.small import small_drafter, small_llama
+from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.errors import RedrafterError
 
 
@@ -22,7 +25,7 @@ class Suite:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         patch.setattr(run, "perf_counter", lambda: self.now)
-        patch.setattr(run, "measure_item", lambda item, records, *, is_demo: item(records))
+        patch.setattr(run, "measure_item", lambda item, records, *_, **__: item(records))
         patch.setattr(run, "stamp", lambda: MACHINE)
 
     def make_item(
@@ -85,3 +88,29 @@ def test_failed_and_skipped_items_are_named(
         run_suite(items, path, 1.0)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_suite_shows_progress_and_writes_after_each_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = []
+
+    def note_size(path: Path, text: str) -> None:
+        sizes.append(len(json.loads(text)["records"]))
+        write_text(path, text)
+
+    monkeypatch.setattr(run, "stamp", lambda: MACHINE)
+    monkeypatch.setattr(run, "measure_costs", lambda workload: make_costs())
+    monkeypatch.setattr(run, "write_text", note_size)
+    monkeypatch.setattr(run, "QUICK_TOKENS", 4)
+    monkeypatch.setattr(run, "QUICK_PLANS", [(1, 1)])
+    prompts = [NamedPrompt(f"code/{n}", "code", [n, 2, 3]) for n in range(3)]
+    workload = Workload("tiny", small_llama(), small_drafter(), "random", None, None, prompts)
+    assert run_suite({"tiny": lambda: workload}, tmp_path / "mine.json", 1.0) == 0
+    sides = 3  # plain, mlx-lm, 1 x 1
+    assert sizes[:4] == [1, 1 + sides, 1 + 2 * sides, 1 + 3 * sides]
+    said = capsys.readouterr().err
+    assert "tiny: measuring the parts of a round" in said
+    assert "tiny: warming up" in said
+    n_runs = 3 * 3 * sides
+    assert f"{n_runs}/{n_runs}" in said

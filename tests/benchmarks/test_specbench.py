@@ -100,7 +100,7 @@ def test_measured_questions_are_skipped(
     again = read_records(output)
     assert again[: len(kept)] == kept
     assert {record["prompt"] for record in again[len(kept) :]} == {"coding/95/1"}
-    monkeypatch.setattr(specbench, "warm_up", lambda *given: pytest.fail("nothing is missing"))
+    monkeypatch.setattr(specbench, "warm_up_all", lambda *given: pytest.fail("nothing is missing"))
     assert specbench.run(parse_flags(specbench, *words)) == 0
     assert read_records(output) == again
 
