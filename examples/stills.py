@@ -1,10 +1,11 @@
-"""Makes the README's pictures of the race page and the chat in headless Chromium.
+"""Makes the pictures of the race page, in headless Chromium, and of the chat.
 
     python -m examples.stills
     python -m examples.stills --model mlx-community/SmolLM2-135M-Instruct --drafter smollm2 \\
         --prompt "Name three ..."
 
-Needs the `dev` and `server` extras, and Debian's `chromium` and `chromium-driver` or Chrome.
+The race needs the `dev` and `server` extras, and Debian's `chromium` and `chromium-driver` or
+Chrome; `--only chat` needs the `dev` extra.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ PORT = 8097
 RACE_SECONDS = 120.0
 RACE_HEIGHT = 900
 CHAT_COLUMNS = 100
-CHAT_HEIGHT = 650
 CHAT_SECONDS = 60.0
 CHAT_LINE = "class Stack:"
 CHAT_PROMPT = "\u203a"
@@ -107,21 +107,10 @@ def picture_chat(output: Path, models: list[str], line: str) -> None:
     Args:
         models: the flags that name the models.
     """
-    nowhere = open(os.devnull, "w")  # noqa: SIM115
-    screen = Console(record=True, width=CHAT_COLUMNS, file=nowhere, force_terminal=True)
-    screen.print(Text.from_ansi(run_chat(models, line)))
-    page = output.with_suffix(".html")
-    screen.save_html(str(page), theme=SVG_EXPORT_THEME)
-    browser = open_browser(CHAT_HEIGHT)
-    try:
-        browser.get(page.resolve().as_uri())
-        browser.execute_script(
-            "document.body.style.cssText += 'background:#292929;font-size:18px;margin:18px'"
-        )
-        save_page(browser, output)
-    finally:
-        browser.quit()
-        page.unlink()
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        screen = Console(record=True, width=CHAT_COLUMNS, file=nowhere, force_terminal=True)
+        screen.print(Text.from_ansi(run_chat(models, line)))
+        screen.save_svg(str(output), title="mlx_redrafter chat", theme=SVG_EXPORT_THEME)
 
 
 def run_chat(models: list[str], line: str) -> str:
@@ -153,11 +142,14 @@ def run_chat(models: list[str], line: str) -> str:
             asked = True
     process.kill()
     process.wait()
-    return re.sub(r"[\r\x01\x02]", "", text)
+    os.close(main)
+    text = re.sub(r"[\r\x01\x02]|\x1b\[\?\d+[hl]", "", text)
+    # What was typed stands between the two rules: the cursor moves up before it.
+    return re.sub(r"\n(\n[^\n]*)\n\x1b\[2A([^\n]*)\n", r"\n\2\1", text)
 
 
 def main() -> None:
-    """Writes race.png and chat.png."""
+    """Writes race.png and chat.svg."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -167,13 +159,16 @@ def main() -> None:
     parser.add_argument("--model", help="the target (default: the packaged demo)")
     parser.add_argument("--drafter", help="its drafter")
     parser.add_argument("--prompt", help="the prompt (default: the demo's own)")
+    parser.add_argument("--only", choices=("race", "chat"), help="one picture (default: both)")
     args = parser.parse_args()
     output = args.output
     given = {"--model": args.model, "--drafter": args.drafter}
     models = [part for flag, name in given.items() if name for part in (flag, name)]
     output.mkdir(parents=True, exist_ok=True)
-    picture_race(output / "race.png", models, args.prompt)
-    picture_chat(output / "chat.png", models, args.prompt or CHAT_LINE)
+    if args.only != "chat":
+        picture_race(output / "race.png", models, args.prompt)
+    if args.only != "race":
+        picture_chat(output / "chat.svg", models, args.prompt or CHAT_LINE)
 
 
 if __name__ == "__main__":

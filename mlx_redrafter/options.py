@@ -177,10 +177,10 @@ class Options:
                     raise RedrafterError(
                         f"give either a sampler or {name}, got both ({name}={value})"
                     )
-        for name in ("sampler", "prompt_progress_callback", "on_drafter_failure", "on_round"):
-            value = getattr(self, name)
-            if value is not None and not callable(value) and not isinstance(value, Sampler):
-                raise RedrafterError(f"{name} must be a function, got {value!r}")
+        if not isinstance(self.sampler, Sampler):
+            check_function("sampler", self.sampler)
+        for name in ("prompt_progress_callback", "on_drafter_failure", "on_round"):
+            check_function(name, getattr(self, name))
         object.__setattr__(self, "history", tuple(self.history))
 
         shape = self.shape
@@ -194,7 +194,7 @@ class Options:
             make_plan(width, depth, size)
 
     def require_tokens(self) -> Options:
-        """Returns itself; raises if no token is asked for."""
+        """These options, if they ask for tokens."""
         if self.max_tokens == 0 or self.max_tokens < -1:
             raise RedrafterError(
                 f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}"
@@ -278,6 +278,12 @@ OPTION_FLAGS: tuple[OptionFlag, ...] = tuple(
 
 FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
 OPTION_NAMES = frozenset(each.name for each in fields(Options))
+
+
+def check_function(name: str, value: Any) -> None:
+    """Refuses an option that is neither None nor can be called."""
+    if value is not None and not callable(value):
+        raise RedrafterError(f"{name} must be a function, got {value!r}")
 
 
 def check_option(name: str, value: Any) -> Any:

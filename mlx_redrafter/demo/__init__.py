@@ -9,7 +9,7 @@ DIRECTORY = Path(__file__).parent
 
 
 def demo_prompts(*kinds: str) -> list[str]:
-    """Returns prompts from source files on which neither model was trained.
+    """Prompts from source files on which neither model was trained.
 
     Args:
         kinds: "edits" (an instruction above a function or a JSON document), "code" (the beginning

@@ -16,7 +16,7 @@ HELD_OUT_PERCENT = 4
 
 
 def list_source_files() -> list[Path]:
-    """Returns the UTF-8 sources in the running interpreter's standard library, sorted by path.
+    """The UTF-8 sources in the running interpreter's standard library, sorted by path.
 
     Folders in `SKIPPED`, files of fewer than 500 characters, and files with NUL characters are left
     out.
@@ -36,7 +36,7 @@ def list_source_files() -> list[Path]:
 
 
 def get_library_name(path: Path) -> str:
-    """Returns a source's path within the standard library, with forward slashes."""
+    """A source's path within the standard library, with forward slashes."""
     return path.relative_to(sysconfig.get_path("stdlib")).as_posix()
 
 
@@ -51,7 +51,7 @@ def is_held_out(path: Path) -> bool:
 
 @cache
 def split_files() -> tuple[list[Path], list[Path]]:
-    """Returns (training files, held-out files)."""
+    """(training files, held-out files)."""
     training: list[Path] = []
     held_out: list[Path] = []
     for path in list_source_files():

@@ -26,7 +26,7 @@ from ..engine.model_checks import make_cache
 from ..errors import RedrafterError
 from ..generation import GenerationResponse, stream_responses
 from ..machine.memory import compute_cache_bytes, count_cache_bytes, get_free_bytes
-from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options
+from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_function
 from ..pair import Pair, get_pair
 from ..text.chat_template import (
     Message,
@@ -177,6 +177,8 @@ class Session:
                 option is given, which only `Session` takes, or `stream_generate` rejects the
                 request.
         """
+        check_function("on_text", on_text)
+        check_function("on_token", on_token)
         text = ""
         tokens = list[int]()
         last = None

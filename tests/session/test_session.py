@@ -214,6 +214,8 @@ def test_bad_turns_change_nothing() -> None:
         ("abc", {"max_tokens": 0}),
         ("abc", {"stop": 5}),
         ("abc", {"kv_bits": 4}),
+        ("abc", {"on_text": 5}),
+        ("abc", {"on_token": "print"}),
     ]:
         with pytest.raises(
             RedrafterError, match="message" if not options else f"^{next(iter(options))} "
