@@ -252,7 +252,7 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
     with wired_limit(model), mx.stream(generation_stream):
         step_seconds = max(ranks.gather(time_step(model)))
     is_slow = step_seconds >= SLOW_STEP
-    duration = "a few seconds"
+    duration = "a few seconds, up to a minute on a busy machine"
     if is_slow:
         duration = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds"
     _log.info("measuring this machine for these models: %s", duration)

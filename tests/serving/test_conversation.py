@@ -311,18 +311,26 @@ SWITCHES = {
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_effort_none_turns_reasoning_off(tmp_path: Any, switch: str) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}" + SWITCHES[switch]
-    fields: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {"reasoning_effort": "none"},
-        "/v1/responses": {"reasoning": {"effort": "none"}},
-        "/v1/messages": {"thinking": {"type": "disabled"}, "output_config": {"effort": "none"}},
-    }
+    fields: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"reasoning_effort": "none"}),
+        ("/v1/chat/completions", {"reasoning": {"effort": "none"}}),
+        ("/v1/chat/completions", {"reasoning": {"enabled": False}}),
+        ("/v1/chat/completions", {"reasoning": {"max_tokens": 0}}),
+        ("/v1/chat/completions", {"thinking": {"type": "disabled"}}),
+        ("/v1/chat/completions", {"enable_thinking": False}),
+        ("/v1/chat/completions", {"think": False}),
+        ("/v1/responses", {"reasoning": {"effort": "none"}}),
+        ("/v1/messages", {"thinking": {"type": "disabled"}, "output_config": {"effort": "none"}}),
+        ("/v1/messages", {"thinking": {"type": "disabled"}}),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 0}}),
+    ]
     off, on = (
         ("effort low", "effort medium") if switch == "levels" else ("<think></think>", "<think>")
     )
     with start_scripted(
         save_tokenizer(tmp_path, f"{template}{{# <tool_call> tool_call.name #}}")
     ) as (server, engine):
-        for path, none in fields.items():
+        for path, none in fields:
             for more, expected in ((none, off), ({}, on)):
                 assert post(server, path, [say("user", "Hi")], **more).status == 200
                 assert engine.prompt == f"Hi{expected}"

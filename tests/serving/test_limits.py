@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import socket
+import zlib
 from collections.abc import Iterator
 from http.client import HTTPResponse
 from typing import Any
@@ -288,12 +291,49 @@ def test_idle_connections_are_kept_for_longer_than_agents_pause(scripted: Script
 
 
 def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
-    assert (
-        "expected one of /v1/chat/completions"
-        in ask(scripted[0], "/v1/embeddings", {"input": "x"}).error
-    )
+    for path, nearest in (
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/response", "/v1/responses"),
+        ("/api/models", "/v1/models"),
+    ):
+        reply = ask(scripted[0], path, {"input": "x"})
+        said = f"{path} is not served here; the nearest path is {nearest}"
+        assert (reply.status, reply.error) == (404, said)
     reply = ask(scripted[0], TEXT)
     assert (reply.status, reply.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "GZIP", "identity"])
+def test_compressed_bodies_are_read(scripted: Scripted, coding: str) -> None:
+    raw = json.dumps({"prompt": "x"}).encode()
+    compress = {"gzip": gzip.compress, "deflate": zlib.compress}.get(coding.lower(), bytes)
+    reply = ask(scripted[0], TEXT, compress(raw), {"Content-Encoding": coding})
+    assert reply.status == 200, reply.body
+
+
+@pytest.mark.parametrize("coding", ["br", "zstd", "gzip, gzip"])
+def test_other_codings_are_named(scripted: Scripted, coding: str) -> None:
+    reply = ask(scripted[0], TEXT, b"\x8b", {"Content-Encoding": coding})
+    assert reply.status == 415 and reply.headers["accept-encoding"] == "gzip, deflate"
+    assert reply.error.startswith("the Content-Encoding must be") and coding in reply.error
+
+
+def test_a_compressed_body_is_bounded(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_BODY_BYTES", 1000)
+    whole = gzip.compress(json.dumps({"prompt": "x" * 2000}).encode())
+    for data, status, said in (
+        (whole, 413, "the body has more than 1000 bytes"),
+        (gzip.compress(b'{"prompt": "x"}')[:-9], 400, "the body's gzip data is incomplete"),
+        (b'{"prompt": "x"}', 400, "the body is not compressed with gzip"),
+    ):
+        reply = ask(scripted[0], TEXT, data, {"Content-Encoding": "gzip"})
+        assert (reply.status, reply.error) == (status, said)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_proxies_do_not_hold_streams_back(scripted: Scripted, path: str) -> None:
+    reply = ask(scripted[0], path, BODIES[path] | {"stream": True})
+    assert reply.headers["x-accel-buffering"] == "no"
 
 
 def test_an_unexpected_error_is_answered(

@@ -226,7 +226,8 @@ def test_stop_strings_end_reasoning_and_calls_too(scripted: Scripted) -> None:
     engine.texts = [["Let me see</think>", CALL]]
     body = {"messages": USER, "tools": [WEATHER], "stop": "me s"}
     made = ask(server, "/v1/chat/completions", body).json["choices"][0]
-    assert made["message"] == {"role": "assistant", "content": None, "reasoning": "Let "}
+    reasoning = {"reasoning": "Let ", "reasoning_content": "Let "}
+    assert made["message"] == {"role": "assistant", "content": None, **reasoning}
     until_cancelled = engine.requests[-1]
     assert made["finish_reason"] == "stop" and until_cancelled.cancelled
 

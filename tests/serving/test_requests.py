@@ -56,9 +56,13 @@ def test_harmless_fields_are_ignored(scripted: Scripted, path: str, fields: dict
 
 def test_half_a_character_is_replaced(scripted: Scripted) -> None:
     server, engine = scripted
-    body = b'{"messages": [{"role": "user", "content": "cut \\ud83d, whole \\ud83d\\ude00"}]}'
-    assert ask(server, "/v1/chat/completions", body).status == 200
-    assert "cut \ufffd, whole \U0001f600" in engine.prompt
+    body = '{"messages": [{"role": "user", "content": "cut %s, whole %s"}]}'
+    half = "\ud83d"
+    pair = "\ud83d\ude00"
+    for text in (body % (r"\ud83d", r"\ud83d\ude00"), body % (half, pair)):
+        raw = text.encode("utf-8", "surrogatepass")  # as Python and Java may write it
+        assert ask(server, "/v1/chat/completions", raw).status == 200
+        assert "cut \ufffd, whole \U0001f600" in engine.prompt
 
 
 SDK_FIELDS: dict[str, Any] = {
@@ -172,6 +176,13 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"input": []}, "input"),
     ("responses", {"text": {"format": "json"}}, "text.format must"),
     ("messages", {"max_tokens": None}, "max_tokens is missing"),
+    (
+        "chat/completions",
+        {"chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs must be variables of the model's own template, got tokenize",
+    ),
+    ("chat/completions", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs must"),
+    ("responses", {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs must"),
     ("messages", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must"),
     (
         "messages",
@@ -206,6 +217,7 @@ def test_invalid_fields_are_named(
     [
         (b"", "the body is not JSON"),
         (b"[1]", "the body must be a JSON object, got list"),
+        (b'{"prompt": "\xff"}', "the body is not UTF-8: see byte 12"),
         (b'{"prompt": "x", "temperature": NaN}', "temperature must be a finite number"),
         (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "maximum recursion depth"),
     ],

@@ -17,6 +17,7 @@ from .conversation import (
     list_parts,
     make_call,
     read_tools,
+    seal,
 )
 from .schemas import CountTokensBody, MessagesBody
 from .text_stream import Segment
@@ -54,11 +55,10 @@ class Messages(Completion[CountTokensBody]):
         self.is_prefilled = last["role"] == "assistant" and not last.get("tool_calls")
         loaded = {name: tool for name, tool in tools.items() if name not in hidden}
         self.offer_tools(loaded, body.tool_choice, shown)
-        self.answer_format = body.output_config.format or body.output_format
-        self.effort = body.output_config.effort
-        if body.thinking.get("type") is not None:
-            self.thinks = body.thinking["type"] != "disabled"
+        if isinstance(body.tool_choice, dict):
+            self.calls_once = body.tool_choice.get("disable_parallel_tool_use") is True
         self._content: list[Json] = []
+        self._reasoning = ""  # of the current block
         self.reply = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -76,8 +76,12 @@ class Messages(Completion[CountTokensBody]):
                 self._content.append(make_block(segment))
                 yield self._make_block_event("start", content_block=self._content[-1])
             elif step == "add":
-                yield self._make_block_event("delta", delta=self._add_segment(segment))
+                delta = self._add_segment(segment)
+                if delta:
+                    yield self._make_block_event("delta", delta=delta)
             else:
+                if segment.kind == "reasoning":
+                    yield self._make_block_event("delta", delta=self._sign())
                 yield self._make_block_event("stop")
         reason = STOP_REASONS.get(answer.finish_reason)
         stopped_by = answer.texts[0].stopped_by
@@ -101,9 +105,20 @@ class Messages(Completion[CountTokensBody]):
         if segment.kind == "tool_call":
             block["input"] = json.loads(segment.text)
             return {"type": "input_json_delta", "partial_json": segment.text}
+        if segment.kind == "reasoning":
+            self._reasoning += segment.text
+            if self.body.thinking.display == "omitted":
+                return {}
         kind = block["type"]
         block[kind] += segment.text
         return {"type": f"{kind}_delta", kind: segment.text}
+
+    def _sign(self) -> Json:
+        """Ends a thinking block: clients return those with a signature only."""
+        signature = seal(self._reasoning)
+        self._reasoning = ""
+        self._content[-1]["signature"] = signature
+        return {"type": "signature_delta", "signature": signature}
 
     @staticmethod
     def describe_error(error: ApiError) -> Json:

@@ -14,9 +14,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from inspect import signature
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from mlx_lm.server import convert_chat
+from transformers import PreTrainedTokenizerBase
 
 from ...engine.grammar import Grammar
 from ...engine.stats import USAGE_FIELDS, Stats
@@ -28,8 +30,12 @@ from ..scheduling.structured_output import Constraint
 from ..scheduling.worker import Worker, check_length
 from .conversation import Tool, Tools, arrange, choose_tools, describe_tools, list_variants
 from .prefixes import list_piece_ends
-from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody
+from .schemas import DEFAULT_MODEL, AnyBody
 from .text_stream import Segment, TextStream
+
+RESERVED = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
+RESERVED |= {"conversations", "messages"}
+"""Names that `chat_template_kwargs` must not have: transformers or the body sets them."""
 
 ApiFinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -112,9 +118,7 @@ class Completion(ABC, Generic[AnyBody]):
         is_prefilled: whether the last message is the beginning of the answer.
         shown_tools: the tools at the beginning of the prompt.
         tools, forced_tools: the tools that may be called, and those of which one must be called.
-        answer_format: the format that the answer must follow; None for free text.
-        thinks, effort: whether and how much to reason; `chat_template_kwargs` override them. None
-            if not given.
+        calls_once: whether an answer may call one tool only.
         choices: how many answers to make; with a seed, choice i uses seed + i.
         top_logprobs: likeliest tokens to return with each token; None for no log-probabilities.
         reply: the non-streamed reply, complete once `render_events` has ended.
@@ -125,9 +129,7 @@ class Completion(ABC, Generic[AnyBody]):
     messages: list[Json]
     is_prefilled = False
     shown_tools: Sequence[Tool] = ()
-    answer_format: AnswerFormat | None = None
-    thinks: bool | None = None
-    effort: str | None = None
+    calls_once = False
     choices = 1
     top_logprobs: int | None = None
     reply: Json
@@ -151,11 +153,10 @@ class Completion(ABC, Generic[AnyBody]):
         service = self.service
         tokenizer = service.tokenizer
         own = self.body.chat_template_kwargs
-        if "chat_template" in own:  # it might loop forever
-            raise ApiError(
-                "chat_template_kwargs must be variables of the model's own template, "
-                "got chat_template"
-            )
+        reserved = RESERVED & own.keys()
+        if reserved:
+            expected = "variables of the model's own template"
+            raise ApiError(f"chat_template_kwargs must be {expected}, got {min(reserved)}")
         if self.tools and not (tokenizer.has_tool_calling or self.forced_tools):
             raise ApiError(
                 "tools are not supported by this model: mlx-lm has no tool parser for its tokenizer"
@@ -167,7 +168,7 @@ class Completion(ABC, Generic[AnyBody]):
             return EncodedPrompt(list(tokenizer.encode(text)), "normal")
 
         args = dict(service.args.chat_template_config or {})
-        args |= make_thinking_args(tokenizer, self.thinks, self.effort)
+        args |= make_thinking_args(tokenizer, self.body.thinks, self.body.effort)
         args |= own
         args["tools"] = describe_tools(self.shown_tools) or None
         text, messages = self._render(messages, args)
@@ -230,19 +231,16 @@ def make_prompt(completion: Completion[Any]) -> EncodedPrompt:
     """
     service = completion.service
     prompt = completion.encode_prompt()
-    constraint: Constraint | None = None
+    constraint: Constraint | None = completion.body.schema_to_follow
     unless: tuple[int, ...] = ()
     if completion.forced_tools:
         constraint = [tool.function for tool in completion.forced_tools.values()]
-    elif completion.answer_format is not None:
-        constraint = completion.answer_format.schema_to_follow
-        if constraint is not None and completion.tools:
-            unless = tuple(service.tokenizer.tool_call_start_tokens or ())
-            if not unless:
-                raise ApiError(
-                    "expected tools or a format, got both: this model's tool calls have no start "
-                    "token"
-                )
+    elif constraint is not None and completion.tools:
+        unless = tuple(service.tokenizer.tool_call_start_tokens or ())
+        if not unless:
+            raise ApiError(
+                "expected tools or a format, got both: this model's tool calls have no start token"
+            )
     if constraint is None:
         return prompt
     if completion.is_prefilled:
@@ -300,12 +298,19 @@ class SubmittedAnswer:
         self.choice = self.n_tokens = self.n_reasoning = 0
         self.finish_reason: ApiFinishReason | None = None
         functions = describe_tools(completion.tools.values())
+        shown = {tool.function["name"] for tool in completion.shown_tools}
         is_call = bool(completion.forced_tools)
         for at in range(completion.choices):
             if body.seed is not None:
                 asked["seed"] = body.seed + at
             text = TextStream(
-                service.tokenizer, prompt.state, body.stop, functions, is_call=is_call
+                service.tokenizer,
+                prompt.state,
+                body.stop,
+                functions,
+                is_call=is_call,
+                forbidden=shown - completion.tools.keys(),
+                calls_once=completion.calls_once,
             )
             self.texts.append(text)
             self.requests.append(service.worker.submit(prompt.tokens, **asked))
@@ -323,7 +328,7 @@ class SubmittedAnswer:
                 reason: ApiFinishReason | None = token.finish_reason
                 is_end = reason == "stop"
                 added = text.add(None if is_end else token.token, is_last=reason is not None)
-                if text.stopped_by is not None:
+                if text.stopped_by is not None or text.is_over:
                     reason = "stop"
                     request.cancel()
                 if reason == "stop" and text.has_tool_calls:

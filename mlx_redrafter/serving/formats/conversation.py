@@ -13,6 +13,7 @@ Malformed input raises an `ApiError` that names its place.
 from __future__ import annotations
 
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
@@ -37,6 +38,12 @@ REASONING_PARTS = (
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names that clients and templates have for the reasoning of an assistant's message."""
+
+SEALED_FIELDS = ("signature", "data", "encrypted_content")
+"""Fields of reasoning parts that clients return without reading them."""
+
+SEAL = b"mlx_redrafter:"
+"""Begins what this server has sealed."""
 
 CUSTOM_PARAMETERS = {
     "type": "object",
@@ -126,6 +133,8 @@ def flatten(message: Json, where: str, field: str) -> Json:
     is_rejected = field == "thinking" and text and calls
     if role == "assistant" and reasoning and not is_rejected:
         flat[field] = reasoning[0]
+    if calls and not text.strip():
+        flat["content"] = ""  # whitespace before a call is no text
     if calls is not None:
         try:
             flat["tool_calls"] = [read_call(call) for call in calls]
@@ -178,19 +187,37 @@ def join_parts(content: Any, where: str) -> str:
 
 
 def join_reasoning(content: Any, where: str) -> str:
-    """The text of a content's reasoning parts, in the forms of all APIs.
+    """The text of a content's reasoning parts, in the forms of all APIs."""
+    parts = [part for part in list_parts(content, where) if part.get("type") in REASONING_PARTS]
+    return "".join(read_reasoning(part, where) for part in parts)
 
-    Empty if it is encrypted.
+
+def read_reasoning(part: Json, where: str) -> str:
+    """The reasoning in a part or an item.
+
+    Where only the server that sealed it can read it, it is empty.
     """
-    text = ""
-    for part in list_parts(content, where):
-        kind = part.get("type")
-        if kind in REASONING_PARTS:
-            names = [name for name in (kind, "text", "content", "summary") if name in part]
-            held = part[names[0]] if names else None
-            held = held.get("text") if isinstance(held, dict) else held
-            text += join_parts(held, where) + join_reasoning(held, where)
-    return text
+    held: Any = part.get(part["type"]) or part.get("text") or part.get("content")
+    if not held:
+        sealed = [open_seal(part.get(name)) for name in SEALED_FIELDS]
+        held = "".join(sealed) or part.get("summary")
+    if isinstance(held, dict):
+        held = held.get("text")
+    return join_parts(held, where) + join_reasoning(held, where)
+
+
+def seal(text: str) -> str:
+    """A text for a field that clients return as it is: the server itself keeps nothing."""
+    return b64encode(SEAL + text.encode()).decode()
+
+
+def open_seal(sealed: Any) -> str:
+    """The text in a field from `seal`; empty for anything else."""
+    with suppress(TypeError, ValueError):
+        raw = b64decode(sealed, validate=True)
+        if raw.startswith(SEAL):
+            return raw.removeprefix(SEAL).decode()
+    return ""
 
 
 def read_part(part: Json) -> Any:
@@ -311,6 +338,16 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
         any case, so that requests with different choices share a prefix.
     """
     choice = choice if isinstance(choice, dict) else {"type": choice}
+    if choice.get("type") == "allowed_tools":  # chat completions nest its fields
+        own = choice.get("allowed_tools", choice)
+        named = own.get("tools") if isinstance(own, dict) else None
+        if not isinstance(named, list) or not all(isinstance(each, dict) for each in named):
+            raise refuse("tool_choice", "allowed_tools with a list of tools", choice)
+        allowed: Tools = {}
+        for each in named:
+            if each.get("type", "function") in ("function", "custom"):
+                allowed |= choose_tools(tools, each)[1]
+        return choose_tools(allowed, own.get("mode", "auto"))
     match kind := choice.get("type", "auto"):
         case "auto":
             return tools, {}

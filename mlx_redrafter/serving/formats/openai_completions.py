@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import ClassVar, TypeVar, cast
 
 from ...text.encoding import encode
-from ..errors import Json
+from ..errors import ApiError, Json
 from ..scheduling.request import Request, TokenEvent
 from .completion import AnswerEvent, Completion, EncodedPrompt, Service, SubmittedAnswer
 from .conversation import Tool, read_tools
@@ -37,7 +37,6 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         super().__init__(service, body)
         if body.max_completion_tokens is not None:  # the newer name
             body.max_tokens = body.max_completion_tokens
-        self.answer_format = body.response_format
         self.choices = body.n
         self.reply = {
             "id": f"chatcmpl-{uuid.uuid4()}",
@@ -129,8 +128,20 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
     def __init__(self, service: Service, body: ChatBody) -> None:
         super().__init__(service, body)
         self.messages = body.messages
+        last = body.messages[-1]
+        marks = (last.get("prefix"), last.get("partial"))
+        self.is_prefilled = body.continue_final_message or True in marks
+        if self.is_prefilled:
+            is_begun = last.get("role") == "assistant" and not last.get("tool_calls")
+            if not (is_begun and service.tokenizer.has_chat_template):
+                raise ApiError(
+                    "continue_final_message needs a chat template, and a text of the assistant as "
+                    "the last message"
+                )
+        elif body.add_generation_prompt is False:
+            raise ApiError("add_generation_prompt false needs continue_final_message")
         self.offer_tools(read_tools(body.tools), body.tool_choice)
-        self.effort = body.reasoning_effort
+        self.calls_once = not body.parallel_tool_calls
         if body.logprobs or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs)
         self._call_counts = [0] * body.n
@@ -149,7 +160,9 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
         if texts["text"] or not self.body.stream:
             message["content"] = texts["text"] or None
         if texts["reasoning"]:
+            # Clients read, and send back, one or the other.
             message["reasoning"] = texts["reasoning"]
+            message["reasoning_content"] = texts["reasoning"]
         if calls:
             message["tool_calls"] = calls
         return {"delta" if self.body.stream else "message": message}

@@ -13,10 +13,13 @@ from typing import Any
 
 from ..errors import ApiError, Json, log_once
 from .completion import Completion, Service, SubmittedAnswer
-from .conversation import join_name, join_parts, join_reasoning, make_call, read_tools
+from .conversation import join_name, join_parts, make_call, read_reasoning, read_tools, seal
 from .openai_completions import get_input
 from .schemas import ResponsesBody
 from .text_stream import Segment
+
+SEALED = "reasoning.encrypted_content"
+"""What a body's `include` asks for if the client keeps the conversation."""
 
 MAX_ITEMS = 1000
 """How many items are kept for `item_reference`."""
@@ -43,8 +46,7 @@ class Responses(Completion[ResponsesBody]):
         if body.instructions:
             self.messages.insert(0, {"role": "system", "content": body.instructions})
         self.offer_tools(read_tools(body.tools), body.tool_choice)
-        self.answer_format = body.text.format
-        self.effort = body.reasoning.effort
+        self.calls_once = not body.parallel_tool_calls
         self._output: list[Json] = []
         self._event_count = 0
         self.reply = {
@@ -58,7 +60,7 @@ class Responses(Completion[ResponsesBody]):
             "incomplete_details": None,
             "instructions": body.instructions,
             "metadata": body.metadata,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "temperature": body.temp,
             "top_p": body.top_p,
             "tool_choice": body.tool_choice,
@@ -133,6 +135,8 @@ class Responses(Completion[ResponsesBody]):
         for part in item.get("content", ()):
             yield self._make_item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
             yield self._make_item_event("content_part.done", part=part)
+        if item["type"] == "reasoning" and SEALED in self.body.include:
+            item["encrypted_content"] = seal(item["content"][0]["text"])
         # Calls are always complete, even as the last item of an answer that was cut off.
         item["status"] = "incomplete" if is_cut and "content" in item else "completed"
         items = self.service.items
@@ -182,7 +186,7 @@ def add_item(messages: list[Json], item: Json, where: str) -> None:
         else:
             messages.append({"role": item.get("role"), "content": text})
     elif kind == "reasoning":
-        text = join_reasoning(content or item.get("summary"), f"{where}.content")
+        text = read_reasoning(item, f"{where}.content")
         messages.append({"role": "assistant", "content": "", "reasoning_content": text})
     elif kind.endswith("_output") and "output" in item:
         output = item["output"]

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 
 from ...json_objects import parse_object
 from ...options import OPTION_NAMES
@@ -16,8 +24,24 @@ from ..scheduling.request import PENALTIES
 DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model of the command line; also accepted for its drafter."""
 
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
+
+
+ANY_OBJECT: Json = {"type": "object"}
+
+REFUSED = (
+    "adapters",
+    "ebnf",
+    "grammar",
+    "guided_choice",
+    "guided_grammar",
+    "guided_regex",
+    "nvext",
+    "regex",
+    "structural_tag",
+)
+"""Fields of any API that would change the answer."""
 
 
 def unwrap_prompt(given: Any) -> Any:
@@ -36,9 +60,17 @@ def wrap_input(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
+def parse_schema(given: Any) -> Any:
+    """A JSON schema, which some clients send as a string; "json" is any object."""
+    if given == "json":
+        return ANY_OBJECT
+    return parse_object(given, "the schema") if isinstance(given, str) else given
+
+
 Integer = Annotated[int, Field(strict=False)]  # some clients send 100.0
 TopK = Annotated[Integer, BeforeValidator(lambda given: 0 if given == -1 else given)]
 StopField = Annotated[list[str], BeforeValidator(wrap_stop)]
+JsonSchema = Annotated[Json, BeforeValidator(parse_schema)]
 Objects = Annotated[list[Json], Field(min_length=1)]
 ToolList = list[dict[str, JsonValue]]
 ToolChoice = str | dict[str, JsonValue]
@@ -50,29 +82,89 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class Schema(Part):
-    """A JSON schema; by default any object."""
+class NamedSchema(Part):
+    """A JSON schema in `schema`, beside its name."""
 
-    content: Json = Field({"type": "object"}, alias="schema")
+    content: JsonSchema = Field(alias="schema")
 
 
-class AnswerFormat(Schema):
+class AnswerFormat(Part):
     """The format of an answer. Chat completions nest the schema in `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: Schema | None = None
+    content: JsonSchema | None = Field(None, alias="schema")
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        """Refuses a schema that is missing: any object would pass."""
+        if self.type == "json_schema" and self.schema_to_follow is None:
+            raise ValueError("json_schema needs a schema")
+        return self
 
     @property
     def schema_to_follow(self) -> Json | None:
         """The JSON schema; None for plain text."""
-        return None if self.type == "text" else (self.json_schema or self).content
+        if self.type == "text":
+            return None
+        if self.json_schema is not None:
+            return self.json_schema.content
+        return ANY_OBJECT if self.type == "json_object" and not self.content else self.content
+
+
+class StructuredOutputs(Part):
+    """vLLM's `structured_outputs`, of which only JSON is followed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    content: JsonSchema | None = Field(None, alias="json")
+    json_object: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_empty(cls, given: Any) -> Any:
+        """Drops what is not set: vLLM's own client sends every field."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value not in (None, False)}
+
+    @property
+    def schema_to_follow(self) -> Json | None:
+        """The JSON schema; None for plain text."""
+        return ANY_OBJECT if self.json_object else self.content
 
 
 class FormatAndEffort(Part):
-    """`text` and `reasoning` of responses, `output_config` of messages."""
+    """`text` of responses, `output_config` of messages."""
 
     format: AnswerFormat | None = None
     effort: str | None = None
+
+
+class Reasoning(Part):
+    """`reasoning` and `thinking`, in the forms of several APIs."""
+
+    type: str | None = None
+    enabled: bool | None = None
+    effort: str | None = None
+    display: str | None = None
+    max_tokens: Integer | None = None
+    budget_tokens: Integer | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def wrap(cls, given: Any) -> Any:
+        """A plain switch or effort as an object, and anything else as it is."""
+        if isinstance(given, bool):
+            return {"enabled": given}
+        return {"effort": given} if isinstance(given, str) else given
+
+    @property
+    def is_on(self) -> bool | None:
+        """Whether to reason; None if it is not said."""
+        is_empty = 0 in (self.max_tokens, self.budget_tokens)
+        if self.enabled is False or self.type == "disabled" or is_empty:
+            return False
+        return True if self.enabled or self.type else None
 
 
 class Body(Part):
@@ -83,7 +175,7 @@ class Body(Part):
         refused: fields that would change the answer and are not supported; they must be empty.
     """
 
-    refused: ClassVar[tuple[str, ...]] = ("adapters",)
+    refused: ClassVar[tuple[str, ...]] = REFUSED
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
     stream: bool = False
@@ -104,6 +196,52 @@ class Body(Part):
     logit_bias: dict[Integer, float] | None = None
     seed: Integer | None = None
     chat_template_kwargs: Json = {}
+    reasoning_effort: str | None = None
+    reasoning: Reasoning = Reasoning()
+    thinking: Reasoning = Reasoning()
+    enable_thinking: bool | None = None
+    think: bool | str | None = None
+    text: FormatAndEffort = FormatAndEffort()
+    output_config: FormatAndEffort = FormatAndEffort()
+    output_format: AnswerFormat | None = None
+    response_format: AnswerFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    format: JsonSchema | None = None
+    guided_json: JsonSchema | None = None
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_to_follow(self) -> Json | None:
+        """The JSON schema that the answer must follow, wherever it is given; None for any text."""
+        formats = [
+            self.response_format,
+            self.output_format,
+            self.text.format,
+            self.output_config.format,
+            self.structured_outputs,
+        ]
+        schemas = [self.format, self.guided_json, self.json_schema]
+        schemas += [each.schema_to_follow for each in formats if each is not None]
+        given = [schema for schema in schemas if schema is not None]
+        if len(given) > 1:
+            raise ApiError(f"expected one format of the answer, got {len(given)}")
+        return given[0] if given else None
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether to reason; None if it is not said."""
+        given = [self.enable_thinking, self.think, self.reasoning.is_on, self.thinking.is_on]
+        own = self.chat_template_kwargs
+        if False in given or False in (own.get("enable_thinking"), own.get("thinking")):
+            return False
+        return True if True in given else None
+
+    @property
+    def effort(self) -> str | None:
+        """How much to reason; None if it is not said."""
+        if self.thinks is False:
+            return "none"
+        return self.reasoning_effort or self.reasoning.effort or self.output_config.effort
 
     def get_sampling_options(self) -> Json:
         """The given options and penalties, as keywords of `Worker.submit`."""
@@ -118,24 +256,25 @@ class OpenAIBody(Body):
     n: Annotated[Integer, Field(ge=1, le=16)] = 1
     top_logprobs: Annotated[Integer, Field(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
     stream_options: Json = {}
-    response_format: AnswerFormat | None = None
 
 
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
-    refused = ("adapters", "audio", "functions")
+    refused = (*REFUSED, "audio", "functions")
     messages: Objects
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     logprobs: bool = False
     tools: ToolList = []
     tool_choice: ToolChoice = "auto"
-    reasoning_effort: str | None = None
+    parallel_tool_calls: bool = True
 
 
 class CompletionBody(OpenAIBody):
     """POST /v1/completions; `prompt` is a text, token ids, or a list of one of these."""
 
-    refused = ("adapters", "echo", "suffix")
+    refused = (*REFUSED, "echo", "suffix")
     prompt: Annotated[str | list[int], BeforeValidator(unwrap_prompt)]
     logprobs: bool | Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
     best_of: Literal[1] = 1
@@ -145,7 +284,7 @@ class ResponsesBody(Body):
     """POST /v1/responses."""
 
     refused = (
-        "adapters",
+        *REFUSED,
         "background",
         "conversation",
         "previous_response_id",
@@ -157,9 +296,9 @@ class ResponsesBody(Body):
     max_tokens: Integer | None = Field(None, alias="max_output_tokens")
     tools: ToolList = []
     tool_choice: ToolChoice = "auto"
-    reasoning: FormatAndEffort = FormatAndEffort()
-    text: FormatAndEffort = FormatAndEffort()
+    parallel_tool_calls: bool = True
     metadata: dict[str, JsonValue] = {}
+    include: list[str] = []
 
 
 class CountTokensBody(Body):
@@ -170,9 +309,6 @@ class CountTokensBody(Body):
     stop: StopField = Field([], alias="stop_sequences")
     tools: ToolList = []
     tool_choice: ToolChoice = "auto"
-    thinking: Json = {}
-    output_config: FormatAndEffort = FormatAndEffort()
-    output_format: AnswerFormat | None = None
 
 
 class MessagesBody(CountTokensBody):
@@ -186,9 +322,13 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """Parses and checks a request's body. Null fields other than `draft_model` count as missing."""
-    body = parse_object(raw, "the body")
-    # Halves of characters, which JavaScript clients send if they cut a text.
-    if SURROGATE.search(raw):
+    try:
+        text = raw.decode(json.detect_encoding(raw), "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise ApiError(f"the body is not UTF-8: see byte {error.start}") from None
+    body = parse_object(text, "the body")
+    # Halves of characters, which clients send if they cut a text.
+    if SURROGATE.search(text):
         text = json.dumps(body, ensure_ascii=False)
         body = parse_object(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     for name in kind.refused:

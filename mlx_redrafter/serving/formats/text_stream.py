@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -58,6 +58,8 @@ class TextStream:
         stops: the stop strings.
         tools: the tools that the model may call, in OpenAI's format. Without tools, calls are text.
         is_call: whether the whole text is one call: an object of `name` and `arguments`.
+        forbidden: names of tools whose calls are text.
+        calls_once: whether the text ends with its first call.
 
     Attributes:
         has_tool_calls: whether the answer has called a tool so far.
@@ -71,7 +73,11 @@ class TextStream:
         tools: Sequence[dict[str, Any]],
         *,
         is_call: bool = False,
+        forbidden: Container[str] = (),
+        calls_once: bool = False,
     ) -> None:
+        self._forbidden = forbidden
+        self._calls_once = calls_once
         self.has_tool_calls = False
         self._tokenizer = tokenizer
         self._tools = list(tools)
@@ -83,7 +89,9 @@ class TextStream:
         self._state: Any = machine.make_state(state or "normal")
         self._is_call = is_call
         self._call: str | None = None  # the text of an incomplete tool call
-        self._space = ""  # whitespace after a call, until text follows
+        self._last = ""  # kind of the last segment
+        # Whitespace that begins a text: none if a call follows, or the answer ends after a call.
+        self._space = ""
 
     @property
     def is_reasoning(self) -> bool:
@@ -94,6 +102,11 @@ class TextStream:
     def stopped_by(self) -> str | None:
         """The stop string that ended the text; None before. After it no token may be added."""
         return self._stops.found
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the text has ended with its only call."""
+        return self._calls_once and self.has_tool_calls
 
     def add(self, token: int | None, *, is_last: bool = False) -> tuple[str, list[Segment]]:
         """Adds a token.
@@ -116,26 +129,29 @@ class TextStream:
         if text and self._state[0] is not None:  # None: the answer's format has ended
             self._state, pieces = TextStateMachine.split(self._state, text)
             for state, piece in pieces:
-                segments += self._add_piece(state, piece)
-        if is_last or stopped:
+                if not self.is_over:
+                    segments += self._add_piece(state, piece)
+        if (is_last or stopped) and not self.is_over:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments += self._add_piece(state, rest) + self._end_call(is_complete=False)
+            if self._space and self._last != "tool_call":
+                segments.append(Segment("text", self._space))
         return text, segments
 
     def _add_piece(self, state: str | None, text: str) -> list[Segment]:
         kind = SEGMENT_KINDS.get(state)
         if state == "tool" or (self._is_call and kind == "text"):
             self._call = (self._call or "") + text
-            self._space = ""
             return []
         segments = self._end_call(is_complete=True)
         if not text or kind is None:
             return segments
-        if self.has_tool_calls and kind == "text":  # whitespace between calls is no text
+        if self._tools and kind == "text" and self._last != "text":
             text = self._space + text
             self._space = "" if text.strip() else text
             if self._space:
                 return segments
+        self._last = kind
         return [*segments, Segment(kind, text)]
 
     def _end_call(self, *, is_complete: bool) -> list[Segment]:
@@ -147,24 +163,32 @@ class TextStream:
             errors = []
             for written in (text, repair_json(text)):
                 try:
-                    calls = self._parse_calls(written)
+                    calls = self._parse_calls(written)[: 1 if self._calls_once else None]
                 except Exception as error:  # parsers may raise anything on a model's output
                     errors.append(join_lines(error))
                 else:
                     self.has_tool_calls |= bool(calls)
+                    self._last = "tool_call"
+                    self._space = ""
                     return calls
             logging.warning(f"Could not parse a tool call, which is returned as text: {errors[0]}")
         if self._is_call:
             return [Segment("text", text)] if text else []
         end = self._tokenizer.tool_call_end if is_complete else ""
-        return [Segment("text", f"{self._tokenizer.tool_call_start}{text}{end or ''}")]
+        text = f"{self._space}{self._tokenizer.tool_call_start}{text}{end or ''}"
+        self._space = ""
+        return [Segment("text", text)]
 
     def _parse_calls(self, text: str) -> list[Segment]:
         if self._is_call:
             parsed = json.loads(text)
         else:
             parsed = self._tokenizer.tool_parser(text, self._tools)
-        return [_read_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+        calls = [_read_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+        for call in calls:
+            if call.name in self._forbidden:
+                raise ValueError(f"the tool {call.name} may not be called")
+        return calls
 
 
 def repair_json(text: str) -> str:

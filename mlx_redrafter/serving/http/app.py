@@ -8,9 +8,11 @@ import hmac
 import json
 import logging
 import re
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -43,6 +45,8 @@ APIS: dict[str, type[Completion[Any]]] = {
 }
 """Path -> API class; each path is also served without /v1."""
 
+PATHS = (*APIS, "/v1/models", "/health", "/metrics")
+
 LOOPBACK_HOST = re.compile(
     r"(localhost|127\.0\.0\.1|\[::1\]|host\.(docker|containers)\.internal)(:\d*)?", re.IGNORECASE
 )
@@ -60,6 +64,9 @@ such a frame.
 
 BODY_SECONDS = 60.0
 """How long to wait for the next part of a request's body."""
+
+MAX_BODY_BYTES = 1 << 26
+"""Bytes of a decompressed body: a few compressed ones could otherwise fill the memory."""
 
 PROGRESS_SECONDS = 3.0
 """Interval of keep-alives in a silent stream. Clients and proxies abort silent streams: some after
@@ -181,6 +188,10 @@ async def answer_request(
 async def read_body(request: Request) -> bytes:
     """The body of a request; ends the connection of a client that stops sending it."""
     body = bytearray()
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", "gzip", "x-gzip", "deflate"):
+        message = f"the Content-Encoding must be gzip, deflate or identity, got {coding:.50}"
+        raise ApiError(message, 415, headers={"Accept-Encoding": "gzip, deflate"})
     stream = request.stream()
     try:
         while part := await asyncio.wait_for(anext(stream), BODY_SECONDS):
@@ -188,7 +199,21 @@ async def read_body(request: Request) -> bytes:
     except TimeoutError:
         message = f"expected the whole body, got {len(body)} bytes"
         raise ApiError(message, 408, headers={"Connection": "close"}) from None
-    return bytes(body)
+    return bytes(body) if coding == "identity" else decompress(bytes(body), coding)
+
+
+def decompress(data: bytes, coding: str) -> bytes:
+    """A compressed body, up to `MAX_BODY_BYTES`."""
+    decoder = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, as the data begins
+    try:
+        body = decoder.decompress(data, MAX_BODY_BYTES)
+    except zlib.error:
+        raise ApiError(f"the body is not compressed with {coding}") from None
+    if decoder.unconsumed_tail:
+        raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
+    if not decoder.eof:
+        raise ApiError(f"the body's {coding} data is incomplete")
+    return body
 
 
 @contextmanager
@@ -224,7 +249,7 @@ class EventStream(StreamingResponse):
         self._completion = completion
         self._answer = answer
         self._is_silent = True
-        headers = {"Cache-Control": "no-cache"}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx
         super().__init__(self._render(), media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -261,7 +286,9 @@ async def handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         message = error.detail
         if error.status_code == 404:
-            message = f"expected one of {', '.join(APIS)}"
+            path = request.url.path
+            nearest = get_close_matches(path, PATHS, n=1, cutoff=0)[0]
+            message = f"{path:.100} is not served here; the nearest path is {nearest}"
         error = ApiError(message, error.status_code, headers=error.headers)
     elif isinstance(error, RecursionError):
         error = ApiError("the body is nested too deeply")
