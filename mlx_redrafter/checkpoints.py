@@ -24,7 +24,7 @@ from .drafters.draft_model import DraftModel
 from .drafters.loading import (
     PACKAGED,
     check_hub_id,
-    find_damaged_file,
+    explain_damage,
     is_drafter,
     locate_files,
     read_checkpoint,
@@ -139,7 +139,7 @@ def explain_failure(name: str, folder: Path, error: Exception) -> CheckpointErro
     why = join_lines(error)
     if len(why) > MAX_MESSAGE:
         why = f"{why[:MAX_MESSAGE]}..."
-    return CheckpointError(f"cannot load the model {name!r}: {find_damaged_file(folder) or why}")
+    return CheckpointError(f"cannot load the model {name!r}: {explain_damage(folder) or why}")
 
 
 def load_shards(
@@ -158,7 +158,7 @@ def load_shards(
         folder = locate_model(name)
         if is_drafter(folder):
             raise CheckpointError(NOT_A_MODEL.format(name))
-        if (damage := find_damaged_file(folder)) is not None:
+        if (damage := explain_damage(folder)) is not None:
             raise CheckpointError(f"cannot load {name!r}: {damage}")
     group = mx.distributed.init()
     groups = (group, None) if pipeline else (None, group)

@@ -213,6 +213,14 @@ def test_a_broken_shard_is_named_in_a_short_line(
     assert len(str(raised.value).replace(str(tmp_path), "")) < 200
 
 
+def test_a_drafter_beside_an_index_of_other_files_loads(tmp_path: Path) -> None:
+    """Such as one in the folder of a model whose shards were not downloaded."""
+    source = publish("medusa", tmp_path / "in")
+    placed = {"model.norm.weight": "model-00001-of-00002.safetensors"}
+    (source / INDEX).write_text(json.dumps({"weight_map": placed}))
+    assert load_drafter(source).args.model_type == "medusa"
+
+
 def test_a_broken_json_file_is_named(tmp_path: Path) -> None:
     save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
     text = (tmp_path / CONFIG).read_text()

@@ -112,11 +112,10 @@ def locate_files(
     if not name or not path.is_dir():
         path = PACKAGED.get(name) or download(name, revision, choose, is_base)
     present = list_folder(path)
-    for file in () if is_base else list_shards(path):
-        if file not in present:
-            message = f"{path / file}, which {INDEX} names, is missing: download it again"
-            raise CheckpointError(message)
     files = choose_base_files(path, present, name, choose) if is_base else choose(present, name)
+    shards = {*read_index(path).values()}
+    if not shards.isdisjoint(files):
+        check_shards(path, files if is_base else shards)
     return CheckpointFiles(path, tuple(path / file for file in files), read_config(path), is_base)
 
 
@@ -128,15 +127,13 @@ def choose_base_files(path: Path, present: Collection[str], name: str, choose: C
     """
     if INDEX not in present:
         return [SIDECAR] if SIDECAR in present else choose(present, name)
-    placed = read_object(path / INDEX).get("weight_map")
-    if not isinstance(placed, dict):
-        raise CheckpointError(f"{path / INDEX} does not say which file holds which tensor")
+    placed = read_index(path)
     layers = parse_layers(placed)
     if layers is None and SIDECAR in present:
         return [SIDECAR]
     if layers is None:
         raise CheckpointError(NO_LAYER.format(name))
-    return sorted({str(placed[tensor]) for tensor in layers.names.values()})
+    return sorted({placed[tensor] for tensor in layers.names.values()})
 
 
 def check_hub_id(name: str) -> None:
@@ -216,7 +213,25 @@ def read_safetensors(file: Path) -> dict[str, mx.array]:
         raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
 
 
-def find_damaged_file(folder: Path) -> str | None:
+def read_index(folder: Path) -> dict[str, str]:
+    """The names of tensors -> the names of their files; empty without an index."""
+    if not (folder / INDEX).is_file():
+        return {}
+    placed = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(placed, dict):
+        raise CheckpointError(f"{folder / INDEX} does not say which file holds which tensor")
+    return {tensor: str(file) for tensor, file in placed.items()}
+
+
+def check_shards(folder: Path, names: Iterable[str]) -> None:
+    """Refuses a folder that lacks one of these files, which its index names."""
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            message = f"{folder / name}, which {INDEX} names, is missing: download it again"
+            raise CheckpointError(message)
+
+
+def explain_damage(folder: Path) -> str | None:
     """What is wrong with a file in a model's folder, if one is missing, empty or cut.
 
     Files in JSON and the headers of safetensors are read.
@@ -224,9 +239,7 @@ def find_damaged_file(folder: Path) -> str | None:
     try:
         for file in sorted(folder.glob("*.json")):
             check_json(file)
-        for name in list_shards(folder):
-            if not (folder / name).is_file():
-                return f"{folder / name}, which {INDEX} names, is missing: download it again"
+        check_shards(folder, {*read_index(folder).values()})
         for file in sorted(folder.glob("*.safetensors")):
             read_safetensors(file)
     except CheckpointError as error:
@@ -240,16 +253,6 @@ def check_json(file: Path) -> None:
         json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {file}: {join_lines(error)}") from error
-
-
-def list_shards(folder: Path) -> list[str]:
-    """The files that a folder's index names; none without an index."""
-    if not (folder / INDEX).is_file():
-        return []
-    placed = read_object(folder / INDEX).get("weight_map")
-    if not isinstance(placed, dict):
-        raise CheckpointError(f"{folder / INDEX} does not say which file holds which tensor")
-    return sorted({str(file) for file in placed.values()})
 
 
 def is_drafter(folder: Path) -> bool:
