@@ -15,7 +15,7 @@ from mlx_lm import utils
 from safetensors.numpy import save_file
 
 from helpers.cached import make_cached
-from helpers.checkpoints import CONFIG, INDEX, WEIGHTS, same, tensors
+from helpers.checkpoints import CONFIG, INDEX, WEIGHTS, refused, same, tensors
 from helpers.heads import KINDS, make_head
 from helpers.published import publish
 from helpers.small import save_target, small_drafter, small_llama
@@ -284,6 +284,29 @@ def test_numbers_of_a_config_are_compared_with_the_tensors(
 def test_the_number_of_published_attention_heads_is_named(heads: Any, tmp_path: Path) -> None:
     source = publish("eagle3", tmp_path / "in", num_attention_heads=heads)
     refuse(load_drafter, source, names="num_attention_heads")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "key"),
+    [
+        ("eagle3", {"vocab_size": HUGE}, "vocab_size"),
+        ("eagle3_mlx", {"quantization": {"group_size": HUGE, "bits": 4}}, "group"),
+        ("eagle3_mlx", {"quantization": {"group_size": 32, "bits": HUGE}}, "bits"),
+        ("dflash", {"block_size": 0}, "block_size"),
+        ("dflash", {"block_size": HUGE}, "block_size"),
+        ("dflash_sliding", {"sliding_window": 10**30}, "window"),
+        ("mimo_mtp", {"num_attention_heads": 7}, "num_attention_heads"),
+        ("deepseek_v3_mtp", {"kv_lora_rank": 10**30}, "kv_lora_rank"),
+        ("deepseek_v3_mtp", {"kv_lora_rank": 0}, "a number in its config is 0"),
+        ("deepseek_v3_mtp", {"num_experts_per_tok": HUGE}, "kth"),
+    ],
+)
+def test_wrong_numbers_of_published_heads_are_named(
+    name: str, config: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    source = publish(name, tmp_path / "in", **config)
+    origin = "--from-base" if "mtp" in name else "--hf-path"
+    refused(source, tmp_path / "result", names=key, origin=origin)
 
 
 def test_tensors_in_float64_become_float32(stored: Path) -> None:

@@ -65,7 +65,7 @@ from ..engine.source import Source
 from ..errors import CheckpointError
 from .cached import CachedSource
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
-from .config import NEUTRAL, LayerArgs, check_neutral, flatten, get_object, read_layer
+from .config import MAX_INT, NEUTRAL, LayerArgs, check_neutral, flatten, get_object, read_layer
 from .layers import MLP, Attention
 from .protocol import N_SAMPLES, Head, make_samples, scatter
 from .protocol import Drafter as BaseDrafter
@@ -335,6 +335,8 @@ class DrafterArgs(LayerArgs):
         if not 1 <= self.max_depth <= MAX_DRAFT_DEPTH:
             expected = f"expected block_size to draft 1 to {MAX_DRAFT_DEPTH} tokens"
             raise ValueError(f"{expected}, got {self.block_size}")
+        if not all(0 <= window <= MAX_INT for window in self.layer_windows or []):
+            raise ValueError(f"expected windows from 0 to {MAX_INT}, got {self.layer_windows}")
         # MLX reads beyond an embedding without an error.
         if not 0 <= self.mask_token_id < self.vocab_size:
             expected = f"expected mask_token_id below {self.vocab_size}"

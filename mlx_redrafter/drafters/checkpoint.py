@@ -149,6 +149,8 @@ class Checkpoint:
         mask = self.tensors.pop("t2d", None)
         if offsets is None:
             return
+        if mask is not None and len(mask) != vocab_size:
+            raise ValueError(f"expected vocab_size {len(mask)} as in t2d, got {vocab_size!r:.40}")
         ids = mx.arange(len(offsets), dtype=mx.int32) + offsets
         if mask is not None and {*np.flatnonzero(np.array(mask))} != {*np.array(ids)}:
             raise ValueError("expected t2d and d2t to name the same tokens, got different ones")

@@ -26,6 +26,9 @@ TYPES: dict[str, Any] = {
 MAY_BE_ZERO = ("num_draft_layers", "num_layers", "mask_token_id")
 """The numbers of a config that may be 0; all others are at least 1."""
 
+MAX_VOCAB = 1 << 24
+"""The largest vocabulary, far above any model's: logits have a number for each token."""
+
 MAX_INT = (1 << 31) - 1
 """The largest number in a shape of MLX."""
 
@@ -102,6 +105,8 @@ class DrafterArgs:
     hidden_state: str | None = None
 
     def __post_init__(self) -> None:
+        if self.vocab_size > MAX_VOCAB:
+            raise ValueError(f"expected vocab_size up to {MAX_VOCAB}, got {self.vocab_size}")
         depth = self.draft_depth
         if depth is not None and not 1 <= depth <= MAX_DRAFT_DEPTH:
             raise ValueError(f"expected draft_depth from 1 to {MAX_DRAFT_DEPTH}, got {depth}")

@@ -355,7 +355,11 @@ def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Draf
     except CheckpointError:
         raise
     except Exception as error:  # what does not fit together may raise any type
-        why = f"its config lacks {error}" if isinstance(error, KeyError) else join_lines(error)
+        why = join_lines(error)
+        if isinstance(error, KeyError):
+            why = f"its config lacks {error}"
+        elif isinstance(error, ZeroDivisionError):
+            why = "a number in its config is 0"
         name = kind.__name__.rpartition(".")[2]
         message = f"{where} cannot be read as a drafter ({name}): {why[:400]}"
         raise CheckpointError(message) from error

@@ -46,10 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make(variant: str = "rnn", seed: int = 0, **sizes: Any) -> Drafter:
-    """A random drafter:
-
-    D = 24, V = 60, X = 48, one block, rnn, unless the variant or `sizes` differ.
-    """
+    """A random drafter; D = 24, V = 60, X = 48, one block, rnn, if nothing else is given."""
     return small_drafter(
         **{"hidden": 24, "vocab": 60, "exit_dim": 48, "seed": seed, **VARIANTS[variant], **sizes}
     )
@@ -220,8 +217,7 @@ def list_contents(directory: Path) -> dict[Path, Any]:
 def refused(
     source: str | Path, into: Path, *flags: str, names: str = "", origin: str = "--hf-path"
 ) -> None:
-    """Asserts that a conversion to `into / "out"` exits with 1 and one line of error, and changes
-    nothing in `into`.
+    """Asserts that a conversion to `into / "out"` ends with one line of error, and writes nothing.
 
     Args:
         names: what the line mentions; nothing else of its wording is compared.
@@ -231,7 +227,9 @@ def refused(
     before = list_contents(into)
     status, out, said = command(origin, source, "--mlx-path", into / "out", *flags)
     assert (status, out) == (1, ""), said
-    assert said.startswith("error: ") and said.count("\n") == 1 and names in said, said
+    assert said.startswith("error: "), said
+    assert said.count("\n") == 1, said
+    assert names in said, said
     assert list_contents(into) == before
 
 
