@@ -27,7 +27,7 @@ from ..pair import Pair
 from ..planning.costs import CostTable, is_disturbed
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
-from ..planning.store import read_choice
+from ..planning.store import read_choice, read_costs_moment
 from ..setup import choose_row_counts, get_cache_row_classes
 from ..trials import TRIAL_PROMPTS, try_drafter
 
@@ -124,6 +124,7 @@ def diagnose(
         "row_classes": classes,
         "exact": choice,
         "costs": costs._asdict(),
+        "measured": read_costs_moment(model, drafter, trees=no_trees is None),
         "chains": chains,
         "fastest": max(tried, key=lambda chain: chain["speedup"], default=None),
     }
@@ -251,11 +252,16 @@ def describe_choice(report: Report) -> str:
     """The class of row counts that --exact uses, how long ago it was chosen, and the load then."""
     choice = report["exact"]
     chosen = format_row_counts(choice["row_counts"])
-    age = datetime.now(UTC) - datetime.fromisoformat(choice["when"])
+    moment = format_moment(report, choice["when"], choice["load"])
+    return f"Chosen for --exact: {chosen}, {moment}; --refresh chooses again"
+
+
+def format_moment(report: Report, when: str, load: float | None) -> str:
+    """How long ago something was measured, and how busy the machine was then."""
+    age = datetime.now(UTC) - datetime.fromisoformat(when)
     hours = age.total_seconds() / 3600
     ago = f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.1f} hours"
-    busy = f"load {choice['load']} on {report['machine']['cores']} cores"
-    return f"Chosen for --exact: {chosen}, {ago} ago at {busy}; --refresh chooses again"
+    return f"{ago} ago at load {load} on {report['machine']['cores']} cores"
 
 
 def format_costs(report: Report) -> list[str]:
@@ -269,6 +275,8 @@ def format_costs(report: Report) -> list[str]:
         columns.append([f"{ms:.2f} ({ms / least:.2f})" for ms in (plain, *verified)])
     names = ["plain step", *map(str, costs["counts"])]
     lines = ["", f"Milliseconds of a forward ({unit}); --refresh measures again:"]
+    if report["measured"]:
+        lines.append(f"(measured {format_moment(report, *report['measured'])})")
     lines += _align([["nodes", *after], *zip(names, *columns, strict=True)])
 
     steps: dict[int, list[str]] = {}

@@ -37,7 +37,7 @@ DEMO_MAX_TOKENS = 400
 
 NOTHING_DRAFTED = (
     "nothing was drafted: it is not faster here, or the text was short; "
-    "mlx_redrafter.doctor measures it"
+    "mlx_redrafter.doctor --refresh measures again"
 )
 
 WARM_UP_TOKENS = 16

@@ -41,15 +41,15 @@ def load_costs(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         trees: whether both take trees.
         refresh: measure even if a table is saved.
     """
-    key, file = make_key("costs", model, trees=trees, drafter_tensors=digest_tensors(drafter))
+    key, file = make_costs_key(model, drafter, trees=trees)
     saved = {} if refresh else read_saved(file)
     tries = 0
     doubts = list[str]()
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         costs = parse_costs(saved["costs"])
         tries = int(saved["tries"])
-        doubts = [*saved.get("doubts", ())]
-        is_doubted = bool(saved.get("is_doubted"))
+        doubts = saved["doubts"]
+        is_doubted = "is_doubted" in saved
         if not is_doubted and (tries >= 3 or not is_disturbed(costs)):
             return costs
         if is_doubted:
@@ -67,15 +67,25 @@ def doubt_costs(model: nn.Module, drafter: Drafter, doubt: str, *, trees: bool) 
     Args:
         doubt: see `SlowdownEstimate.doubt`.
     """
-    _, file = make_key("costs", model, trees=trees, drafter_tensors=digest_tensors(drafter))
+    _, file = make_costs_key(model, drafter, trees=trees)
     saved = read_saved(file)
     with suppress(TypeError, KeyError, OSError, RuntimeError):  # damaged, or not writable
-        doubts = [*saved.get("doubts", ())]
-        if saved["costs"] and doubt not in doubts:
+        doubts = saved["doubts"]
+        if doubt not in doubts:
             saved |= {"doubts": [*doubts, doubt], "is_doubted": True}
             write_text(get_cache_directory() / file, json.dumps(saved, indent=1) + "\n")
             return True
     return False
+
+
+def read_costs_moment(
+    model: nn.Module, drafter: Drafter, *, trees: bool
+) -> tuple[str, float | None] | None:
+    """(when the costs were measured, the load at the time); None if it is not known."""
+    saved = read_saved(make_costs_key(model, drafter, trees=trees)[1])
+    with suppress(TypeError, KeyError):
+        return saved["when"], saved["load"]
+    return None
 
 
 def load_row_classes(
@@ -142,6 +152,13 @@ def read_choice(
         if tuple(saved["row_counts"]) in classes:
             return saved
     return None
+
+
+def make_costs_key(
+    model: nn.Module, drafter: Drafter, *, trees: bool
+) -> tuple[dict[str, Any], Path]:
+    """See `make_key`."""
+    return make_key("costs", model, trees=trees, drafter_tensors=digest_tensors(drafter))
 
 
 def make_choice_key(

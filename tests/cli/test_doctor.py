@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,10 @@ def test_text_agrees_with_json_and_refreshes(
     assert alike in run("doctor")[1]
     assert "alike: 1, 16 (" in run("doctor", "--refresh")[1]
     assert len(measured.trees) == 2
+
+
+def test_the_age_of_the_costs_and_the_load_are_shown(measured: Measured, run: Any) -> None:
+    assert re.search(r"\(measured 0.0 hours ago at load [\d.]+ on 8 cores\)", run("doctor")[1])
 
 
 def test_user_models_are_examined(
