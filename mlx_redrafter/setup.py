@@ -33,6 +33,7 @@ from .machine.blas import warn_of_slow_blas
 from .options import AUTO, Options, get_default_depth
 from .pair import Pair
 from .planning.acceptance import get_acceptance
+from .planning.costs import is_disturbed
 from .planning.planner import AutoPlanner, choose_fastest_class, make_context_planner
 from .planning.store import load_row_counts, save_hits
 
@@ -396,6 +397,8 @@ def choose_row_counts(
 
     def choose() -> RowCounts:
         costs = pair.measure_costs(trees=trees)
+        if is_disturbed(costs):  # a choice is kept for good
+            costs = pair.measure_costs(trees=trees, refresh=True)
         return choose_fastest_class(costs, get_acceptance(drafter), classes)
 
     load = partial(load_row_counts, pair.model, drafter, classes, choose, refresh=refresh)

@@ -92,7 +92,7 @@ def diagnose(
     classes = get_cache_row_classes(pair, Options(), refresh=refresh)
     choice = None
     if stand_in is None and len(classes) > 1:
-        if refresh:
+        if refresh and not is_disturbed(costs):
             choose_row_counts(pair, Options(exact=True), refresh=True)
         choice = read_choice(model, drafter, classes)
     trial = None

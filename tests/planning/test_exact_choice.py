@@ -19,6 +19,7 @@ from mlx_redrafter.setup import choose_row_counts, choose_setup
 CLASSES = ((1,), (2, 3, 4, 5), (6, 7, 8))
 BUSY = make_costs("every row")
 IDLE = make_costs("flat")
+DISTURBED = BUSY._replace(plain=(1.0, 0.1))
 EXACT = Options(exact=True)
 
 
@@ -80,3 +81,16 @@ def test_doctor_prints_and_renews_the_choice(
     with pytest.warns(UserWarning, match="--exact now computes"):
         (line,) = examine(refresh=True)
     assert line.startswith("Chosen for --exact: 6 to 8, ")
+    machine.costs = DISTURBED
+    (line,) = examine(refresh=True)
+    assert line.startswith("Chosen for --exact: 6 to 8, "), "not by times of a busy machine"
+
+
+def test_a_choice_is_not_made_by_the_first_disturbed_times(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure_costs(pair: Pair, *, trees: bool, refresh: bool = False) -> CostTable:
+        return IDLE if refresh else DISTURBED
+
+    monkeypatch.setattr(Pair, "measure_costs", measure_costs)
+    assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
