@@ -302,7 +302,10 @@ def make_examples(run: Run, plan: RunPlan, model: nn.Module) -> None:
         wanted = max(wanted, source.needed - known)
         count = len(store.examples)
         run.clock.show(f"texts: {count} of about {known + wanted}, {tokens:,} tokens")
-        return made >= wanted or spent >= MAX_MAKING_SHARE * seconds
+        limit = MAX_MAKING_SHARE * seconds
+        if not source.has_prompts:
+            limit /= 2  # else no time may be left to answer the first ones
+        return made >= wanted or spent >= limit
 
     if should_stop(0):
         return
@@ -322,7 +325,7 @@ def make_learner(run: Run, plan: RunPlan, model: nn.Module) -> Learner:
     held_out = [example for example in plan.store.examples if example.is_held_out]
     if len(training) < args.batch_size or not held_out:
         made = f"{len(plan.store.examples)} of {plan.source.needed} texts were made in time"
-        raise RedrafterError(f"{made}: the same command with more --minutes makes the others")
+        raise RedrafterError(f"{made}: give the same command more --minutes")
     if not args.mask_prompt:
         training = [example._replace(offset=0) for example in training]
 

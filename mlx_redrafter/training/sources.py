@@ -127,6 +127,8 @@ class GivenTexts:
         length: their mean length in tokens, or an estimate of it.
     """
 
+    has_prompts = True
+
     def __init__(self, args: TrainingArgs, tokenizer: Any, known: Sequence[Example]) -> None:
         assert args.data is not None
         training, held_out = load_examples(args.data, tokenizer, mask_prompt=args.mask_prompt)
@@ -169,6 +171,7 @@ class Answers:
 
     Attributes:
         prompts: the given ones that are not answered.
+        has_prompts: whether there were prompts to answer yet.
         has_held_out, needed, count, length: as in `GivenTexts`.
     """
 
@@ -186,6 +189,7 @@ class Answers:
             unique = {tuple(prompt): prompt for prompt in given if self.fits(prompt)}
             self.prompts = [prompt for key, prompt in unique.items() if key not in made]
             np.random.default_rng(args.seed).shuffle(self.prompts)
+        self.has_prompts = bool(self.prompts)
         self.needed = count_needed(args.batch_size)
         self.count = MAX_EXAMPLES - len(known)
         self.length = compute_mean_length(known) or WRITTEN_TOKENS + args.max_tokens
@@ -214,6 +218,10 @@ class Answers:
             nonlocal left
             while len(waiting) < 0.75 * min(count, left) and not should_stop(0):
                 waiting.extend(sorted(write(should_stop), key=lambda each: -each.offset))
+                is_first = not self.has_prompts
+                self.has_prompts = True
+                if is_first and waiting:
+                    break
             taken = [waiting.popleft() for _ in range(min(count, left, len(waiting)))]
             left -= len(taken)
             return taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,10 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training import plan, prompts, run
 from mlx_redrafter.training.command import parse_args
 from mlx_redrafter.training.prompts import PROMPT_KINDS
+from mlx_redrafter.training.settings import TrainingArgs
 
 MINUTES = "expected --minutes .* or more for 3 texts here"
-UNFINISHED = "of 3 texts were made in time: the same command with more --minutes makes the others"
+UNFINISHED = "of 3 texts were made in time: give the same command more --minutes"
 
 PHASES = [
     ("run.load_target", 1, MINUTES),
@@ -55,48 +57,69 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
-@pytest.mark.parametrize(("place", "count", "reason"), PHASES)
-@pytest.mark.usefixtures("train")
-def test_the_time_may_end_in_any_phase(
-    place: str,
-    count: int,
-    reason: str | None,
-    chatty: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seconds = [0.0]
-    calls = list[str]()
-    real = attrgetter(place)(training)
+PassTime = Callable[[str, int, float], list[str]]
+"""(function, after which of its calls, seconds) -> the calls so far."""
 
-    def call(*args: Any, **options: Any) -> Any:
-        result = real(*args, **options)
-        calls.append(place)
-        if len(calls) == count:
-            seconds.append(1e9)
-        return result
+
+@pytest.fixture
+def pass_time(train: Any, monkeypatch: pytest.MonkeyPatch) -> PassTime:
+    """Lets seconds pass after a call; else a run takes nearly none."""
+    seconds = [0.0]
 
     def perf_counter() -> float:
         seconds[0] += 1e-5
         return sum(seconds)
 
-    monkeypatch.setattr(f"mlx_redrafter.training.{place}", call)
+    def pass_time(place: str, count: int, passed: float) -> list[str]:
+        calls = list[str]()
+        real = attrgetter(place)(training)
+
+        def call(*args: Any, **options: Any) -> Any:
+            result = real(*args, **options)
+            calls.append(place)
+            if len(calls) == count:
+                seconds.append(passed)
+            return result
+
+        monkeypatch.setattr(f"mlx_redrafter.training.{place}", call)
+        return calls
+
     for module in (run, plan):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
     monkeypatch.setattr(prompts, "is_good", lambda text: True)  # a random target writes noise
     for kind in PROMPT_KINDS.values():
         monkeypatch.setitem(kind, "most", 4)
         monkeypatch.setitem(kind, "least", 1)
+    return pass_time
 
-    output = tmp_path / "drafter"
-    words = f"--model {chatty} --batch-size 2 --max-tokens 8 --draft-depth 3 --exit-dim 16"
-    args, _ = parse_args([*words.split(), "--output", str(output)])
+
+def make_args(model: str, output: Path) -> TrainingArgs:
+    words = f"--model {model} --batch-size 2 --max-tokens 8 --draft-depth 3 --exit-dim 16"
+    return parse_args([*words.split(), "--output", str(output)])[0]
+
+
+@pytest.mark.parametrize(("place", "count", "reason"), PHASES)
+def test_the_time_may_end_in_any_phase(
+    place: str, count: int, reason: str | None, chatty: str, tmp_path: Path, pass_time: PassTime
+) -> None:
+    args = make_args(chatty, tmp_path / "drafter")
+    calls = pass_time(place, count, 1e9)
     if reason is None:
         assert run.run_training(args) == 0
-        assert load_drafter(output, load(chatty)[0]).args.acceptance is not None
+        drafter = load_drafter(args.output, load(chatty)[0])
+        assert drafter.args.acceptance is not None
     else:
         with pytest.raises(RedrafterError, match=reason) as error:
             run.run_training(args)
         assert "\n" not in str(error.value)
         assert run.run_training(args) == 0, "the same command runs where the time does"
     assert len(calls) >= count
+
+
+def test_slow_prompts_leave_time_for_answers(
+    chatty: str, tmp_path: Path, pass_time: PassTime
+) -> None:
+    """Half an hour of one passes while the first prompts are written."""
+    calls = pass_time("answers.run_forward", 12, 1800.0)
+    assert run.run_training(make_args(chatty, tmp_path / "drafter")) == 0
+    assert len(calls) > 12
