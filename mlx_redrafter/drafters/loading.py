@@ -43,7 +43,7 @@ HAS_LAYER = (
 )
 NO_LAYER = (
     "{} has no multi-token-prediction layer: few models have one, and conversions to MLX leave it "
-    "out; give the repository of such a model's authors"
+    "out; give the repository of such a model's authors, or a drafter as --hf-path"
 )
 
 REMOVED = {
