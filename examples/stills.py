@@ -36,7 +36,7 @@ RACE_SECONDS = 120.0
 RACE_HEIGHT = 900
 CHAT_COLUMNS = 100
 CHAT_SECONDS = 60.0
-CHAT_LINE = "class Stack:"
+CHAT_LINE = "def read_lines(path, encoding=None):"
 CHAT_PROMPT = "\u203a"
 MAX_TOKENS = 112
 
@@ -144,6 +144,7 @@ def run_chat(models: list[str], line: str) -> str:
     process.wait()
     os.close(main)
     text = re.sub(r"[\r\x01\x02]|\x1b\[\?\d+[hl]", "", text)
+    text = re.sub(r"(tokens per round[^\n]*\n).*", r"\1", text, flags=re.DOTALL)
     # What was typed stands between the two rules: the cursor moves up before it.
     return re.sub(r"\n(\n[^\n]*)\n\x1b\[2A([^\n]*)\n", r"\n\2\1", text)
 
