@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,10 @@ from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter.cli.doctor import diagnose, format_report
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
+from mlx_redrafter.planning import store
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.setup import choose_row_counts, choose_setup
 
-CLASSES = ((1,), (2, 3, 4, 5), (6, 7, 8))
 BUSY = make_costs("every row")
 IDLE = make_costs("flat")
 DISTURBED = BUSY._replace(plain=(1.0, 0.1))
@@ -24,12 +25,20 @@ EXACT = Options(exact=True)
 
 
 class Machine:
-    """A machine with `CLASSES` of row counts."""
+    """A machine with three classes of row counts.
+
+    Attributes:
+        costs: of the next measurements, the last one of all further ones.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.costs: CostTable = BUSY
-        patch.setattr(Pair, "get_row_classes", lambda *args, **_: CLASSES)
-        patch.setattr(Pair, "measure_costs", lambda *args, **_: self.costs)
+        self.costs = [BUSY]
+        classes = ((1,), (2, 3, 4, 5), (6, 7, 8))
+        patch.setattr(store, "compare_row_counts", lambda *args: classes)
+        patch.setattr(store, "measure_costs", self.measure)
+
+    def measure(self, *pair: Any, trees: bool) -> CostTable:
+        return self.costs.pop(0) if len(self.costs) > 1 else self.costs[0]
 
     def start(self) -> Pair:
         """A pair as in a new process."""
@@ -45,9 +54,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 def test_the_choice_of_a_busy_moment_is_kept_until_refreshed(machine: Machine) -> None:
     assert choose_row_counts(machine.start(), EXACT) == (1,)
-    machine.costs = IDLE
-    assert choose_row_counts(machine.start(), EXACT) == (1,), "other bits need the user's word"
+    machine.costs = [IDLE]
     pair = machine.start()
+    pair.measure_costs(trees=True, refresh=True)
+    assert choose_row_counts(pair, EXACT) == (1,), "other bits need the user's word"
     with pytest.warns(UserWarning, match="--exact now computes 6 to 8 rows alike, not 1: last"):
         assert choose_row_counts(pair, EXACT, refresh=True) == (6, 7, 8)
     assert choose_row_counts(pair, EXACT) == (6, 7, 8)
@@ -77,20 +87,15 @@ def test_doctor_prints_and_renews_the_choice(
     choose_row_counts(machine.start(), EXACT)
     (line,) = examine(refresh=False)
     assert re.match(r"Chosen for --exact: 1, 0.0 hours ago at load [\d.]+ on \d+ cores; ", line)
-    machine.costs = IDLE
+    machine.costs = [IDLE]
     with pytest.warns(UserWarning, match="--exact now computes"):
         (line,) = examine(refresh=True)
     assert line.startswith("Chosen for --exact: 6 to 8, ")
-    machine.costs = DISTURBED
+    machine.costs = [DISTURBED]
     (line,) = examine(refresh=True)
     assert line.startswith("Chosen for --exact: 6 to 8, "), "not by times of a busy machine"
 
 
-def test_a_choice_is_not_made_by_the_first_disturbed_times(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure_costs(pair: Pair, *, trees: bool, refresh: bool = False) -> CostTable:
-        return IDLE if refresh else DISTURBED
-
-    monkeypatch.setattr(Pair, "measure_costs", measure_costs)
+def test_a_choice_is_not_made_by_the_first_disturbed_times(machine: Machine) -> None:
+    machine.costs = [DISTURBED, IDLE]
     assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
