@@ -104,18 +104,20 @@ def describe_machine(machine: dict[str, Any]) -> str:
 
 
 def describe_setting(records: Iterable[Record]) -> str:
-    """One line with the machine and the settings of speed records; "" without records."""
-    record = next((record for record in records if record["kind"] == "speed"), None)
-    if record is None:
+    """One line with the machines and the settings of speed records; "" without records."""
+    speeds = [record for record in records if record["kind"] == "speed"]
+    if not speeds:
         return ""
+    machines = dict.fromkeys(describe_machine(record["machine"]) for record in speeds)
+    record = speeds[0]
     settings = [
         f"at most {record['max_tokens']} tokens",
         f"turns: {record['repeats']}",
         f"temperature {record['temp']:g}",
         f"seed {record['seed']}",
     ]
-    machine = record["machine"]
-    return f"{describe_machine(machine)}; {', '.join(settings)}; {machine['when'][:10]}.\n"
+    when = record["machine"]["when"][:10]
+    return f"{' and '.join(machines)}; {', '.join(settings)}; {when}.\n"
 
 
 def describe_plan(plan: Plan) -> str:

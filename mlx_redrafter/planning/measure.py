@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,7 +33,6 @@ from ..engine.types import Kept
 from ..machine.wired_limit import wired_limit
 from .costs import MEASURED_NODES, CostTable, compute_lower_quartile
 
-K = TypeVar("K", bound=Hashable)
 _log = logging.getLogger(__name__)
 
 CONTEXTS = (64, 1024)  # measured context lengths
@@ -49,13 +48,13 @@ SLOW_STEPS = 36  # the most plain steps this takes, even if a forward of N nodes
 
 
 def time_calls(
-    calls: Mapping[K, Callable[[], object]],
+    calls: Mapping[Any, Callable[[], object]],
     seconds: float,
     *,
     min_turns: int = 1,
     max_turns: int | None = None,
-    before: Callable[[K], object] = lambda key: None,
-) -> dict[K, list[float]]:
+    before: Callable[[Any], object] = lambda key: None,
+) -> dict[Any, list[float]]:
     """Milliseconds of every call. Calls alternate, so that a slow moment affects all of them.
 
     Args:
@@ -64,7 +63,7 @@ def time_calls(
         min_turns, max_turns: the minimum and maximum number of passes, regardless of `seconds`.
         before: called before each call with its key, not timed.
     """
-    times: dict[K, list[float]] = {key: [] for key in calls}
+    times: dict[Any, list[float]] = {key: [] for key in calls}
     end = time.perf_counter() + seconds
     turn = 0
     while turn < min_turns or (turn != max_turns and compute_seconds_left(end) > 0):

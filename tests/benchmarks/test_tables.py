@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.records import Results
 from benchmarks.report import TABLES, compute_limit, place_tables
-from benchmarks.tables import format_cell, format_markdown, format_text
+from benchmarks.tables import describe_setting, format_cell, format_markdown, format_text
 from helpers.bench_records import MACHINE, make_costs, make_line, make_speed
 from mlx_redrafter.errors import RedrafterError
 
@@ -96,3 +96,11 @@ def test_inserting_tables_twice_changes_nothing() -> None:
     assert place_tables(once, results) == once
     with pytest.raises(RedrafterError, match="no table is called 'nope': there are summary, "):
         place_tables(make_place("nope"), results)
+
+
+def test_every_machine_of_a_table_is_named() -> None:
+    records = [make_line(make_speed()), make_line(make_speed(), chip="Another Chip")]
+    line = describe_setting(records)
+    assert line.startswith("Some Chip, 4 cores, ")
+    assert " and Another Chip, 4 cores, " in line
+    assert describe_setting(records[:1] * 2).count("cores") == 1
