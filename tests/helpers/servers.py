@@ -180,7 +180,8 @@ def save_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> Any:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     wrapper = tokenizer_utils.load(folder)
-    assert wrapper.has_tool_calling and wrapper.has_thinking
+    assert wrapper.has_tool_calling
+    assert wrapper.has_thinking
     return wrapper
 
 

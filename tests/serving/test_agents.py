@@ -191,7 +191,8 @@ def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
     scripted[1].texts = [[CALL]]
     reply = ask(scripted[0], f"/v1/{api}", body)
     assert reply.status == 200, reply.body
-    assert "Fix it." in scripted[1].prompt and "web_search" not in scripted[1].prompt
+    assert "Fix it." in scripted[1].prompt
+    assert "web_search" not in scripted[1].prompt
     if body["stream"]:
         last = events_of(reply)[-1]
         assert (

@@ -27,13 +27,13 @@ def test_text_without_streaming(
     assert scripted[1].prompt == "<system>Be\n\nkind.<user>Hi<assistant><think>"
     blocks: Any = made.content
     assert [block.type for block in blocks] == ["thinking", "text"]
-    assert (blocks[0].thinking, blocks[1].text, made.stop_reason) == (
-        "Hm.",
-        "I am fine.",
-        "end_turn",
-    )
+    assert blocks[0].thinking == "Hm."
+    assert blocks[1].text == "I am fine."
+    assert made.stop_reason == "end_turn"
     usage: Any = made.usage
-    assert (usage.cache_read_input_tokens, usage.output_tokens > 3, usage.rounds) == (1, True, 4)
+    assert usage.cache_read_input_tokens == 1
+    assert usage.output_tokens > 3
+    assert usage.rounds == 4
 
 
 def test_a_prefilled_answer_is_continued(
@@ -42,7 +42,8 @@ def test_a_prefilled_answer_is_continued(
     messages: Any = [*USER, {"role": "assistant", "content": "I am"}]
     made = scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=messages)
     assert scripted[1].prompt == "<user>Hi<assistant>I am"
-    assert made.stop_reason == "max_tokens" and made.usage.output_tokens == 1
+    assert made.stop_reason == "max_tokens"
+    assert made.usage.output_tokens == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -61,10 +62,9 @@ def test_stop_sequence_is_named(
             made: Any = events.get_final_message()
     else:
         made = scripted_anthropic.messages.create(**keywords)
-    assert made.content[0].text == "one, two" and (made.stop_reason, made.stop_sequence) == (
-        "stop_sequence",
-        ", th",
-    )
+    assert made.content[0].text == "one, two"
+    assert made.stop_reason == "stop_sequence"
+    assert made.stop_sequence == ", th"
 
 
 def test_tokens_are_counted(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
@@ -185,7 +185,8 @@ def test_a_deferred_tool_is_shown_where_the_conversation_loads_it(
     body["messages"] = [*USER, use("find"), *change]
     engine.texts = [[f"</think>{CALL.replace('shell', 'page')}"]]
     (call,) = ask(server, "/v1/messages", body).json["content"]
-    assert (call["type"], call["name"]) == ("tool_use", "page")
+    assert call["type"] == "tool_use"
+    assert call["name"] == "page"
     expected = f"{before}<assistant><tool_call>find {{}}</tool_call>{text}<assistant><think>"
     assert engine.prompt.replace("\n", "") == expected.replace("\n", "")
     forced = body | {"tool_choice": {"type": "tool", "name": "page"}}

@@ -90,7 +90,8 @@ def test_models_that_batch_incorrectly_alternate(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert measure_prefill_size(in_precision(make_family(name), precision), Options()) == 0
-    assert name in caplog.text and "take turns" in caplog.text
+    assert name in caplog.text
+    assert "take turns" in caplog.text
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["an error", "not a number"])

@@ -119,7 +119,8 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     with suppress(KeyboardInterrupt), replace_file(file) as partial:
         raise KeyboardInterrupt
     partial.write_bytes(b"half")
-    assert answer(make_model(), tmp_path, PROMPT) == 59 and not partial.exists()
+    assert answer(make_model(), tmp_path, PROMPT) == 59
+    assert not partial.exists()
 
 
 def test_caches_are_saved_when_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,10 +128,12 @@ def test_one_call_where_one_was_asked_for(scripted: Scripted, path: str, togethe
     body = BODIES[path] | {"tools": [declare("f", path), declare("g", path)]}
     assert list_calls(ask(server, path, body).json) == ["f", "g"]
     reply = ask(server, path, body | ONCE[path]).json
-    assert list_calls(reply) == ["f"] and worker.requests[-1].cancelled
+    assert list_calls(reply) == ["f"]
+    assert worker.requests[-1].cancelled
     assert "and more" not in json.dumps(reply)
     if path == "/v1/responses":
-        assert reply["parallel_tool_calls"] is False and reply["status"] == "completed"
+        assert reply["parallel_tool_calls"] is False
+        assert reply["status"] == "completed"
     elif path == "/v1/messages":
         assert reply["stop_reason"] == "tool_use"
     else:
@@ -156,9 +158,8 @@ def test_only_allowed_tools_are_called(scripted: Scripted, path: str) -> None:
     prompt = worker.prompt
     assert list_calls(whole.json) == ["f", "h", "g"]
     reply = ask(server, path, body | {"tool_choice": allow(path, "auto", "f", "g")})
-    assert list_calls(reply.json) == ["f", "g"] and call("h") in reply.body.decode().replace(
-        '\\"', '"'
-    )
+    assert list_calls(reply.json) == ["f", "g"]
+    assert call("h") in reply.body.decode().replace('\\"', '"')
     assert worker.prompt == prompt, "the cached prompt is the same"
 
     worker.texts = [["</think>", '{"name": "g", "arguments": {}}']]
@@ -168,7 +169,8 @@ def test_only_allowed_tools_are_called(scripted: Scripted, path: str) -> None:
     assert [function["name"] for function in functions] == ["g", "f"]
     for choice in (allow(path, "auto", "x"), {"type": "allowed_tools"}):
         reply = ask(server, path, body | {"tool_choice": choice})
-        assert reply.status == 400 and reply.error.startswith("tool_choice")
+        assert reply.status == 400
+        assert reply.error.startswith("tool_choice")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,8 @@ def test_an_answer_that_cannot_be_continued_is_refused(
     scripted: Scripted, fields: dict[str, Any]
 ) -> None:
     reply = ask(scripted[0], "/v1/chat/completions", {"messages": USER, **fields})
-    assert reply.status == 400 and "continue_final_message" in reply.error
+    assert reply.status == 400
+    assert "continue_final_message" in reply.error
 
 
 def test_a_stream_ends_with_its_only_call(scripted: Scripted) -> None:

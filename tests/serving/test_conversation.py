@@ -182,8 +182,12 @@ def test_tools_of_all_kinds_are_shown_as_functions(
     )
     assert scripted[1].prompt.startswith(f"{shown}<user>Edit.")
     patch, read = made.output
-    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", "*** Begin")
-    assert (read.type, read.name, read.namespace) == ("function_call", "read", "mcp__files")
+    assert patch.type == "custom_tool_call"
+    assert patch.name == "apply_patch"
+    assert patch.input == "*** Begin"
+    assert read.type == "function_call"
+    assert read.name == "read"
+    assert read.namespace == "mcp__files"
     assert (
         kinds.count("custom_tool_call_input.done")
         == kinds.count("function_call_arguments.done")
@@ -221,7 +225,9 @@ def test_a_custom_tool_takes_text_in_a_chat(
     scripted[1].texts = [["</think>", CALL % ("run", f'{{"input": {written}}}')]]
     made = scripted_openai.chat.completions.create(model="demo", messages=USER, tools=tools)
     (call,) = made.choices[0].message.tool_calls or ()
-    assert call.type == "custom" and (call.custom.name, call.custom.input) == ("run", given)
+    assert call.type == "custom"
+    assert call.custom.name == "run"
+    assert call.custom.input == given
     history: Any = [
         *USER,
         made.choices[0].message.model_dump(),
@@ -368,14 +374,16 @@ def test_a_forced_call_is_one_object(scripted: Scripted, path: str, tool: Any, c
         (choice,) = made["choices"]
         (call,) = choice["message"]["tool_calls"]
         found = call["function"]["name"], json.loads(call["function"]["arguments"])
-        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
     elif path == "/v1/responses":
         (item,) = made["output"]
         found = item["name"], json.loads(item["arguments"])
     else:
         (block,) = made["content"]
         found = block["name"], block["input"]
-        assert (block["type"], made["stop_reason"]) == ("tool_use", "tool_use")
+        assert block["type"] == "tool_use"
+        assert made["stop_reason"] == "tool_use"
     assert found == ("f", {"a": 1})
 
 
@@ -401,7 +409,8 @@ def test_tools_stay_in_the_prompt_if_none_may_be_called(
         asked = scripted[1].requests[-1].asked["logit_bias"]
         assert asked == (bias | {mark: -100.0} if choice else bias)
         assert (b"tool_call>" in reply.body) is bool(choice), "a call of another form stays text"
-    assert prompts[0] == prompts[1] and "is how to call f" in prompts[0]
+    assert prompts[0] == prompts[1]
+    assert "is how to call f" in prompts[0]
 
 
 def test_tools_and_a_format_may_be_combined(scripted: Scripted) -> None:
@@ -524,4 +533,5 @@ def test_a_prefilled_answer_follows_no_format(scripted: Scripted) -> None:
     reply = post(
         scripted[0], "/v1/messages", [say("user", "x"), say("assistant", "{")], output_config=form
     )
-    assert reply.status == 400 and "begun by the last message" in reply.error
+    assert reply.status == 400
+    assert "begun by the last message" in reply.error

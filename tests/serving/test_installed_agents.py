@@ -174,4 +174,5 @@ def test_codex_edits_and_runs_a_file(scripted: Scripted, packages: Path, task: T
     calls = [("exec_command", {"cmd": command}) for command in commands]
     printed = task.run([packages / ".bin" / "codex", "exec", *flags, "Fix add.py"], calls)
     assert "Output:\n5" in scripted[1].prompt, "it has read the program's output"
-    assert "Model metadata" not in printed and "You are a coding agent." in scripted[1].prompt
+    assert "Model metadata" not in printed
+    assert "You are a coding agent." in scripted[1].prompt

@@ -58,11 +58,9 @@ def test_requests_without_the_key_are_refused(
     locked: Running, path: str, headers: dict[str, str]
 ) -> None:
     reply = ask(locked, path, {"prompt": "x"} if path == TEXT else None, headers)
-    assert (
-        reply.status == 401
-        and reply.headers["www-authenticate"] == "Bearer"
-        and KEY not in reply.error
-    )
+    assert reply.status == 401
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert KEY not in reply.error
 
 
 def test_requests_with_the_key_work_and_health_needs_none(locked: Running) -> None:
@@ -94,7 +92,8 @@ def test_unknown_host_names_are_refused(scripted: Scripted, host: str) -> None:
     )
     for path, body in ((TEXT, {"prompt": "x"}), ("/health", None)):
         reply = ask(scripted[0], path, body, {"Host": host})
-        assert (reply.status, reply.error) == (403, said)
+        assert reply.status == 403
+        assert reply.error == said
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,8 @@ def test_a_domain_that_points_to_this_machine_is_refused(scripted: Scripted) -> 
         {"prompt": "x"},
         {"Host": "site.example", "Origin": "http://site.example"},
     )
-    assert reply.status == 403 and "without --api-key the Host must be localhost" in reply.error
+    assert reply.status == 403
+    assert "without --api-key the Host must be localhost" in reply.error
 
 
 def test_all_pages_may_send_requests_if_told_so(
@@ -180,7 +180,8 @@ def test_all_pages_may_send_requests_if_told_so(
 ) -> None:
     with start_scripted(chat_tokenizer, "--allowed-origins", "*") as (server, _):
         reply = ask(server, TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
-    assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "*")
+    assert reply.status == 200
+    assert reply.headers["access-control-allow-origin"] == "*"
     assert caplog.text.count("Any web page that is open on this machine may use the server") == 1
 
 
@@ -199,7 +200,8 @@ def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], mos
             made = usage.get("completion_tokens", usage.get("output_tokens"))
             assert made == (7 if most == 7 and not endless else 150 - read), path
         reply = ask(server, TEXT, {"prompt": "x " * 200})
-        assert (reply.status, reply.json["error"]["code"]) == (400, "context_length_exceeded")
+        assert reply.status == 400
+        assert reply.json["error"]["code"] == "context_length_exceeded"
 
 
 LONG = "it goes on " * 50_000
@@ -225,12 +227,12 @@ def test_most_of_a_prompt_far_too_long_is_not_encoded(
 
     monkeypatch.setattr(kind, "encode", record)
     reply = ask(scripted[0], path, BODIES.get(path, {}) | fields)
-    assert reply.status == 400 and max(map(len, encoded)) < len(LONG) / 2
-    assert "prompt is too long: at least " in reply.error and "tokens > 8192 maximum" in reply.error
-    assert (
-        ask(scripted[0], "/v1/completions", {"prompt": LONG[:9000]}).status == 200
-        and LONG[:9000] in encoded
-    )
+    assert reply.status == 400
+    assert max(map(len, encoded)) < len(LONG) / 2
+    assert "prompt is too long: at least " in reply.error
+    assert "tokens > 8192 maximum" in reply.error
+    assert ask(scripted[0], "/v1/completions", {"prompt": LONG[:9000]}).status == 200
+    assert LONG[:9000] in encoded
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -260,10 +262,12 @@ def test_engine_failures_are_reported(
     body = BODIES[path]
     engine.texts = [["</think>", "one ", error]]
     reply = ask(server, path, body)
-    assert (reply.status, reply.error) == (error.status, str(error))
+    assert reply.status == error.status
+    assert reply.error == str(error)
     last = events_of(ask(server, path, body | {"stream": True}))[-1]
     if path == "/v1/responses":
-        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+        assert last["type"] == "response.failed"
+        assert last["response"]["status"] == "failed"
         assert last["response"]["output"][0]["content"][0]["text"] == "one"
         last = last["response"]
     assert last["error"]["message"] == str(error)
@@ -280,7 +284,8 @@ def test_a_body_that_does_not_come_ends_its_connection(
         )
         with HTTPResponse(connection) as reply:
             reply.begin()
-            assert reply.status == 408 and b"expected the whole body, got 9 bytes" in reply.read()
+            assert reply.status == 408
+            assert b"expected the whole body, got 9 bytes" in reply.read()
         assert connection.recv(1) == b""
     assert not scripted[1].requests
 
@@ -298,9 +303,11 @@ def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
     ):
         reply = ask(scripted[0], path, {"input": "x"})
         said = f"{path} is not served here; the nearest path is {nearest}"
-        assert (reply.status, reply.error) == (404, said)
+        assert reply.status == 404
+        assert reply.error == said
     reply = ask(scripted[0], TEXT)
-    assert (reply.status, reply.headers["allow"]) == (405, "POST")
+    assert reply.status == 405
+    assert reply.headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "GZIP", "identity"])
@@ -314,8 +321,10 @@ def test_compressed_bodies_are_read(scripted: Scripted, coding: str) -> None:
 @pytest.mark.parametrize("coding", ["br", "zstd", "gzip, gzip"])
 def test_other_codings_are_named(scripted: Scripted, coding: str) -> None:
     reply = ask(scripted[0], TEXT, b"\x8b", {"Content-Encoding": coding})
-    assert reply.status == 415 and reply.headers["accept-encoding"] == "gzip, deflate"
-    assert reply.error.startswith("the Content-Encoding must be") and coding in reply.error
+    assert reply.status == 415
+    assert reply.headers["accept-encoding"] == "gzip, deflate"
+    assert reply.error.startswith("the Content-Encoding must be")
+    assert coding in reply.error
 
 
 def test_a_compressed_body_is_bounded(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +336,8 @@ def test_a_compressed_body_is_bounded(scripted: Scripted, monkeypatch: pytest.Mo
         (b'{"prompt": "x"}', 400, "the body is not compressed with gzip"),
     ):
         reply = ask(scripted[0], TEXT, data, {"Content-Encoding": "gzip"})
-        assert (reply.status, reply.error) == (status, said)
+        assert reply.status == status
+        assert reply.error == said
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -344,11 +354,10 @@ def test_an_unexpected_error_is_answered(
     label = 'requests_total{endpoint="/v1/completions",status="500"}'
     before = read_metrics(server).get(label, 0)
     reply = ask(server, TEXT, {"prompt": "x"}, {"Origin": "http://localhost"})
-    assert (reply.status, reply.error) == (500, "the server failed; see its log")
-    assert (
-        reply.headers["access-control-allow-origin"] == "http://localhost"
-        and "connection" not in reply.headers
-    )
+    assert reply.status == 500
+    assert reply.error == "the server failed; see its log"
+    assert reply.headers["access-control-allow-origin"] == "http://localhost"
+    assert "connection" not in reply.headers
     assert read_metrics(server)[label] == before + 1
     assert caplog.text.count("ZeroDivisionError: no number") == caplog.text.count("Traceback") == 1
 
@@ -366,7 +375,8 @@ def test_health_describes_the_server(scripted: Scripted, monkeypatch: pytest.Mon
     assert ask(server, "/health").json == expected
     monkeypatch.setattr(engine, "is_alive", False)
     reply = ask(server, "/health")
-    assert (reply.status, reply.json["status"]) == (503, "unavailable")
+    assert reply.status == 503
+    assert reply.json["status"] == "unavailable"
 
 
 def test_metrics_count_answers(demo: Running) -> None:
@@ -384,9 +394,11 @@ def test_metrics_count_answers(demo: Running) -> None:
     assert found['requests_total{endpoint="other",status="404"}'] == 1
     assert found['tokens_total{kind="generated"}'] == 18
     assert 0 < found['tokens_total{kind="accepted"}'] <= found['tokens_total{kind="drafted"}']
-    assert found['tokens_total{kind="cached"}'] > 0 and found["rounds_total"] > 0
+    assert found['tokens_total{kind="cached"}'] > 0
+    assert found["rounds_total"] > 0
     assert found["answer_seconds_count"] == found["first_token_seconds_count"] == 2
-    assert found["queue_length"] == found["running"] == 0 and "prompt_cache_bytes" in found
+    assert found["queue_length"] == found["running"] == 0
+    assert "prompt_cache_bytes" in found
 
 
 @pytest.mark.parametrize(
@@ -442,5 +454,9 @@ def test_flags_are_parsed(tmp_path: Any) -> None:
         "4",
         "--no-context",
     )
-    assert (args.api_key, args.prompt_cache_bytes, args.max_tokens) == ("secret", 1_500_000_000, -1)
-    assert (args.options.kv_bits, args.options.draft_depth, args.options.context) == (8, 4, False)
+    assert args.api_key == "secret"
+    assert args.prompt_cache_bytes == 1_500_000_000
+    assert args.max_tokens == -1
+    assert args.options.kv_bits == 8
+    assert args.options.draft_depth == 4
+    assert args.options.context is False

@@ -22,15 +22,17 @@ def test_text_without_streaming(scripted: Scripted, scripted_openai: openai.Open
     scripted[1].texts = [["Let me see.</think>", "It is ", "blue."]]
     made = scripted_openai.responses.create(model="demo", input="Why?", instructions="Be brief.")
     assert scripted[1].prompt == "<system>Be brief.<user>Why?<assistant><think>"
-    assert made.output_text == "It is blue." and made.status == "completed"
-    assert (
-        made.usage
-        and 0 < made.usage.output_tokens_details.reasoning_tokens < made.usage.output_tokens
-    )
+    assert made.output_text == "It is blue."
+    assert made.status == "completed"
+    assert made.usage
+    assert 0 < made.usage.output_tokens_details.reasoning_tokens < made.usage.output_tokens
     assert [item.type for item in made.output] == ["reasoning", "message"]
     usage: Any = made.usage
     assert usage.input_tokens + usage.output_tokens == usage.total_tokens
-    assert (usage.rounds, usage.drafted, usage.accepted, usage.tokens_per_round) == (4, 8, 6, 2.5)
+    assert usage.rounds == 4
+    assert usage.drafted == 8
+    assert usage.accepted == 6
+    assert usage.tokens_per_round == 2.5
 
 
 def test_events_come_in_order(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
@@ -63,17 +65,18 @@ def test_events_come_in_order(scripted: Scripted, scripted_openai: openai.OpenAI
         kind for at, kind in enumerate(kinds) if kinds[at - 1] != kind or not kind.endswith("delta")
     ] == expected
     for kind, whole in (("reasoning_text", "Hm."), ("output_text", "I look.")):
-        deltas = [event.delta for event in events if event.type == f"response.{kind}.delta"]  # type: ignore[union-attr]
-        (done,) = [event.text for event in events if event.type == f"response.{kind}.done"]  # type: ignore[union-attr]
+        steps = {f"response.{kind}.{step}": step for step in ("delta", "done")}
+        told: list[Any] = [event for event in events if event.type in steps]
+        deltas = [event.delta for event in told if steps[event.type] == "delta"]
+        (done,) = [event.text for event in told if steps[event.type] == "done"]
         assert "".join(deltas) == done == whole
     last: Any = events[-1]
     call = last.response.output[-1]
-    assert (call.type, call.name, json.loads(call.arguments)) == (
-        "function_call",
-        "shell",
-        {"command": ["ls"]},
-    )
-    assert call.status == "completed" and last.response.usage.output_tokens > 0
+    assert call.type == "function_call"
+    assert call.name == "shell"
+    assert json.loads(call.arguments) == {"command": ["ls"]}
+    assert call.status == "completed"
+    assert last.response.usage.output_tokens > 0
 
 
 def test_an_answer_cut_short_is_incomplete(
@@ -81,12 +84,11 @@ def test_an_answer_cut_short_is_incomplete(
 ) -> None:
     scripted[1].texts = [["</think>one two three four five six"]]
     made = scripted_openai.responses.create(model="demo", input="Count.", max_output_tokens=4)
-    assert made.status == "incomplete" and made.incomplete_details is not None
-    assert (
-        made.incomplete_details.reason == "max_output_tokens"
-        and made.usage
-        and made.usage.output_tokens == 4
-    )
+    assert made.status == "incomplete"
+    assert made.incomplete_details is not None
+    assert made.incomplete_details.reason == "max_output_tokens"
+    assert made.usage
+    assert made.usage.output_tokens == 4
     assert made.output[-1].status == "incomplete"
 
 

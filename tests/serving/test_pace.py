@@ -19,7 +19,8 @@ def run_window(pace: Pace, tokens: int, seconds: float, count: int = 2) -> bool:
 
 def test_alternating_continues_while_it_is_faster() -> None:
     pace = Pace()
-    assert not pace.prefers_turns(2) and run_steps(pace, 0.01) == TRIAL_EVERY
+    assert not pace.prefers_turns(2)
+    assert run_steps(pace, 0.01) == TRIAL_EVERY
     for tokens, pays in (
         (6, True),
         (6, True),
@@ -28,18 +29,19 @@ def test_alternating_continues_while_it_is_faster() -> None:
         assert run_window(pace, tokens, 0.02) is pays
         assert pace.prefers_turns(2) is pays
     assert run_steps(pace, 0.01) == 2 * TRIAL_EVERY, "a failed trial doubles the pause"
-    assert not run_window(pace, 2, 0.02) and run_steps(pace, 0.01) == 4 * TRIAL_EVERY
-    assert (
-        run_window(pace, 6, 0.02)
-        and not run_window(pace, 2, 0.02)
-        and run_steps(pace, 0.01) == 4 * TRIAL_EVERY
-    )
+    assert not run_window(pace, 2, 0.02)
+    assert run_steps(pace, 0.01) == 4 * TRIAL_EVERY
+    assert run_window(pace, 6, 0.02)
+    assert not run_window(pace, 2, 0.02)
+    assert run_steps(pace, 0.01) == 4 * TRIAL_EVERY
 
 
 def test_an_unmeasured_number_of_requests_is_batched() -> None:
     pace = Pace()
     run_steps(pace, 0.01)
-    assert run_window(pace, 100, 0.01) and pace.prefers_turns(2) and not pace.prefers_turns(3)
+    assert run_window(pace, 100, 0.01)
+    assert pace.prefers_turns(2)
+    assert not pace.prefers_turns(3)
 
 
 @pytest.mark.parametrize("count", [MAX_TURNS + 1, 16])

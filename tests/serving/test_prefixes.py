@@ -58,8 +58,10 @@ def test_dropped_reasoning_shortens_the_shared_prefix(chat_tokenizer: Any) -> No
         chat_tokenizer, [SYSTEM, QUESTION, call | {"reasoning_content": "Where?"}, result], THINKING
     )
     first, *_, last = text.split("<think>\n")
-    assert (found[:2], last) == ([f"<system>{LAWS}\n<user>", first], "")
-    assert text.startswith(found[2]) and len(text) - len(found[2]) <= len("<think>\n")
+    assert found[:2] == [f"<system>{LAWS}\n<user>", first]
+    assert last == ""
+    assert text.startswith(found[2])
+    assert len(text) - len(found[2]) <= len("<think>\n")
 
 
 @pytest.mark.parametrize("has_tools", [True, False])

@@ -70,7 +70,8 @@ def test_a_signal_lets_answers_finish() -> None:
             json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         )
         assert running.wait(PATIENCE) == -signal.SIGTERM
-        assert running.stderr is not None and running.stderr.read() == ""
+        assert running.stderr is not None
+        assert running.stderr.read() == ""
 
 
 def test_a_signal_saves_the_prompt_cache(tmp_path: Path) -> None:
@@ -85,7 +86,8 @@ def test_a_signal_saves_the_prompt_cache(tmp_path: Path) -> None:
                 found.append(json.load(reply)["usage"]["prompt_tokens_details"]["cached_tokens"])
             running.send_signal(signal.SIGTERM)
             assert running.wait(PATIENCE) == -signal.SIGTERM
-            assert running.stderr is not None and running.stderr.read() == ""
+            assert running.stderr is not None
+            assert running.stderr.read() == ""
     assert found[0] == 0 < found[1]
 
 
@@ -102,9 +104,11 @@ def test_answers_are_cut_off_after_the_drain_timeout() -> None:
                 running.send_signal(signal.SIGINT)
                 assert b"shutting down" in stream.read().split(b"\n\n")[-3]  # before [DONE]
             reply = whole.getresponse()
-            assert reply.status == 503 and "shutting down" in json.load(reply)["error"]["message"]
+            assert reply.status == 503
+            assert "shutting down" in json.load(reply)["error"]["message"]
         assert running.wait(PATIENCE) == -signal.SIGINT
-        assert running.stderr is not None and running.stderr.read() == ""
+        assert running.stderr is not None
+        assert running.stderr.read() == ""
 
 
 def test_a_signal_during_measuring(tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ def test_a_port_in_use_is_reported_before_loading() -> None:
         result = subprocess.run(
             command, env=variables, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
-    assert result.returncode == 1 and result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith(
-        "error: cannot listen on 127.0.0.1, port"
-    )
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: cannot listen on 127.0.0.1, port")

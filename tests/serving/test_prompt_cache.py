@@ -79,7 +79,8 @@ def test_a_fetched_cache_has_only_the_shared_rows(bits: int | None) -> None:
     states = read(tokens)
     cache.store(tokens, [c.to_quantized(32, bits) for c in states] if bits else states)
     found, count = cache.fetch([*tokens[:60], 41, 42])
-    assert found and count == 60
+    assert found
+    assert count == 60
     assert 5 * sum(c.nbytes for c in found) < cache.nbytes
     assert cache.fetch([*tokens, 41])[1] == 600  # the other one keeps all
 
@@ -92,7 +93,8 @@ def test_states_match_only_as_whole_prefixes() -> None:
     assert cache.fetch([1, 2, 3, 5])[1] == 3
     # The cache of a longer text cannot replace it.
     cache.store([1, 2, 3, 4], read([1, 2, 3, 4], model))
-    assert len(cache) == 2 and cache.fetch([1, 2, 3, 5])[1] == 3
+    assert len(cache) == 2
+    assert cache.fetch([1, 2, 3, 5])[1] == 3
 
 
 def test_longer_texts_replace_their_prefixes() -> None:
@@ -112,7 +114,8 @@ def test_the_least_recently_used_is_dropped_first() -> None:
     assert cache.nbytes == 2 * size
     assert [cache.fetch([*tokens, 0])[1] for tokens in ([1, 2], [3, 4], [5, 6])] == [2, 0, 2]
     cache.clear()
-    assert (len(cache), cache.nbytes) == (0, 0)
+    assert len(cache) == 0
+    assert cache.nbytes == 0
 
 
 def test_the_longest_prefix_of_a_text_is_dropped_first() -> None:
@@ -149,7 +152,8 @@ def test_the_newest_is_kept_even_if_it_is_too_large() -> None:
     ]
     for text in texts:
         cache.store(text, read(text))
-        assert len(cache) == 1 and cache.fetch([*text, 0])[1] == len(text)
+        assert len(cache) == 1
+        assert cache.fetch([*text, 0])[1] == len(text)
 
 
 def test_a_longer_match_wins_over_an_older_text() -> None:
@@ -175,7 +179,8 @@ def test_caches_from_a_batch_take_what_is_counted(name: str) -> None:
     del states
     batch.close()
     counted = cache.nbytes
-    assert len(cache) == len(prompts) and measure_freed(cache) == pytest.approx(counted, rel=0.01)
+    assert len(cache) == len(prompts)
+    assert measure_freed(cache) == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.usefixtures("exact_memory")

@@ -83,7 +83,8 @@ def test_the_page_loads_nothing_external() -> None:
     address = r"https?://[^\s\"'<>)]+|(?:src|href|action)=\"[^\"]*\"|url\([^)]*\)|@import|import\("
     icon, *others = re.findall(address, PAGE)
     # The icon is a data URL; the SVG namespace is never fetched.
-    assert icon.startswith('href="data:image/svg+xml,') and others == ["http://www.w3.org/2000/svg"]
+    assert icon.startswith('href="data:image/svg+xml,')
+    assert others == ["http://www.w3.org/2000/svg"]
     assert not re.findall(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", PAGE
     )
@@ -92,21 +93,22 @@ def test_the_page_loads_nothing_external() -> None:
 
 def test_model_names_on_the_page_are_escaped(page_server: Scripted, chat_tokenizer: Any) -> None:
     reply = ask(page_server[0], "/?prompt=x&go=1")
-    assert reply.status == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
     expected = {"model": "demo", "demo": True, "drafter": "demo", "chat": True, "plan": "plan auto"}
     expected["example"] = demo_prompts("edits")[0]
     assert read_about(reply.body.decode()) == expected
     with start_scripted(chat_tokenizer, make=make_race_app, model_name=NASTY) as (server, _):
         told = ask(server, "/").body.decode()
-    assert (
-        read_about(told)["model"] == NASTY and told.split("<style>")[1] == PAGE.split("<style>")[1]
-    )
+    assert read_about(told)["model"] == NASTY
+    assert told.split("<style>")[1] == PAGE.split("<style>")[1]
 
 
 def test_only_a_race_serves_the_page(scripted: Scripted, chat_tokenizer: Any) -> None:
     assert ask(scripted[0], "/").status == 404
     with start_scripted(chat_tokenizer, "--api-key", "secret", make=make_race_app) as (server, _):
-        assert ask(server, "/").status == 200 and ask(server, TEXT, {"prompt": "x"}).status == 401
+        assert ask(server, "/").status == 200
+        assert ask(server, TEXT, {"prompt": "x"}).status == 401
 
 
 def test_the_page_gets_every_draft(demo_models: Any) -> None:
@@ -123,19 +125,22 @@ def test_the_page_gets_every_draft(demo_models: Any) -> None:
         *pieces, usage = events_of(ask(server, TEXT, body))
     drafts = [each["redrafter"] for each in pieces]
     tokens = [token for each in drafts for token in each["tokens"]]
-    assert "".join(each["text"] for each in tokens) == text and len(tokens) == 30
+    assert "".join(each["text"] for each in tokens) == text
+    assert len(tokens) == 30
     assert usage["usage"]["accepted"] >= sum(each["from_draft"] for each in tokens) > 0
     assert any("tree" in each for each in drafts)
     for at, each in enumerate(drafts):
         if "tree" in each:  # its path is what follows
             tree = each["tree"]
             path = each["tree"]["path"]
-            assert path[0] == 0 and [tree["parents"][node] for node in path[1:]] == path[:-1]
+            assert path[0] == 0
+            assert [tree["parents"][node] for node in path[1:]] == path[:-1]
             following = "".join(token["text"] for later in drafts[at:] for token in later["tokens"])
             assert following.startswith(
                 "".join([*(tree["tokens"][node] for node in path[1:]), tree["next"]])
             )
-    assert drafts[-1]["drafted"] == usage["usage"]["drafted"] and drafts[-1]["seconds"] > 0
+    assert drafts[-1]["drafted"] == usage["usage"]["drafted"]
+    assert drafts[-1]["seconds"] > 0
 
 
 def test_the_page_opens_if_there_is_a_screen(
@@ -229,6 +234,7 @@ def test_html_in_answers_is_escaped(browser: webdriver.Chrome, page_server: Scri
     browser.find_element(By.ID, "chat").click()
     title = browser.title
     browser.find_element(By.ID, "start").click()
-    assert finish(browser) == "same" and browser.title == title
+    assert finish(browser) == "same"
+    assert browser.title == title
     assert read_side(browser, "plain") == NASTY
     assert not browser.find_elements(By.CSS_SELECTOR, "pre img, pre script, main img, main script")

@@ -145,7 +145,8 @@ def talk(server: Running) -> dict[str, list[str]]:
     """Texts of mixed clients: alone, concurrent, disconnecting, with a stop string, repeated."""
     texts = {}
     texts["alone"], usage = complete(server, {"prompt": PROMPT, "max_tokens": 40})
-    assert usage["drafted"] > 0 and usage["context_accepted"] > 0
+    assert usage["drafted"] > 0
+    assert usage["context_accepted"] > 0
     # It moves into the batch, and out again once it is the only request.
     with open_stream(
         server, {"prompt": "y", "max_tokens": 100, **SEEDED, "logit_bias": {"0": -100}}

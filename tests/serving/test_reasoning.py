@@ -48,7 +48,8 @@ def test_chat_completions_return_it(scripted: Scripted, name: str) -> None:
     path = "/v1/chat/completions"
     tools = [{"type": "function", "function": FUNCTION}]
     message = post(scripted, path, messages=USER, tools=tools)["choices"][0]["message"]
-    assert message["content"] is None and message[name] == "Where?"
+    assert message["content"] is None
+    assert message[name] == "Where?"
     sent = {key: message[key] for key in ("role", "content", "tool_calls", name)}
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}
     post(scripted, path, messages=[*USER, sent, result], tools=tools)
@@ -74,7 +75,8 @@ def test_messages_return_it(scripted: Scripted, kept: str, stream: bool) -> None
         else:
             made = client.messages.create(**fields)
     thinking, call = [block.model_dump() for block in made.content]
-    assert thinking["thinking"] == "Where?" and thinking["signature"]
+    assert thinking["thinking"] == "Where?"
+    assert thinking["signature"]
     if kept == "signature":
         thinking["thinking"] = ""
     elif kept == "redacted":
@@ -93,7 +95,8 @@ def test_omitted_thinking_is_in_the_signature_only(scripted: Scripted) -> None:
     body = {"messages": USER, "max_tokens": 99, "thinking": thinking, "stream": True}
     events = events_of(ask(scripted[0], "/v1/messages", body))
     kinds = [event["delta"]["type"] for event in events if event["type"] == "content_block_delta"]
-    assert kinds[0] == "signature_delta" and "thinking_delta" not in kinds
+    assert kinds[0] == "signature_delta"
+    assert "thinking_delta" not in kinds
     signature = next(event["delta"]["signature"] for event in events if "delta" in event)
     block = {"type": "thinking", "thinking": "", "signature": signature}
     turns = [{"role": "assistant", "content": [block]}, *USER]

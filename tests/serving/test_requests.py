@@ -81,7 +81,8 @@ def test_all_sdk_fields_are_read_refused_or_ignored(scripted: Scripted, path: st
     for name in sorted(others):
         reply = ask(scripted[0], path, BODIES[path] | {name: {"any": ["thing"]}})
         if name in body_type.refused:
-            assert reply.status == 400 and f"{name} is not supported" in reply.error
+            assert reply.status == 400
+            assert f"{name} is not supported" in reply.error
         else:
             assert reply.status == 200, (name, reply.body)
 
@@ -203,7 +204,8 @@ def test_invalid_fields_are_named(
 ) -> None:
     reply = ask(scripted[0], f"/v1/{api}", BODIES[f"/v1/{api}"] | fields)
     assert reply.status == 400 and reply.error.startswith(named), reply.body
-    assert "\n" not in reply.error and len(reply.error) < 400
+    assert "\n" not in reply.error
+    assert len(reply.error) < 400
     assert reply.json["error"]["type"] == "invalid_request_error"
     assert (
         reply.json["type"] == "error"
@@ -226,7 +228,8 @@ def test_bodies_other_than_json_objects_are_refused(
     scripted: Scripted, raw: bytes, said: str
 ) -> None:
     reply = ask(scripted[0], "/v1/completions", raw)
-    assert reply.status == 400 and said in reply.error
+    assert reply.status == 400
+    assert said in reply.error
 
 
 @pytest.mark.parametrize("seed", [0, -5, 2**70])
@@ -257,12 +260,14 @@ def test_values_that_do_not_fit_the_model_are_named(
     demo: Running, fields: dict[str, Any], said: str
 ) -> None:
     reply = ask(demo, "/v1/completions", {"prompt": "x"} | fields)
-    assert reply.status == 400 and reply.error.startswith(said)
+    assert reply.status == 400
+    assert reply.error.startswith(said)
 
 
 def test_a_model_without_tools_says_so(demo: Running) -> None:
     reply = ask(demo, "/v1/chat/completions", CHAT | {"tools": [TOOL]})
-    assert reply.status == 400 and "tools are not supported by this model" in reply.error
+    assert reply.status == 400
+    assert "tools are not supported by this model" in reply.error
 
 
 def test_chat_works_without_a_template(demo: Running, demo_models: Any) -> None:

@@ -61,7 +61,8 @@ def test_openais_client_accepts_empty_chat_chunks(
             elif event.type == "content.delta":
                 deltas.append(event.delta)
         message = stream.get_final_completion().choices[0].message
-    assert pauses.empty >= 4 and all(deltas)
+    assert pauses.empty >= 4
+    assert all(deltas)
     assert (
         (message.role, message.content)
         == ("assistant", "".join(deltas))
@@ -77,7 +78,8 @@ def test_openais_client_accepts_empty_completion_chunks(
     for chunk in scripted_openai.completions.create(model="demo", prompt="x", stream=True):
         texts.append(chunk.choices[0].text)
         pauses.count(is_empty=not texts[-1])
-    assert pauses.empty >= 4 and "".join(texts) == f"Hm.</think>I look.{CALL}{CALL}"
+    assert pauses.empty >= 4
+    assert "".join(texts) == f"Hm.</think>I look.{CALL}{CALL}"
 
 
 def test_openais_client_accepts_empty_response_events(
@@ -92,8 +94,10 @@ def test_openais_client_accepts_empty_response_events(
                 is_empty=event.type == "response.in_progress" and event.sequence_number > 1
             )
         made: Any = stream.get_final_response()
-    assert pauses.empty >= 4 and numbers == list(range(len(numbers)))
-    assert (made.output_text, made.status) == ("I look.", "completed")
+    assert pauses.empty >= 4
+    assert numbers == list(range(len(numbers)))
+    assert made.output_text == "I look."
+    assert made.status == "completed"
     assert [call.arguments for call in made.output[-2:]] == ['{"a": 1}'] * 2
 
 
@@ -107,10 +111,14 @@ def test_anthropics_client_accepts_empty_events(
         for event in stream:
             pauses.count(is_empty=event.type == "message_delta" and event.delta.stop_reason is None)
         made: Any = stream.get_final_message()
-    assert pauses.empty >= 4 and made.usage.output_tokens > 9 and made.stop_reason == "tool_use"
+    assert pauses.empty >= 4
+    assert made.usage.output_tokens > 9
+    assert made.stop_reason == "tool_use"
     reasoning, text, *calls = made.content
-    assert (reasoning.thinking, text.text) == ("Hm.", "I look.")
-    assert [call.input for call in calls] == [{"a": 1}] * 2 and calls[0].id != calls[1].id
+    assert reasoning.thinking == "Hm."
+    assert text.text == "I look."
+    assert [call.input for call in calls] == [{"a": 1}] * 2
+    assert calls[0].id != calls[1].id
 
 
 @pytest.mark.parametrize("path", BODIES)

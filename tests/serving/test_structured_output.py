@@ -50,10 +50,12 @@ def test_a_schema_holds_after_the_reasoning(
 ) -> None:
     grammar = compiler.compile({"type": "boolean"}, "reasoning")()
     for token in encode("Hm. true? </think>"):
-        assert find_allowed(grammar) is None and grammar.compute_forced() == []
+        assert find_allowed(grammar) is None
+        assert grammar.compute_forced() == []
         take(grammar, [token])
     starts = [chat_tokenizer.decode([token]) for token in find_allowed(grammar) or []]
-    assert starts and all("true".startswith(each) or "false".startswith(each) for each in starts)
+    assert starts
+    assert all("true".startswith(each) or "false".startswith(each) for each in starts)
     take(grammar, encode("true"))
     assert find_allowed(grammar) == list(chat_tokenizer.eos_token_ids)
     assert not grammar.fork().take(encode("x")[0])
@@ -72,10 +74,8 @@ def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any) -
             fork = tried.fork()
             while fork.compute_mask() is not None and fork.take(chance.choice(answer)):
                 fork.compute_forced()
-        assert (
-            find_allowed(tried) == find_allowed(untouched)
-            and tried.compute_forced() == untouched.compute_forced()
-        )
+        assert find_allowed(tried) == find_allowed(untouched)
+        assert tried.compute_forced() == untouched.compute_forced()
         assert token in (find_allowed(tried) or [])
         take(tried, [token])
         take(untouched, [token])
@@ -90,7 +90,8 @@ def test_forced_tokens_are_the_only_allowed_ones(
     for token in forced:
         assert find_allowed(grammar) == [token]
         take(grammar, [token])
-    assert len(find_allowed(grammar) or []) > 1 and grammar.compute_forced() == []
+    assert len(find_allowed(grammar) or []) > 1
+    assert grammar.compute_forced() == []
 
 
 def test_an_answer_may_begin_with_a_tool_marker_instead(
@@ -100,17 +101,22 @@ def test_an_answer_may_begin_with_a_tool_marker_instead(
     make = compiler.compile(PERSON, unless=tuple(mark))
     start = find_allowed(make()) or []
     without = find_allowed(compiler.compile(PERSON)()) or []
-    assert len(mark) > 2 and set(start) == {*without, mark[0]} and mark[0] not in without
+    assert len(mark) > 2
+    assert set(start) == {*without, mark[0]}
+    assert mark[0] not in without
     assert make().compute_forced() == []
     marked = make()
     for at, token in enumerate(mark[:-1]):
         take(marked, [token])
-        assert find_allowed(marked) == [mark[at + 1]] and marked.compute_forced() == mark[at + 1 :]
+        assert find_allowed(marked) == [mark[at + 1]]
+        assert marked.compute_forced() == mark[at + 1 :]
         assert not marked.fork().take(encode("{")[0])
     take(marked, [mark[-1], *encode("anything")])
-    assert find_allowed(marked) is None and marked.compute_forced() == []
+    assert find_allowed(marked) is None
+    assert marked.compute_forced() == []
     plain = take(make(), encode("{"))
-    assert mark[0] not in (find_allowed(plain) or []) and not plain.fork().take(mark[0])
+    assert mark[0] not in (find_allowed(plain) or [])
+    assert not plain.fork().take(mark[0])
     reasoned = compiler.compile(PERSON, "reasoning", tuple(mark))()
     assert set(find_allowed(take(reasoned, encode("so</think>"))) or []) == set(start)
 
@@ -130,9 +136,11 @@ def test_a_call_is_one_of_the_functions(compiler: GrammarCompiler, encode: Any) 
         r'{"name": "l\"é", "arguments": {"a": -20, "x": null}}',
         '{"name": "none", "arguments": {}}',
     ):
-        take(make(), [*encode(call), find_allowed(take(make(), encode(call)))[0]])  # type: ignore[index]
+        following: Any = find_allowed(take(make(), encode(call)))
+        take(make(), [*encode(call), following[0]])
     begun = take(make(), encode('{"name": "list", "arguments": {"a": '))
-    assert not begun.fork().take(encode("x")[0]) and not make().take(encode("[")[0])
+    assert not begun.fork().take(encode("x")[0])
+    assert not make().take(encode("[")[0])
 
 
 def refer(count: int, levels: int = 1) -> dict[str, Any]:

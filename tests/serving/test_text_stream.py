@@ -41,8 +41,11 @@ def test_token_boundaries_do_not_matter(chat_tokenizer: Any, size: int) -> None:
     whole = f"Hi <think>hm, <5</think>→ so: {CALL}{CALL} and <tool"
     pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
     text, reasoning, calls, raw, stream = read(chat_tokenizer, pieces)
-    assert (text, reasoning, calls) == ("Hi → so:  and <tool", "hm, <5", [("f", {"x": 1})] * 2)
-    assert raw == whole and stream.has_tool_calls
+    assert text == "Hi → so:  and <tool"
+    assert reasoning == "hm, <5"
+    assert calls == [("f", {"x": 1})] * 2
+    assert raw == whole
+    assert stream.has_tool_calls
     assert read(chat_tokenizer, pieces, None)[:3] == (whole, "", [])
 
 
@@ -66,7 +69,8 @@ def test_stop_strings_are_found_and_named(
 ) -> None:
     pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
     text, _, _, _, stream = read(chat_tokenizer, pieces, "normal", stops)
-    assert (text, stream.stopped_by) == (expected, found)
+    assert text == expected
+    assert stream.stopped_by == found
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,10 @@ def test_an_invalid_call_is_text(
     chat_tokenizer: Any, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     text, _, calls, _, stream = read(chat_tokenizer, [call])
-    assert text == call and not calls and not stream.has_tool_calls and len(caplog.messages) == 1
+    assert text == call
+    assert not calls
+    assert not stream.has_tool_calls
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("arguments", ['""', "null", "{}", '"null"', '" "', '"{}"'])
