@@ -173,24 +173,25 @@ class Oracle(Sampler):
         places = (position.astype(mx.int32) + mx.arange(count))[:, None]
         return Draws(places, places)
 
-    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+    def choose(self, logprobs: mx.array, draws: Draws | None, indices: mx.array) -> mx.array:
         """(N,) the tokens of the text.
 
         The argmax of logprobs (N, V) is computed as in a sampler, but not used.
         """
         assert draws is not None
         likeliest = mx.argmax(logprobs, axis=-1).astype(mx.int32)
-        return self.make_text(draws.gumbel[rows, 0], logprobs.shape[-1]) + mx.minimum(likeliest, 0)
+        text = self.make_text(draws.gumbel[indices, 0], logprobs.shape[-1])
+        return text + mx.minimum(likeliest, 0)
 
-    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+    def adjust(self, logits: mx.array, draws: Draws, index: int) -> mx.array:
         """(W, V) log-probabilities with the chosen guesses.
 
         All other tokens share the remaining probability.
         """
         vocab_size = logits.shape[-1]
         least = 1e-12
-        chances = self.acceptance[min(row, len(self.acceptance) - 1)]
-        position = draws.gumbel[row, 0]
+        chances = self.acceptance[min(index, len(self.acceptance) - 1)]
+        position = draws.gumbel[index, 0]
         ranks = mx.arange(len(chances))
         drawn = mx.random.uniform(key=self._key + position.astype(mx.uint32))
         rank = (drawn >= mx.cumsum(mx.array(chances))).sum()

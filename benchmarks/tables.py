@@ -1,4 +1,4 @@
-"""Tables for a terminal and in Markdown, and their rows from records."""
+"""Tables for a terminal and in Markdown, and their lines from records."""
 
 from __future__ import annotations
 

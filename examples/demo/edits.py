@@ -272,7 +272,8 @@ def make_edits(texts: list[str], count: int, seed: int = 0) -> list[Edit]:
         made: list[Edit] = []
         for _ in range(share):  # passes
             for i in rng.permutation(len(functions)).tolist():
-                if len(made) < share and (edit := make(functions[i], rng, names)):
+                edit = make(functions[i], rng, names) if len(made) < share else None
+                if edit:
                     made.append(edit)
             if len(made) in (0, share):
                 break

@@ -253,7 +253,8 @@ def main() -> None:
         "package": lambda: package(args.output),
     }
     chosen = args.stages.split(",")
-    if unknown := set(chosen) - set(stages):
+    unknown = set(chosen) - set(stages)
+    if unknown:
         parser.error(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(stages)}")
     args.output.mkdir(parents=True, exist_ok=True)
     for name in (stage for stage in stages if stage in chosen):
