@@ -14,7 +14,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from struct import error as StructError
@@ -33,6 +33,9 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS
 
 MANY_PARAMETERS = 100_000_000
 """For smaller models, waiting for the threads of a multiplication costs more than they save."""
+
+STATISTICS = Path("/proc/stat")
+"""What each core has done since the system started."""
 
 LOAD_SECONDS = 0.2
 """How long other programs are watched."""
@@ -193,19 +196,27 @@ def choose_threads(parameters: int, *, is_shared: bool = False) -> None:
     _set_threads(_loaded, count)
 
 
-def measure_free_cores(cores: Container[int]) -> float:
-    """How many of these cores other programs leave free, over `LOAD_SECONDS` without work here."""
+def measure_free_cores(cores: set[int], file: Path = STATISTICS) -> float:
+    """How many of these cores other programs leave free, over `LOAD_SECONDS` without work here.
+
+    All, if the file does not say: some containers have none, or zeros in it.
+    """
+    try:
+        before = _read_idle_ticks(cores, file)
+    except OSError:
+        return len(cores)
+    if before == 0:
+        return len(cores)
     started = time.perf_counter()
-    before = _read_idle_ticks(cores)
     time.sleep(LOAD_SECONDS)
-    ticks = _read_idle_ticks(cores) - before
+    ticks = _read_idle_ticks(cores, file) - before
     return ticks / os.sysconf("SC_CLK_TCK") / (time.perf_counter() - started)
 
 
-def _read_idle_ticks(cores: Container[int]) -> int:
+def _read_idle_ticks(cores: set[int], file: Path) -> int:
     """The time that these cores have been idle or have waited for a disk, summed, in ticks."""
     idle = 0
-    for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         name, *ticks = line.split()
         number = name.removeprefix("cpu")
         if number.isdigit() and int(number) in cores:

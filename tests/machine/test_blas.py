@@ -163,7 +163,15 @@ def test_busy_cores_are_not_free() -> None:
         finally:
             busy.kill()
     assert all(0 <= free < len(cores) - 0.5 for free in found), found
-    assert measure_free_cores(set()) == 0
+
+
+def test_all_cores_count_as_free_where_nothing_is_known(tmp_path: Path) -> None:
+    file = tmp_path / "stat"
+    assert measure_free_cores({0, 1}, file) == 2
+    file.write_text("cpu 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0\n")
+    assert measure_free_cores({0, 1}, file) == 2
+    file.write_text("cpu 9 0 0 9 0 0 0 0\ncpu0 5 0 0 5 1 0 0 0\ncpu7 4 0 0 4 0 0 0 0\n")
+    assert measure_free_cores({0, 1}, file) == 0, "nothing was idle in the meantime"
 
 
 def test_a_preloaded_blas_is_left_alone(mlx_libraries: Path) -> None:
