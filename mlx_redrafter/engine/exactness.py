@@ -26,9 +26,8 @@ from .. import ranks
 from . import kv_cache
 from .model_checks import make_cache
 from .model_parts import get_context_length, get_vocab_size
-from .round import log_softmax
 from .row_attention import replace_attention
-from .target import Forward, KVQuantization, Target
+from .target import KVQuantization, Target
 from .tree import chain
 
 _log = logging.getLogger(__name__)
@@ -37,9 +36,9 @@ RowCounts = tuple[int, ...]
 """Numbers of rows, ascending."""
 
 MAX_COMPARED_ROWS = 16
-"""The largest number of rows that is compared."""
+"""The largest number of rows that is compared, and how many tokens are read in each comparison."""
 
-LENGTHS = (60, 1100)
+COMPARED_LENGTHS = (60, 1100)
 """Context lengths; attention kernels change at 1,024 keys."""
 
 
@@ -50,9 +49,10 @@ def compare_row_counts(
 ) -> tuple[RowCounts, ...]:
     """The classes of row counts from 1 to `MAX_COMPARED_ROWS`, the class of 1 first.
 
-    In a class every row of a chain has the same bits as in a plain step that is padded to the least
-    count of the class: of all log-probabilities, at each of `LENGTHS`, before and after the KV
-    cache is quantized.
+    In a class every row has the same logits, keys and values, bit for bit, as in a plain step that
+    is padded to the least count of the class. Compared are `MAX_COMPARED_ROWS` rows for each count,
+    in chains that follow one another, at each of `COMPARED_LENGTHS`, before and after the KV cache
+    is quantized.
 
     Args:
         quantization: of the KV cache.
@@ -60,28 +60,31 @@ def compare_row_counts(
 
     Returns:
         ((1,),) if the cache cannot drop rows or rows cannot attend alone; only the class of 1 if
-        nothing can be padded.
+        nothing can be padded; () if logits are not finite.
     """
     target = Target(model, make_cache(model, max_kv_size), row_counts=(1,))
     most = min(filter(None, (target.limit, get_context_length(model))), default=math.inf)
-    lengths = [length for length in LENGTHS if length + MAX_COMPARED_ROWS <= most]
-    if (
-        kv_cache.list_unknown_types(target.cache, kv_cache.TRIMMABLE)
-        or not lengths
-        or not attends_to_cache(model)
-    ):
+    end = 2 * MAX_COMPARED_ROWS  # the last chain is padded
+    lengths = [length for length in COMPARED_LENGTHS if length + end <= most]
+    cannot_drop = kv_cache.list_unknown_types(target.cache, kv_cache.TRIMMABLE)
+    if cannot_drop or not lengths or not attends_to_cache(model):
         return ((1,),)
-    can_pad = (
-        not kv_cache.list_unknown_types(target.cache, kv_cache.UNBOUNDED) and target.limit is None
-    )
-    _log.info(
-        "comparing numbers of rows on this machine, once for these models: up to %d forwards",
-        16 * MAX_COMPARED_ROWS,
-    )
+
     states = [KVQuantization()]  # in the same order on all ranks
     if quantization is not None and quantization.bits is not None:
         states.append(quantization._replace(start=0))
-    texts = [_Text(model, state, max_kv_size, length) for state in states for length in lengths]
+    n_forwards = sum(math.ceil(MAX_COMPARED_ROWS / n) for n in range(1, MAX_COMPARED_ROWS + 1))
+    _log.info(
+        "comparing numbers of rows on this machine, once for these models: %d forwards or more",
+        n_forwards * len(states) * len(lengths),
+    )
+    probes = [_Probe(model, state, max_kv_size, length) for state in states for length in lengths]
+    is_finite = [probe.read(1, 1) != b"" for probe in probes]
+    if not ranks.share(all(is_finite)):
+        return ()
+
+    has_bounds = kv_cache.list_unknown_types(target.cache, kv_cache.UNBOUNDED)
+    can_pad = not has_bounds and target.limit is None
     left = list(range(1, MAX_COMPARED_ROWS + 1))
     classes = list[RowCounts]()
     with tqdm(
@@ -90,60 +93,19 @@ def compare_row_counts(
         while left and (can_pad or left[0] == 1):
             least = left[0]
             alike = left
-            for text in texts:
-                expected = text.read_one_by_one(least)
-                alike = ranks.share(
-                    [count for count in alike if text.read_chain(count) == expected[:count]]
-                )
+            for probe in probes:
+                expected = probe.read(1, least)
+                same = [n for n in alike if expected and probe.read(n, n) == expected]
+                alike = ranks.share(same)
             if least in alike:
                 classes.append(tuple(alike))
             left = [count for count in left[1:] if count not in alike]
             bar.update(MAX_COMPARED_ROWS - len(left) - bar.n)
-    return tuple(classes) if classes and classes[0][0] == 1 else ((1,),)
+    return tuple(classes)
 
 
-def parse_row_classes(value: Any) -> tuple[RowCounts, ...]:
-    """Row classes as read from JSON; raises a ValueError or TypeError for anything else."""
-    classes: tuple[RowCounts, ...] = tuple(map(tuple, value))
-    counts = [count for each in classes for count in each]
-    is_ordered = all(each and list(each) == sorted(set(each)) for each in classes)
-    if (
-        not is_ordered
-        or counts[:1] != [1]
-        or len(counts) != len({*counts} & {*range(1, MAX_COMPARED_ROWS + 1)})
-    ):
-        raise ValueError(f"expected classes of row counts, got {value!r:.100}")
-    return classes
-
-
-def attends_to_cache(model: nn.Module) -> bool:
-    """Whether a model attends to the keys and values as its cache returns them, so that each row
-    can do so alone.
-
-    Others (latent attention, for one) compute keys from all cached rows, with kernels that their
-    number selects.
-    """
-    cache = make_prompt_cache(model)
-    fetched = list[Any]()
-    is_own = list[bool]()
-
-    def record(update: Callable[..., tuple[Any, Any]], *rows: mx.array) -> tuple[Any, Any]:
-        fetched.extend(result := update(*rows))
-        return result
-
-    def check(attention: Any, queries: mx.array, keys: Any, values: Any, **kwargs: Any) -> mx.array:
-        is_own.append(all(any(array is each for each in fetched) for array in (keys, values)))
-        return cast(mx.array, attention(queries, keys, values, **kwargs))
-
-    for c in kv_cache.leaves(cache):
-        c.update_and_fetch = partial(record, c.update_and_fetch)
-    with replace_attention(check):
-        model(mx.zeros((1, 2), mx.int32), cache=cache)  # built, never computed
-    return len(is_own) >= len(fetched) / 2 > 0 and all(is_own)
-
-
-class _Text:
-    """A prompt of pseudo-random tokens, after which others are read again and again."""
+class _Probe:
+    """Reads the same tokens again and again after a prompt, all of them pseudo-random."""
 
     def __init__(
         self, model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, length: int
@@ -151,58 +113,105 @@ class _Text:
         self._model = model
         self._quantization = quantization
         self._cache = make_cache(model, max_kv_size)
-        self._chains: dict[int, list[bytes]] = {}
+        self._digests: dict[tuple[int, int], bytes] = {}
         tokens = (mx.arange(length + MAX_COMPARED_ROWS) * 7919 + 1) % get_vocab_size(model)
         self._tokens = tokens[length:]
         with mx.stream(generation_stream):
             target = Target(model, self._cache, quantization)
             target.forward(tokens[:length], want_hidden=False)
             target.finish(length, 0)
+        self._updates = _record_updates(self._cache)
         self._snapshot = kv_cache.snapshot(self._cache)
 
-    def read_chain(self, count: int) -> list[bytes]:
-        """A digest of the bits of each row if one forward reads the first `count` tokens."""
-        if count not in self._chains:
+    def read(self, count: int, n_rows: int) -> bytes:
+        """A digest of all tokens' logits, keys and values; empty if a logit is not finite.
+
+        Args:
+            count: how many tokens a forward reads.
+            n_rows: how many rows it has; the others are padding.
+        """
+        key = (count, n_rows)
+        if key not in self._digests:
             with mx.stream(generation_stream):
-                tree = chain(self._tokens[0], self._tokens[1:count])
-                target = self._rewind(count)
-                read = (
-                    target.verify(tree, is_tree=False)
-                    if count > 1
-                    else target.forward(self._tokens[:1])
-                )
-                self._chains[count] = _digest(read)
-        return self._chains[count]
+                self._digests[key] = self._compute_digest(count, n_rows)
+        return self._digests[key]
 
-    def read_one_by_one(self, least: int) -> list[bytes]:
-        """The same if each token is read alone, in a forward that is padded to `least` rows."""
-        found = []
-        with mx.stream(generation_stream):
-            target = self._rewind(least)
-            for token in mx.split(self._tokens, MAX_COMPARED_ROWS):
-                found += _digest(target.forward(token))
-        return found
-
-    def _rewind(self, count: int) -> Target:
-        """A target after the prompt, whose forwards have `count` rows."""
+    def _compute_digest(self, count: int, n_rows: int) -> bytes:
         kv_cache.restore(self._cache, self._snapshot)
-        return Target(self._model, self._cache, self._quantization, row_counts=(count,))
+        target = Target(self._model, self._cache, self._quantization, row_counts=(n_rows,))
+        digests = [hashlib.blake2b() for _ in self._tokens]
+        is_finite = True
+        for start in range(0, MAX_COMPARED_ROWS, count):
+            tokens = self._tokens[start : start + count]
+            size = tokens.shape[0]
+            self._updates.clear()
+            if size == 1:
+                logits = target.forward(tokens).logits
+            else:
+                logits = target.verify(chain(tokens[0], tokens[1:]), is_tree=False).logits
+                target.keep_path([*range(size)], [])
+
+            # Models may mask single tokens by minus infinity.
+            sums = mx.logsumexp(logits.astype(mx.float32), axis=-1)
+            is_finite = is_finite and bool(mx.isfinite(sums).all().item())
+            keys_and_values = [array for rows, _ in self._updates for array in rows]
+            for array in (logits, *keys_and_values):
+                bits = np.array(array.view(mx.uint8))
+                for i in range(size):
+                    digests[start + i].update(bits[..., i, :].tobytes())
+        return b"".join(each.digest() for each in digests) if is_finite else b""
 
 
-def _digest(read: Forward) -> list[bytes]:
-    """A digest of each row's bits."""
-    return [
-        hashlib.blake2b(row.tobytes()).digest()
-        for row in np.array(log_softmax(read.logits).view(mx.uint8))
-    ]
+def parse_row_classes(value: Any) -> tuple[RowCounts, ...]:
+    """Row classes as read from JSON; raises a ValueError or TypeError for anything else."""
+    classes: tuple[RowCounts, ...] = tuple(map(tuple, value))
+    counts = [count for each in classes for count in each]
+    is_known = all(type(n) is int and 1 <= n <= MAX_COMPARED_ROWS for n in counts)
+    is_ordered = all(each and list(each) == sorted(each) for each in classes)
+    if not is_known or not is_ordered or counts[:1] != [1] or len({*counts}) < len(counts):
+        raise ValueError(f"expected classes of row counts, got {value!r:.100}")
+    return classes
+
+
+def attends_to_cache(model: nn.Module) -> bool:
+    """Whether a model attends to keys and values as its cache returns them, so that rows can alone.
+
+    Others (latent attention, for one) compute keys from all cached rows, with kernels that their
+    number selects.
+    """
+    cache = make_prompt_cache(model)
+    updates = _record_updates(cache)
+    is_own = list[bool]()
+
+    def check(attention: Any, queries: mx.array, keys: Any, values: Any, **kwargs: Any) -> mx.array:
+        is_own.append(any(keys is fetched[0] and values is fetched[1] for _, fetched in updates))
+        return cast(mx.array, attention(queries, keys, values, **kwargs))
+
+    with replace_attention(check):
+        model(mx.zeros((1, 2), mx.int32), cache=cache)  # built, never computed
+    return len(is_own) >= len(updates) > 0 and all(is_own)
+
+
+def _record_updates(cache: kv_cache.Cache) -> list[tuple[tuple[mx.array, ...], tuple[Any, ...]]]:
+    """A list to which later forwards append (new keys and values, those that the cache returns)."""
+    updates: list[tuple[tuple[mx.array, ...], tuple[Any, ...]]] = []
+
+    def record(update: Callable[..., tuple[Any, Any]], *rows: mx.array) -> tuple[Any, Any]:
+        fetched = update(*rows)
+        updates.append((rows, fetched))
+        return fetched
+
+    for c in kv_cache.leaves(cache):
+        c.update_and_fetch = partial(record, c.update_and_fetch)
+    return updates
 
 
 def format_row_counts(counts: RowCounts) -> str:
     """Row counts in words, such as "1 to 3, 8"."""
-    text = list[str]()
+    words = []
     rest = list(counts)
     while rest:
         run = [count for i, count in enumerate(rest) if count == rest[0] + i]
-        text.append(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}")
+        words.append(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}")
         rest = rest[len(run) :]
-    return ", ".join(text)
+    return ", ".join(words)
