@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, TypeVar
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
 
@@ -35,6 +37,16 @@ class Findings:
 
     def __init__(self) -> None:
         self._found: dict[Any, Any] = {}
+        self._arrays: list[weakref.ref[mx.array]] = []
+
+    def forget_if_changed(self, modules: Sequence[Any]) -> None:
+        """Forgets everything if these modules have other arrays than in the last call."""
+        arrays = list(_walk_arrays(modules))
+        with _lock:
+            before = [ref() for ref in self._arrays]
+            if len(before) != len(arrays) or any(map(operator.is_not, before, arrays)):
+                self._found.clear()
+                self._arrays = [weakref.ref(array) for array in arrays]
 
     def get_or_make(self, key: Any, make: Callable[[], T], *, again: bool = False) -> T:
         """What an earlier call with the same key made, otherwise the result of `make`.
@@ -55,13 +67,27 @@ class Findings:
         self._found.pop(key, None)
 
 
+def _walk_arrays(tree: Any) -> Iterator[mx.array]:
+    """All arrays in modules and lists, except private ones, which forwards may replace."""
+    if isinstance(tree, mx.array):
+        yield tree
+    elif isinstance(tree, dict):
+        for name, each in tree.items():
+            if not str(name).startswith("_"):
+                yield from _walk_arrays(each)
+    elif isinstance(tree, (list, tuple)):
+        for each in tree:
+            yield from _walk_arrays(each)
+
+
 class Pair:
     """A target and its drafter.
 
-    Make it once: what is found out about the two is kept for all later texts.
+    Make it once: what is found out about the two is kept for all later texts, until their arrays
+    are replaced, as by `set_dtype`, `nn.quantize` or `load_weights`.
 
     Args:
-        model: from `load` or `mlx_lm.load`; not changed while the pair is in use.
+        model: from `load` or `mlx_lm.load`; not changed while a text is decoded.
         drafter: from `load_drafter`; None drafts from the context only.
         findings: of an earlier pair of the same two; None for new ones.
 
@@ -84,6 +110,11 @@ class Pair:
         self.model = model
         self.drafter = drafter
         self.findings = findings or Findings()
+        self.forget_if_changed()
+
+    def forget_if_changed(self) -> None:
+        """Forgets what was measured if arrays of the model or of the drafter were replaced."""
+        self.findings.forget_if_changed(_list_modules(self.model, self.drafter))
 
     @property
     def vocab_size(self) -> int:
@@ -174,6 +205,11 @@ class Pair:
         return self.findings.get_or_make(("chains", states, *rings), explain)
 
 
+def _list_modules(model: nn.Module, drafter: Any) -> list[Any]:
+    """The model, and the drafter's weights if there is one."""
+    return [model] if drafter is None else [model, getattr(drafter, "weights", drafter)]
+
+
 _latest: tuple[list[weakref.ref[Any]], Findings] | None = None
 """References to the modules of the last `get_pair`, and what was found out about them."""
 
@@ -192,9 +228,7 @@ def get_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair, 
     if isinstance(drafter, Source):
         source = drafter
         weights = source.drafter
-    modules = [model]
-    if weights is not None:
-        modules.append(getattr(weights, "weights", weights))
+    modules = _list_modules(model, weights)
 
     findings = None
     latest = _latest  # one read, as another thread may replace it

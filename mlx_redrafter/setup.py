@@ -80,6 +80,7 @@ def open_generation(
         grammar: constrains the text; it has already taken the answer's tokens so far.
         may_run_ahead, piece_ends: see `Decoder`.
     """
+    pair.forget_if_changed()
     tokens = check_tokens(check_prompt(prompt), pair.vocab_size)
     cache = prepare_cache(pair, options)
     seed = ranks.draw_seed() if options.seed is None else options.seed
@@ -173,8 +174,10 @@ def choose_setup(
     except Exception as error:  # of the drafter, from measuring
         if options.on_drafter_failure is None:
             raise
+        if source is None:  # row counts cannot be chosen
+            return choose_setup(Pair(pair.model), options, None, cache, grammar)
         options.on_drafter_failure(error)
-        return choose_setup(Pair(pair.model), options, None, cache, grammar)
+        return choose_setup(pair, options, None, cache, grammar)
 
 
 def _choose_setup(

@@ -144,6 +144,18 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
         c.offset += len(path) - count
 
 
+def list_last_rows(cache: Cache, count: int) -> list[mx.array]:
+    """The arrays of the last `count` rows in caches that are `TRIMMABLE`, and not full if rings."""
+    rows = []
+    for c in leaves(cache):
+        if c.keys is None:
+            continue  # a layer without a cache
+        end = c.offset - getattr(c, "start_position", 0)
+        for x in (*_arrays(c.keys), *_arrays(c.values)):
+            rows.append(x[..., end - count : end, :])
+    return rows
+
+
 def _arrays(x: Any) -> tuple[mx.array, ...]:
     """Keys or values: one array, or three if quantized."""
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)

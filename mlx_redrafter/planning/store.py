@@ -105,11 +105,18 @@ def load_row_classes(
     bits, group_size, _ = quantization
     key, file = make_key("rows", model, kv_cache=[bits, bits and group_size, max_kv_size])
     saved = {} if refresh else read_saved(file)
-    with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
-        return parse_row_classes(saved["classes"])
+    if saved != {}:
+        try:
+            return parse_row_classes(saved["classes"])
+        except (ValueError, TypeError, KeyError):
+            path = get_cache_directory() / file
+            warn(f"{path} is damaged: expected classes of row counts")
     if not measure:
         return ()
     classes = compare_row_counts(model, quantization, max_kv_size)
+    if not classes:
+        warn("nothing drafts with exact: the model's logits are not finite")
+        return ((1,),)
     save(file, {"of": key, "classes": classes})
     return classes
 
