@@ -11,7 +11,7 @@ from helpers.cost_curves import make_costs
 from helpers.grids import pairs
 from helpers.small import small_drafter
 from helpers.toys import Broken, fail_at, make_model, make_prompt, make_tokenizer
-from mlx_redrafter import GenerationResponse, Session, stream_generate
+from mlx_redrafter import GenerationResponse, Session, setup, stream_generate
 from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.pair import Pair
 
@@ -108,3 +108,26 @@ def test_an_unreadable_state_is_a_drafter_failure(calls: int) -> None:
     found = stream(drafter=source, plan=(1, 4), on_drafter_failure=errors.append)
     assert tokens(found) == tokens(stream(plan="off"))
     assert [str(error) for error in errors] == [f"state {calls}"]
+
+
+def test_exact_turns_keep_their_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of `plan="off"` with the same drafter, before and after it has failed."""
+    classes = ((1,), (2, 3, 4))
+    monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **how: classes)
+    monkeypatch.setattr(Pair, "measure_costs", lambda *args, **how: None)
+    monkeypatch.setattr(setup, "choose_fastest_class", lambda *args: classes[1])
+    errors: list[Exception] = []
+    session = Session(
+        make_model(vocab=VOCAB),
+        make_tokenizer(vocab=VOCAB),
+        failing_drafter(3),
+        on_drafter_failure=errors.append,
+        exact=True,
+        plan=(1, 2),
+        max_tokens=12,
+    )
+    for text in ("ab", "c", "d"):
+        last = session.send(text).last
+        assert last is not None and last.row_counts == classes[1]
+    assert [str(error) for error in errors] == ["call 3"]
+    assert session.fork().send("e").last.row_counts == classes[1]  # type: ignore[union-attr]

@@ -23,11 +23,12 @@ from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.model_checks import make_cache
+from ..engine.source import Source
 from ..errors import RedrafterError
 from ..generation import GenerationResponse, stream_responses
 from ..machine.memory import compute_cache_bytes, count_cache_bytes, get_free_bytes
 from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_function
-from ..pair import Pair, get_pair
+from ..pair import get_pair
 from ..text.chat_template import (
     Message,
     encode_conversation,
@@ -141,6 +142,7 @@ class Session:
         self._lock = threading.Lock()
         self._thread = ""
         self._cancelled = False
+        self._drafts = drafter is not None  # until the drafter fails
         self._clear()
 
     @property
@@ -297,7 +299,10 @@ class Session:
         self._tokens: list[int] = []
         self._messages: list[Message] = []
         self._cache: kv_cache.Cache | None = None  # of all tokens; None if they must be prefilled
-        self._source = self._pair.open_source()  # of all tokens; None if the drafter failed
+        self._source = self._open_source()  # of all tokens
+
+    def _open_source(self) -> Source | None:
+        return self._pair.open_source() if self._drafts else None
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -389,7 +394,7 @@ class Session:
             source = None if self._source is None else self._source.fork()
         else:
             kept = make_cache(self.model, options.max_kv_size)
-            source = self._pair.open_source()
+            source = self._open_source()
         # A copy, as quantization replaces entries of the list.
         cache = list(kept)
         states = kv_cache.snapshot_rows(kept)
@@ -447,14 +452,17 @@ class Session:
             evaluate(self.model)
             if is_valid:
                 mx.eval([vars(layer) for layer in kv_cache.leaves(cache)])
-                self._source = None if self._pair.drafter is None else source
+                self._source = source if self._drafts else None
                 self._cache = cache
 
     def _drop_drafter(self, on_failure: Callable[[Exception], None], error: Exception) -> None:
-        """Continues this and all later turns without the drafter, which has failed."""
-        self._pair = Pair(self.model)
-        self._source = None
-        on_failure(error)
+        """Continues this and all later turns without the drafter, which has failed.
+
+        The pair stays: with `exact` later turns have the same row counts.
+        """
+        if self._drafts:
+            self._drafts = False
+            on_failure(error)
 
 
 def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, Any]:
