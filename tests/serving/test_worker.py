@@ -676,3 +676,29 @@ def test_closing_finishes_running_requests() -> None:
 
     with running(decode_concurrency=1) as worker:
         asyncio.run(finish(main(worker)))
+
+
+def list_bits(events: list[TokenEvent]) -> list[tuple[int, float | None]]:
+    return [(event.token, event.logprob) for event in events]
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
+def test_exact_answers_do_not_depend_on_caches_and_load(
+    drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are read in whole pieces from the start, and only such pieces are kept."""
+    monkeypatch.setattr(batches, "PIECE", 4)
+    exact = {"exact": True, "prefill_step_size": 8}
+    first = ask(make_prompt(8) * 5, 60, top_logprobs=0)
+    with running(options=exact | {"plan": "off"}, prompt_cache_bytes=0) as worker:
+        (events,) = generate(worker, first)
+        turn = [*first["prompt"], *tokens_of(events), *make_prompt(5)]
+        requests = [first, *(ask([*turn, n], 60, top_logprobs=0) for n in range(3))]
+        expected = [list_bits(generate(worker, request)[0]) for request in requests]
+    with running(options=exact | {"context": drafts}) as worker:
+        for request, bits in zip(requests, expected, strict=True):
+            assert list_bits(generate(worker, request)[0]) == bits
+        assert count_tokens(worker, "cached") == 32 + 104 + 104
+        together = generate(worker, *reversed(requests))
+        assert [list_bits(events) for events in reversed(together)] == expected
+        assert (count_tokens(worker, "context_accepted") > 0) is drafts

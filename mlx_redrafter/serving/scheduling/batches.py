@@ -79,7 +79,8 @@ class Loops:
         )
         if not request.draft:
             options = replace(options, context=False)
-        if self._loops:
+        # With `exact` a prompt has the same pieces alone and under load.
+        if self._loops and not options.exact:
             size = min(options.prefill_step_size, PIECE)
             options = replace(options, prefill_step_size=size)
         if request.grammar is not None:  # it has not taken a batch's last token

@@ -69,6 +69,8 @@ class CacheFolder:
         own = [get_module_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
         own += [repr(getattr(options, each)) for each in CACHE_OPTIONS]
         own += [version(each) for each in ("mlx-redrafter", "mlx-lm", "mlx")]
+        if options.exact:
+            own.append(f"pieces of {options.prefill_step_size}")
         self._key = _digest(json.dumps(own).encode() + sample_tensors(model))
 
     def read(self) -> Iterator[tuple[Path, np.ndarray[Any, Any], kv_cache.Cache]]:

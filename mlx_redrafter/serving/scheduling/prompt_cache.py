@@ -51,10 +51,14 @@ class PromptCache:
     Args:
         max_bytes: limit of all caches together, and of all files; 0 keeps none.
         folder: where `save_next` writes caches; None for no folder.
+        piece: prompts share multiples of so many tokens.
     """
 
-    def __init__(self, max_bytes: int, folder: CacheFolder | None = None) -> None:
+    def __init__(
+        self, max_bytes: int, folder: CacheFolder | None = None, *, piece: int = 1
+    ) -> None:
         self.max_bytes = max_bytes
+        self.piece = piece
         self._folder = folder
         self._entries: list[_Entry] = []  # least recently used first
 
@@ -96,15 +100,7 @@ class PromptCache:
         used = [each for each in self._entries if each is best or _is_prefix(each.tokens, wanted)]
         self._mark_used(used)
 
-        cache = copy.deepcopy(best.cache)
-        if most < len(best.tokens):
-            trim_prompt_cache(cache, len(best.tokens) - most)
-            # Otherwise the next forward would copy all rows.
-            for c in kv_cache.leaves(cache):
-                if isinstance(c, kv_cache.UNBOUNDED) and c.keys is not None:
-                    kept = itemgetter((..., slice(c.offset), slice(None)))
-                    c.keys, c.values = tree_map(kept, (c.keys, c.values))
-        return cache, most
+        return trim_copy(best.cache, len(best.tokens) - most), most
 
     def _mark_used(self, used: list[_Entry]) -> None:
         """Marks entries as most recently used; of them, the longest is dropped first."""
@@ -127,7 +123,8 @@ class PromptCache:
             if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:
                 continue  # it cannot match more tokens
             held = count_common_prefix(entry.tokens, wanted)
-            if held > most and (held == len(entry.tokens) or _can_trim(entry.cache)):
+            held -= held % self.piece
+            if held > most and (held == len(entry.tokens) or can_trim(entry.cache)):
                 best = entry
                 most = held
         return best, most
@@ -150,7 +147,7 @@ class PromptCache:
         new = _Entry(np.array(tokens, np.int32), cache, nbytes)
         mx.async_eval([c.state for c in cache])  # otherwise its whole graph stays in memory
         for old in [each for each in self._entries if _is_prefix(each.tokens, new.tokens)]:
-            if _can_trim(cache) or len(old.tokens) == len(tokens):
+            if can_trim(cache) or len(old.tokens) == len(tokens):
                 self._entries.remove(old)
                 if old.file is not None:
                     with suppress(OSError):
@@ -199,6 +196,19 @@ class PromptCache:
             self._folder.close()
 
 
+def trim_copy(cache: kv_cache.Cache, count: int) -> kv_cache.Cache:
+    """A copy of a cache without its last `count` tokens, which must be trimmable."""
+    copied = copy.deepcopy(cache)  # shares the arrays
+    if count:
+        trim_prompt_cache(copied, count)
+        # Otherwise the next forward would copy all rows.
+        for c in kv_cache.leaves(copied):
+            if isinstance(c, kv_cache.UNBOUNDED) and c.keys is not None:
+                kept = itemgetter((..., slice(c.offset), slice(None)))
+                c.keys, c.values = tree_map(kept, (c.keys, c.values))
+    return copied
+
+
 def copy_cache(cache: kv_cache.Cache) -> kv_cache.Cache:
     """A copy of a cache whose arrays hold `nbytes` of memory.
 
@@ -229,7 +239,7 @@ def _is_prefix(first: Tokens, second: Tokens) -> bool:
     return np.array_equal(first, second[: len(first)])
 
 
-def _can_trim(cache: kv_cache.Cache) -> bool:
+def can_trim(cache: kv_cache.Cache) -> bool:
     """Whether any number of rows can be trimmed.
 
     A chunked cache has dropped the rows before its chunk.

@@ -26,10 +26,10 @@ from ...pair import Pair
 from ...setup import open_generation
 from ..errors import SchemaNotFollowed
 from .batchable import measure_prefill_size
-from .batches import Batch, Loops
+from .batches import Batch, Loops, Start
 from .metrics import Metrics
 from .pace import Pace
-from .prompt_cache import MIN_SHARED, PromptCache, count_common_prefix
+from .prompt_cache import MIN_SHARED, PromptCache, can_trim, count_common_prefix, trim_copy
 from .request import Request
 
 STEPS_BEFORE_LEAVING = 16
@@ -79,7 +79,7 @@ class Scheduler:
         # Whether a cache can be cut after any token.
         self._can_fork = not kv_cache.list_unknown_types(fresh, kv_cache.UNBOUNDED)
         can_copy = not (self._can_fork or kv_cache.keeps_first_rows(fresh))
-        self.copies_prompts = can_copy and prompt_cache.max_bytes > 0
+        self.copies_prompts = can_copy and prompt_cache.max_bytes > 0 and not options.exact
         self._prefill_size = measure_prefill_size(pair.model, options)
         self._loops = Loops(pair, metrics)
         prefill_size = max(1, self._prefill_size)
@@ -137,6 +137,7 @@ class Scheduler:
             if each.n_prefilled >= each.piece_ends[-1]:
                 continue  # all its copies are kept already
             count = count_common_prefix(request.prefix, each.prefix)
+            count -= count % self.prompt_cache.piece
             if not self._can_fork:
                 ends = [end for end in each.piece_ends if each.n_prefilled < end <= count]
                 count = max(ends, default=0)
@@ -203,8 +204,23 @@ class Scheduler:
         """Keeps a copy of a request's cache at its current length."""
         with self._catch_errors(request):
             way = self._loops if request in self._loops.requests else self._batch
-            cache, held = way.get_cache(request)
-            self.prompt_cache.store(request.tokens[:held], cache or [])
+            self._store(request, way.get_cache(request))
+
+    def _store(self, request: Request, held: Start, *, has_answer: bool = False) -> None:
+        """Keeps a copy of a request's cache.
+
+        With `exact` only whole pieces of its prompt: the bits of other rows depend on how many were
+        computed at once, which a later prompt would not repeat.
+        """
+        cache, count = held
+        kept = count
+        if self._options.exact:
+            kept = min(count, len(request.prefix))
+            kept -= kept % self.prompt_cache.piece
+            if kept == 0 or (kept < count and not can_trim(cache or [])):
+                return
+            cache = trim_copy(cache or [], count - kept)
+        self.prompt_cache.store(request.tokens[:kept], cache or [], has_answer=has_answer)
 
     @property
     def _should_batch(self) -> bool:
@@ -311,10 +327,8 @@ class Scheduler:
             kept = [each for each, reason in ended.items() if isinstance(reason, str)]
         try:
             for way in (self._batch, self._loops):
-                for request, (cache, held) in way.remove(kept).items():
-                    has_answer = bool(request.output.tokens)
-                    tokens = request.tokens[:held]
-                    self.prompt_cache.store(tokens, cache or [], has_answer=has_answer)
+                for request, held in way.remove(kept).items():
+                    self._store(request, held, has_answer=bool(request.output.tokens))
                 way.remove(ended, keep_caches=False)
         finally:
             self._report_ended(ended)

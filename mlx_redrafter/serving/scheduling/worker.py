@@ -123,7 +123,8 @@ class Worker:
         folder = None if prompt_cache_dir is None else CacheFolder(prompt_cache_dir, model, options)
         if prompt_cache_bytes is None:
             prompt_cache_bytes = get_prompt_cache_bytes()
-        cache = PromptCache(min(ranks.gather(prompt_cache_bytes)), folder)
+        piece = options.prefill_step_size if options.exact else 1
+        cache = PromptCache(min(ranks.gather(prompt_cache_bytes)), folder, piece=piece)
         self.scheduler = Scheduler(
             self._pair, options, decode_concurrency, cache, self.metrics, self._end
         )
