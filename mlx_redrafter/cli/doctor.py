@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..engine.model_checks import check_draftable
 from ..engine.model_parts import get_compute_dtype, get_module_name
 from ..engine.plan import chain_plan
 from ..machine.description import describe_machine
-from ..options import Options
+from ..options import CACHE_OPTIONS, OPTION_NAMES, Options, add_options
 from ..pair import Pair
 from ..planning.costs import CostTable, is_disturbed
 from ..planning.planner import HYSTERESIS
@@ -53,9 +54,11 @@ def run() -> int:
     add = parser.add_argument
     add("--refresh", action="store_true", help="measure again instead of using what was saved")
     add("--json", action="store_true", help="print one JSON object instead of the text")
+    add_options(parser, without=OPTION_NAMES - {*CACHE_OPTIONS})
     args = parser.parse_args()
+    options = Options(**{name: getattr(args, name) for name in CACHE_OPTIONS})
     model, tokenizer, drafter = load_models(args)
-    report = diagnose(model, tokenizer, drafter, refresh=args.refresh)
+    report = diagnose(model, tokenizer, drafter, options, refresh=args.refresh)
     if not args.json:
         print(format_report(report))
         return 0
@@ -67,12 +70,22 @@ def run() -> int:
 
 
 def diagnose(
-    model: nn.Module, tokenizer: Any, drafter: Drafter | None = None, *, refresh: bool = False
+    model: nn.Module,
+    tokenizer: Any,
+    drafter: Drafter | None = None,
+    options: Options | None = None,
+    *,
+    refresh: bool = False,
 ) -> Report:
     """Measures the pair and tries the drafter.
 
     Without a drafter, measures one of the size that training chooses.
+
+    Args:
+        options: those of the prompt cache, for which rows are compared.
+        refresh: measure again.
     """
+    options = options or Options()
     no_trees = check_draftable(model, tree=True)
     stand_in = None
     if drafter is None:
@@ -89,18 +102,18 @@ def diagnose(
         _say("the measured times contradict each other: measuring again")
         costs = pair.measure_costs(trees=no_trees is None, refresh=True)
 
-    classes = get_cache_row_classes(pair, Options(), refresh=refresh)
+    classes = get_cache_row_classes(pair, options, refresh=refresh)
     choice = None
     if stand_in is None and len(classes) > 1:
         if refresh and not is_disturbed(costs):
-            choose_row_counts(pair, Options(exact=True), refresh=True)
+            choose_row_counts(pair, replace(options, exact=True), refresh=True)
         choice = read_choice(model, drafter, classes)
     trial = None
     if stand_in is None:
         _say(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts")
         depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
-        options = Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
-        stats = try_drafter(pair, tokenizer, options)
+        trial_options = Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
+        stats = try_drafter(pair, tokenizer, trial_options)
         trial = {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
 
     chains = []
@@ -122,6 +135,7 @@ def diagnose(
         "trial": trial,
         "no_trees": no_trees,
         "row_classes": classes,
+        "cache": {"kv_bits": options.kv_bits, "max_kv_size": options.max_kv_size},
         "exact": choice,
         "costs": costs._asdict(),
         "measured": read_costs_moment(model, drafter, trees=no_trees is None),
@@ -238,6 +252,9 @@ def format_report(report: Report) -> str:
         )
     alike = "; ".join(map(format_row_counts, report["row_classes"]))
     where = f"chains, {report['target']['dtype']}"
+    for name, value in report["cache"].items():
+        if value is not None:
+            where += f", {name} {value}"
     lines.append(f"Row counts computed alike: {alike} ({where}); see --exact of generate")
     if report["exact"]:
         lines.append(describe_choice(report))

@@ -230,6 +230,19 @@ def test_text_agrees_with_json_and_refreshes(
     assert alike in run("doctor")[1]
     assert "alike: 1, 16 (" in run("doctor", "--refresh")[1]
     assert len(measured.trees) == 2
+    asked = list[Any]()
+
+    def compare(model: nn.Module, quantization: Any, max_kv_size: int | None) -> Any:
+        asked.append((quantization.bits, max_kv_size))
+        return ((1, 2),)
+
+    monkeypatch.setattr(store, "compare_row_counts", compare)
+    for _ in range(2):
+        quantized = run("doctor", "--kv-bits", "8", "--refresh")[1]
+    assert "alike: 1 to 2 (chains, float32, kv_bits 8)" in quantized
+    run("doctor", "--max-kv-size", "64", "--refresh")
+    assert asked == [(8, None), (8, None), (None, 64)]
+    assert "alike: 1, 16 (" in run("doctor")[1]
 
 
 def test_the_age_of_the_costs_and_the_load_are_shown(measured: Measured, run: Any) -> None:
