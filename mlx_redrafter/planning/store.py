@@ -103,7 +103,8 @@ def load_row_classes(
         refresh: compare even if they are saved.
     """
     bits, group_size, _ = quantization
-    key, file = make_key("rows", model, kv_cache=[bits, bits and group_size, max_kv_size])
+    cache_options = [bits, bits and group_size, max_kv_size]
+    key, file = make_key("rows", model, kv_cache=cache_options, of=["logits", "cached rows"])
     saved = {} if refresh else read_saved(file)
     if saved != {}:
         try:
