@@ -8,11 +8,13 @@ by comparing bits: no list of chips is needed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import mlx.core as mx
@@ -26,6 +28,7 @@ from .. import ranks
 from . import kv_cache
 from .model_checks import make_cache
 from .model_parts import get_context_length, get_vocab_size
+from .patches import Slot, replace_functions
 from .row_attention import replace_attention
 from .target import KVQuantization, Target
 from .tree import chain
@@ -41,6 +44,15 @@ MAX_COMPARED_ROWS = 16
 COMPARED_LENGTHS = (60, 1100)
 """Context lengths; attention kernels change at 1,024 keys."""
 
+COMPARED_OUTPUTS = 100_000
+"""How many outputs of a layer are compared: in 16 bits, rounding hides most orders of sums."""
+
+Read = Callable[[int, int], bytes]
+"""(rows that are read at once, to how many they are padded) -> a digest of the bits of all rows.
+
+It is empty if a logit is not finite.
+"""
+
 
 def compare_row_counts(
     model: nn.Module,
@@ -52,7 +64,7 @@ def compare_row_counts(
     In a class every row has the same logits, keys and values, bit for bit, as in a plain step that
     is padded to the least count of the class. Compared are `MAX_COMPARED_ROWS` rows for each count,
     in chains that follow one another, at each of `COMPARED_LENGTHS`, before and after the KV cache
-    is quantized.
+    is quantized; and `COMPARED_OUTPUTS` of each kind of linear layer alone.
 
     Args:
         quantization: of the KV cache.
@@ -73,13 +85,11 @@ def compare_row_counts(
     states = [KVQuantization()]  # in the same order on all ranks
     if quantization is not None and quantization.bits is not None:
         states.append(quantization._replace(start=0))
-    n_forwards = sum(math.ceil(MAX_COMPARED_ROWS / n) for n in range(1, MAX_COMPARED_ROWS + 1))
-    _log.info(
-        "comparing numbers of rows on this machine, once for these models: %d forwards or more",
-        n_forwards * len(states) * len(lengths),
-    )
-    probes = [_Probe(model, state, max_kv_size, length) for state in states for length in lengths]
-    is_finite = [probe.read(1, 1) != b"" for probe in probes]
+    _log.info("comparing numbers of rows on this machine, once for these models")
+    reads = [_read_layers(model)]
+    for state, length in product(states, lengths):
+        reads.append(_read_text(model, state, max_kv_size, length))
+    is_finite = [read(1, 1) != b"" for read in reads]
     if not ranks.share(all(is_finite)):
         return ()
 
@@ -93,9 +103,9 @@ def compare_row_counts(
         while left and (can_pad or left[0] == 1):
             least = left[0]
             alike = left
-            for probe in probes:
-                expected = probe.read(1, least)
-                same = [n for n in alike if expected and probe.read(n, n) == expected]
+            for read in reads:
+                expected = read(1, least)
+                same = [n for n in alike if expected and read(n, n) == expected]
                 alike = ranks.share(same)
             if least in alike:
                 classes.append(tuple(alike))
@@ -104,58 +114,99 @@ def compare_row_counts(
     return tuple(classes)
 
 
-class _Probe:
-    """Reads the same tokens again and again after a prompt, all of them pseudo-random."""
+def _read_text(
+    model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, length: int
+) -> Read:
+    """Reads the same tokens again and again after a prompt, all of them pseudo-random.
 
-    def __init__(
-        self, model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, length: int
-    ) -> None:
-        self._model = model
-        self._quantization = quantization
-        self._cache = make_cache(model, max_kv_size)
-        self._digests: dict[tuple[int, int], bytes] = {}
-        tokens = (mx.arange(length + MAX_COMPARED_ROWS) * 7919 + 1) % get_vocab_size(model)
-        self._tokens = tokens[length:]
-        with mx.stream(generation_stream):
-            target = Target(model, self._cache, quantization)
-            target.forward(tokens[:length], want_hidden=False)
-            target.finish(length, 0)
-        self._snapshot = kv_cache.snapshot(self._cache)
+    Compares their logits and their rows of the cache.
+    """
+    cache = make_cache(model, max_kv_size)
+    prompt = (mx.arange(length + MAX_COMPARED_ROWS) * 7919 + 1) % get_vocab_size(model)
+    with mx.stream(generation_stream):
+        target = Target(model, cache, quantization)
+        target.forward(prompt[:length], want_hidden=False)
+        target.finish(length, 0)
+    snapshot = kv_cache.snapshot(cache)
 
-    def read(self, count: int, n_rows: int) -> bytes:
-        """A digest of all tokens' logits, keys and values; empty if a logit is not finite.
-
-        Args:
-            count: how many tokens a forward reads.
-            n_rows: how many rows it has; the others are padding.
-        """
-        key = (count, n_rows)
-        if key not in self._digests:
-            with mx.stream(generation_stream):
-                self._digests[key] = self._compute_digest(count, n_rows)
-        return self._digests[key]
-
-    def _compute_digest(self, count: int, n_rows: int) -> bytes:
-        kv_cache.restore(self._cache, self._snapshot)
-        target = Target(self._model, self._cache, self._quantization, row_counts=(n_rows,))
+    def read(count: int, n_rows: int) -> bytes:
+        kv_cache.restore(cache, snapshot)
+        target = Target(model, cache, quantization, row_counts=(n_rows,))
         digest = hashlib.blake2b()
-        is_finite = True
-        for start in range(0, MAX_COMPARED_ROWS, count):
-            tokens = self._tokens[start : start + count]
+        for start in range(length, length + MAX_COMPARED_ROWS, count):
+            tokens = prompt[start : start + count]
             if tokens.shape[0] == 1:
                 logits = target.forward(tokens).logits
             else:
                 logits = target.verify(chain(tokens[0], tokens[1:]), is_tree=False).logits
                 target.keep_path([*range(tokens.shape[0])], [])
-            digest.update(np.array(logits.view(mx.uint8)).tobytes())
             # Models may mask single tokens by minus infinity.
             sums = mx.logsumexp(logits.astype(mx.float32), axis=-1)
-            is_finite = is_finite and bool(mx.isfinite(sums).all().item())
+            if not mx.isfinite(sums).all().item():
+                return b""
+            digest.update(_get_bits(logits))
 
         target.finish(target.length, 0)
-        for rows in kv_cache.list_last_rows(self._cache, MAX_COMPARED_ROWS):
-            digest.update(np.array(rows.view(mx.uint8)).tobytes())
-        return digest.digest() if is_finite else b""
+        for rows in kv_cache.list_last_rows(cache, MAX_COMPARED_ROWS):
+            digest.update(_get_bits(rows))
+        return digest.digest()
+
+    @functools.cache
+    def read_on_stream(count: int, n_rows: int) -> bytes:
+        with mx.stream(generation_stream):
+            return read(count, n_rows)
+
+    return read_on_stream
+
+
+def _read_layers(model: nn.Module) -> Read:
+    """Reads rows with one linear layer of each kind, alone.
+
+    The rows are what it gets in a forward, with random signs. A layer of many outputs is left out:
+    a text compares enough of them.
+    """
+    inputs: dict[Any, tuple[nn.Module, mx.array]] = {}
+
+    def record(layer: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        out = layer(x, *args, **kwargs)
+        if args or kwargs or x.shape[:-1] != tokens.shape or not isinstance(out, mx.array):
+            return out
+        kind = (type(layer), x.dtype, layer.weight.dtype, *layer.weight.shape)
+        n_rows = COMPARED_OUTPUTS // out.shape[-1]
+        if n_rows > 2 * MAX_COMPARED_ROWS:
+            rows = mx.tile(x[0], (math.ceil(n_rows / MAX_COMPARED_ROWS), 1))
+            signs = mx.random.bernoulli(shape=rows.shape, key=mx.random.key(0))
+            inputs.setdefault(kind, (layer, mx.where(signs, rows, -rows)))
+        return out
+
+    replacements = []
+    for module in model.modules():
+        for name, child in module.items():
+            if isinstance(child, nn.Module) and getattr(child.get("weight"), "ndim", 0) == 2:
+                replacements.append((Slot(module, name), record))
+    tokens = mx.arange(MAX_COMPARED_ROWS)[None] % get_vocab_size(model)
+    with mx.stream(generation_stream), replace_functions(replacements):
+        model(tokens, cache=make_prompt_cache(model))
+        mx.eval([rows for _, rows in inputs.values()])
+
+    @functools.cache
+    def read(count: int, n_rows: int) -> bytes:
+        digest = hashlib.blake2b()
+        for layer, rows in inputs.values():
+            size = rows.shape[0]
+            starts = np.arange(0, size, count)[:, None]
+            places = np.minimum(starts + np.minimum(np.arange(n_rows), count - 1), size - 1)
+            with mx.stream(generation_stream):
+                chains = mx.split(rows[mx.array(places)], len(places))
+                outs = mx.concatenate([layer(each) for each in chains])[:, :count]
+            digest.update(_get_bits(outs.reshape(-1, outs.shape[-1])[:size]))
+        return digest.digest()
+
+    return read
+
+
+def _get_bits(array: mx.array) -> bytes:
+    return np.array(array.view(mx.uint8)).tobytes()
 
 
 def parse_row_classes(value: Any) -> tuple[RowCounts, ...]:
