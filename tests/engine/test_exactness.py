@@ -129,6 +129,37 @@ def test_cached_rows_are_compared() -> None:
     assert compare_row_counts(model) == ((1,), ALL[1:])
 
 
+class TwoSums(nn.Module):
+    """A projection in float32 of 16-bit rows, whose sums have two parts if there are several."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.weight = layer.weight
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if x.shape[1] > MAX_COMPARED_ROWS:
+            return x @ self.weight.T
+        middle = self.weight.shape[1] // 2
+        wide = self.weight.T.astype(mx.float32)
+        rows = []
+        for row in mx.split(x.astype(mx.float32), x.shape[1], axis=1):
+            if x.shape[1] == 1:
+                rows.append(row @ wide)
+            else:
+                rows.append(row[..., :middle] @ wide[:middle] + row[..., middle:] @ wide[middle:])
+        return mx.concatenate(rows, axis=1).astype(x.dtype)
+
+
+def test_sums_that_16_bits_hide_are_found() -> None:
+    """About one row in 400 shows them."""
+    model = small_llama(hidden=128, max_position_embeddings=4096)
+    model.set_dtype(mx.bfloat16)
+    assert compare_row_counts(model) == (ALL,)
+    attention = model.layers[1].self_attn
+    attention.k_proj = TwoSums(attention.k_proj)
+    assert compare_row_counts(model) == ((1,), ALL[1:])
+
+
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache directory."""
