@@ -90,7 +90,7 @@ def compare_row_counts(
     for state, length in product(states, lengths):
         reads.append(_read_text(model, state, max_kv_size, length))
     is_finite = [read(1, 1) != b"" for read in reads]
-    if not ranks.share(all(is_finite)):
+    if not all(ranks.gather(all(is_finite))):
         return ()
 
     has_bounds = kv_cache.list_unknown_types(target.cache, kv_cache.UNBOUNDED)
@@ -105,8 +105,9 @@ def compare_row_counts(
             alike = left
             for read in reads:
                 expected = read(1, least)
-                same = [n for n in alike if expected and read(n, n) == expected]
-                alike = ranks.share(same)
+                same = [n for n in alike if read(n, n) == expected != b""]
+                others = ranks.gather(same)  # each rank compares its own part of the model
+                alike = [n for n in same if all(n in other for other in others)]
             if least in alike:
                 classes.append(tuple(alike))
             left = [count for count in left[1:] if count not in alike]
@@ -129,34 +130,32 @@ def _read_text(
         target.finish(length, 0)
     snapshot = kv_cache.snapshot(cache)
 
+    @functools.cache
     def read(count: int, n_rows: int) -> bytes:
         kv_cache.restore(cache, snapshot)
         target = Target(model, cache, quantization, row_counts=(n_rows,))
         digest = hashlib.blake2b()
         for start in range(length, length + MAX_COMPARED_ROWS, count):
             tokens = prompt[start : start + count]
-            if tokens.shape[0] == 1:
-                logits = target.forward(tokens).logits
-            else:
-                logits = target.verify(chain(tokens[0], tokens[1:]), is_tree=False).logits
-                target.keep_path([*range(tokens.shape[0])], [])
+            with mx.stream(generation_stream):
+                if tokens.shape[0] == 1:
+                    logits = target.forward(tokens).logits
+                else:
+                    logits = target.verify(chain(tokens[0], tokens[1:]), is_tree=False).logits
+                    target.keep_path([*range(tokens.shape[0])], [])
             # Models may mask single tokens by minus infinity.
             sums = mx.logsumexp(logits.astype(mx.float32), axis=-1)
             if not mx.isfinite(sums).all().item():
                 return b""
             digest.update(_get_bits(logits))
 
-        target.finish(target.length, 0)
+        with mx.stream(generation_stream):
+            target.finish(target.length, 0)
         for rows in kv_cache.list_last_rows(cache, MAX_COMPARED_ROWS):
             digest.update(_get_bits(rows))
         return digest.digest()
 
-    @functools.cache
-    def read_on_stream(count: int, n_rows: int) -> bytes:
-        with mx.stream(generation_stream):
-            return read(count, n_rows)
-
-    return read_on_stream
+    return read
 
 
 def _read_layers(model: nn.Module) -> Read:
