@@ -47,6 +47,7 @@ SKIPPED = {
     "--from-base Qwen": "needs the hub",
     "docker run": "needs Docker",
     "examples.demo.recipe": "downloads packages, and trains for hours",
+    "examples.smollm2.compare_losses": "needs torch, and trains for half an hour",
     "smollm2-data": "needs SmolLM2-135M-Instruct, and trains for an hour",
     "question.jsonl": "needs Spec-Bench's questions",
     "instructions.jsonl": "needs the prompts of the packaged drafter",

@@ -1,4 +1,4 @@
-"""The examples: the demo's recipe on tiny models, and the sessions."""
+"""The examples: the demo's recipe on tiny models, the losses in torch, and the sessions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from examples import side_by_side, terminal_ui, timer
@@ -19,9 +21,12 @@ from examples.demo import corpus, drafter, edits, report
 from helpers.small import small_llama
 from mlx_redrafter import Session, load_demo, load_drafter
 from mlx_redrafter.demo.sources import split_files
-from mlx_redrafter.drafters.recurrent import DrafterArgs
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.training.data import Example
+from mlx_redrafter.training.hidden_states import make_state_dtype
+from mlx_redrafter.training.loss import TrainingTargets, draft_loss
 from mlx_redrafter.training.settings import TrainingArgs
+from mlx_redrafter.training.targets import make_targets
 
 VOCAB = 32
 PROMPT = "class Stack:\n"
@@ -205,6 +210,89 @@ def test_a_torch_llama_matches_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monkey
         expected = own(torch.from_numpy(ids)).numpy()
     found = np.array(load_model(tmp_path)[0](mx.array(ids)))
     assert np.abs(found - expected).max() < 1e-4 < np.abs(expected).max()
+
+
+@pytest.mark.torch
+def test_the_torch_loss_equals_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from examples.smollm2 import stored_states, torch_drafter, torch_loss
+
+    monkeypatch.setattr(torch_loss, "CHUNK", 7)
+    rng = np.random.default_rng(0)
+    dims = 16
+    embedding = nn.Embedding(VOCAB, dims)
+    vectors = torch.from_numpy(np.array(embedding.weight))
+    draft_ids = torch.arange(4, 28, 2)
+    index = stored_states.make_index(draft_ids, VOCAB)
+    weights, axes = torch_drafter.initialize_weights(vectors, draft_ids, 8, 2, seed=0)
+    args = DrafterArgs(dims, VOCAB, exit_dim=8, num_draft_layers=2, draft_vocab_size=12)
+    drafter = Drafter(args)
+    arrays = {name: mx.array(weight.numpy()) for name, weight in weights.items()}
+    drafter.load_weights([*arrays.items(), ("draft_ids", mx.array(draft_ids.int().numpy()))])
+
+    examples = []
+    stored = []
+    for size, offset in ((20, 6), (13, 3)):
+        tokens = rng.integers(VOCAB, size=size).astype(np.int32)
+        states = np.zeros(size - 1, make_state_dtype(dims))
+        labels = states["ids"].shape[1]
+        states["hidden"] = rng.normal(size=(size - 1, dims))
+        states["ids"] = np.argsort(rng.random((size - 1, VOCAB)))[:, :labels]
+        states["probs"] = rng.dirichlet(np.ones(labels) / 4, size - 1)
+        example = Example(tokens, offset, states)
+        examples.append(example)
+        padded = np.append(states, states[-1:])
+        ids = index.numpy()[padded["ids"].astype(np.int64)].astype(np.int16)
+        lead = example.first_learned
+        stored.append(
+            stored_states.StoredExample(tokens, padded["hidden"], ids, padded["probs"], lead, 0.0)
+        )
+
+    targets = make_targets(embedding, examples, mx.array(draft_ids.int().numpy()))
+
+    def compute(*parts: mx.array) -> mx.array:
+        known = mx.array(axes.numpy())
+        return draft_loss(drafter, TrainingTargets(*parts), torch_loss.DEPTH, axes=known).loss
+
+    expected, grads = nn.value_and_grad(drafter, compute)(*targets)
+    for weight in weights.values():
+        weight.requires_grad_()
+    batch = stored_states.join_examples(stored, index)
+    own = torch_drafter.TorchDrafter(weights, vectors)
+    shares = [1.0] * torch_loss.DEPTH
+    found, _ = torch_loss.draft_loss(own, axes, batch, shares)
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, grad in tree_flatten(grads):
+        assert np.abs(weights[name].grad.numpy() - np.array(grad)).max() < 1e-4, name
+    other, _ = torch_loss.draft_loss(own, axes, batch, [0.5] * torch_loss.DEPTH)
+    assert other.item() != pytest.approx(expected.item(), rel=1e-2), "negative control"
+
+
+@pytest.mark.torch
+def test_the_lk_loss_has_the_gradient_of_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from examples.smollm2 import torch_loss
+
+    monkeypatch.setattr(torch_loss, "CHUNK", 4)
+    torch.manual_seed(0)
+    y = torch.randn(10, 6, requires_grad=True)
+    head = torch.randn(40, 6, requires_grad=True)
+    weights = torch.rand(10)
+    ids = torch.stack([torch.randperm(40)[:8] for _ in range(10)])
+    probs = torch.rand(10, 8)
+    probs = 0.9 * probs / probs.sum(-1, keepdim=True)
+    share = 0.3
+    next_ids = torch.randint(-1, 40, (10,))
+    found = torch_loss.HeadLoss.apply(y, head, weights, ids, probs, next_ids, share)
+    p = torch.zeros(10, 40).scatter_add(1, ids, probs)
+    overlap = torch.minimum(p, (y @ head.T).softmax(-1)).sum(-1)
+    entropy = -(p * (y @ head.T).log_softmax(-1)).sum(-1)
+    expected = (weights * (share * entropy + (1 - share) * (1 - overlap))).sum()
+    torch.testing.assert_close(found[:3], (expected, entropy, overlap))
+    assert found[3].tolist() == ((y @ head.T).argmax(-1) == next_ids).tolist()
+    wanted = torch.autograd.grad(expected, (y, head))
+    torch.testing.assert_close(torch.autograd.grad(found[0], (y, head)), wanted)
 
 
 def words(text: str) -> str:
