@@ -114,7 +114,7 @@ def test_exact_turns_keep_their_row_counts(monkeypatch: pytest.MonkeyPatch) -> N
     """They are those of `plan="off"` with the same drafter, before and after it has failed."""
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **how: classes)
-    monkeypatch.setattr(Pair, "measure_costs", lambda *args, **how: None)
+    monkeypatch.setattr(Pair, "measure_costs", lambda *args, **how: make_costs())
     monkeypatch.setattr(setup, "choose_fastest_class", lambda *args: classes[1])
     errors: list[Exception] = []
     session = Session(

@@ -20,6 +20,7 @@ from exact import DTYPES, compare_rows, make_long_family
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
+from helpers.cost_curves import make_costs
 from helpers.small import small_drafter, small_llama
 from helpers.toys import ScriptedContext, ids, make_model, make_prompt, run
 from mlx_redrafter import setup
@@ -408,13 +409,14 @@ def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.Monkey
 def test_a_failure_while_planning_keeps_the_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: classes)
-    monkeypatch.setattr(Pair, "measure_costs", lambda *args, **options: None)
+    monkeypatch.setattr(Pair, "measure_costs", lambda *args, **options: make_costs())
     monkeypatch.setattr(setup, "choose_fastest_class", lambda *args: classes[1])
     pair = Pair(small_llama(), small_drafter(seed=9))
     failures = list[Exception]()
     options = Options(exact=True, on_drafter_failure=failures.append)
     assert choose_row_counts(pair, options) == classes[1]
-    choice = choose_setup(pair, options, pair.open_source())  # costs of None cannot be restricted
+    monkeypatch.delattr(Pair, "measure_costs")
+    choice = choose_setup(pair, options, pair.open_source())
     assert choice.row_counts == classes[1] and len(failures) == 1
     assert all(source.drafter is None for source in choice.sources)
 
