@@ -52,7 +52,7 @@ class Findings:
         """What an earlier call with the same key made, otherwise the result of `make`.
 
         Args:
-            again: make it anew.
+            again: make it even so.
         """
         if again or key not in self._found:
             with _lock:
@@ -63,7 +63,7 @@ class Findings:
         return found
 
     def forget(self, key: Any) -> None:
-        """Makes the next `get_or_make` make it anew."""
+        """Makes the next `get_or_make` make it again."""
         self._found.pop(key, None)
 
 
