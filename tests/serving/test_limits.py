@@ -340,6 +340,18 @@ def test_a_compressed_body_is_bounded(scripted: Scripted, monkeypatch: pytest.Mo
         assert reply.error == said
 
 
+def test_any_body_is_bounded(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 1 << 20
+    monkeypatch.setattr(app, "MAX_BODY_BYTES", limit)
+    fits = b'{"prompt": "x"}'.ljust(limit)
+    assert ask(scripted[0], TEXT, fits).status == 200
+    for data in (fits + b" ", fits * 30):  # more than any socket buffers
+        reply = ask(scripted[0], TEXT, data)
+        assert reply.status == 413
+        assert reply.error == f"the body has more than {limit} bytes"
+    assert len(scripted[1].requests) == 1
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_proxies_do_not_hold_streams_back(scripted: Scripted, path: str) -> None:
     reply = ask(scripted[0], path, BODIES[path] | {"stream": True})

@@ -66,7 +66,7 @@ BODY_SECONDS = 60.0
 """How long to wait for the next part of a request's body."""
 
 MAX_BODY_BYTES = 1 << 26
-"""Bytes of a decompressed body: a few compressed ones could otherwise fill the memory."""
+"""Bytes of a body, decompressed: a few could otherwise fill the memory."""
 
 PROGRESS_SECONDS = 3.0
 """Interval of keep-alives in a silent stream. Clients and proxies abort silent streams: some after
@@ -186,8 +186,12 @@ async def answer_request(
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request; ends the connection of a client that stops sending it."""
+    """The body of a request; ends the connection of a client that stops sending it.
+
+    What is beyond `MAX_BODY_BYTES` is read, so that the client sees the reply, but not kept.
+    """
     body = bytearray()
+    size = 0
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("identity", "gzip", "x-gzip", "deflate"):
         message = f"the Content-Encoding must be gzip, deflate or identity, got {coding:.50}"
@@ -195,10 +199,15 @@ async def read_body(request: Request) -> bytes:
     stream = request.stream()
     try:
         while part := await asyncio.wait_for(anext(stream), BODY_SECONDS):
-            body += part
+            size += len(part)
+            if size <= MAX_BODY_BYTES:
+                body += part
     except TimeoutError:
-        message = f"expected the whole body, got {len(body)} bytes"
+        message = f"expected the whole body, got {size} bytes"
         raise ApiError(message, 408, headers={"Connection": "close"}) from None
+
+    if size > MAX_BODY_BYTES:
+        raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
     return bytes(body) if coding == "identity" else decompress(bytes(body), coding)
 
 
