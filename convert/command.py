@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from mlx_redrafter.checkpoints import DTYPES
+from mlx_redrafter.checkpoints import DTYPE_NAMES
 from mlx_redrafter.drafters.checkpoint import MODES
 from mlx_redrafter.engine.model_parts import AFTER_NORM, BEFORE_NORM
 from mlx_redrafter.errors import Parser
@@ -46,7 +46,7 @@ def make_parser() -> Parser:
     for part, means in parts.items():
         about = f"bits for the {means} (default: --q-bits); 0 for none"
         add(f"--{part}-bits", type=int, metavar="BITS", help=about)
-    add("--dtype", choices=DTYPES, help="dtype of unquantized weights; as stored if not given")
+    add("--dtype", choices=DTYPE_NAMES, help="dtype of unquantized weights; as stored if not given")
     add("-d", "--dequantize", action="store_true", help="dequantize a quantized drafter")
     add(
         "--base-model",

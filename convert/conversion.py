@@ -17,7 +17,7 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import (
-    DTYPES,
+    DTYPE_NAMES,
     format_dtype,
     load,
     load_drafter,
@@ -161,7 +161,7 @@ def convert(
 
     # The scales of mxfp4 do not tell the dtype.
     stored = source.config.get("dtype") if is_quantized else None
-    dtype = dtype or (stored if stored in DTYPES else format_dtype(drafter.dtype))
+    dtype = dtype or (stored if stored in DTYPE_NAMES else format_dtype(drafter.dtype))
     if dequantize or not is_quantized:  # the layer of a quantized model stays quantized
         drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:

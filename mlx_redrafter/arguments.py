@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from . import ranks
 from .checkpoints import (
-    DTYPES,
+    DTYPE_NAMES,
     cast,
     get_dtype,
     is_quantized,
@@ -53,7 +53,7 @@ def make_parser(command: str, about: str, without_drafter: str) -> Parser:
         help="trust remote code for the tokenizer and the model",
     )
     how = "cast weights to this dtype, but only scales and biases of quantized layers"
-    add("--dtype", dest="model_dtype", choices=DTYPES, help=f"{how} (default: as stored)")
+    add("--dtype", dest="model_dtype", choices=DTYPE_NAMES, help=f"{how} (default: as stored)")
     add(
         "--quantize-activations",
         "-qa",

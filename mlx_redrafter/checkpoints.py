@@ -39,7 +39,7 @@ from .engine.patches import MODEL_LOCK
 from .errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
 from .machine.blas import choose_threads, warn_of_slow_blas
 
-DTYPES = ("float16", "bfloat16", "float32")
+DTYPE_NAMES = ("float16", "bfloat16", "float32")
 """The dtypes of weights and computation."""
 
 DIVIDED = (
@@ -294,7 +294,7 @@ def cast(model: nn.Module, dtype: str) -> None:
     """Casts a model's floating-point weights as `mlx_lm.convert` does, and evaluates them.
 
     Args:
-        dtype: a name in `DTYPES`.
+        dtype: a name in `DTYPE_NAMES`.
     """
     may_cast: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)
     kept: list[tuple[str, mx.array]] = []

@@ -35,7 +35,7 @@ PATH_FLAGS = ("model", "drafter", "draft_model", "adapter_path")
 RANK_0_FLAGS = ("prompt", "api_key", "host", "port")
 """Flags that only rank 0 uses."""
 
-GRACE_SECONDS = 10.0
+SECONDS_TO_EXIT = 10.0
 """Seconds that a rank has to end with its own error after another one has ended."""
 
 
@@ -115,7 +115,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def watch_connections() -> None:
-    """Ends this process `GRACE_SECONDS` after a connected rank has ended.
+    """Ends this process `SECONDS_TO_EXIT` after a connected rank has ended.
 
     Call it before other connections are opened. Without it MLX's ring waits forever if a forward
     has messages to send after the one that was lost.
@@ -131,7 +131,7 @@ def watch_connections() -> None:
     def watch() -> None:
         while not any(map(_is_closed, connections)):
             time.sleep(0.5)
-        time.sleep(GRACE_SECONDS)
+        time.sleep(SECONDS_TO_EXIT)
         exit_with_error("another rank has ended")
 
     if connections:

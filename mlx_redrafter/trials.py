@@ -21,7 +21,7 @@ TRIAL_PROMPTS = (
 )
 """The prompts on which `doctor` and `convert` try a drafter."""
 
-NOISE = 0.03
+SPEEDUP_ERROR = 0.03
 """The relative error of a speedup on an idle machine."""
 
 
@@ -30,7 +30,7 @@ def check_speedup(measured: float, tokens_per_round: float) -> float | None:
 
     None if more was measured, apart from noise: other work slowed plain decoding down.
     """
-    if measured > (1 + NOISE) * tokens_per_round:
+    if measured > (1 + SPEEDUP_ERROR) * tokens_per_round:
         return None
     return min(measured, tokens_per_round)
 

@@ -33,7 +33,7 @@ def steady_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keeps measurements in a temporary folder, and keeps them short."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "SECONDS", 0.3)
+        patch.setattr(measure, "MEASURING_SECONDS", 0.3)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield
 

@@ -44,7 +44,7 @@ WRAPPERS = re.compile(
 DRAFTERS = re.compile(r"(?:drafter|speculator|medusa_head)\.")
 """If some names have one of these prefixes, all others belong to a base model in the same files."""
 
-CHUNK = 1 << 21
+CHECKED_AT_ONCE = 1 << 21
 """How many numbers of a tensor are checked at a time."""
 
 
@@ -234,7 +234,7 @@ def get_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
     """The name of an array that holds NaN or infinity; None if all numbers are finite."""
     for name, array in arrays.items():
         # In parts, as checking a whole head at once needs half of its memory in addition.
-        size = max(1, CHUNK // max(1, math.prod(array.shape[1:])))
+        size = max(1, CHECKED_AT_ONCE // max(1, math.prod(array.shape[1:])))
         for start in range(0, len(array), size):
             if not mx.isfinite(array[start : start + size]).all().item():
                 return name

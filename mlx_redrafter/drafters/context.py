@@ -31,10 +31,10 @@ from ..engine.types import Tree
 MAX_TOKENS = 1 << 17
 """The most tokens of an index, about 0.3 KB each; if there are more, the older half is dropped."""
 
-SIZES = (4, 2, 1)
+NGRAM_SIZES = (4, 2, 1)
 """Lengths of the n-grams that are looked up, the longest first."""
 
-BITS = 24
+TOKEN_BITS = 24
 """Bits of a token id in the key of an n-gram."""
 
 MAX_MATCH = 32
@@ -46,15 +46,17 @@ MAX_PROPOSAL = 15
 MAX_PROPOSAL_RATIO = 2
 """A proposal is at most this many times as long as its match."""
 
-BUCKETS = (2, 3, 4, 6, 9, 16)
+MATCH_BOUNDS = (2, 3, 4, 6, 9, 16)
 """Bounds of match lengths: each bucket (below 2, below 3, ..., 16 or more) has its own rate."""
 
 PRIOR_RATES = (0.25, 0.4, 0.5, 0.65, 0.75, 0.85, 0.95)
 """Prior acceptance rate of each bucket."""
 
 PRIOR_WEIGHT = 4.0
-DECAY = 0.97
-"""The weight of a prior, in observations; the decay of a bucket's counts per observation."""
+"""The weight of a prior rate, in observations."""
+
+RATE_DECAY = 0.97
+"""The decay of a bucket's counts per observation."""
 
 
 class Matches:
@@ -76,7 +78,7 @@ class Matches:
 
     def _clear(self) -> None:
         self.tokens: list[int] = []
-        self._latest: list[dict[int, int]] = [{} for _ in SIZES]
+        self._latest: list[dict[int, int]] = [{} for _ in NGRAM_SIZES]
         self.key = 0  # of the last tokens
         self.end = -1
         self.match = 0
@@ -92,9 +94,9 @@ class Matches:
             return
         longer, shorter, single = self._latest
         key = self.key
-        mask_longer, mask_shorter, _ = ((1 << BITS * size) - 1 for size in SIZES)
+        mask_longer, mask_shorter, _ = ((1 << TOKEN_BITS * size) - 1 for size in NGRAM_SIZES)
         for end, token in enumerate(tokens[:-1], len(self.tokens)):
-            key = (key << BITS | token) & mask_longer
+            key = (key << TOKEN_BITS | token) & mask_longer
             longer[key] = shorter[key & mask_shorter] = single[token] = end
         self.tokens += tokens[:-1]
         self.key = key
@@ -114,9 +116,9 @@ class Matches:
         else:
             self.match = 0
         self.tokens.append(token)
-        self.key = (self.key << BITS | token) & (1 << BITS * SIZES[0]) - 1
-        for size, latest in zip(SIZES, self._latest, strict=True):
-            key = self.key & (1 << BITS * size) - 1
+        self.key = (self.key << TOKEN_BITS | token) & (1 << TOKEN_BITS * NGRAM_SIZES[0]) - 1
+        for size, latest in zip(NGRAM_SIZES, self._latest, strict=True):
+            key = self.key & (1 << TOKEN_BITS * size) - 1
             found = latest.get(key, -1)
             if is_noted:
                 latest[key] = end
@@ -152,13 +154,13 @@ class Matches:
         Call it before the match is extended.
         """
         if self.match:
-            bucket = bisect_right(BUCKETS, self.match)
-            self._counts[bucket] = DECAY * self._counts[bucket] + 1
-            self._hits[bucket] = DECAY * self._hits[bucket] + (self.next_token == token)
+            bucket = bisect_right(MATCH_BOUNDS, self.match)
+            self._counts[bucket] = RATE_DECAY * self._counts[bucket] + 1
+            self._hits[bucket] = RATE_DECAY * self._hits[bucket] + (self.next_token == token)
 
     def rate(self, match: int) -> float:
         """How often the token after a match of this length is right."""
-        bucket = bisect_right(BUCKETS, match)
+        bucket = bisect_right(MATCH_BOUNDS, match)
         hits = self._hits[bucket] + PRIOR_WEIGHT * PRIOR_RATES[bucket]
         return hits / (self._counts[bucket] + PRIOR_WEIGHT)
 

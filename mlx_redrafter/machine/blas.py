@@ -24,7 +24,7 @@ from ..errors import warn
 
 PACKAGE = "scipy-openblas32"
 LIBRARY = "scipy_openblas32/lib/libscipy_openblas.so"
-PREFIX = "scipy_"
+FUNCTION_PREFIX = "scipy_"
 """Of its function names."""
 
 MLX_PACKAGE = "mlx-cpu"
@@ -109,7 +109,7 @@ def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     names = set[str]()
     for name, offset in list_pointers(file):
-        function = getattr(library, PREFIX + name, None)
+        function = getattr(library, FUNCTION_PREFIX + name, None)
         if function is None:
             continue
         address = base + offset
@@ -226,9 +226,9 @@ def _read_idle_ticks(cores: set[int], file: Path) -> int:
 
 def _set_threads(library: ctypes.CDLL, count: int) -> None:
     if not any(os.environ.get(name) for name in THREAD_VARIABLES):
-        library[f"{PREFIX}openblas_set_num_threads"](count)
+        library[f"{FUNCTION_PREFIX}openblas_set_num_threads"](count)
 
 
 def count_threads() -> int | None:
     """The number of OpenBLAS's threads; None if it is not used."""
-    return None if _loaded is None else int(_loaded[f"{PREFIX}openblas_get_num_threads"]())
+    return None if _loaded is None else int(_loaded[f"{FUNCTION_PREFIX}openblas_get_num_threads"]())

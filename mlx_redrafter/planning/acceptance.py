@@ -22,16 +22,26 @@ NO_DRAFT: Cumulative = (1.0,)
 UNKNOWN_ACCEPTANCE: AcceptanceTable = ((0.6, 0.1, 0.05, 0.03),)
 """The assumed table of a drafter whose config has none."""
 
-MAX_RATE = 0.98  # upper limit of an expected rate
-STEPS = 20  # corrections are rounded to 1 / STEPS, so that small changes leave the table unchanged
+MAX_RATE = 0.98
+"""Upper limit of an expected rate."""
 
-# of a text's acceptance scale: decay per round, and weight of the prior in hits
-DECAY = 0.96
+SCALE_STEPS = 20
+"""Corrections are rounded to 1 / `SCALE_STEPS`, so that small changes leave the table unchanged."""
+
+SCALE_DECAY = 0.96
+"""Decay of a text's hits per round."""
+
 PRIOR_HITS = 2.5
-# the same at each depth for the hits of all texts
-SLOW_DECAY = 0.998
+"""Weight of the table in a text's acceptance scale, in hits."""
+
+COUNT_DECAY = 0.998
+"""Decay of the hits of all texts, per round that reached their depth."""
+
 PRIOR_COUNT = 8.0
-CONTEXT_WON_WEIGHT = 0.5  # weight of a miss when the context was accepted further
+"""Weight of the table in the hits of all texts, at each depth."""
+
+CONTEXT_WON_WEIGHT = 0.5
+"""Weight of a miss when the context was accepted further."""
 
 
 def get_acceptance(drafter: Drafter) -> AcceptanceTable:
@@ -107,7 +117,7 @@ class HitCounts:
         self.n_new = 0
 
     def correct(self, table: AcceptanceTable) -> AcceptanceTable:
-        """The table times hits over expected hits, in steps of 1 / `STEPS`.
+        """The table times hits over expected hits, in steps of 1 / `SCALE_STEPS`.
 
         Depths without counts are corrected as the last one with counts.
         """
@@ -119,7 +129,7 @@ class HitCounts:
         corrected = []
         for depth in range(max(len(table), len(scales))):
             rates = table[min(depth, len(table) - 1)]
-            scale = round(STEPS * scales[min(depth, len(scales) - 1)]) / STEPS
+            scale = round(SCALE_STEPS * scales[min(depth, len(scales) - 1)]) / SCALE_STEPS
             corrected.append(scale_rates(rates, scale))
         return tuple(corrected)
 
@@ -132,8 +142,8 @@ class HitCounts:
         counts = [*self.by_depth, *[(0.0, 0.0)] * (len(rates) - len(self.by_depth))]
         for depth, rate in enumerate(rates[: n_accepted + 1]):
             hits, expected = counts[depth]
-            hits = SLOW_DECAY * hits + (depth < n_accepted)
-            counts[depth] = (hits, SLOW_DECAY * expected + rate)
+            hits = COUNT_DECAY * hits + (depth < n_accepted)
+            counts[depth] = (hits, COUNT_DECAY * expected + rate)
         self.by_depth = tuple(counts)
         self.n_new += 1
 
@@ -172,8 +182,8 @@ class AcceptanceEstimate:
                 then unknown.
         """
         rates = self._rates[plan]
-        self._hits *= DECAY
-        self._expected *= DECAY
+        self._hits *= SCALE_DECAY
+        self._expected *= SCALE_DECAY
         if context_won:
             self._expected += CONTEXT_WON_WEIGHT * rates[0]
         else:

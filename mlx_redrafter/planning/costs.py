@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 
 from ..engine.plan import Plan, chain_plan
 
-MEASURED_NODES = 16  # the largest measured forward
-# plain steps per extra row and per round, if not measured
+MEASURED_NODES = 16
+"""Nodes of the largest measured forward."""
+
 ASSUMED_ROW = 0.15
+"""The assumed cost of a further row, in plain steps."""
+
 ASSUMED_OVERHEAD = 0.1
+"""The assumed cost of a round besides its rows, in plain steps."""
 
 
 class CostTable(NamedTuple):

@@ -35,24 +35,37 @@ from .costs import MEASURED_NODES, CostTable, compute_lower_quartile
 
 _log = logging.getLogger(__name__)
 
-CONTEXTS = (64, 1024)  # measured context lengths
-WIDTHS = (1, 2, 4)  # measured beam widths
-# measuring stops after SECONDS or MAX_TURNS, but finishes one pass
-SECONDS = 4.0
-MAX_TURNS = 20
-STEPS_PER_CALL = 4  # plain steps, rounds or draft levels in one timed call
-ROUND_DEPTH = 2  # draft levels of a timed round
-# if a plain step takes this many seconds, parts are run once, at the first context length
+CONTEXTS = (64, 1024)
+"""Measured context lengths."""
+
+WIDTHS = (1, 2, 4)
+"""Measured beam widths."""
+
+MEASURING_SECONDS = 4.0
+"""Measuring stops after this time, but finishes one pass."""
+
+MAX_PASSES = 20
+"""The most passes over all parts."""
+
+STEPS_PER_CALL = 4
+"""Plain steps, rounds or draft levels in one timed call."""
+
+ROUND_DEPTH = 2
+"""Draft levels of a timed round."""
+
 SLOW_STEP = 0.1
-SLOW_STEPS = 36  # the most plain steps this takes, even if a forward of N nodes costs N of them
+"""If a plain step takes this many seconds, parts are run once, at the first context length."""
+
+SLOW_STEPS = 36
+"""The most plain steps this takes, even if a forward of N nodes costs N of them."""
 
 
 def time_calls(
     calls: Mapping[Any, Callable[[], object]],
     seconds: float,
     *,
-    min_turns: int = 1,
-    max_turns: int | None = None,
+    min_passes: int = 1,
+    max_passes: int | None = None,
     before: Callable[[Any], object] = lambda key: None,
 ) -> dict[Any, list[float]]:
     """Milliseconds of every call. Calls alternate, so that a slow moment affects all of them.
@@ -60,19 +73,19 @@ def time_calls(
     Args:
         calls: each returns after its work is evaluated; run each once before, to compile kernels.
         seconds: no pass over the calls starts later.
-        min_turns, max_turns: the minimum and maximum number of passes, regardless of `seconds`.
+        min_passes, max_passes: the minimum and maximum number of passes, regardless of `seconds`.
         before: called before each call with its key, not timed.
     """
     times: dict[Any, list[float]] = {key: [] for key in calls}
     end = time.perf_counter() + seconds
-    turn = 0
-    while turn < min_turns or (turn != max_turns and compute_seconds_left(end) > 0):
+    n_passes = 0
+    while n_passes < min_passes or (n_passes != max_passes and compute_seconds_left(end) > 0):
         for key, call in calls.items():
             before(key)
             started = time.perf_counter()
             call()
             times[key].append(1e3 * (time.perf_counter() - started))
-        turn += 1
+        n_passes += 1
     return times
 
 
@@ -86,7 +99,7 @@ def time_step(model: nn.Module, seconds: float = 0.0) -> float:
     target = Target(model)
     chooser = TokenChooser(make_sampler(seed=0))
     calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
-    milliseconds = time_calls(calls, seconds, min_turns=2, max_turns=MAX_TURNS)[1]
+    milliseconds = time_calls(calls, seconds, min_passes=2, max_passes=MAX_PASSES)[1]
     return compute_lower_quartile(milliseconds[1:]) / 1e3
 
 
@@ -217,8 +230,8 @@ def time_parts(
     times = time_calls(
         calls,
         compute_seconds_left(end),
-        min_turns=0 if is_slow else 1,
-        max_turns=MAX_TURNS,
+        min_passes=0 if is_slow else 1,
+        max_passes=MAX_PASSES,
         before=prepare,
     )
 
@@ -241,7 +254,7 @@ def time_parts(
 
 
 def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
-    """Measures a model and its drafter in about `SECONDS`.
+    """Measures a model and its drafter in about `MEASURING_SECONDS`.
 
     Slow ones take about `SLOW_STEPS`, with fewer nodes.
 
@@ -253,7 +266,7 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
     is_slow = step_seconds >= SLOW_STEP
     duration = "a few seconds, up to a minute on a busy machine"
     if is_slow:
-        duration = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds"
+        duration = f"up to {math.ceil(max(MEASURING_SECONDS, SLOW_STEPS * step_seconds))} seconds"
     _log.info("measuring this machine for these models: %s", duration)
 
     contexts: tuple[int, ...] = CONTEXTS[:1] if is_slow else CONTEXTS
@@ -269,7 +282,7 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
                 drafter,
                 context,
                 widths if context == contexts[0] else (),
-                SECONDS / len(contexts),
+                MEASURING_SECONDS / len(contexts),
                 is_slow=is_slow,
             )
             for context in contexts

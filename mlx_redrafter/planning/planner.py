@@ -31,23 +31,44 @@ from .costs import CostTable, assume_costs, compute_lower_quartile
 if TYPE_CHECKING:
     from ..engine.source import Forecast
 
-# acceptance scales for which candidate plans are computed
-SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)
-HYSTERESIS = 0.02  # a plan must be this much faster to replace the current one or plain decoding
-# a source may lose this share of the plain decoding time of at least MIN_TOKENS
+CANDIDATE_SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)
+"""Acceptance scales for which candidate plans are computed."""
+
+HYSTERESIS = 0.02
+"""A plan must be this much faster to replace the current one or plain decoding."""
+
 MAX_LOSS = 0.01
+"""The share of a text's plain decoding time that a source may lose."""
+
 MIN_TOKENS = 512
-WARM_UP = 4  # plain steps at the start of the first text, as a baseline for rounds
-# Plain steps before a probe round while no plan is faster; doubled by each rejected one, to 256.
-PROBE_EVERY = 16
-CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # lengths to which a proposal may be cut
-# of `SlowdownEstimate`: upper limit; number of recent rounds and of recent plain steps used
+"""A text counts as at least this many tokens in the budget."""
+
+WARM_UP = 4
+"""Plain steps at the start of the first text, as a baseline for rounds."""
+
+FIRST_PAUSE = 16
+"""Plain steps before a probe round while no plan is faster; doubled by each rejected probe."""
+
+MAX_PAUSE = 256
+"""The most plain steps before a probe round."""
+
+PROPOSAL_LENGTHS = (1, 2, 3, 4, 6, 8, 11)
+"""Lengths to which the context's proposal may be cut."""
+
 MAX_SLOWDOWN = 4.0
-WINDOW = 16
-# costs are doubted if rounds or plain steps, at least so many, stay off them by this factor
+"""Upper limit of the slowdown."""
+
+MIN_ASSUMED_SLOWDOWN = 0.3
+"""Lower limit of the slowdown if costs are assumed."""
+
+MAX_RECENT = 16
+"""How many of the last rounds, and of the last plain steps, a slowdown is estimated from."""
+
 MIN_DOUBTED = 8
+"""The fewest rounds or plain steps by which costs are doubted."""
+
 MAX_DEVIATION = 1.4
-MIN_ASSUMED_SLOWDOWN = 0.3  # lower limit of the slowdown if costs are assumed
+"""The factor by which these must differ from the costs."""
 
 
 class Prediction(NamedTuple):
@@ -138,7 +159,7 @@ def list_candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan
     There are few, so graphs and kernels are reused.
     """
     best = set[Plan]()
-    for scale in SCALES:
+    for scale in CANDIDATE_SCALES:
         by_plan = compute_cumulative_by_plan(costs, table, scale)
         for length in (*costs.contexts, 2 * costs.contexts[-1]):
             predictions = [
@@ -192,8 +213,8 @@ class SlowdownEstimate:
 
     def __init__(self, least: float, earlier: SlowdownEstimate | None = None) -> None:
         self._least = least
-        self._rounds: deque[float] = deque(earlier._rounds if earlier else (), WINDOW)
-        self._steps: deque[float] = deque(earlier._steps if earlier else (), WINDOW)
+        self._rounds: deque[float] = deque(earlier._rounds if earlier else (), MAX_RECENT)
+        self._steps: deque[float] = deque(earlier._steps if earlier else (), MAX_RECENT)
         self.value: float = earlier.value if earlier else 1.0
 
     def observe(self, ratio: float, *, is_round: bool) -> None:
@@ -275,7 +296,7 @@ class AutoPlanner(Planner):
         self._steps: dict[tuple[Plan, int], float] = {}
         self._pending: Plan | None = None
         self._pause = WARM_UP if earlier.slowdown is None else 0
-        self._next_pause = PROBE_EVERY
+        self._next_pause = FIRST_PAUSE
         self._n_tokens = 0
         self._saved = {True: 0.0, False: 0.0}  # plain steps, by whether the drafter took part
         self._drafter_was_last = False
@@ -346,7 +367,7 @@ class AutoPlanner(Planner):
                 self._acceptance.observe(own, n_tokens - 1, context_won=context_won)
                 if n_tokens > 1 and not context_won:  # an accepted draft ends the pause
                     self._pause = 0
-                    self._next_pause = PROBE_EVERY
+                    self._next_pause = FIRST_PAUSE
         else:
             predicted = costs.step_ms(length, replayed)
             if plan is not None:  # the draft was not verified
@@ -391,7 +412,7 @@ class AutoPlanner(Planner):
         if chosen is None or is_probe:
             self._pause = self._next_pause
         if is_probe:
-            self._next_pause = min(2 * self._next_pause, 16 * PROBE_EVERY)
+            self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
         return chosen
 
     def _is_context_faster(
@@ -422,7 +443,7 @@ class AutoPlanner(Planner):
         longest = len(copied)
         if self.max_rows is not None:
             longest = min(longest, self.max_rows - 1)
-        lengths = [count for count in CONTEXT_LENGTHS if count < longest]
+        lengths = [count for count in PROPOSAL_LENGTHS if count < longest]
         predictions = [
             self._predict(plan._replace(context=count), length, copied)
             for count in (*lengths, longest)

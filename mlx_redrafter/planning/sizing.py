@@ -36,9 +36,11 @@ MAX_SMALL_VOCABULARY = 16384
 Larger ones omit only tokens that are rare in any text.
 """
 
-# maximum runs of a draft step, and the time limit for these and for plain steps
-REPEATS = 7
-SECONDS = 1.0
+MAX_DRAFTS = 7
+"""The most timed drafts of a size."""
+
+TIMING_SECONDS = 1.0
+"""The time limit for these, and for plain steps."""
 
 
 class SizeChoice(NamedTuple):
@@ -100,7 +102,7 @@ def choose_size(
         kind: of the drafter to train.
         depth: how many tokens it drafts.
     """
-    plain_ms = 1e3 * time_step(model, SECONDS)
+    plain_ms = 1e3 * time_step(model, TIMING_SECONDS)
     plain = f"of a plain step ({plain_ms:.2f} ms)"
     candidates = list_candidates(*get_model_sizes(model), kind, depth)
     max_bytes = 1.5 * MAX_DRAFT_COST * count_bytes(model)
@@ -129,5 +131,5 @@ def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps:
     mx.eval(drafter.parameters(), source.state)
     calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, in_level_order=False))}
     calls["draft"]()
-    milliseconds = time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]
+    milliseconds = time_calls(calls, TIMING_SECONDS, max_passes=MAX_DRAFTS)["draft"]
     return compute_lower_quartile(milliseconds) / steps

@@ -134,7 +134,7 @@ def measure_making(model: nn.Module, length: int, *, is_given: bool) -> float:
         mx.eval(model(mx.zeros((MAX_BATCH_SIZE, 1), mx.int32)))
 
     count = TOKENS_AT_ONCE if is_given else MAX_BATCH_SIZE
-    milliseconds = time_calls({count: read if is_given else write}, 0.0, min_turns=2)[count][-1]
+    milliseconds = time_calls({count: read if is_given else write}, 0.0, min_passes=2)[count][-1]
     return milliseconds / 1e3 / count * length
 
 

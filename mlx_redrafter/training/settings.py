@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..checkpoints import DTYPES
+from ..checkpoints import DTYPE_NAMES
 from ..drafters import DEFAULT, TRAINABLE
 from ..drafters.trainable import TrainableArgs
 from ..errors import RedrafterError
@@ -53,7 +53,7 @@ class TrainingArgs:
     )
     draft_depth: int = setting(5, "K, the number of guesses to train from each position", 1)
     dtype: str | None = setting(
-        None, "dtype of the finished drafter; the target's if not given", choices=DTYPES
+        None, "dtype of the finished drafter; the target's if not given", choices=DTYPE_NAMES
     )
     batch_size: int = setting(4, "texts per iteration", 1)
     learning_rate: float = setting(4e-3, "peak learning rate of AdamW", 1e-12)

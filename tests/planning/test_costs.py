@@ -151,7 +151,7 @@ def test_all_parts_of_a_round_are_measured(
     assert costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
     assert (costs.replay_row_ms > 0) <= (name == "falcon_h1")
-    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measure, "MEASURING_SECONDS", 0.0)
     hurried = measure_costs(*make_pair(name=name), trees=trees)
     assert hurried.counts == (1, 2, 3, 4, 5)
 
@@ -172,7 +172,7 @@ def test_levels_are_measured_at_the_depth_of_the_block(
         return begin(source, root, depth)
 
     monkeypatch.setattr(BlockSource, "begin", note_depth)
-    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measure, "MEASURING_SECONDS", 0.0)
     monkeypatch.setattr(measure, "time_step", lambda model: seconds)
     measure_costs(make_model(), make_cached("dflash"), trees=False)
     assert depths == {1, 2, 4}
@@ -188,7 +188,7 @@ def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
         return call(model, tokens, *args, **options)
 
     monkeypatch.setattr(type(pair[0]), "__call__", count)
-    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measure, "MEASURING_SECONDS", 0.0)
     measure_costs(*pair, trees=True)
     assert sum(sizes) > 4 * measure.SLOW_STEPS, "no limit for fast models"
 

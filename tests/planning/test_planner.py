@@ -38,9 +38,9 @@ from mlx_redrafter.planning.acceptance import (
 )
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import (
+    FIRST_PAUSE,
     MAX_LOSS,
     MIN_TOKENS,
-    PROBE_EVERY,
     WARM_UP,
     AutoPlanner,
     EarlierTexts,
@@ -214,7 +214,7 @@ def test_the_pause_between_probes_doubles() -> None:
         planner.observe(ObservedRound(plans[-1], 1, START + at))
     probes = [at for at, plan in enumerate(plans) if plan is not None and at > 100]
     pauses = [later - earlier for earlier, later in pairwise(probes)]
-    assert pauses == sorted(pauses) and 2 * PROBE_EVERY < pauses[0] < pauses[-1] < 20 * PROBE_EVERY
+    assert pauses == sorted(pauses) and 2 * FIRST_PAUSE < pauses[0] < pauses[-1] < 20 * FIRST_PAUSE
     planner.observe(ObservedRound(plans[probes[-1]], 2, START + 3000))
     assert planner.next_plan(START + 3000) is not None, "a successful probe is followed by another"
 
