@@ -203,12 +203,12 @@ def _choose_setup(
             note = f"nothing drafts: by its costs no padding pays (--exact); {MEASURE_AGAIN}"
         return Setup([], Planner(None), [note], row_counts)
 
-    context, notes = _choose_context(pair, options, source, cache, grammar)
+    context_sources, notes = _choose_context(pair, options, source, cache, grammar)
     if ring and row_counts:
         notes.append(f"drafting with --exact ends when {where} is full")
     if source is None or pair.drafter is None:
-        planner = _plan_context(pair, options, cache, context, max_rows)
-        return Setup(context, planner, notes, row_counts)
+        planner = _plan_context(pair, options, cache, bool(context_sources), max_rows)
+        return Setup(context_sources, planner, notes, row_counts)
 
     source.max_kv_size = options.max_kv_size
     source.prefill_step_size = options.prefill_step_size
@@ -226,8 +226,8 @@ def _choose_setup(
                 "the drafter does not draft: by its costs here no plan beats plain decoding; "
                 f"{MEASURE_AGAIN}"
             )
-            return Setup(context, planner, notes, row_counts)
-        return Setup([source, *context], planner, notes, row_counts)
+            return Setup(context_sources, planner, notes, row_counts)
+        return Setup([source, *context_sources], planner, notes, row_counts)
 
     if not isinstance(plan, Plan):
         plan = chain_plan(get_default_depth(pair.drafter))
@@ -238,9 +238,9 @@ def _choose_setup(
             f"the plan is cut to 1 x {plan.depth}: at most {max_rows} rows are computed alike"
         )
     can_prune = not options.logits_processors and not max_rows
-    can_merge = bool(context) and no_trees is None and can_prune
+    can_merge = bool(context_sources) and no_trees is None and can_prune
     planner = Planner(plan, can_merge=can_merge, max_rows=max_rows)
-    return Setup([source, *context], planner, notes, row_counts)
+    return Setup([source, *context_sources], planner, notes, row_counts)
 
 
 def _choose_context(
@@ -271,11 +271,11 @@ def _plan_context(
     pair: Pair,
     options: Options,
     cache: kv_cache.Cache,
-    context: list[Source],
+    drafts: bool,
     max_rows: int | None,
 ) -> Planner:
-    """The planner of a text without a drafter."""
-    if not context or (options.context and options.shape != AUTO):
+    """The planner of a text without a drafter; `drafts`: whether the context drafts."""
+    if not drafts or (options.context and options.shape != AUTO):
         return Planner(None, max_rows=max_rows)
     replays = bool(kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE))
     earlier = pair.get_earlier_texts(drafted=False)

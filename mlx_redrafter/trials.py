@@ -51,8 +51,8 @@ class PromptRuns(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         """Speed after each prompt's first token; 0 if there are no further tokens."""
-        made = sum(len(each) - 1 for each in self.tokens)
-        return made / self.seconds if self.seconds else 0.0
+        count = sum(len(each) - 1 for each in self.tokens)
+        return count / self.seconds if self.seconds else 0.0
 
 
 def join_runs(runs: Iterable[PromptRuns]) -> PromptRuns:

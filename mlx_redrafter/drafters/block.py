@@ -464,8 +464,8 @@ class GemmaLayer(Layer):
 
     def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
         rows = rows + self.post_attention_layernorm(attend(self.input_layernorm(rows)))
-        made = self.mlp(self.pre_feedforward_layernorm(rows))
-        return self.layer_scalar * (rows + self.post_feedforward_layernorm(made))
+        out = self.mlp(self.pre_feedforward_layernorm(rows))
+        return self.layer_scalar * (rows + self.post_feedforward_layernorm(out))
 
 
 class Drafter(BaseDrafter):

@@ -189,13 +189,13 @@ class CachedSource(StepwiseSource):
         tip = n_before + last.n_kept - 1
         following = mx.concatenate([tokens[1:], tokens[-1:]])
         following = mx.where(mx.arange(len(tokens)) < tip, following, root.astype(mx.int32))
-        made = self._append_after_settled(hidden, following, position)
+        outputs = self._append_after_settled(hidden, following, position)
 
         self._n_rows += n_before
         self._waiting = [last]
         self._is_appended = True
         sees = mx.arange(self._n_rows + len(last.tokens)) < self._n_rows + last.n_kept
-        return made[tip], sees, mx.array(last.position + last.n_kept)
+        return outputs[tip], sees, mx.array(last.position + last.n_kept)
 
     def rewind(self, count: int) -> None:
         """Drops positions. The last one left is read again, as the token after it will differ."""

@@ -116,7 +116,7 @@ class DrafterArgs:
             raise ValueError(f"{expected}, got {state!r}")
         shares = np.array([[1.0]] if self.acceptance is None else self.acceptance)
         if shares.ndim != 2 or not shares.size or not (abs(shares - 0.5) <= 0.5).all():
-            raise ValueError("expected acceptance to be a row of shares from 0 to 1 for each depth")
+            raise ValueError("expected acceptance as shares from 0 to 1, a list for each depth")
 
     @property
     def n_guesses(self) -> int:
@@ -236,7 +236,7 @@ def read_layer(checkpoint: Checkpoint, config: Config, layer: str) -> Config:
     (width,) = checkpoint.shape(f"{layer}.post_attention_layernorm.weight")
     joined = checkpoint.shape("fc.weight")
     if joined[0] != width:
-        expected = f"expected fc.weight of {width} rows, one for each output"
+        expected = f"expected fc.weight with {width} outputs"
         raise ValueError(f"{expected}, got shape {joined}")
     head_dim = compute_head_dim(config, checkpoint.shape(f"{attention}.o_proj.weight")[1])
     return config | {

@@ -205,8 +205,8 @@ class ContextSource(Source):
     def propose(
         self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
     ) -> Tree:
-        """The chain of the first `plan.context` tokens after the match."""
-        return chain(root, mx.array(self.list_tokens(plan.context), mx.int32))
+        """The chain of the first `plan.n_context` tokens after the match."""
+        return chain(root, mx.array(self.list_tokens(plan.n_context), mx.int32))
 
     def list_tokens(self, count: int) -> list[int]:
         """The tokens after the match, if there is one."""

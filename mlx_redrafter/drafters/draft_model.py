@@ -164,7 +164,7 @@ class DraftModelSource(Source):
         # After an error, no partly written cache must remain.
         cache = self._cache or make_cache(self._model, self.max_kv_size)
         self._cache = []
-        logits = self._read_text(cache)
+        logits = self._read_new_tokens(cache)
         plan = plan if self._takes_trees else chain_plan(plan.depth)
         states = kv_cache.snapshot_rows(cache)
 
@@ -205,7 +205,7 @@ class DraftModelSource(Source):
             self._cache = []
         self._held = min(self._held, count) if self._cache else 0
 
-    def _read_text(self, cache: kv_cache.Cache) -> mx.array:
+    def _read_new_tokens(self, cache: kv_cache.Cache) -> mx.array:
         """(1, V) the logits after the text.
 
         Reads the tokens that are not in the cache, in pieces if there are many.

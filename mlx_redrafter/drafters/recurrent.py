@@ -113,7 +113,7 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     if 0 < padding < PADDING * checkpoint.n_ranks:
         tensors[head] = tensors[head][:-padding]
         said = f"config.json says vocab_size {n_guesses - padding}"
-        checkpoint.notes.append(f"the last {padding} rows of the head are left out: {said}")
+        checkpoint.notes.append(f"the last {padding} outputs of the head are left out: {said}")
     return found
 
 

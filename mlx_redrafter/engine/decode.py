@@ -163,12 +163,12 @@ class Decoder:
                     self._enqueue_next(pending)
                     path, tokens = pending.outcome.read()  # the one host read
                     milliseconds = 1e3 * (perf_counter() - started)
-                    made = self._commit(pending, path, tokens, milliseconds)
+                    decoded = self._commit(pending, path, tokens, milliseconds)
                 n_since_clear += len(tokens)
                 if n_since_clear >= CLEAR_EVERY:
                     mx.clear_cache()
                     n_since_clear = 0
-                yield made
+                yield decoded
         finally:
             self._planner.finish()
 
@@ -251,7 +251,7 @@ class Decoder:
         if self.target.has_room(2) and (self._drafter or self._context):
             forecast = None
             if self._context is not None:
-                n_ahead = pending.plan.context if pending.draft and pending.plan else 0
+                n_ahead = pending.plan.n_context if pending.draft and pending.plan else 0
                 forecast = self._context.forecast(1 + n_ahead)
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
             drafts_now = self._drafter and not self._drafter.proposes_after_read
@@ -311,7 +311,7 @@ class Decoder:
         if plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
             draft = self._make_draft(plan)
             if plan.depth and self._drafter is None:  # the drafter has just failed
-                plan = CONTEXT_ONLY._replace(context=plan.context)
+                plan = CONTEXT_ONLY._replace(n_context=plan.n_context)
         if not draft or not plan:
             return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
 
@@ -330,7 +330,7 @@ class Decoder:
         if plan.depth and self._drafter and self._drafter.proposes_after_read:
             self._enqueue_draft(plan, root, mx.array(self.target.length + 1))
         draft = self._draft if plan.depth else None
-        if plan.context and self._context:
+        if plan.n_context and self._context:
             tree = self._context.propose(root, plan, None, in_level_order=True)
             draft = Draft(merge([draft.tree, tree]), draft.draws) if draft else Draft(tree, None)
         return draft
@@ -355,32 +355,32 @@ class Decoder:
             self._context.confirm(tokens)
 
         logprobs = pending.outcome.logprobs[: len(tokens)]
-        made = Round(tokens, logprobs, replayed=pending.replayed, is_prompt=pending.is_prompt)
+        decoded = Round(tokens, logprobs, replayed=pending.replayed, is_prompt=pending.is_prompt)
         if pending.draft is not None and pending.plan is not None:
-            made = made._replace(
+            decoded = decoded._replace(
                 plan=pending.plan,
                 tree=pending.draft.tree,
                 path=path,
                 from_context=path[-1] >= pending.plan.size,
             )
         if not pending.is_prompt:
-            self._observe(pending, made, milliseconds)
+            self._observe(pending, decoded, milliseconds)
         self._n_ahead = self._n_ahead + 1 if self._ahead is not None else 0
-        return made
+        return decoded
 
-    def _observe(self, pending: Pending, made: Round, milliseconds: float) -> None:
+    def _observe(self, pending: Pending, decoded: Round, milliseconds: float) -> None:
         """Tells the planner what a round took; plain steps that overlap others are not timed."""
         verified = pending.draft is not None
         is_between_steps = self._n_ahead > 1 and self._ahead is not None
         is_alone = verified or is_between_steps or self._chooser.grammar is not None
         observed = ObservedRound(
             pending.plan,
-            len(made.tokens),
+            len(decoded.tokens),
             pending.length,
             pending.replayed,
             milliseconds if self._is_timed and is_alone else None,
             verified=verified,
-            from_context=made.from_context,
+            from_context=decoded.from_context,
         )
         self._planner.observe(observed)
 

@@ -82,13 +82,13 @@ def compare_row_counts(
     if cannot_drop or not lengths or not attends_to_cache(model):
         return ((1,),)
 
-    states = [KVQuantization()]  # in the same order on all ranks
+    quantizations = [KVQuantization()]  # in the same order on all ranks
     if quantization is not None and quantization.bits is not None:
-        states.append(quantization._replace(start=0))
+        quantizations.append(quantization._replace(start=0))
     _log.info("comparing numbers of rows on this machine, once for these models")
     reads = [_read_layers(model)]
-    for state, length in product(states, lengths):
-        reads.append(_read_text(model, state, max_kv_size, length))
+    for each, length in product(quantizations, lengths):
+        reads.append(_read_chains(model, each, max_kv_size, length))
     is_finite = [read(1, 1) != b"" for read in reads]
     if not all(ranks.gather(all(is_finite))):
         return ()
@@ -115,7 +115,7 @@ def compare_row_counts(
     return tuple(classes)
 
 
-def _read_text(
+def _read_chains(
     model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, length: int
 ) -> Read:
     """Reads the same tokens again and again after a prompt, all of them pseudo-random.

@@ -109,8 +109,8 @@ def explain_chains(model: nn.Module) -> str | None:
     if get_exact_length(model) is not None:
         return LENGTH_BOUND
     cache = make_prompt_cache(model)
-    if states := kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE):
-        return f"its cache ({', '.join(states)}) takes tokens one after the other"
+    if types := kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE):
+        return f"its cache ({', '.join(types)}) takes tokens one after the other"
     if name not in TREES:
         return "trees are not tested for it"
     ancestors = mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0

@@ -64,21 +64,23 @@ class Output:
         self._stats_before = Stats()  # before the last round
         self._last = Round([], [])
 
-    def add(self, made: Round) -> Round:
+    def add(self, decoded: Round) -> Round:
         """Adds a round's tokens, up to the end of the text.
 
         Returns:
             The round with these tokens only.
         """
-        size = len(made.tokens)
+        size = len(decoded.tokens)
         if self._max_tokens >= 0:
             size = min(size, self._max_tokens - len(self.tokens))
-        for count, token in enumerate(made.tokens[:size], 1):
+        for count, token in enumerate(decoded.tokens[:size], 1):
             if token in self._end_tokens:
                 size = count
                 break
-        tokens = made.tokens[:size]
-        cut = made._replace(tokens=tokens, logprobs=made.logprobs[:size], path=made.path[:size])
+        tokens = decoded.tokens[:size]
+        cut = decoded._replace(
+            tokens=tokens, logprobs=decoded.logprobs[:size], path=decoded.path[:size]
+        )
 
         self._stats_before = self.stats
         self._last = cut
@@ -91,7 +93,7 @@ class Output:
 
     @property
     def stats(self) -> Stats:
-        """Statistics of the rounds after the one that made the first token."""
+        """Statistics of the rounds after the one that decoded the first token."""
         return self.get_stats_up_to(len(self._last.tokens))
 
     def get_stats_up_to(self, count: int) -> Stats:
@@ -100,7 +102,9 @@ class Output:
         replayed = self._last.replayed
         from_context = self._last.from_context
         before = self._stats_before
-        if len(self.tokens) == len(self._last.tokens):  # it made the first token, or there is none
+        if len(self.tokens) == len(
+            self._last.tokens
+        ):  # it decoded the first token, or there is none
             return before
         return before.add_round(plan, count - 1, replayed, from_context=from_context)
 
@@ -162,14 +166,14 @@ class Generation(Iterator[DecodedToken]):
     def __next__(self) -> DecodedToken:
         while not self._following:
             try:
-                made = self.next_round()
+                decoded = self.next_round()
             except BaseException:
                 self._keeps_cache = False  # its contents are undefined
                 raise
-            if made is None:
+            if decoded is None:
                 self.close()
                 raise StopIteration
-            columns = zip(made.tokens, made.logprobs, made.draft_sources, strict=True)
+            columns = zip(decoded.tokens, decoded.logprobs, decoded.draft_sources, strict=True)
             for count, column in enumerate(columns, 1):
                 self._following.append(DecodedToken(*column, self.output.get_stats_up_to(count)))
 
@@ -182,13 +186,13 @@ class Generation(Iterator[DecodedToken]):
         """Decodes a round, or a piece of the prompt, which is an empty round; None at the end."""
         if self.output.finish_reason is not None:
             return None
-        made = next(self._rounds, None)
-        if made is None or not made.tokens:
-            return made
-        made = self.output.add(made)
-        if self._on_round is not None and made.tree is not None:
-            self._on_round(made.tree, list(made.path), made.tokens)
-        return made
+        decoded = next(self._rounds, None)
+        if decoded is None or not decoded.tokens:
+            return decoded
+        decoded = self.output.add(decoded)
+        if self._on_round is not None and decoded.tree is not None:
+            self._on_round(decoded.tree, list(decoded.path), decoded.tokens)
+        return decoded
 
     def finish(self, length: int, last_token: int) -> None:
         """Makes cache and drafter hold exactly `length` tokens of the text.

@@ -29,13 +29,13 @@ class Plan(NamedTuple):
         width, depth: the drafter's W hypotheses of K tokens; K is 0 without the drafter.
         size: N, how many nodes of the drafter's tree are verified, including the root; the
             likeliest are kept.
-        context: the length of a chain found in the context.
+        n_context: the length of a chain drafted from the context.
     """
 
     width: int
     depth: int
     size: int
-    context: int = 0
+    n_context: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -45,17 +45,17 @@ class Plan(NamedTuple):
     @property
     def rows(self) -> int:
         """Nodes in the forward: the root, and those of the drafter and the context."""
-        return self.size + self.context
+        return self.size + self.n_context
 
     @property
     def max_depth(self) -> int:
         """The most drafted tokens that the round can accept."""
-        return max(self.depth, self.context)
+        return max(self.depth, self.n_context)
 
     @property
     def is_tree(self) -> bool:
         """Whether its tree is more than a chain."""
-        return self.width > 1 or bool(self.depth and self.context)
+        return self.width > 1 or bool(self.depth and self.n_context)
 
 
 CONTEXT_ONLY = Plan(1, 0, 1)

@@ -104,7 +104,7 @@ class Planner:
         if plan is not None and not self.can_merge and plan.depth >= count:
             return plan
         extended = plan if plan and self.can_merge else CONTEXT_ONLY
-        return extended._replace(context=count)
+        return extended._replace(n_context=count)
 
     def drop_drafter(self) -> None:
         """Called when the drafter has failed: from now on only the context drafts."""

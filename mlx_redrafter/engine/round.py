@@ -65,8 +65,8 @@ class Outcome(NamedTuple):
         if len(packed) == 1:
             return [0], packed
         count = packed[0] + 1
-        choices = 1 + len(packed) // 2
-        return packed[1 : 1 + count], packed[choices : choices + count]
+        middle = 1 + len(packed) // 2
+        return packed[1 : 1 + count], packed[middle : middle + count]
 
 
 class TokenChooser(NamedTuple):
@@ -126,9 +126,9 @@ def verify(
         n_accepted, path = accept_chain(allowed, chosen, limit)
     on_path = chosen[path]
     packed = mx.concatenate([n_accepted.reshape(1), path, on_path])
-    choices = list(mx.split(logprobs[path].reshape(-1), depth + 1))
+    path_logprobs = mx.split(logprobs[path].reshape(-1), depth + 1)
     kept = Kept(tree.tokens, hidden, path, n_accepted + 1, position)
-    return Outcome(packed, choices, on_path[-1], kept)
+    return Outcome(packed, list(path_logprobs), on_path[-1], kept)
 
 
 def step(
@@ -186,22 +186,23 @@ def process_rows(
         history: (T,) tokens that all rows share; None for none.
         paths: for each row, the tokens after `history`.
     """
-    rows = [
-        _process(processors, extend(history, path), logits[i : i + 1])
-        for i, path in enumerate(paths)
+    processed = [
+        _process(processors, extend(history, path), logits[row : row + 1])
+        for row, path in enumerate(paths)
     ]
-    return mx.concatenate(rows)
+    return mx.concatenate(processed)
 
 
-def _process(processors: tuple[Processor, ...], history: mx.array, row: mx.array) -> mx.array:
-    shape = row.shape
+def _process(processors: tuple[Processor, ...], history: mx.array, logits: mx.array) -> mx.array:
+    shape = logits.shape
     for processor in processors:
-        row = processor(history, row)
-        if not isinstance(row, mx.array) or row.shape != shape:
-            got = f"shape {row.shape}" if isinstance(row, mx.array) else type(row).__name__
+        logits = processor(history, logits)
+        if not isinstance(logits, mx.array) or logits.shape != shape:
+            is_array = isinstance(logits, mx.array)
+            got = f"shape {logits.shape}" if is_array else type(logits).__name__
             expected = f"logits of shape {shape}, as it was given"
             raise RedrafterError(f"a logits processor must return {expected}, got {got}")
-    return row
+    return logits
 
 
 def _process_nodes(

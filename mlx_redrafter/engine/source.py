@@ -63,7 +63,7 @@ class Source:
     prefill_step_size: int = 2048
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Called with the whole text before the first decoded token: history and prompt."""
+        """Called before the first decoded token, with all tokens of history and prompt."""
 
     def keep(self, kept: Kept) -> None:
         """Called when a round's forward is enqueued.

@@ -59,7 +59,7 @@ class Stats(NamedTuple):
         if plan is None:
             return self + Stats(rounds=1, plain_steps=1, replayed=replayed)
         reached = tuple(int(d < accepted) for d in range(plan.max_depth))
-        own = Stats(1, plan.rows - 1, accepted, reached, 0, replayed, plan.context)
+        own = Stats(1, plan.rows - 1, accepted, reached, 0, replayed, plan.n_context)
         if from_context:
             return self + own._replace(context_accepted=accepted)
         return self + own._replace(drafter_rounds=int(plan.depth > 0))

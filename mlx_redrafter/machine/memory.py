@@ -58,15 +58,15 @@ def compute_cache_bytes(model: nn.Module, options: Options) -> CacheBytes:
         if keys is None:
             continue
 
-        row = layer.nbytes / keys.shape[-2]
+        row_bytes = layer.nbytes / keys.shape[-2]
         if isinstance(layer, RotatingKVCache):  # it also holds all rows of a long forward
-            fixed += row * (layer.max_size + options.prefill_step_size)
+            fixed += row_bytes * (layer.max_size + options.prefill_step_size)
             continue
-        per_token += row
+        per_token += row_bytes
         if options.kv_bits is not None and hasattr(layer, "to_quantized"):
             scales_and_biases = 2 / options.kv_group_size
-            row *= options.kv_bits / (8 * keys.itemsize) + scales_and_biases
-        quantized += row
+            row_bytes *= options.kv_bits / (8 * keys.itemsize) + scales_and_biases
+        quantized += row_bytes
     return CacheBytes(fixed, per_token, quantized, options.quantized_kv_start)
 
 

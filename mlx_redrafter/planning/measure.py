@@ -103,18 +103,18 @@ def time_step(model: nn.Module, seconds: float = 0.0) -> float:
     return compute_lower_quartile(milliseconds[1:]) / 1e3
 
 
-def read_zeros(model: nn.Module, drafter: Drafter, context: int) -> tuple[Target, Source, int]:
-    """(a target and a source that hold a text of `context` zeros, the vocabulary size)."""
+def read_zeros(model: nn.Module, drafter: Drafter, length: int) -> tuple[Target, Source, int]:
+    """(a target and a source that hold a text of `length` zeros, the vocabulary size)."""
     source = drafter.open(model)
     target = Target(model, capture=source.capture)
     logits, hidden = target.forward(mx.zeros((1,), mx.int32))
     if source.reads_all:
         states = {
-            name: mx.zeros((context - 1, array.shape[-1]), array.dtype)
+            name: mx.zeros((length - 1, array.shape[-1]), array.dtype)
             for name, array in hidden.items()
         }
-        source.keep(Kept(mx.zeros((context - 1,), mx.int32), states, None, context - 1, 0))
-    source.read([0] * (context + 1))
+        source.keep(Kept(mx.zeros((length - 1,), mx.int32), states, None, length - 1, 0))
+    source.read([0] * (length + 1))
     if source.proposes_after_read:  # it reads the text in its first draft
         mx.eval(source.propose(mx.array(0), chain_plan(1), None, in_level_order=False))
     mx.eval(source.state)
@@ -122,17 +122,17 @@ def read_zeros(model: nn.Module, drafter: Drafter, context: int) -> tuple[Target
     for cache in kv_cache.leaves(target.cache):
         if isinstance(cache, kv_cache.TRIMMABLE) and cache.keys is not None:
             arrays: list[Any] = [cache.keys, cache.values]
-            zeros = [mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in arrays]
+            zeros = [mx.zeros((*x.shape[:2], length - 1, x.shape[3]), x.dtype) for x in arrays]
             cache.update_and_fetch(*zeros)
     target.evaluate()
-    target.length = context
+    target.length = length
     return target, source, logits.shape[-1]
 
 
 def time_parts(
     model: nn.Module,
     drafter: Drafter,
-    context: int,
+    length: int,
     widths: Sequence[int],
     seconds: float,
     *,
@@ -152,24 +152,23 @@ def time_parts(
     """
     steps_per_call = 1 if is_slow else STEPS_PER_CALL
     chooser = TokenChooser(make_sampler(seed=0))
-    target, after_text, vocab_size = read_zeros(model, drafter, context)
-    text = [0] * context
+    target, untouched, vocab_size = read_zeros(model, drafter, length)
     snapshot = kv_cache.snapshot(target.cache)
     # The first token is 0; the others differ, to select different experts.
     tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size
     most = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
     round_depth = min(ROUND_DEPTH, most)
     rounds: Rounds
-    source = after_text
+    source = untouched
 
     def prepare(key: tuple[str, int]) -> None:
         """Rewinds the target, and decodes until rounds overlap."""
         nonlocal rounds, source
         name, number = key
-        source = after_text.fork()
+        source = untouched.fork()
         target.finish(target.length, 0)
         kv_cache.restore(target.cache, snapshot)
-        target.length = context
+        target.length = length
         if name in ("plain", "round"):
             plan = None
             if name == "round":
@@ -179,7 +178,7 @@ def time_parts(
                 chooser,
                 Planner(plan),
                 [source] if plan else [],
-                history=text,
+                history=[0] * length,
                 may_run_ahead=lambda: not is_slow,
             )
             rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
@@ -280,12 +279,12 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
             time_parts(
                 model,
                 drafter,
-                context,
-                widths if context == contexts[0] else (),
+                length,
+                widths if length == contexts[0] else (),
                 MEASURING_SECONDS / len(contexts),
                 is_slow=is_slow,
             )
-            for context in contexts
+            for length in contexts
         ]
 
     first = by_context[0]

@@ -121,8 +121,8 @@ def predict_replay(cumulative: Cumulative) -> float:
     # visits to each number of tokens to replay, per visit to 0
     visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))
     for replayed in range(MAX_REPLAY + 1):
-        for made, chance in enumerate(ends, 1):
-            visits[replayed + made] += visits[replayed] * chance
+        for n_tokens, chance in enumerate(ends, 1):
+            visits[replayed + n_tokens] += visits[replayed] * chance
     n_replayed = sum(replayed * visit for replayed, visit in enumerate(visits))
     return n_replayed / sum(visits[: MAX_REPLAY + 1])
 
@@ -321,9 +321,9 @@ class AutoPlanner(Planner):
         pending = self._pending
         plan = self._choose_drafter_plan(pending, length, replayed)
         if forecast is not None:
-            context = self._add_context(CONTEXT_ONLY, forecast.cumulative_acceptance, length)
-            is_faster = self._is_context_faster(context, plan, forecast, length)
-            if is_faster and self._can_afford(context.plan, pending, length, replayed):
+            alone = self._add_context(CONTEXT_ONLY, forecast.cumulative_acceptance, length)
+            is_faster = self._is_context_faster(alone, plan, forecast, length)
+            if is_faster and self._can_afford(alone.plan, pending, length, replayed):
                 plan = CONTEXT_ONLY
         self._pending = plan
         return plan
@@ -362,7 +362,7 @@ class AutoPlanner(Planner):
         if plan is not None and is_round:
             predicted = costs.round_ms(plan, length, replayed)
             if plan.depth:
-                own = plan._replace(context=0)
+                own = plan._replace(n_context=0)
                 context_won = observed.from_context
                 self._acceptance.observe(own, n_tokens - 1, context_won=context_won)
                 if n_tokens > 1 and not context_won:  # an accepted draft ends the pause
@@ -386,7 +386,7 @@ class AutoPlanner(Planner):
         self._saved[self._drafter_was_last] += n_tokens - steps
 
     def _choose_drafter_plan(self, pending: Plan | None, length: int, replayed: int) -> Plan | None:
-        current = pending._replace(context=0) if pending and pending.depth else None
+        current = pending._replace(n_context=0) if pending and pending.depth else None
         if current is None and (self._pause > 0 or not self.plans):
             self._pause -= 1
             return None
@@ -416,14 +416,14 @@ class AutoPlanner(Planner):
         return chosen
 
     def _is_context_faster(
-        self, context: Prediction, plan: Plan | None, forecast: Forecast, length: int
+        self, alone: Prediction, plan: Plan | None, forecast: Forecast, length: int
     ) -> bool:
         """Whether waiting for a context proposal is faster than the drafter's plan.
 
         A proposal may extend that plan.
 
         Args:
-            context: the prediction for the proposal alone.
+            alone: the prediction for the proposal alone.
         """
         chance, cumulative = forecast
         no_proposal = predict(self._costs, CONTEXT_ONLY, length, NO_DRAFT)
@@ -432,7 +432,7 @@ class AutoPlanner(Planner):
             miss = self._predict(plan, length)
             hit = self._add_context(plan, cumulative, length) if self.can_merge else miss
             otherwise = _mix(chance, hit, miss)
-        return _mix(chance, context, no_proposal) > (1 + HYSTERESIS) * otherwise
+        return _mix(chance, alone, no_proposal) > (1 + HYSTERESIS) * otherwise
 
     def _add_context(self, plan: Plan, copied: Sequence[float], length: int) -> Prediction:
         """The fastest prediction for a plan extended by part or all of a proposal.
@@ -445,7 +445,7 @@ class AutoPlanner(Planner):
             longest = min(longest, self.max_rows - 1)
         lengths = [count for count in PROPOSAL_LENGTHS if count < longest]
         predictions = [
-            self._predict(plan._replace(context=count), length, copied)
+            self._predict(plan._replace(n_context=count), length, copied)
             for count in (*lengths, longest)
         ]
         return max(predictions, key=attrgetter("speedup"))
@@ -453,11 +453,11 @@ class AutoPlanner(Planner):
     def _predict(self, plan: Plan, length: int, copied: Sequence[float] = ()) -> Prediction:
         cumulative = NO_DRAFT
         if plan.depth:
-            cumulative = self._acceptance.get_cumulative(plan._replace(context=0))
-        if not plan.context:
+            cumulative = self._acceptance.get_cumulative(plan._replace(n_context=0))
+        if not plan.n_context:
             return predict(self._costs, plan, length, cumulative, self.slowdown)
 
-        cumulative = combine_acceptance(cumulative, copied[: plan.context])
+        cumulative = combine_acceptance(cumulative, copied[: plan.n_context])
         tokens = sum(cumulative)
         key = (plan, length // 128)
         if key not in self._steps:

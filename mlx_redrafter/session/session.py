@@ -397,7 +397,7 @@ class Session:
             source = self._open_source()
         # A copy, as quantization replaces entries of the list.
         cache = list(kept)
-        states = kv_cache.snapshot_rows(kept)
+        snapshot = kv_cache.snapshot_rows(kept)
         callback = options.prompt_progress_callback
         is_valid = False
         text = ""
@@ -427,7 +427,7 @@ class Session:
                 for response in responses:
                     # Frees old arrays.
                     kept = []
-                    states = []
+                    snapshot = []
                     tokens.append(response.token)
                     text += response.text
                     try:
@@ -441,7 +441,7 @@ class Session:
             cache = kept
             is_valid = bool(history)
             source = self._source
-            kv_cache.restore(cache, states)
+            kv_cache.restore(cache, snapshot)
         finally:
             if tokens:
                 self._messages = [*turn.messages, *sent, {"role": "assistant", "content": text}]

@@ -48,7 +48,7 @@ def propose(made: ContextSource) -> tuple[list[int], list[float]] | None:
     if forecast is None:
         return None
     assert forecast.chance == 1
-    plan = CONTEXT_ONLY._replace(context=len(forecast.cumulative_acceptance))
+    plan = CONTEXT_ONLY._replace(n_context=len(forecast.cumulative_acceptance))
     tree = made.propose(mx.array(7), plan, None, in_level_order=False)
     tokens: Any = tree.tokens.tolist()
     assert tokens[0] == 7

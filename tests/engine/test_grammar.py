@@ -50,7 +50,7 @@ def test_drafted_text_is_plain_decoding(
     assert [token for each in rounds for token in each.tokens][:COUNT] == plain
     assert any(len(each.path) > 1 and not each.from_context for each in rounds)
     plans = [each.plan for each in rounds if each.plan is not None]
-    assert any(each.context > 0 for each in plans) is (context is None)
+    assert any(each.n_context > 0 for each in plans) is (context is None)
     assert context is None or not any(each.from_context for each in rounds)
 
 

@@ -114,7 +114,7 @@ def simulate_text(
             plan = planner.extend_plan(plan, match.cumulative_acceptance, length, replayed)
         current = plan
         verified = current is not None and current.rows > 1 and replayed <= MAX_REPLAY
-        n_copied = current.context if current and verified else 0
+        n_copied = current.n_context if current and verified else 0
         plan = planner.next_plan(length, replayed, context.forecast(1 + n_copied))
         is_ahead = plan is None and not verified
 
@@ -122,9 +122,9 @@ def simulate_text(
         from_context = False
         left = 0
         if current is not None and verified:
-            own = count_right(current._replace(context=0), made) if current.depth else 0
-            guesses = context.list_tokens(current.context) if current.context else ()
-            copied = current.context
+            own = count_right(current._replace(n_context=0), made) if current.depth else 0
+            guesses = context.list_tokens(current.n_context) if current.n_context else ()
+            copied = current.n_context
             for at, (right, guess) in enumerate(zip(tokens[made:], guesses, strict=False)):
                 if right != guess:
                     copied = at

@@ -246,7 +246,7 @@ class ScriptedContext(Source):
         self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
     ) -> Tree:
         """Proposes the tokens of the last forecast."""
-        return chain(root, mx.array(self._tokens[: plan.context], mx.int32))
+        return chain(root, mx.array(self._tokens[: plan.n_context], mx.int32))
 
 
 class CachingDrafter:
