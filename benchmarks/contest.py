@@ -203,7 +203,7 @@ def measure_costs(workload: Workload) -> Record:
     """
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None
-    costs = Pair(workload.model, drafter).measure_costs(trees=trees, refresh=True)
+    costs = Pair(workload.model, drafter).get_or_measure_costs(trees=trees, refresh=True)
     if is_disturbed(costs):
         why = "the measured times contradict each other: the machine was busy with other work"
         print(f"{workload.name}: {why}. Run this again when it is idle", file=sys.stderr)

@@ -24,7 +24,7 @@ from .errors import RedrafterError
 from .planning.acceptance import HitCounts
 from .planning.costs import CostTable
 from .planning.planner import EarlierTexts
-from .planning.store import doubt_costs, load_costs, load_row_classes, read_hits
+from .planning.store import doubt_costs, load_or_measure_costs, load_row_classes, read_hits
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ class Pair:
         """A new source of the drafter, which drafts for one text; None without a drafter."""
         return None if self.drafter is None else self.drafter.open(self.model)
 
-    def measure_costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
+    def get_or_measure_costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
         """The cost table: from memory, else from disk, else measured now and written to disk.
 
         Args:
@@ -136,7 +136,7 @@ class Pair:
         drafter = self.drafter
         assert drafter is not None
         trees = trees and drafter.explain_chains() is None
-        load = partial(load_costs, self.model, drafter, trees=trees, refresh=refresh)
+        load = partial(load_or_measure_costs, self.model, drafter, trees=trees, refresh=refresh)
         return self.findings.get_or_make(("costs", trees), load, again=refresh)
 
     def doubt_costs(self, doubt: str, *, trees: bool) -> None:
@@ -144,7 +144,7 @@ class Pair:
 
         Args:
             doubt: see `SlowdownEstimate.doubt`.
-            trees: see `measure_costs`.
+            trees: see `get_or_measure_costs`.
         """
         drafter = self.drafter
         assert drafter is not None

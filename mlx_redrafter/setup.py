@@ -311,14 +311,14 @@ def make_planner(
     """A planner for one text; its `plans` are empty if none can beat plain decoding.
 
     Args:
-        trees: see `Pair.measure_costs`.
+        trees: see `Pair.get_or_measure_costs`.
         chains_only: draft chains for this text even if trees are possible.
         row_counts: see `choose_row_counts`; chains only, too.
     """
     drafter = pair.drafter
     assert drafter is not None
     earlier = pair.get_earlier_texts(drafted=True)
-    costs = pair.measure_costs(trees=trees)
+    costs = pair.get_or_measure_costs(trees=trees)
     if chains_only or row_counts is not None:
         costs = costs.restrict_to_chains()
     max_rows = None
@@ -399,9 +399,9 @@ def choose_row_counts(
         return classes[0]
 
     def choose() -> RowCounts:
-        costs = pair.measure_costs(trees=trees)
+        costs = pair.get_or_measure_costs(trees=trees)
         if is_disturbed(costs):  # a choice is kept for good
-            costs = pair.measure_costs(trees=trees, refresh=True)
+            costs = pair.get_or_measure_costs(trees=trees, refresh=True)
         return choose_fastest_class(costs, get_acceptance(drafter), classes)
 
     load = partial(load_row_counts, pair.model, drafter, classes, choose, refresh=refresh)

@@ -42,7 +42,7 @@ def tokens(responses: Iterable[GenerationResponse]) -> list[int]:
 @pytest.fixture
 def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes auto draft at once, whatever the machine's speed."""
-    monkeypatch.setattr(Pair, "measure_costs", lambda pair, **how: make_costs())
+    monkeypatch.setattr(Pair, "get_or_measure_costs", lambda pair, **how: make_costs())
 
 
 @pytest.mark.parametrize(("calls", "plan", "temp"), pairs((0, 1, 9), PLANS, (0.0, 0.8)))
@@ -114,7 +114,7 @@ def test_exact_turns_keep_their_row_counts(monkeypatch: pytest.MonkeyPatch) -> N
     """They are those of `plan="off"` with the same drafter, before and after it has failed."""
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **how: classes)
-    monkeypatch.setattr(Pair, "measure_costs", lambda *args, **how: make_costs())
+    monkeypatch.setattr(Pair, "get_or_measure_costs", lambda *args, **how: make_costs())
     monkeypatch.setattr(setup, "choose_fastest_class", lambda *args: classes[1])
     errors: list[Exception] = []
     session = Session(

@@ -36,7 +36,7 @@ COSTS = CostTable((64,), (1, 2, 4), ((1.0, 3.0, 5.0),), (1.0,), (1,), (1.0,), (0
 def test_notes_give_the_reason_for_not_drafting(
     options: dict[str, Any], notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pair, "measure_costs", lambda self, **_: COSTS)
+    monkeypatch.setattr(Pair, "get_or_measure_costs", lambda self, **_: COSTS)
     pair = Pair(small_llama(), small_drafter())
     found = choose_setup(pair, Options(**options), pair.open_source()).notes
     assert len(found) == len(notes)
@@ -45,7 +45,7 @@ def test_notes_give_the_reason_for_not_drafting(
 
 def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     cheap = COSTS._replace(verify=((1.0, 1.0, 1.0),), level=(0.01,))
-    monkeypatch.setattr(Pair, "measure_costs", lambda self, **_: cheap)
+    monkeypatch.setattr(Pair, "get_or_measure_costs", lambda self, **_: cheap)
     chains = make_family("qwen3_next")
     pair = Pair(chains, make_drafter(chains))
     (note,) = choose_setup(pair, Options(), pair.open_source()).notes

@@ -97,10 +97,10 @@ def diagnose(
         mx.eval(drafter.parameters())
     no_trees = no_trees or drafter.explain_chains()
     pair = Pair(model, drafter)
-    costs = pair.measure_costs(trees=no_trees is None, refresh=refresh)
+    costs = pair.get_or_measure_costs(trees=no_trees is None, refresh=refresh)
     if is_disturbed(costs):
         _say("the measured times contradict each other: measuring again")
-        costs = pair.measure_costs(trees=no_trees is None, refresh=True)
+        costs = pair.get_or_measure_costs(trees=no_trees is None, refresh=True)
 
     classes = get_cache_row_classes(pair, options, refresh=refresh)
     choice = None

@@ -34,7 +34,9 @@ MIN_NEW = 32
 """Hits are saved after at least this many new rounds."""
 
 
-def load_costs(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool) -> CostTable:
+def load_or_measure_costs(
+    model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
+) -> CostTable:
     """The cost table of a model and its drafter: read from disk, or measured now and saved.
 
     Args:
@@ -60,7 +62,7 @@ def load_costs(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
 
 
 def doubt_costs(model: nn.Module, drafter: Drafter, doubt: str, *, trees: bool) -> bool:
-    """Makes the next `load_costs` measure again; returns whether it will.
+    """Makes the next `load_or_measure_costs` measure again; returns whether it will.
 
     Each doubt does so once, as decoding and measuring could differ for good.
 

@@ -176,5 +176,5 @@ def measure_decoding(model: nn.Module, sizes: DrafterArgs) -> tuple[Findings, fl
     drafter = make_drafter(sizes)
     drafter.set_dtype(get_compute_dtype(model))
     pair = Pair(model, drafter)
-    costs = pair.measure_costs(trees=pair.explain_chains(states=(AFTER_NORM,)) is None)
+    costs = pair.get_or_measure_costs(trees=pair.explain_chains(states=(AFTER_NORM,)) is None)
     return pair.findings, costs.plain[0] / 1e3

@@ -381,7 +381,7 @@ def test_nothing_measured_outlives_a_change_of_arrays(change: str) -> None:
 def test_the_chosen_class_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if costs are measured again, as the text could differ with another class."""
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1,), (2, 3, 4), (5, 6)))
-    monkeypatch.setattr(Pair, "measure_costs", lambda *args, **options: make_costs())
+    monkeypatch.setattr(Pair, "get_or_measure_costs", lambda *args, **options: make_costs())
     model = small_llama()
     drafter = small_drafter()
     for chosen in ((2, 3, 4), (5, 6)):
@@ -395,7 +395,7 @@ def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.Monkey
         raise OSError("no costs")
 
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: ((1, 2), (3, 4)))
-    monkeypatch.setattr(Pair, "measure_costs", fail)
+    monkeypatch.setattr(Pair, "get_or_measure_costs", fail)
     model = small_llama()
     failures = list[Exception]()
     options: dict[str, Any] = {"exact": True, "context": True, "max_tokens": 6}
@@ -409,13 +409,13 @@ def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.Monkey
 def test_a_failure_while_planning_keeps_the_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: classes)
-    monkeypatch.setattr(Pair, "measure_costs", lambda *args, **options: make_costs())
+    monkeypatch.setattr(Pair, "get_or_measure_costs", lambda *args, **options: make_costs())
     monkeypatch.setattr(setup, "choose_fastest_class", lambda *args: classes[1])
     pair = Pair(small_llama(), small_drafter(seed=9))
     failures = list[Exception]()
     options = Options(exact=True, on_drafter_failure=failures.append)
     assert choose_row_counts(pair, options) == classes[1]
-    monkeypatch.delattr(Pair, "measure_costs")
+    monkeypatch.delattr(Pair, "get_or_measure_costs")
     choice = choose_setup(pair, options, pair.open_source())
     assert choice.row_counts == classes[1] and len(failures) == 1
     assert all(source.drafter is None for source in choice.sources)

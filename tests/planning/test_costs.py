@@ -202,19 +202,19 @@ def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_pair_is_measured_once_on_this_machine(measured: Measurements, caches: Path) -> None:
     pair = Pair(*make_pair())
-    first = pair.measure_costs(trees=True)
-    assert pair.measure_costs(trees=True) is first
-    assert forget(pair).measure_costs(trees=True) == first, "read from the disk"
+    first = pair.get_or_measure_costs(trees=True)
+    assert pair.get_or_measure_costs(trees=True) is first
+    assert forget(pair).get_or_measure_costs(trees=True) == first, "read from the disk"
     assert measured.trees == [True]
 
-    chains = pair.measure_costs(trees=False)
+    chains = pair.get_or_measure_costs(trees=False)
     assert (chains.plain, chains.widths) == ((2.0,), (1,))
     assert measured.trees == [True, False], "chains are measured separately"
 
-    again = pair.measure_costs(trees=True, refresh=True)
+    again = pair.get_or_measure_costs(trees=True, refresh=True)
     assert again.plain == (3.0,)
-    assert pair.measure_costs(trees=True) is again
-    assert forget(pair).measure_costs(trees=True) == again
+    assert pair.get_or_measure_costs(trees=True) is again
+    assert forget(pair).get_or_measure_costs(trees=True) == again
     assert len(list(caches.rglob("*.json"))) == 2
     assert not list(caches.rglob("*partial*"))
 
@@ -237,10 +237,10 @@ def test_a_damaged_file_is_measured_again(
     damaged: str, measured: Measurements, caches: Path
 ) -> None:
     pair = Pair(*make_pair())
-    pair.measure_costs(trees=True)
+    pair.get_or_measure_costs(trees=True)
     (file,) = caches.rglob("*.json")
     file.write_text(damaged)
-    assert forget(pair).measure_costs(trees=True).plain == (2.0,)
+    assert forget(pair).get_or_measure_costs(trees=True).plain == (2.0,)
     assert len(measured.trees) == 2
     assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "the new table was saved"
 
@@ -248,8 +248,8 @@ def test_a_damaged_file_is_measured_again(
 def test_a_disturbed_measurement_is_repeated_twice_at_most(measured: Measurements) -> None:
     measured.table = DISTURBED
     pair = Pair(*make_pair())
-    assert pair.measure_costs(trees=True) is pair.measure_costs(trees=True)
-    plain = [forget(pair).measure_costs(trees=True).plain for _ in range(4)]
+    assert pair.get_or_measure_costs(trees=True) is pair.get_or_measure_costs(trees=True)
+    plain = [forget(pair).get_or_measure_costs(trees=True).plain for _ in range(4)]
     assert plain == [(3.0,), (4.5,), (4.5,), (4.5,)]
     assert len(measured.trees) == 3
 
@@ -257,7 +257,7 @@ def test_a_disturbed_measurement_is_repeated_twice_at_most(measured: Measurement
 def decode_steps(pair: Pair, count: int, factor: float) -> None:
     """A text of plain steps that take `factor` times as long as its costs say."""
     planner = make_planner(pair, trees=True)
-    costs = pair.measure_costs(trees=True)
+    costs = pair.get_or_measure_costs(trees=True)
     for _ in range(count):
         milliseconds = factor * costs.plain_ms(64)
         planner.observe(ObservedRound(None, 1, 64, milliseconds=milliseconds))
@@ -279,7 +279,7 @@ def test_costs_that_decoding_contradicts_are_measured_again_once(
     for n_measured in (2, 3, 3):
         decode_steps(pair, 20, 1 / factor)
         assert len(measured.trees) == n_measured
-    pair.measure_costs(trees=True, refresh=True)
+    pair.get_or_measure_costs(trees=True, refresh=True)
     for n_measured in (4, 5, 5):
         decode_steps(pair, 20, factor)
         assert len(measured.trees) == n_measured
@@ -300,7 +300,7 @@ def test_rounds_that_stay_slower_contradict_their_costs(measured: Measurements) 
     for _ in range(2):
         planner = make_planner(pair, trees=True)
         plan = planner.plans[0]
-        milliseconds = 1.5 * pair.measure_costs(trees=True).round_ms(plan, 64)
+        milliseconds = 1.5 * pair.get_or_measure_costs(trees=True).round_ms(plan, 64)
         for _ in range(10):
             planner.observe(ObservedRound(plan, 2, 64, milliseconds=milliseconds))
         planner.finish()
@@ -308,7 +308,7 @@ def test_rounds_that_stay_slower_contradict_their_costs(measured: Measurements) 
 
 
 def test_what_was_measured_states_when_and_the_load(measured: Measurements, caches: Path) -> None:
-    Pair(*make_pair()).measure_costs(trees=True)
+    Pair(*make_pair()).get_or_measure_costs(trees=True)
     (file,) = caches.rglob("*.json")
     saved = json.loads(file.read_text())
     assert datetime.fromisoformat(saved["when"]) <= datetime.now(UTC)
@@ -328,7 +328,7 @@ def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(store, "measure_costs", measure_slowly)
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(pair.measure_costs, trees=True)
+        first = threads.submit(pair.get_or_measure_costs, trees=True)
         assert measuring.wait(60)
-        assert pair.measure_costs(trees=True) is first.result(60)
+        assert pair.get_or_measure_costs(trees=True) is first.result(60)
     assert len(counted) == 1

@@ -56,7 +56,7 @@ def test_the_choice_of_a_busy_moment_is_kept_until_refreshed(machine: Machine) -
     assert choose_row_counts(machine.start(), EXACT) == (1,)
     machine.costs = [IDLE]
     pair = machine.start()
-    pair.measure_costs(trees=True, refresh=True)
+    pair.get_or_measure_costs(trees=True, refresh=True)
     assert choose_row_counts(pair, EXACT) == (1,), "other bits need the user's word"
     with pytest.warns(UserWarning, match="--exact now computes 6 to 8 rows alike, not 1: last"):
         assert choose_row_counts(pair, EXACT, refresh=True) == (6, 7, 8)
