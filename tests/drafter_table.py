@@ -1,0 +1,37 @@
+"""Writes the table of published drafters in docs/checkpoints.md from `published.json`:
+
+`python tests/drafter_table.py`.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from mlx_redrafter.drafters.published import read_table
+
+PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
+BEGIN = "<!-- published: made by tests/drafter_table.py -->\n"
+END = "<!-- published: end -->\n"
+
+
+def make_table() -> str:
+    """The Markdown table; one row per target."""
+    lines = ["| model | drafters, in the order in which they are tried |", "|---|---|"]
+    for name, drafters in read_table().items():
+        listed = []
+        for kind, group in groupby(drafters, key=lambda each: each.kind):
+            repos = ", ".join(f"`{each.repo}`" for each in group)
+            listed.append(f"{kind}: {repos}")
+        lines.append(f"| {name} | {'; '.join(listed)} |")
+    return "\n".join([*lines, ""])
+
+
+def insert_table(text: str) -> str:
+    """The page's text with the table in its place."""
+    head, rest = text.split(BEGIN)
+    return head + BEGIN + make_table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(insert_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

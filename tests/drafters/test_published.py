@@ -1,0 +1,149 @@
+"""The table of published drafters: its names and kinds, and which configs fit a target."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from drafter_table import PAGE, insert_table
+
+from helpers.checkpoints import load_golden
+from helpers.published import list_golden, read_golden
+from mlx_redrafter.drafters.loading import PACKAGED
+from mlx_redrafter.drafters.published import (
+    TargetSizes,
+    explain_misfit,
+    list_published,
+    normalize_name,
+    read_table,
+)
+
+KINDS = {
+    "dflash",
+    "dflash2",
+    "dspark",
+    "eagle3",
+    "gemma4_assistant",
+    "gemma4_unified_assistant",
+    "mtp",
+    "recurrent",
+}
+"""The kinds that load."""
+
+
+def test_the_table_can_be_used() -> None:
+    """Each name is found, each kind loads, and nothing is named twice."""
+    table = read_table()
+    names = Counter(map(normalize_name, table))
+    assert [name for name, count in names.items() if count > 1] == []
+    for name, drafters in table.items():
+        assert normalize_name(name) == name.lower(), f"{name} has an owner or a format"
+        assert len({each.repo.lower() for each in drafters}) == len(drafters) > 0, name
+        for each in drafters:
+            is_packaged = each.repo in PACKAGED
+            assert is_packaged or re.fullmatch(r"[\w.-]+/[\w.-]+", each.repo), each.repo
+            assert each.kind in KINDS and each.source, each.repo
+
+
+def test_the_page_shows_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert insert_table(text) == text, "run 'python tests/drafter_table.py'"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen3-8B",
+        "qwen3-8b/",
+        "/models/Qwen3-8B-bf16",
+        "mlx-community/Qwen3-8B-4bit",
+        "mlx-community/Qwen3-8B-8-bit",
+        "mlx-community/Qwen3-8B-4.5bit",
+        "mlx-community/Qwen3-8B-mixed-3-4-bit",
+        "mlx-community/Qwen3-8B-4bit-DWQ-053125",
+        "mlx-community/Qwen3-8B-4bit-g32",
+        "mlx-community/Qwen3-8B-mxfp4",
+        "mlx-community/Qwen3-8B-MXFP4-Q8",
+        "Qwen/Qwen3-8B-MLX-4bit",
+        "Qwen/Qwen3-8B-FP8",
+        "RedHatAI/Qwen3-8B-quantized.w4a16",
+        "unsloth/Qwen3-8B-UD-MLX-4bit",
+    ],
+)
+def test_formats_and_owners_do_not_matter(name: str) -> None:
+    assert normalize_name(name) == "qwen3-8b"
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("Qwen3-8B-Base", "Qwen3-8B"),
+        ("Qwen3-30B-A3B-Instruct-2507-4bit", "Qwen3-30B-A3B-4bit"),
+        ("gemma-4-12B-it-qat-4bit", "gemma-4-12B-it-4bit"),
+        ("Qwen3.5-27B", "Qwen3.6-27B"),
+        ("Qwen3-30B-A3B-Nex-N1", "Qwen3-30B-A3B"),
+    ],
+)
+def test_other_models_have_other_names(name: str, other: str) -> None:
+    assert normalize_name(name) != normalize_name(other)
+
+
+def test_drafters_are_found_by_name() -> None:
+    assert list_published("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")
+    assert list_published("mlx-community/gemma-4-e4b-it-4bit")[0].kind == "gemma4_assistant"
+    # Models that were trained to be quantized have their own.
+    own = list_published("mlx-community/gemma-4-12b-it-qat-4bit")
+    assert own and all("-qat-" in each.repo for each in own)
+    assert list_published("google/gemma-4-12B-it-qat-q4_0-unquantized") == own
+    assert list_published("nobody/no-such-model-4bit") == []
+
+
+@pytest.mark.parametrize("name", list_golden("cached/*"))
+def test_each_published_config_shows_whether_it_fits(name: str, tmp_path: Path) -> None:
+    """Widths, vocabulary and layers of all packagings, compared with what the tensors show."""
+    args = load_golden(name, tmp_path).args
+    config = read_golden(name)[2]
+    inside = config.get("dflash_config", {}).get("num_target_layers")
+    n_layers = config.get("num_target_layers") or inside or args.min_layers
+    target = TargetSizes(args.hidden_size, args.vocab_size, n_layers, {})
+    assert explain_misfit(config, target) is None
+
+    wider = target._replace(hidden_size=args.hidden_size + 8)
+    assert "hidden size" in str(explain_misfit(config, wider))
+    if name != "dflash_assistant":  # which names no vocabulary size
+        larger = target._replace(vocab_size=args.vocab_size + 1)
+        assert "vocabulary size" in str(explain_misfit(config, larger))
+    if layers := getattr(args, "capture_layers", None):
+        fewer = target._replace(n_layers=max(layers))
+        assert str(max(layers)) in str(explain_misfit(config, fewer))
+
+
+GEMMA = {
+    "model_type": "gemma4_assistant",
+    "backbone_hidden_size": 48,
+    "text_config": {
+        "hidden_size": 16,
+        "vocab_size": 97,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": None,
+        "sliding_window": 8,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "key", ["head_dim", "global_head_dim", "num_key_value_heads", "sliding_window"]
+)
+def test_a_drafter_that_reads_the_cache_needs_the_same_heads(key: str) -> None:
+    own: dict[str, int] = dict(GEMMA["text_config"])  # type: ignore[arg-type]
+    target = TargetSizes(48, 97, 6, {"text_config": own | {"hidden_size": 48}})
+    assert explain_misfit(GEMMA, target) is None
+    other = target._replace(config={"text_config": own | {key: own[key] * 2}})
+    assert explain_misfit(GEMMA, other) == (
+        f"it expects {key} {own[key]}, the target has {own[key] * 2}"
+    )
+    assert "hidden size 48" in str(explain_misfit(GEMMA, target._replace(hidden_size=40)))
