@@ -105,8 +105,8 @@ def diagnose(
     classes = get_cache_row_classes(pair, options, refresh=refresh)
     choice = None
     if stand_in is None and len(classes) > 1:
-        if refresh and not is_disturbed(costs):
-            choose_row_counts(pair, replace(options, exact=True), refresh=True)
+        if not is_disturbed(costs):
+            choose_row_counts(pair, replace(options, exact=True), refresh=refresh)
         choice = read_choice(model, drafter, classes)
     trial = None
     if stand_in is None:
@@ -269,8 +269,13 @@ def describe_choice(report: Report) -> str:
     """The class of row counts that --exact uses, how long ago it was chosen, and the load then."""
     choice = report["exact"]
     chosen = format_row_counts(choice["row_counts"])
+    if chosen == "1":
+        chosen += " (nothing drafts)"
     moment = format_moment(report, choice["when"], choice["load"])
-    return f"Chosen for --exact: {chosen}, {moment}; --refresh chooses again"
+    advice = "--refresh chooses again"
+    if not report["chains"]:
+        advice += " when nothing else is running"
+    return f"Chosen for --exact: {chosen}, {moment}; {advice}"
 
 
 def format_moment(report: Report, when: str, load: float | None) -> str:

@@ -83,17 +83,25 @@ def test_doctor_prints_and_renews_the_choice(
         report = diagnose(pair.model, tokenizer, pair.drafter, refresh=refresh)
         return [line for line in format_report(report).splitlines() if "Chosen" in line]
 
-    assert examine(refresh=False) == []
-    choose_row_counts(machine.start(), EXACT)
+    machine.costs = [DISTURBED]
+    assert examine(refresh=False) == [], "a choice is kept, so not in a busy moment"
+    machine.costs = [BUSY]
+    pair = machine.start()
+    pair.measure_costs(trees=True, refresh=True)
     (line,) = examine(refresh=False)
-    assert re.match(r"Chosen for --exact: 1, 0.0 hours ago at load [\d.]+ on \d+ cores; ", line)
+    when = r"0.0 hours ago at load [\d.]+ on \d+ cores; --refresh chooses again"
+    assert re.fullmatch(rf"Chosen for --exact: 1 \(nothing drafts\), {when}", line)
+    (note,) = choose_setup(pair, EXACT, pair.open_source()).notes
+    assert note.startswith("nothing drafts: ")
     machine.costs = [IDLE]
     with pytest.warns(UserWarning, match="--exact now computes"):
         (line,) = examine(refresh=True)
     assert line.startswith("Chosen for --exact: 6 to 8, ")
+    assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
     machine.costs = [DISTURBED]
     (line,) = examine(refresh=True)
     assert line.startswith("Chosen for --exact: 6 to 8, "), "not by times of a busy machine"
+    assert line.endswith("; --refresh chooses again when nothing else is running")
 
 
 def test_a_choice_is_not_made_by_the_first_disturbed_times(machine: Machine) -> None:
