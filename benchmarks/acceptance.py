@@ -31,7 +31,7 @@ from .command import add_json, parse_positive, parse_shape
 from .models import add_workload, open_workload
 from .tables import format_cell, print_table
 
-PLANS = ((1, 2), (1, 3), (1, 4), (2, 3), (4, 3), (4, 5))
+BEAM_SHAPES = ((1, 2), (1, 3), (1, 4), (2, 3), (4, 3), (4, 5))
 
 
 def count_differences(pair: Pair, prompts: Sequence[list[int]], options: Options) -> dict[str, int]:
@@ -52,7 +52,7 @@ def count_differences(pair: Pair, prompts: Sequence[list[int]], options: Options
     return {"texts": len(prompts), "differ": differ, "rows differ": rows_differ}
 
 
-def measure(
+def measure_plan(
     model: nn.Module,
     drafter: Drafter,
     prompts: Sequence[list[int]],
@@ -90,12 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add_workload(parser, draft_model=False, prompts=("demo",))
     add = parser.add_argument
-    default = " ".join(",".join(map(str, plan)) for plan in PLANS)
+    default = " ".join(",".join(map(str, plan)) for plan in BEAM_SHAPES)
     add(
         "--plans",
         type=parse_shape,
         nargs="+",
-        default=PLANS,
+        default=BEAM_SHAPES,
         metavar="PLAN",
         help=f"W,K or W,K,N (default: {default})",
     )
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [prompt.ids for prompt in workload.prompts]
     options = {name: getattr(args, name) for name in ("max_tokens", "temp", "seed", "compare")}
     options["exact"] = args.exact
-    lines = [measure(workload.model, drafter, prompts, plan, **options) for plan in args.plans]
+    lines = [measure_plan(workload.model, drafter, prompts, plan, **options) for plan in args.plans]
     print_table(args, lines)
     if not args.compare:
         return 0

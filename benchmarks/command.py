@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_redrafter.atomic_files import expand_path, explain_unwritable
 
-COMMANDS = (
+BENCHMARKS = (
     "run",
     "specbench",
     "smollm2",
@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description="Benchmarks of speculative decoding."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
+    for name in BENCHMARKS:
         command = import_module(f"benchmarks.{name}")
         about = str(command.__doc__)
         style = argparse.RawDescriptionHelpFormatter

@@ -32,8 +32,8 @@ from .contestants import (
     DEFAULTS,
     NUM_DRAFT_TOKENS,
     Contestant,
-    Run,
     Settings,
+    TimedRun,
     make_contestants,
     warm_up,
 )
@@ -74,7 +74,7 @@ def compare_contestants(
     n_runs = len(workload.prompts) * settings.repeats * len(sides)
     with wired_limit(workload.model), tqdm(None, workload.name, n_runs, unit="run") as bar:
         for number, prompt in enumerate(workload.prompts):
-            runs: dict[str, list[Run]] = defaultdict(list)
+            runs: dict[str, list[TimedRun]] = defaultdict(list)
             for repeat in range(settings.repeats):
                 turn = (number * settings.repeats + repeat) % len(sides)
                 for side in [*sides[turn:], *sides[:turn]]:
@@ -99,7 +99,11 @@ def warm_up_all(workload: Workload, sides: Sequence[Contestant]) -> None:
 
 
 def describe_runs(
-    side: Contestant, runs: list[Run], plain: list[Run], bytes_read: int | None, settings: Settings
+    side: Contestant,
+    runs: list[TimedRun],
+    plain: list[TimedRun],
+    bytes_read: int | None,
+    settings: Settings,
 ) -> Record:
     """The record of a contestant on a prompt.
 
@@ -158,7 +162,7 @@ def compute_quartiles(values: Sequence[float]) -> list[float]:
     return [float(each) for each in np.quantile(values, (0.25, 0.75))]
 
 
-def add_options(parser: argparse.ArgumentParser, quick: str, *, sampling: bool = True) -> None:
+def add_run_flags(parser: argparse.ArgumentParser, quick: str, *, sampling: bool = True) -> None:
     """Adds the flags for decoding and for the output file.
 
     Args:
@@ -187,7 +191,7 @@ def add_options(parser: argparse.ArgumentParser, quick: str, *, sampling: bool =
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
-    """The settings of all contestants, from the flags of `add_options`."""
+    """The settings of all contestants, from the flags of `add_run_flags`."""
     max_tokens = args.max_tokens or (QUICK_TOKENS if args.quick else DEFAULTS.max_tokens)
     if max_tokens < 2:
         raise RedrafterError("--max-tokens must be at least 2: timing starts at the first token")
@@ -195,7 +199,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
     return Settings(max_tokens, getattr(args, "temp", DEFAULTS.temp), args.seed, repeats)
 
 
-def measure_costs(workload: Workload) -> Record:
+def measure_costs_record(workload: Workload) -> Record:
     """Measures the parts of a round; plan "auto" then uses the same times.
 
     The record has milliseconds by context length, nodes and width, the drafter's acceptance, and
@@ -217,7 +221,7 @@ def measure_costs(workload: Workload) -> Record:
     }
 
 
-def measure(
+def measure_workload(
     workload: Workload,
     plans: list[Any],
     args: argparse.Namespace,
@@ -225,10 +229,10 @@ def measure(
     mlx_lm: bool = True,
     context: bool = False,
 ) -> int:
-    """Measures, prints and writes the records of a workload; returns `check_tokens` of them.
+    """Measures, prints and writes the records of a workload; returns `compute_status` of them.
 
     Args:
-        args: has the flags of `add_options`.
+        args: has the flags of `add_run_flags`.
         mlx_lm: whether to include mlx-lm's own decoding.
         context: whether to include drafts from the context.
     """
@@ -240,17 +244,17 @@ def measure(
     found = list[Record]()
     if workload.drafter is not None:
         print(f"{workload.name}: measuring the parts of a round", file=sys.stderr)
-        found = [measure_costs(workload) | {"machine": machine}]
+        found = [measure_costs_record(workload) | {"machine": machine}]
     warm_up_all(workload, sides)
     for records in compare_contestants(workload, sides, settings):
         found += [each | {"machine": machine} for each in records]
         if args.output:  # after each prompt, so that an interrupted run leaves its records
             write_records(args.output, found)
     print(f"{format_text(make_lines(found))}\n\n{describe_setting(found)}", end="")
-    return check_tokens(found)
+    return compute_status(found)
 
 
-def check_tokens(records: Iterable[Record]) -> int:
+def compute_status(records: Iterable[Record]) -> int:
     """The exit status: 1 if our tokens differ from plain decoding, or that from mlx-lm.
 
     Also 1 if nothing was compared. Says on stderr who drafted nothing, and so shows nothing.

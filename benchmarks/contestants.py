@@ -17,6 +17,7 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_redrafter.cli.generate import WARM_UP_TOKENS
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.plan import Plan
@@ -41,10 +42,9 @@ from .tables import (
     label,
 )
 
-WARM_UP_TOKENS = 16  # tokens to generate as a warm-up
 NUM_DRAFT_TOKENS = 3  # of mlx-lm's speculative decoding; the default of its command
 
-Tokens = Iterator[tuple[int, Stats | None]]
+TokenStream = Iterator[tuple[int, Stats | None]]
 """Tokens, each with the statistics so far, or None if there are no rounds."""
 
 
@@ -61,7 +61,7 @@ class Settings:
 DEFAULTS = Settings()
 
 
-class Run(NamedTuple):
+class TimedRun(NamedTuple):
     """A contestant's run on a prompt.
 
     Attributes:
@@ -89,14 +89,14 @@ class Contestant:
 
     kind: str
     plan: str | list[int] | None
-    decode: Callable[[list[int], int], Tokens]
+    decode: Callable[[list[int], int], TokenStream]
 
     @property
     def label(self) -> str:
         """The contestant's name in tables."""
         return label(self.kind, self.plan)
 
-    def run(self, prompt: NamedPrompt, max_tokens: int) -> Run:
+    def run(self, prompt: NamedPrompt, max_tokens: int) -> TimedRun:
         """Decodes a prompt until the text ends, at least two tokens."""
         mx.reset_peak_memory()
         steps = self.decode(prompt.ids, max_tokens)
@@ -107,7 +107,7 @@ class Contestant:
             tokens.append(last[0])
             if last[0] in prompt.eos_token_ids:
                 break
-        return Run(tokens, perf_counter() - started, last[1], mx.get_peak_memory())
+        return TimedRun(tokens, perf_counter() - started, last[1], mx.get_peak_memory())
 
 
 def make_contestants(
@@ -175,7 +175,7 @@ def make_ours(
     if isinstance(resolved, Plan):
         plan = list(fit_plan(pair, resolved).shape)
 
-    def decode(prompt: list[int], max_tokens: int) -> Tokens:
+    def decode(prompt: list[int], max_tokens: int) -> TokenStream:
         own = replace(options, max_tokens=max_tokens)
         with closing(open_generation(pair, prompt, own, pair.open_source())) as generation:
             for each in generation:
@@ -193,10 +193,10 @@ def make_random_drafter(drafter: Drafter) -> Drafter:
     return untrained
 
 
-def make_mlx_lm(workload: Workload, settings: Settings) -> Callable[[list[int], int], Tokens]:
+def make_mlx_lm(workload: Workload, settings: Settings) -> Callable[[list[int], int], TokenStream]:
     """A decode function that runs mlx-lm's `generate_step`."""
 
-    def decode(prompt: list[int], max_tokens: int) -> Tokens:
+    def decode(prompt: list[int], max_tokens: int) -> TokenStream:
         sampler = make_mlx_lm_sampler(workload, len(prompt), settings)
         ids = mx.array(prompt)
         steps = generate_step(ids, workload.model, max_tokens=max_tokens, sampler=sampler)
@@ -208,7 +208,7 @@ def make_mlx_lm(workload: Workload, settings: Settings) -> Callable[[list[int], 
 
 def make_draft_model(
     workload: Workload, draft_model: nn.Module, settings: Settings
-) -> Callable[[list[int], int], Tokens]:
+) -> Callable[[list[int], int], TokenStream]:
     """A decode function that runs mlx-lm's `speculative_generate_step`.
 
     Its first round normally also processes the end of the prompt. Here both models process the
@@ -216,7 +216,7 @@ def make_draft_model(
     like ours.
     """
 
-    def decode(prompt: list[int], max_tokens: int) -> Tokens:
+    def decode(prompt: list[int], max_tokens: int) -> TokenStream:
         sampler = make_mlx_lm_sampler(workload, len(prompt), settings)
         cache = make_prompt_cache(workload.model)
         draft_cache = make_prompt_cache(draft_model)
@@ -260,7 +260,7 @@ def make_mlx_lm_sampler(
     return choose
 
 
-def warm_up(workload: Workload, side: Contestant) -> Run:
+def warm_up(workload: Workload, side: Contestant) -> TimedRun:
     """Decodes the first `WARM_UP_TOKENS` tokens of the first prompt."""
     with wired_limit(workload.model):
         return side.run(workload.prompts[0], WARM_UP_TOKENS)

@@ -7,11 +7,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import compute_bits_per_weight
 
@@ -19,6 +18,7 @@ from mlx_redrafter import load_demo
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import load, load_fast_drafter
 from mlx_redrafter.demo import demo_prompts
+from mlx_redrafter.drafters.checkpoint import count_bytes
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.errors import RedrafterError
@@ -26,8 +26,8 @@ from mlx_redrafter.planning.store import digest_tensors, sample_tensors
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training.prompts import encode_prompts, read_prompts
 
-PROMPTS = Path(__file__).parent / "prompts"
-DRAFT_MODEL = Path(__file__).parent / "draft_model"
+PROMPTS_FOLDER = Path(__file__).parent / "prompts"
+DRAFT_MODEL_FOLDER = Path(__file__).parent / "draft_model"
 """A smaller Llama, trained on the demo's files, for mlx-lm's speculative decoding."""
 
 DEMO = "demo"
@@ -113,12 +113,6 @@ def digest_sample(module: nn.Module) -> str:
     return digest_tensors(module) + hashlib.sha256(sample_tensors(module)).hexdigest()[:16]
 
 
-def count_bytes(module: nn.Module) -> int:
-    """The size of a module's parameters in bytes."""
-    arrays = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
-    return sum(array.nbytes for _, array in arrays)
-
-
 def count_bytes_read(model: nn.Module) -> int | None:
     """Bytes of weights that a one-token forward reads; None for models with experts.
 
@@ -168,14 +162,14 @@ def open_workload(args: argparse.Namespace) -> Workload:
 
     With `--quick` one prompt per category.
     """
-    workload, tokenizer = load_models(args)
+    workload, tokenizer = load_workload(args)
     prompts = load_prompts(args.prompts, tokenizer)
     if getattr(args, "quick", False):
         prompts = list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]
     return replace(workload, prompts=prompts)
 
 
-def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
+def load_workload(args: argparse.Namespace) -> tuple[Workload, Any]:
     """Loads (a workload without prompts, the target's tokenizer).
 
     Args:
@@ -190,7 +184,7 @@ def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
     draft_model_name = None
     if hasattr(args, "draft_model") and (args.draft_model or not args.model):
         draft_model_name = args.draft_model or DEMO
-        draft_model, _ = load(args.draft_model or DRAFT_MODEL)
+        draft_model, _ = load(args.draft_model or DRAFT_MODEL_FOLDER)
         if not args.model:  # like the demo's own models
             draft_model.set_dtype(mx.float32)
     drafter_name = None if drafter is None else args.drafter or DEMO
@@ -210,10 +204,12 @@ def load_prompts(names: Sequence[str], tokenizer: Any) -> list[NamedPrompt]:
     """The prompts with these names, without duplicates.
 
     Args:
-        names: names or categories of prompts, "all" for all in `PROMPTS`, "demo" for both of the
-            demo's categories, or files of prompts.
+        names: names or categories of prompts, "all" for all in `PROMPTS_FOLDER`, "demo" for both of
+            the demo's categories, or files of prompts.
     """
-    paths = {f"{path.parent.name}/{path.stem}": path for path in sorted(PROMPTS.glob("*/*.txt"))}
+    paths = {
+        f"{path.parent.name}/{path.stem}": path for path in sorted(PROMPTS_FOLDER.glob("*/*.txt"))
+    }
     texts = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()}
     for category, kind in DEMO_CATEGORIES.items():
         for number, text in enumerate(demo_prompts(kind), start=1):

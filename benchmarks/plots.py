@@ -14,7 +14,16 @@ from .tables import Line
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLORS = ("#e3a008", "#1d7a54", "#f3d27a", "#7cc4a4", "#2f5db3", "#9aa5b1", "#b3462f", "#6b4ba3")
+BAR_COLORS = (
+    "#e3a008",
+    "#1d7a54",
+    "#f3d27a",
+    "#7cc4a4",
+    "#2f5db3",
+    "#9aa5b1",
+    "#b3462f",
+    "#6b4ba3",
+)
 
 
 def draw_bars(path: Path, lines: Sequence[Line], label: str, *, has_line: bool = False) -> None:
@@ -45,7 +54,7 @@ def make_figure(lines: Sequence[Line], label: str, *, has_line: bool) -> Figure:
     for at, name in enumerate(names):
         places = [place + (at - len(names) / 2 + 0.5) * width for place in range(len(lines))]
         values = [line[name] or 0.0 for line in lines]
-        color = COLORS[at % len(COLORS)]
+        color = BAR_COLORS[at % len(BAR_COLORS)]
         bars = axes.bar(places, values, width * 0.92, label=name, color=color)
         labels = [f"{value:.2f}" if value else "" for value in values]
         # White behind them, so that the line does not strike them through.

@@ -31,12 +31,12 @@ from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, compute_cumula
 from .tables import format_markdown
 
 RUNS = Path(__file__).parent / "data" / "apple-mlx-2024"
-SOURCE = (
+DATA_SOURCE = (
     "Apple's published runs, https://github.com/apple/ml-recurrent-drafter, "
     "recurrent_drafting/mlx/experiments: Vicuna-7B in 16 bits, one prompt"
 )
 CHIPS = ("m1-max", "m2", "m2-ultra")
-DTYPES = ("float16", "bfloat16")
+PUBLISHED_DTYPES = ("float16", "bfloat16")
 TOKENS = 200  # generated tokens of every published run
 # no larger drafts were published
 MAX_WIDTH = 4
@@ -55,7 +55,7 @@ PRIOR = {
     "draft, beam": (DRAFT, 0.03),
 }
 """Priors of the model's coefficients in plain steps: (mean, standard deviation)."""
-NOISE = 0.01  # assumed relative error of a published round
+RUN_ERROR = 0.01  # assumed relative error of a published round
 SPLITS = 50  # random splits of the shapes into a fitted and a predicted half
 QUANTIZED = 4.5 / 16  # size of 4-bit weights in groups of 64, over that of 16-bit weights
 
@@ -118,9 +118,9 @@ def fit_model(cells: Iterable[Cell], plain_ms: float, cliff: int = CLIFF) -> Rou
     factors = [np.diag(1 / spreads)]
     values = [centers / spreads]
     for cell in cells:
-        weight = plain_ms / cell.round_ms / NOISE
+        weight = plain_ms / cell.round_ms / RUN_ERROR
         factors.append(weight * np.array([count_terms(cell.plan, cliff)]))
-        values.append(np.array([1 / NOISE]))
+        values.append(np.array([1 / RUN_ERROR]))
     fitted = np.linalg.lstsq(np.concatenate(factors), np.concatenate(values), rcond=None)
     return RoundModel(plain_ms, tuple(map(float, fitted[0])), cliff)
 
@@ -144,7 +144,7 @@ def read_published() -> list[Published]:
     Of several runs the fastest counts, as disturbances only slow them down.
     """
     found = []
-    for chip, dtype in product(CHIPS, DTYPES):
+    for chip, dtype in product(CHIPS, PUBLISHED_DTYPES):
         plain = list(read_runs(f"{chip}-autoregression.csv", dtype))
         step = min(float(run["generation_ours"]) for run in plain)
         prompt = min(float(run["comprehension_ours"]) for run in plain)
@@ -190,7 +190,7 @@ def compute_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[s
     return {"cells": len(errors), "median": median, "95th percentile": tail, "worst": max(errors)}
 
 
-def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
+def list_pruned(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
     """(plan, tokens per round) of every pruned tree below the cliff; a chain is yielded unchanged.
 
     A pruned tree keeps the likeliest nodes. Its share of the whole tree's `tokens` is computed with
@@ -218,7 +218,7 @@ def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
     for each, model in zip(published, models, strict=True):
         whole = [(cell.plan, cell.tokens_per_round) for cell in each.cells]
         tree = [(Plan(w, k, 1 + w * k), tokens) for (w, k, *_), tokens in whole]
-        pruned = [option for plan, tokens in tree for option in prune(plan, tokens)]
+        pruned = [option for plan, tokens in tree for option in list_pruned(plan, tokens)]
         changes: dict[str, tuple[list[tuple[Plan, float]], float, float]] = {
             "as published": (whole, 1.0, 0.0),
             "shared prefixes verified once": (tree, 1.0, 0.0),
@@ -273,7 +273,7 @@ def format_study(found: dict[str, Any]) -> str:
         shares = {key: f"{value:.2%}" for key, value in found[name].items()}
         errors.append({"predicted speed": name} | shares | {"cells": found[name]["cells"]})
     return (
-        f"Source: {SOURCE}.\n\n{format_markdown(errors)}\n"
+        f"Source: {DATA_SOURCE}.\n\n{format_markdown(errors)}\n"
         f"Measured by Apple:\n\n{format_markdown(found['measured by Apple'])}\n"
         f"Predicted, nobody has run it:\n\n{format_markdown(found['predicted changes'])}"
     )

@@ -43,13 +43,13 @@ from mlx_redrafter.machine.wired_limit import wired_limit
 from mlx_redrafter.planning.costs import compute_lower_quartile
 
 from .command import add_json, parse_plan, parse_positive
-from .contest import measure_costs
+from .contest import measure_costs_record
 from .contestants import Contestant, Settings, make_contestants, warm_up
 from .synthetic import add_shape, open_shape
 from .tables import print_table
 
 DELAYS = (0.0, 0.2, 1.0, 5.0)
-START = "from benchmarks.ranks import main; main()"
+START_RANK = "from benchmarks.ranks import run_as_rank; run_as_rank()"
 
 
 class DelayedLink:
@@ -119,7 +119,7 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Delaye
             file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in seen]), encoding="utf-8")
             environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
             environment.setdefault("OPENBLAS_NUM_THREADS", str(n_threads))
-            command = [sys.executable, "-c", START, *sys.argv[2:]]
+            command = [sys.executable, "-c", START_RANK, *sys.argv[2:]]
             pipe = None if rank else subprocess.PIPE
             processes.append(
                 subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
@@ -175,7 +175,7 @@ def run_rank(args: argparse.Namespace) -> None:
                 raise RedrafterError("the process that started the ranks has ended")
         ranks.gather(None)
         if "auto" in args.plans:
-            measure_costs(workload)
+            measure_costs_record(workload)
         times: dict[str, list[float]] = {side.label: [] for side in sides}
         generated = dict[str, list[int]]()
         made = dict[str, float]()
@@ -197,7 +197,7 @@ def run_rank(args: argparse.Namespace) -> None:
     ranks.gather(None)
 
 
-def read_records(args: argparse.Namespace) -> list[dict[str, Any]]:
+def collect_records(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rank 0's results, a record for each delay and plan."""
     records = list[dict[str, Any]]()
     delay = 0.0
@@ -281,11 +281,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table; returns the exit status."""
-    print_table(args, add_speeds(read_records(args)))
+    print_table(args, add_speeds(collect_records(args)))
     return 0
 
 
-def main() -> None:
+def run_as_rank() -> None:
     """Runs one of the ranks."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -122,7 +122,7 @@ def stamp() -> dict[str, Any]:
     return found
 
 
-def make_key(machine: dict[str, Any], *settings: Any) -> str:
+def make_record_key(machine: dict[str, Any], *settings: Any) -> str:
     """A digest of everything that a record depends on: machine, versions, models and settings.
 
     Args:

@@ -31,9 +31,9 @@ from .tables import (
     CONTEXT,
     PLAIN,
     Line,
-    describe_machine,
     describe_setting,
     format_cell,
+    format_machine,
     format_markdown,
     group_by_contestant,
     is_fixed,
@@ -52,7 +52,7 @@ DEMO_FILES = {"demo-edits": "edits, greedy", "demo-code": "fresh code, temperatu
 SUMMARY = {"context": CONTEXT, "drafter + context": "auto + context"}
 """Names in the summary of a chat model -> contestants."""
 
-DRAFTERS = "smollm2-"
+DRAFTER_FILES = "smollm2-"
 """Prefix of result files of the chat model; the kind of drafter follows."""
 
 RESULTS_BLOCK = re.compile(
@@ -176,9 +176,9 @@ def make_drafter_lines(results: Results, what: str) -> list[Line]:
     """A line for each kind of drafter of the chat model: a value of `summarize` by fixed plan."""
     lines = []
     for name, records in results.files.items():
-        if name.startswith(DRAFTERS):
+        if name.startswith(DRAFTER_FILES):
             fixed = [record for record in records if record["kind"] == "speed" and is_fixed(record)]
-            line: Line = {"kind": name.removeprefix(DRAFTERS)}
+            line: Line = {"kind": name.removeprefix(DRAFTER_FILES)}
             for plan, own in group_by_contestant(fixed).items():
                 line[plan] = summarize(own)[what]
             lines.append(line)
@@ -191,7 +191,9 @@ def make_drafters_table(results: Results) -> str:
     lines = bracket_lines(tokens, make_drafter_lines(results, "x plain"))
     if not lines:
         return ""
-    first = next(records for name, records in results.files.items() if name.startswith(DRAFTERS))
+    first = next(
+        records for name, records in results.files.items() if name.startswith(DRAFTER_FILES)
+    )
     return f"{format_markdown(lines)}\n{describe_setting(first)}"
 
 
@@ -317,7 +319,7 @@ def format_suite(suite: Record) -> str:
     """A suite as Markdown to paste: machine, forwards, every contestant, and what was skipped."""
     machine = suite["machine"]
     parts = [
-        f"{describe_hardware(machine)}\n{describe_machine(machine)}; {machine['when'][:10]}\n",
+        f"{describe_hardware(machine)}\n{format_machine(machine)}; {machine['when'][:10]}\n",
         format_markdown(list(make_forward_lines(suite["records"]))),
         format_markdown(list(make_size_lines(suite["records"]))),
         "".join(f"- skipped: {each['name']}: {each['why']}\n" for each in suite["skipped"]),

@@ -33,11 +33,11 @@ from .contest import (
     PLANS,
     QUICK_PLANS,
     QUICK_TOKENS,
-    add_options,
-    check_tokens,
+    add_run_flags,
     compare_contestants,
-    measure,
-    measure_costs,
+    compute_status,
+    measure_costs_record,
+    measure_workload,
     warm_up_all,
 )
 from .contestants import Settings, make_contestants
@@ -66,7 +66,7 @@ ON_CPU = (("llama-3.2-1b", 2), ("llama-3.2-3b", 2))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     add_workload(parser)
-    add_options(parser, "one prompt per category, fewer plans")
+    add_run_flags(parser, "one prompt per category, fewer plans")
     add = parser.add_argument
     add("--plans", type=parse_plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N")
     add("--random-drafter", action="store_true", help="also run auto with an untrained drafter")
@@ -84,14 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the contest; returns the exit status of `check_tokens`."""
+    """Runs the contest; returns the exit status of `compute_status`."""
     if args.suite:
         return run_suite(list_items(), args.output or OUTPUT, args.minutes)
     workload = open_workload(args)
     if args.plans or args.random_drafter:
         workload.require_drafter()
     plans = args.plans or (QUICK_PLANS if args.quick else PLANS)
-    return measure(workload, plans, args, context=True)
+    return measure_workload(workload, plans, args, context=True)
 
 
 def list_items() -> dict[str, Callable[[], Workload]]:
@@ -117,7 +117,7 @@ def list_items() -> dict[str, Callable[[], Workload]]:
 def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: float) -> int:
     """Measures items while there is time, and writes the results after each prompt.
 
-    Returns the status of `check_tokens`.
+    Returns the status of `compute_status`.
     """
     if output.exists():
         raise RedrafterError(f"{output} exists already: give another --output")
@@ -149,7 +149,7 @@ def run_suite(items: dict[str, Callable[[], Workload]], output: Path, minutes: f
     print(format_suite(suite), end="")
     how = "CONTRIBUTING.md says how to send them in"
     print(f"{len(records)} records in {output}; {how}", file=sys.stderr)
-    return check_tokens(records)
+    return compute_status(records)
 
 
 def measure_item(
@@ -163,7 +163,7 @@ def measure_item(
         save: called after each prompt.
     """
     print(f"{workload.name}: measuring the parts of a round", file=sys.stderr)
-    records.append(measure_costs(workload))
+    records.append(measure_costs_record(workload))
     save()
     settings = Settings(max_tokens=QUICK_TOKENS)
     plans = PLANS if is_demo else QUICK_PLANS

@@ -44,20 +44,22 @@ from .command import add_json, parse_positive
 from .tables import print_table
 
 START_SECONDS = 120.0  # for a server to start, or to accept a connection
-OURS = "mlx_redrafter.server"
-THEIRS = "mlx_lm.server"
-LIBRARY = "library"
+OUR_SERVER = "mlx_redrafter.server"
+THEIR_SERVER = "mlx_lm.server"
+LIBRARY_COLUMN = "library"
 DTYPES = ("float32", "float16", "bfloat16")  # the first is fastest on CPUs
 # Like `python -m PACKAGE`, but importing this package first, so that mlx_lm.server uses the same
 # BLAS.
-START = "import runpy, mlx_redrafter; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
+START_SERVER = (
+    "import runpy, mlx_redrafter; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
+)
 # tokens; seconds before other clients connect; their number
 LONG_ANSWER = 600
 HEAD_START = 0.15
 N_OTHER_CLIENTS = 3
 
 
-class Server(NamedTuple):
+class ServerProcess(NamedTuple):
     """A server running in its own process."""
 
     port: int
@@ -135,14 +137,16 @@ def run(args: argparse.Namespace) -> int:
             ask(port, "# first", args.max_tokens)
 
         for clients in args.clients:
-            found: dict[str, list[dict[str, float]]] = {name: [] for name in (*ports, LIBRARY)}
+            found: dict[str, list[dict[str, float]]] = {
+                name: [] for name in (*ports, LIBRARY_COLUMN)
+            }
             for _ in range(args.repeats):
-                prompts = make_prompts(clients * args.requests, numbers)
+                prompts = make_new_prompts(clients * args.requests, numbers)
                 for name, port in ports.items():
                     found[name].append(ask_at_once(port, prompts, clients, args.max_tokens))
                 if clients == 1:
-                    found[LIBRARY].append(time_library(library, prompts, args.max_tokens))
-            for what in found[OURS][0]:
+                    found[LIBRARY_COLUMN].append(time_library(library, prompts, args.max_tokens))
+            for what in found[OUR_SERVER][0]:
                 line = {"clients": clients, "": what}
                 for name, own in found.items():
                     line[name] = median(each[what] for each in own) if own else None
@@ -151,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         line = {"clients": f"1, {1 + N_OTHER_CLIENTS}, 1", "": "longest pause, s"}
         for name, port in ports.items():
             line[name] = time_other_clients(port, library)
-        lines.append(line | {LIBRARY: None})
+        lines.append(line | {LIBRARY_COLUMN: None})
     print_table(args, lines)
     return 0
 
@@ -169,11 +173,11 @@ def save_demo(folder: Path, dtype: str = DTYPES[0]) -> dict[str, list[str]]:
     save_config(config, target / "config.json")
     save_drafter(folder / "drafter", drafter)
     common = ["--model", str(target), "--log-level", "ERROR"]
-    return {THEIRS: common, OURS: [*common, "--drafter", str(folder / "drafter")]}
+    return {THEIR_SERVER: common, OUR_SERVER: [*common, "--drafter", str(folder / "drafter")]}
 
 
 @contextmanager
-def start_server(module: str, flags: list[str]) -> Iterator[Server]:
+def start_server(module: str, flags: list[str]) -> Iterator[ServerProcess]:
     """Starts a server with this package's BLAS.
 
     Yields it when it accepts connections, and stops it at the end.
@@ -182,7 +186,15 @@ def start_server(module: str, flags: list[str]) -> Iterator[Server]:
         port: int = free.getsockname()[1]
     variables = {"OPENBLAS_NUM_THREADS": "1"} | os.environ | {"HF_HUB_OFFLINE": "1"}
     package, _, name = module.partition(".")
-    command = [sys.executable, "-c", START.format(package), name, *flags, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-c",
+        START_SERVER.format(package),
+        name,
+        *flags,
+        "--port",
+        str(port),
+    ]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as log,
         subprocess.Popen(command, stderr=log, env=variables) as process,
@@ -198,7 +210,7 @@ def start_server(module: str, flags: list[str]) -> Iterator[Server]:
                         ended = f": it exited with status {process.returncode}"
                     raise RedrafterError(f"{module} does not start{ended}")
                 time.sleep(0.2)
-            yield Server(port, process.pid)
+            yield ServerProcess(port, process.pid)
         finally:
             process.terminate()
 
@@ -212,7 +224,7 @@ def takes_connections(port: int) -> bool:
     return True
 
 
-def make_prompts(size: int, numbers: Iterator[int]) -> list[str]:
+def make_new_prompts(size: int, numbers: Iterator[int]) -> list[str]:
     """Prompts that have not been used before."""
     prompts = demo_prompts()
     chosen = islice(numbers, size)

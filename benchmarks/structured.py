@@ -75,7 +75,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     ),
     "any object": {"type": "object"},
 }
-PROMPT = "# An example of {}, as JSON\nexample = "
+PROMPT_FORMAT = "# An example of {}, as JSON\nexample = "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +126,7 @@ def time_schema(
 ) -> dict[str, Any]:
     """The line of a schema."""
     asked = {
-        "prompt": tokenizer.encode(PROMPT.format(name)),
+        "prompt": tokenizer.encode(PROMPT_FORMAT.format(name)),
         "grammar": engine.grammars.compile(SCHEMAS[name]),
         "max_tokens": args.max_tokens,
         "temp": args.temp,
@@ -136,7 +136,7 @@ def time_schema(
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(args.repeats):
         for draft, found in speeds.items():
-            tokens, made = asyncio.run(generate(engine, draft=draft, **asked))
+            tokens, made = asyncio.run(collect_answer(engine, draft=draft, **asked))
             answers.add(tuple(tokens))
             found.append((len(made.output.tokens) - 1) / made.seconds)
     plain = median(speeds[False])
@@ -154,7 +154,7 @@ def time_schema(
     }
 
 
-async def generate(engine: Worker, **asked: Any) -> tuple[list[int], Request]:
+async def collect_answer(engine: Worker, **asked: Any) -> tuple[list[int], Request]:
     """(the tokens of an answer, its request with statistics)."""
     request = engine.submit(**asked)
     return [event.token async for event in request.read_events()], request

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from mlx_redrafter.checkpoints import set_blas_threads
 from mlx_redrafter.drafters import block, eagle, make_drafter, medusa, mtp
+from mlx_redrafter.drafters.checkpoint import count_bytes
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
@@ -34,10 +35,10 @@ from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTabl
 from mlx_redrafter.planning.sizing import MAX_DRAFT_COST, count_weights, list_candidates
 
 from .command import parse_plan, parse_positive
-from .contest import PLANS, add_options, measure
-from .models import NamedPrompt, Workload, count_bytes
+from .contest import PLANS, add_run_flags, measure_workload
+from .models import NamedPrompt, Workload
 
-QUICK_PLANS = ["auto", (1, 3)]
+FEWEST_PLANS = ["auto", (1, 3)]
 QUICK_LAYERS = 2
 GROUP_SIZE = 64  # of quantized weights
 PROMPT_TOKENS = 64
@@ -67,7 +68,7 @@ def make_config(
     return {"model_type": model_type} | dict(zip(names, sizes, strict=True)) | common | more
 
 
-EXPERTS = {
+EXPERT_SIZES = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
@@ -82,21 +83,23 @@ SHAPES = {
     "llama-3.1-8b": make_config("llama", (4096, 32, 14336, 32, 8, 128, 128256), tied=False),
     "gemma-3-27b": make_config("gemma3_text", (5376, 62, 21504, 32, 16, 128, 262208)),
     "qwen3-30b-a3b": make_config(
-        "qwen3_moe", (2048, 48, 6144, 32, 4, 128, 151936), tied=False, **EXPERTS
+        "qwen3_moe", (2048, 48, 6144, 32, 4, 128, 151936), tied=False, **EXPERT_SIZES
     ),
 }
 """Published shapes, from their configs on the Hugging Face hub."""
 
 
-def make_layer(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
+def make_layer_sizes(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The sizes of a drafter with layers like the target's."""
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {name: shape[name] for name in names} | {"width": shape["hidden_size"], **more}
 
 
-def make_block(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
+def make_block_sizes(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The sizes of a block drafter with five layers that reads five of the target's."""
-    return make_layer(shape, num_layers=5, mask_token_id=0, capture_layers=spread(shape, 5), **more)
+    return make_layer_sizes(
+        shape, num_layers=5, mask_token_id=0, capture_layers=spread(shape, 5), **more
+    )
 
 
 def make_mtp_config(shape: dict[str, Any]) -> dict[str, Any]:
@@ -123,20 +126,24 @@ def make_eagle3(shape: dict[str, Any]) -> dict[str, Any]:
     """The sizes of an EAGLE-3 head that reads three of the target's layers."""
     draft_vocab_size = min(32000, shape["vocab_size"])
     layers = spread(shape, 3)
-    return make_layer(shape, version=3, draft_vocab_size=draft_vocab_size, capture_layers=layers)
+    return make_layer_sizes(
+        shape, version=3, draft_vocab_size=draft_vocab_size, capture_layers=layers
+    )
 
 
 def make_dspark(shape: dict[str, Any]) -> dict[str, Any]:
     """The sizes of a DSpark drafter."""
-    return make_block(shape, model_type="dspark", block_size=7, from_anchor=True, markov_rank=256)
+    return make_block_sizes(
+        shape, model_type="dspark", block_size=7, from_anchor=True, markov_rank=256
+    )
 
 
 PUBLISHED_HEADS: dict[str, tuple[type[DrafterArgs], Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "medusa": (medusa.DrafterArgs, lambda shape: {"num_heads": 4, "num_layers": 1}),
-    "eagle": (eagle.DrafterArgs, lambda shape: make_layer(shape, version=1, fc_bias=True)),
+    "eagle": (eagle.DrafterArgs, lambda shape: make_layer_sizes(shape, version=1, fc_bias=True)),
     "eagle3": (eagle.DrafterArgs, make_eagle3),
     "mtp": (mtp.DrafterArgs, lambda shape: {"layer_config": make_mtp_config(shape)}),
-    "dflash": (block.DrafterArgs, lambda shape: make_block(shape, block_size=16)),
+    "dflash": (block.DrafterArgs, lambda shape: make_block_sizes(shape, block_size=16)),
     "dspark": (block.DrafterArgs, make_dspark),
 }
 """Kind -> (config class, function from a target's shape to its arguments for published heads)."""
@@ -370,10 +377,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape(parser, "llama-3.2-1b")
     plans = "auto, W,K or W,K,N (default: several)"
     parser.add_argument("--plans", type=parse_plan, nargs="+", metavar="PLAN", help=plans)
-    add_options(parser, f"{QUICK_LAYERS} layers, plans auto and 1,3", sampling=False)
+    add_run_flags(parser, f"{QUICK_LAYERS} layers, plans auto and 1,3", sampling=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Makes a workload and measures it; returns the exit status."""
-    plans = args.plans or (QUICK_PLANS if args.quick else PLANS)
-    return measure(open_shape(args), plans, args)
+    plans = args.plans or (FEWEST_PLANS if args.quick else PLANS)
+    return measure_workload(open_shape(args), plans, args)

@@ -86,11 +86,11 @@ def print_table(args: argparse.Namespace, lines: Sequence[Line]) -> None:
         for name, value in settings.items()
         if value is not None and value is not False
     ]
-    about = f"{describe_machine(machine)}; {', '.join(given)}; {machine['when'][:10]}."
+    about = f"{format_machine(machine)}; {', '.join(given)}; {machine['when'][:10]}."
     print(f"{format_text(lines)}\n\n{about}")
 
 
-def describe_machine(machine: dict[str, Any]) -> str:
+def format_machine(machine: dict[str, Any]) -> str:
     """One line with the machine and its versions."""
     parts = [machine["chip"], f"{machine['cores']} cores", machine["platform"].split("-with")[0]]
     parts += [f"{name} {machine[name]}" for name in ("mlx", "mlx-lm", "mlx_redrafter")]
@@ -108,7 +108,7 @@ def describe_setting(records: Iterable[Record]) -> str:
     speeds = [record for record in records if record["kind"] == "speed"]
     if not speeds:
         return ""
-    machines = dict.fromkeys(describe_machine(record["machine"]) for record in speeds)
+    machines = dict.fromkeys(format_machine(record["machine"]) for record in speeds)
     record = speeds[0]
     settings = [
         f"at most {record['max_tokens']} tokens",

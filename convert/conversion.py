@@ -35,12 +35,12 @@ from mlx_redrafter.pair import Pair
 from mlx_redrafter.trials import try_drafter
 
 from .output import make_card, make_directory, upload
-from .sources import choose_files, read_checkpoint
+from .sources import choose_source_files, read_source
 
 NEW_TOKENS = 64
 """Tokens to generate per prompt when measuring tokens per round."""
 
-BITS = (1, 2, 3, 4, 5, 6, 8)
+PACKED_BITS = (1, 2, 3, 4, 5, 6, 8)
 """The numbers of bits that MLX can pack weights into."""
 
 Models = tuple[nn.Module, Any]
@@ -132,9 +132,9 @@ def convert(
     if os.path.lexists(place):
         raise RedrafterError(f"{place} exists already: delete it, or give another --mlx-path")
 
-    source = locate_files(origin, revision, choose_files, is_base=from_base is not None)
+    source = locate_files(origin, revision, choose_source_files, is_base=from_base is not None)
     models = load(base_model) if base_model is not None else None
-    checkpoint = read_checkpoint(source)
+    checkpoint = read_source(source)
     drafter = read_drafter(checkpoint, models[0] if models else None)
     is_quantized = has_quantized_layers(drafter)
     notes = checkpoint.notes
@@ -157,7 +157,7 @@ def convert(
     drafter.args = replace(drafter.args, **changes)
     Options(draft_depth=drafter.args.draft_depth).resolve_plan(drafter)  # checks the depth
     bytes_before = count_bytes(drafter)
-    logits, tokens_before = measure(drafter, models)
+    logits, tokens_before = measure_drafter(drafter, models)
 
     # The scales of mxfp4 do not tell the dtype.
     stored = source.config.get("dtype") if is_quantized else None
@@ -184,7 +184,7 @@ def convert(
         save_drafter(stage, drafter, extra=config)
         card = make_card(origin, target, drafter.args, config)
         (stage / "README.md").write_text(card, encoding="utf-8")
-        after, tokens_after = measure(load_drafter(stage), models)
+        after, tokens_after = measure_drafter(load_drafter(stage), models)
     if upload_repo is not None:
         upload(place, upload_repo)
     return Conversion(
@@ -227,7 +227,7 @@ def check_quantization(
     default_size, default_bits = MODES[mode]
     group_size = default_size if group_size is None else group_size
     bits = default_bits if bits is None else bits
-    odd = [each for each in (bits, *filter(None, parts.values())) if each not in BITS]
+    odd = [each for each in (bits, *filter(None, parts.values())) if each not in PACKED_BITS]
     if odd or group_size < 1:
         got = f"{(*odd, bits)[0]} bits in groups of {group_size}"
         raise RedrafterError(f"expected 1 to 6 or 8 bits in groups of at least 1, got {got}")
@@ -333,7 +333,7 @@ def describe_quantization(drafter: Drafter) -> dict[str, Any]:
     return common | {name: how for name, how in layers.items() if how != common}
 
 
-def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
+def measure_drafter(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
     """(logits for fixed random inputs, tokens per round with the base model or 0 without one).
 
     Tokens per round are those of greedy decoding at the drafter's default depth, see `try_drafter`.

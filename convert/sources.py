@@ -32,7 +32,7 @@ STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module", "drafter
 """Keys under which a pickled checkpoint may store its tensors."""
 
 
-def choose_files(present: Iterable[str], name: str) -> list[str]:
+def choose_source_files(present: Iterable[str], name: str) -> list[str]:
     """The files with the tensors of `name`, in order: those of ranks, safetensors, or pickles."""
     present = sorted(present)
     if files := [file for file in present if re.fullmatch(RANK_FILE, file)]:
@@ -40,10 +40,10 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
     return loading.choose_files(present, name, (*loading.LAYOUTS, *PICKLES))
 
 
-def read_checkpoint(files: CheckpointFiles) -> Checkpoint:
+def read_source(files: CheckpointFiles) -> Checkpoint:
     """Reads a checkpoint; slices of ranks are joined along the first axis."""
     if not re.fullmatch(RANK_FILE, files.tensors[0].name):
-        return loading.read_checkpoint(files, read_file)
+        return loading.read_checkpoint(files, read_tensors)
     slices: dict[str, list[mx.array]] = {}
     for file in files.tensors:
         for name, array in read_safetensors(file).items():
@@ -61,7 +61,7 @@ def read_checkpoint(files: CheckpointFiles) -> Checkpoint:
     return make_checkpoint(files, joined, len(files.tensors))
 
 
-def read_file(path: Path) -> dict[str, mx.array]:
+def read_tensors(path: Path) -> dict[str, mx.array]:
     """Reads the tensors of a safetensors file, or of a state dict pickled by torch.
 
     A state dict may be nested under `STATE_DICT_KEYS`.

@@ -262,7 +262,7 @@ sys.modules |= dict.fromkeys(("uvicorn", "starlette", "pydantic", "prometheus_cl
 sys.modules |= dict.fromkeys(("llguidance",))
 sys.modules |= dict.fromkeys(("matplotlib", "datasets", "jsonschema", "referencing", "torch"))
 from mlx_redrafter.cli.main import COMMANDS, main, run_module
-from benchmarks.command import COMMANDS as BENCHMARKS
+from benchmarks.command import BENCHMARKS as BENCHMARKS
 
 def run(*command):
     with redirect_stdout(StringIO()) as out:

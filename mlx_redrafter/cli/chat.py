@@ -29,7 +29,7 @@ RESET = ("r", "/reset", "/clear")
 HELP = ("h", "/help", "/?")
 """Commands: mlx-lm's letters, and what other chats have."""
 
-COLORS = {"drafter": "\x1b[36m", "context": "\x1b[33m"}
+SOURCE_COLORS = {"drafter": "\x1b[36m", "context": "\x1b[33m"}
 """Escape sequences of accepted tokens, by what drafted them."""
 
 DEFAULT_COLOR = "\x1b[39m"
@@ -202,7 +202,7 @@ class Screen(ChatUI):
         text = response.text
         source = response.draft_source
         if source and self._uses_colors and text:
-            text = COLORS[source] + text + DEFAULT_COLOR
+            text = SOURCE_COLORS[source] + text + DEFAULT_COLOR
         self.stream_token(text)
 
     def end_turn(self, response: GenerationResponse | None) -> None:

@@ -62,7 +62,7 @@ def run() -> int:
         parser.set_defaults(max_tokens=DEMO_MAX_TOKENS)
         args = parser.parse_args()
     options = read_options(args)
-    check_flags(args)
+    check_conflicts(args)
 
     tokenizer_config = dict[str, Any]()
     if args.prompt_cache_file is not None:
@@ -71,7 +71,7 @@ def run() -> int:
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     options["seed"] = ranks.draw_seed() if args.seed is None else args.seed
-    prompt = ranks.share(make_prompt(args, tokenizer) if ranks.get_rank() == 0 else None)
+    prompt = ranks.share(encode_prompt(args, tokenizer) if ranks.get_rank() == 0 else None)
     stop = [unescape(text) for text in args.stop]
     stream = partial(
         stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options
@@ -95,12 +95,15 @@ def run() -> int:
         print(format_summary(decoded.last), file=sys.stderr)
         print_notes(decoded.last, are_wanted=verdict is not None)
         if verdict:
-            print(describe(verdict, decoded.last, may_advise=args.exact is None), file=sys.stderr)
+            print(
+                describe_comparison(verdict, decoded.last, may_advise=args.exact is None),
+                file=sys.stderr,
+            )
     is_right = verdict is None or (verdict["identical"] and decoded.last.drafted > 0)
     return 0 if is_right else 1
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_conflicts(args: argparse.Namespace) -> None:
     """Refuses flags that exclude each other, before anything is loaded."""
     if args.compare:
         has_drafter = not args.no_drafter and (not args.model or get_drafter_name(args))
@@ -197,7 +200,7 @@ def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, An
     return cache, config
 
 
-def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
+def encode_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
     """The prompt's token ids, with the chat template if there is one, as in mlx-lm."""
     if args.prompt is None:
         text = DEFAULT_PROMPT if args.model else demo_prompts("edits")[0]
@@ -335,7 +338,9 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     }
 
 
-def describe(verdict: dict[str, Any], last: GenerationResponse, *, may_advise: bool) -> str:
+def describe_comparison(
+    verdict: dict[str, Any], last: GenerationResponse, *, may_advise: bool
+) -> str:
     """The result of `compare` in words; `may_advise` names `--exact` where it would tell more."""
     plain = verdict["plain_generation_tps"]
     drafted = verdict["generation_tps"]

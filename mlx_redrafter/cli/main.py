@@ -90,14 +90,14 @@ def run_module(module: str) -> None:
     try:
         import_module("mlx.core")
     except ImportError as error:
-        exit_with_error(NO_BACKEND.format(error=join_lines(error)))
+        exit_with_message(NO_BACKEND.format(error=join_lines(error)))
     from .. import ranks  # needs MLX
 
     try:
         size = ranks.count_ranks()
     except RuntimeError as error:
-        exit_with_error(f"cannot find the other ranks: {join_lines(error)}")
-    fail = exit_with_error if size == 1 else ranks.exit_with_error
+        exit_with_message(f"cannot find the other ranks: {join_lines(error)}")
+    fail = exit_with_message if size == 1 else ranks.exit_with_error
     if size > 1:
         ranks.watch_connections()
         # A rank that waits for a message cannot handle it.
@@ -120,7 +120,7 @@ def run_module(module: str) -> None:
     except ModuleNotFoundError as error:
         if not module.startswith("mlx_redrafter.serving"):
             raise
-        exit_with_error(NO_SERVER.format(name=error.name))
+        exit_with_message(NO_SERVER.format(name=error.name))
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
@@ -138,7 +138,7 @@ def run_module(module: str) -> None:
     sys.exit(status)
 
 
-def exit_with_error(message: str) -> NoReturn:
+def exit_with_message(message: str) -> NoReturn:
     """Prints one line on stderr and exits with status 1."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(1)

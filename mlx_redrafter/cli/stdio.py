@@ -37,9 +37,9 @@ FIELDS: dict[str, set[str]] = {
     **{kind: {"session"} for kind in ("open", "reset", "close")},
     **{kind: set() for kind in ("cancel", "ping")},
 }
-"""Message type -> its fields besides type and id; "as" and "path" are required."""
+"""Type of a request -> its fields besides type and id; "as" and "path" are required."""
 
-TYPES = {"messages": (list, "an array"), "options": (dict, "an object")}
+FIELD_TYPES = {"messages": (list, "an array"), "options": (dict, "an object")}
 """Field -> its type, and the type in words; all others are strings."""
 
 OPTIONS = {flag.name for flag in OPTION_FLAGS} | {"stop", "tools", "chat_template_config"}
@@ -56,7 +56,7 @@ USAGE = (
 )
 """The fields of the last response that are copied into `done`."""
 
-Message = dict[str, Any]
+ClientRequest = dict[str, Any]
 
 
 def run() -> int:
@@ -120,7 +120,7 @@ class SessionServer:
     def __init__(self, events: IO[bytes], make_session: Callable[[str | None], Session]) -> None:
         self._events = events
         self._make_session = make_session
-        self._queue: SimpleQueue[Message | None] = SimpleQueue()
+        self._queue: SimpleQueue[ClientRequest | None] = SimpleQueue()
         # id of an unfinished request -> whether it was cancelled
         self._pending: dict[str, bool] = {}
         self._lock = threading.Lock()
@@ -150,7 +150,7 @@ class SessionServer:
         finally:
             self._queue.put(None)
 
-    def _take(self, request: Message) -> None:
+    def _take(self, request: ClientRequest) -> None:
         name = request["id"]
         kind = request["type"]
         if kind == "ping":
@@ -178,7 +178,7 @@ class SessionServer:
                 del self._pending[request["id"]]
             self.write(kind, request["id"], **fields)
 
-    def _answer(self, request: Message) -> tuple[str, dict[str, Any]]:
+    def _answer(self, request: ClientRequest) -> tuple[str, dict[str, Any]]:
         """Answers a request; returns the type and fields of its last event."""
         kind = request["type"]
         name = request.get("session", "main")
@@ -203,7 +203,7 @@ class SessionServer:
             del sessions[name]
         return "ok", {}
 
-    def _send(self, session: Session, request: Message) -> dict[str, Any]:
+    def _send(self, session: Session, request: ClientRequest) -> dict[str, Any]:
         """Runs a turn, writing an event for every token; returns the fields of `done`."""
         name = request["id"]
 
@@ -227,7 +227,7 @@ class SessionServer:
         return {"text": answer.text, "finish_reason": answer.finish_reason, "usage": usage}
 
 
-def parse_line(line: bytes) -> Message:
+def parse_line(line: bytes) -> ClientRequest:
     """Parses a line as a request."""
     request = parse_object(line, "the request")
     name = request.get("id")
@@ -236,7 +236,7 @@ def parse_line(line: bytes) -> Message:
     return request
 
 
-def check_request(request: Message) -> None:
+def check_request(request: ClientRequest) -> None:
     """Checks a request's type, the names and types of its fields, and the names of its options.
 
     The session checks the values.
@@ -250,7 +250,7 @@ def check_request(request: Message) -> None:
     for name in FIELDS[kind] & {"as", "path"} - names:
         raise RedrafterError(f"{kind} needs {_show(name)}")
     for name in names:
-        expected, words = TYPES.get(name, (str, "a string"))
+        expected, words = FIELD_TYPES.get(name, (str, "a string"))
         if not isinstance(request[name], expected):
             raise RedrafterError(f"{name} must be {words}, got {_show(request[name])}")
     for name in request.get("options", {}).keys() - OPTIONS:

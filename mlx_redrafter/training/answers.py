@@ -31,7 +31,7 @@ MAX_BATCH_SIZE = 32
 As soon as a quarter have ended, others take their places.
 """
 
-TOLERANCE = 0.1
+STATES_TOLERANCE = 0.1
 """The relative difference of hidden states in a batch that rounding to 16 bits may make.
 
 Wrong masks make more.
@@ -212,7 +212,7 @@ def measure_batch_size(model: nn.Module) -> int:
     read = add_hidden_states(model, [Example(np.array(each.tokens), 0) for each in made])
     together = join_hidden(made)
     alone = join_hidden(read)
-    is_same = np.linalg.norm(together - alone) < TOLERANCE * np.linalg.norm(alone)
+    is_same = np.linalg.norm(together - alone) < STATES_TOLERANCE * np.linalg.norm(alone)
     return MAX_BATCH_SIZE if is_same else 1
 
 

@@ -96,7 +96,7 @@ def count_rounds(
     return Stats(rounds=rounds, accepted=size - 1 - first - rounds)
 
 
-def make_prompt(example: Example) -> tuple[str, list[int]]:
+def cut_prompt(example: Example) -> tuple[str, list[int]]:
     """(kind, tokens) of a prompt for decoding: the masked part, or else the first tokens."""
     size = example.offset or min(PROMPT_LENGTH, max(1, len(example.tokens) // 2))
     return example.kind, example.tokens[:size].tolist()

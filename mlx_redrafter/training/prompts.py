@@ -47,7 +47,7 @@ GivenPrompt = str | list[dict[str, Any]]
 """A prompt as given: a string, or chat messages."""
 
 
-def read_file(path: Path, what: str) -> str:
+def read_text(path: Path, what: str) -> str:
     """The text of a file, in UTF-8 or, as Windows may save it, in UTF-16 with a mark.
 
     Args:
@@ -70,7 +70,7 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
     Args:
         what: what the lines are, for error messages.
     """
-    lines = enumerate(read_file(path, what).split("\n"), start=1)
+    lines = enumerate(read_text(path, what).split("\n"), start=1)
     return [(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
@@ -81,7 +81,7 @@ def read_prompts(path: str | Path) -> list[GivenPrompt]:
     What the file has tells which; its name counts only if it says JSON. A final answer is dropped.
     """
     path = expand_path(path)
-    text = read_file(path, "prompts")
+    text = read_text(path, "prompts")
     value = parse_json(text)
     is_named_json = path.suffix.lower() in JSON_SUFFIXES
     if isinstance(value, list) and value:

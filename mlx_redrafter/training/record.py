@@ -17,7 +17,7 @@ from ..errors import RedrafterError, join_lines
 from .evaluation import SpeedResult, format_results
 from .settings import TrainingArgs
 
-PROMPT = "Explain how a bicycle stays upright."
+EXAMPLE_PROMPT = "Explain how a bicycle stays upright."
 """The prompt of the command that shows a drafter at work; the packaged demo has its own."""
 
 CHANGEABLE_SETTINGS = {"dtype", "minutes", "output", "trust_remote_code"}
@@ -36,7 +36,7 @@ class RunFiles:
 
 
 @dataclass
-class Record:
+class RunRecord:
     """The state of a run, in a JSON file without local paths.
 
     Attributes:
@@ -56,7 +56,7 @@ class Record:
         write_text(path, json.dumps(vars(self), indent=1) + "\n")
 
 
-def open_record(files: RunFiles, args: TrainingArgs, *, resume: bool) -> Record:
+def open_run_record(files: RunFiles, args: TrainingArgs, *, resume: bool) -> RunRecord:
     """The record of a new run, or of the run to resume.
 
     A folder in which nothing was trained yet is free; its examples are used again.
@@ -69,11 +69,11 @@ def open_record(files: RunFiles, args: TrainingArgs, *, resume: bool) -> Record:
         if names - {files.work.name, files.record.name} or files.checkpoint.exists():
             advice = "give another --output, or --resume to continue its run"
             raise RedrafterError(f"{files.directory} exists already: {advice}")
-        return Record(settings)
+        return RunRecord(settings)
     if not files.record.exists():
         raise RedrafterError(f"there is no run to resume in {files.directory}: leave out --resume")
     try:
-        record = Record(**read_object(files.record))
+        record = RunRecord(**read_object(files.record))
     except TypeError as error:
         reason = join_lines(error)
         raise RedrafterError(f"{files.record} is not the record of a run: {reason}") from error
@@ -106,8 +106,8 @@ def write_card(
     card = f"""{make_card_header(args.model)}
 # A drafter for {settings.model or "the demo of mlx_redrafter"}
 
-Sizes: {describe(sizes)}. Trained by mlx_redrafter for {iterations} iterations on the output of its
-target. Measured where it was trained:
+Sizes: {describe_sizes(sizes)}. Trained by mlx_redrafter for {iterations} iterations on the output
+of its target. Measured where it was trained:
 
 ```text
 {format_results(results)}
@@ -120,7 +120,7 @@ target. Measured where it was trained:
     write_text(directory / "README.md", card)
 
 
-def describe(sizes: DrafterArgs) -> str:
+def describe_sizes(sizes: DrafterArgs) -> str:
     """A drafter's kind and sizes in a few words."""
     count = sizes.draft_vocab_size
     guesses = "" if count is None else f", draft vocabulary {count}"
@@ -138,5 +138,5 @@ def make_command(args: TrainingArgs) -> str:
         words.append("--trust-remote-code")
     words += ["--drafter", args.output]
     if args.model:
-        words += ["--prompt", PROMPT]
+        words += ["--prompt", EXAMPLE_PROMPT]
     return shlex.join([*words, "--compare"])

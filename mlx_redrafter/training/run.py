@@ -36,8 +36,8 @@ from .evaluation import (
     SpeedResult,
     compare_speed,
     count_rounds,
+    cut_prompt,
     format_results,
-    make_prompt,
     measure_guesses,
 )
 from .plan import (
@@ -53,7 +53,7 @@ from .plan import (
     measure_making,
 )
 from .prompts import read_prompts
-from .record import Record, RunFiles, describe, make_command, open_record, write_card
+from .record import RunFiles, RunRecord, describe_sizes, make_command, open_run_record, write_card
 from .settings import TrainingArgs
 from .sources import HELD_OUT_EVERY, MAX_HELD_OUT, ExampleSource, check_data, open_source
 from .store import ExampleStore, get_folder_name
@@ -94,7 +94,7 @@ class Run:
 
     args: TrainingArgs
     files: RunFiles
-    record: Record
+    record: RunRecord
     clock: Clock
 
 
@@ -149,7 +149,7 @@ def run_training(
     """
     args.check_run()
     files = RunFiles(args.output)
-    record = open_record(files, args, resume=resume)
+    record = open_run_record(files, args, resume=resume)
     if args.prompts:
         read_prompts(args.prompts)  # what is wrong with them is said before the model is loaded
     if args.data:
@@ -179,7 +179,7 @@ def run_steps(run: Run, *, dry_run: bool) -> None:
     dtype = run.args.dtype or format_dtype(get_compute_dtype(model))
     run.args = replace(run.args, output=str(run.files.directory), dtype=dtype)
 
-    plan = make_plan(run, model, tokenizer)
+    plan = plan_run(run, model, tokenizer)
     if dry_run:
         return
 
@@ -196,7 +196,7 @@ def run_steps(run: Run, *, dry_run: bool) -> None:
         finish(run, learner, plan)
 
 
-def make_plan(run: Run, model: nn.Module, tokenizer: Any) -> RunPlan:
+def plan_run(run: Run, model: nn.Module, tokenizer: Any) -> RunPlan:
     """Measures how the time is divided best, and says it."""
     args = run.args
     clock = run.clock
@@ -211,7 +211,7 @@ def make_plan(run: Run, model: nn.Module, tokenizer: Any) -> RunPlan:
 
     sizes = choose_sizes(run, model)
     run.record.args = sizes.to_dict()
-    clock.say(f"drafter: {describe(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
+    clock.say(f"drafter: {describe_sizes(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
     embedding = get_parts(model).embedding
     learning = measure_learning(embedding, sizes, length, args.draft_depth, args.batch_size)
     times = ExampleTimes(making, learning)
@@ -432,7 +432,7 @@ def finish(run: Run, learner: Learner, plan: RunPlan) -> None:
     clock.show("loading the model to compare speeds")
     model, tokenizer = load_target(args)
     pair = Pair(model, load_fast_drafter(directory, model), plan.findings)
-    prompts = [make_prompt(example) for example in learner.held_out[:MAX_COMPARED]]
+    prompts = [cut_prompt(example) for example in learner.held_out[:MAX_COMPARED]]
     started = time.perf_counter()
 
     def should_stop(done: int) -> bool:

@@ -113,7 +113,7 @@ def is_long_enough(example: Example, draft_depth: int) -> bool:
     return len(example.tokens) > max(example.offset, 1) + draft_depth
 
 
-class GivenTexts:
+class GivenExamples:
     """Reads the texts of `--data`.
 
     Args:
@@ -163,16 +163,16 @@ class GivenTexts:
                 return
 
 
-class Answers:
+class AnsweredPrompts:
     """Answers the prompts of `--prompts`, then the target's own.
 
     Args:
-        known: as for `GivenTexts`.
+        known: as for `GivenExamples`.
 
     Attributes:
         prompts: the given ones that are not answered.
         has_prompts: whether there were prompts to answer yet.
-        has_held_out, needed, count, length: as in `GivenTexts`.
+        has_held_out, needed, count, length: as in `GivenExamples`.
     """
 
     has_held_out = False
@@ -207,7 +207,7 @@ class Answers:
         return len(prompt) < self.args.max_seq_length - self.args.draft_depth
 
     def make(self, model: nn.Module, should_stop: ShouldStop, wanted: int) -> Iterator[Example]:
-        """As for `GivenTexts`."""
+        """As for `GivenExamples`."""
         mx.random.seed(self.args.seed + len(self.known))
         batch_size = min(measure_batch_size(model), wanted + 1)
         write = self.make_writer(model, batch_size, min(MAX_WRITTEN, wanted + 1))
@@ -274,9 +274,9 @@ class Answers:
         return write
 
 
-ExampleSource = GivenTexts | Answers
+ExampleSource = GivenExamples | AnsweredPrompts
 
 
 def open_source(args: TrainingArgs, tokenizer: Any, known: Sequence[Example]) -> ExampleSource:
     """The source that the settings ask for."""
-    return (GivenTexts if args.data else Answers)(args, tokenizer, known)
+    return (GivenExamples if args.data else AnsweredPrompts)(args, tokenizer, known)

@@ -14,11 +14,12 @@ import pytest
 from benchmarks import contest, contestants, run
 from benchmarks.contest import compare_contestants
 from benchmarks.contestants import Contestant, Settings, make_contestants, make_random_drafter
-from benchmarks.models import NamedPrompt, Workload, count_bytes
+from benchmarks.models import NamedPrompt, Workload
 from benchmarks.records import explain_invalid, read_records
 from benchmarks.tables import CONTEXT, DRAFT_MODEL, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
 from helpers.bench_records import MACHINE, make_costs, make_speed, parse_flags
 from helpers.small import small_drafter, small_llama
+from mlx_redrafter.drafters.checkpoint import count_bytes
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
 
@@ -191,7 +192,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Workload:
     found = make_workload(model=small_llama(layers=1))
     monkeypatch.setattr(run, "open_workload", lambda args: found)
     monkeypatch.setattr(contest, "stamp", lambda: MACHINE)
-    monkeypatch.setattr(contest, "measure_costs", lambda workload: make_costs())
+    monkeypatch.setattr(contest, "measure_costs_record", lambda workload: make_costs())
     return found
 
 
@@ -253,14 +254,14 @@ def test_differing_tokens_show_in_the_status(
 def test_contestants_that_draft_nothing_prove_nothing(
     records: list[dict[str, Any]], status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert contest.check_tokens(records) == status
+    assert contest.compute_status(records) == status
     assert capsys.readouterr().err == said
 
 
 def test_bad_options_are_refused_before_measuring(
     two: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contest, "measure_costs", lambda workload: pytest.fail("it went on"))
+    monkeypatch.setattr(contest, "measure_costs_record", lambda workload: pytest.fail("it went on"))
     for words, message in (
         ("--max-tokens 1", "--max-tokens must be at least 2"),
         ("--plans 65,1", "beam_width must be"),

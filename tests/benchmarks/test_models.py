@@ -9,10 +9,11 @@ import mlx.nn as nn
 import pytest
 
 from benchmarks import run
-from benchmarks.models import count_bytes, count_bytes_read, load_prompts, open_workload
+from benchmarks.models import count_bytes_read, load_prompts, open_workload
 from helpers.bench_records import parse_flags
 from helpers.small import small_llama
 from mlx_redrafter import load_demo
+from mlx_redrafter.drafters.checkpoint import count_bytes
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def test_the_suite_shows_progress_and_writes_after_each_prompt(
         write_text(path, text)
 
     monkeypatch.setattr(run, "stamp", lambda: MACHINE)
-    monkeypatch.setattr(run, "measure_costs", lambda workload: make_costs())
+    monkeypatch.setattr(run, "measure_costs_record", lambda workload: make_costs())
     monkeypatch.setattr(run, "write_text", note_size)
     monkeypatch.setattr(run, "QUICK_TOKENS", 4)
     monkeypatch.setattr(run, "QUICK_PLANS", [(1, 1)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import OURS, THEIRS, start_server
+from benchmarks.serving import OUR_SERVER, THEIR_SERVER, start_server
 from helpers.small import save_target, small_llama
 from helpers.toys import make_tokenizer
 from mlx_redrafter.errors import RedrafterError
@@ -21,7 +21,7 @@ def list_blas_libraries(process: int | str = "self") -> set[str]:
 def test_both_servers_have_the_same_blas(tmp_path: Path) -> None:
     save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
     found = []
-    for module in (OURS, THEIRS):
+    for module in (OUR_SERVER, THEIR_SERVER):
         with start_server(module, ["--model", str(tmp_path), "--log-level", "ERROR"]) as server:
             found.append(list_blas_libraries(server.pid))
     assert found == [list_blas_libraries()] * 2
@@ -31,7 +31,7 @@ def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str
     message = r"^mlx_lm.server does not start: it exited with status 2$"
     with (
         pytest.raises(RedrafterError, match=message),
-        start_server(THEIRS, ["--no-such-flag"]),
+        start_server(THEIR_SERVER, ["--no-such-flag"]),
     ):
         pass
     assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err

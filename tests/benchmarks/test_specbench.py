@@ -11,7 +11,12 @@ import pytest
 from benchmarks import specbench
 from benchmarks.models import Workload
 from benchmarks.records import read_records
-from benchmarks.specbench import choose_questions, make_kind_lines, make_prompts, read_questions
+from benchmarks.specbench import (
+    choose_questions,
+    make_kind_lines,
+    make_turn_prompts,
+    read_questions,
+)
 from helpers.bench_records import MACHINE, make_costs, make_speed, parse_flags
 from helpers.small import make_byte_tokenizer, small_drafter, small_llama
 
@@ -45,8 +50,8 @@ def models(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = tokenizer.vocab_size
     target = small_llama(vocab=vocab)
     workload = Workload("small", target, small_drafter(vocab=vocab), "random", None, None, [])
-    monkeypatch.setattr(specbench, "load_models", lambda args: (workload, tokenizer))
-    monkeypatch.setattr(specbench, "measure_costs", lambda workload: make_costs())
+    monkeypatch.setattr(specbench, "load_workload", lambda args: (workload, tokenizer))
+    monkeypatch.setattr(specbench, "measure_costs_record", lambda workload: make_costs())
     monkeypatch.setattr(specbench, "stamp", lambda: MACHINE)
 
 
@@ -66,7 +71,7 @@ def test_questions_have_a_category(file: Path) -> None:
 
 def test_a_second_turn_follows_the_plain_first_answer(file: Path, tokenizer: Any) -> None:
     model = small_llama(vocab=tokenizer.vocab_size)
-    first, second, *others = make_prompts(read_questions(file), model, tokenizer, 6)
+    first, second, *others = make_turn_prompts(read_questions(file), model, tokenizer, 6)
     assert [each.name for each in (first, second, *others)][:3] == [
         "writing/81/1",
         "writing/81/2",

@@ -14,7 +14,7 @@ from benchmarks import contest, synthetic
 from benchmarks.models import Workload
 from benchmarks.records import read_records
 from benchmarks.synthetic import (
-    EXPERTS,
+    EXPERT_SIZES,
     PUBLISHED_HEADS,
     SHAPES,
     Oracle,
@@ -42,7 +42,7 @@ SMALL = {
         "qwen3_moe",
         SIZES,
         tied=False,
-        **EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        **EXPERT_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     ),
 }
 BILLIONS = {
@@ -155,7 +155,7 @@ def test_synthetic_measures_without_any_download(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(SHAPES, "llama-3.2-1b", SMALL["dense"])
-    monkeypatch.setattr(contest, "measure_costs", lambda workload: make_costs())
+    monkeypatch.setattr(contest, "measure_costs_record", lambda workload: make_costs())
     path = tmp_path / "tiny.jsonl"
     words = "--plans 1,3 --bits 8 --max-tokens 12 --repeats 2 --acceptance 0.8 --output"
     assert synthetic.run(parse_flags(synthetic, *words.split(), str(path))) == 0

@@ -24,7 +24,7 @@ from mlx_lm.chat import setup_arg_parser
 from helpers.sessions import make_session
 from mlx_redrafter import Session, load_demo
 from mlx_redrafter.cli import chat
-from mlx_redrafter.cli.chat import COLORS, DEFAULT_COLOR, Screen
+from mlx_redrafter.cli.chat import DEFAULT_COLOR, SOURCE_COLORS, Screen
 from mlx_redrafter.engine.decode import Decoder
 from mlx_redrafter.generation import GenerationResponse
 
@@ -101,7 +101,7 @@ def demo_session(**options: Any) -> Session:
 def tint(each: GenerationResponse) -> str:
     if each.draft_source is None or not each.text:
         return each.text
-    return COLORS[each.draft_source] + each.text + DEFAULT_COLOR
+    return SOURCE_COLORS[each.draft_source] + each.text + DEFAULT_COLOR
 
 
 def test_a_terminal_tints_accepted_tokens() -> None:

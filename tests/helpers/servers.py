@@ -26,7 +26,7 @@ from mlx_redrafter.serving.command import check_args, make_parser
 from mlx_redrafter.serving.errors import ApiError
 from mlx_redrafter.serving.formats.completion import Service
 from mlx_redrafter.serving.http.app import make_app
-from mlx_redrafter.serving.http.process import Server, bind, format_url, load_service
+from mlx_redrafter.serving.http.process import GracefulServer, bind, format_url, load_service
 from mlx_redrafter.serving.scheduling.metrics import Metrics
 from mlx_redrafter.serving.scheduling.request import TokenEvent
 from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler
@@ -82,7 +82,7 @@ def start_server(
 ) -> Iterator[Running]:
     """Runs a server in a thread until the context ends."""
     with bind(service.args.host, service.args.port) as bound:
-        server = Server(make(service), service)
+        server = GracefulServer(make(service), service)
         thread = threading.Thread(target=server.run, args=([bound],))
         url = format_url(bound)
         thread.start()

@@ -34,7 +34,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.errors import GenerationFailed
 from mlx_redrafter.serving.http import app
-from mlx_redrafter.serving.http.process import Server
+from mlx_redrafter.serving.http.process import GracefulServer
 
 KEY = "correct-horse"
 BEARER = {"Authorization": f"Bearer {KEY}"}
@@ -291,7 +291,7 @@ def test_a_body_that_does_not_come_ends_its_connection(
 
 
 def test_idle_connections_are_kept_for_longer_than_agents_pause(scripted: Scripted) -> None:
-    server = Server(app.make_app(scripted[0].service), scripted[0].service)
+    server = GracefulServer(app.make_app(scripted[0].service), scripted[0].service)
     assert server.config.timeout_keep_alive >= 75
 
 

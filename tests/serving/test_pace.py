@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_redrafter.serving.scheduling.pace import MAX_TURNS, TRIAL_EVERY, WINDOW, Pace
+from mlx_redrafter.serving.scheduling.pace import MAX_TAKING_TURNS, SPEED_WINDOW, TRIAL_EVERY, Pace
 
 
 def run_steps(pace: Pace, seconds: float, count: int = 2) -> int:
@@ -14,7 +14,7 @@ def run_steps(pace: Pace, seconds: float, count: int = 2) -> int:
 
 def run_window(pace: Pace, tokens: int, seconds: float, count: int = 2) -> bool:
     """Whether alternating continues after one measuring window."""
-    return [pace.observe_rounds(count, tokens, seconds) for _ in range(WINDOW)][-1]
+    return [pace.observe_rounds(count, tokens, seconds) for _ in range(SPEED_WINDOW)][-1]
 
 
 def test_alternating_continues_while_it_is_faster() -> None:
@@ -44,7 +44,7 @@ def test_an_unmeasured_number_of_requests_is_batched() -> None:
     assert not pace.prefers_turns(3)
 
 
-@pytest.mark.parametrize("count", [MAX_TURNS + 1, 16])
+@pytest.mark.parametrize("count", [MAX_TAKING_TURNS + 1, 16])
 def test_many_requests_are_always_batched(count: int) -> None:
     pace = Pace()
     assert not any(pace.observe_step(count, 0.01) for _ in range(1000))

@@ -18,8 +18,8 @@ from mlx_redrafter.training.evaluation import (
     SpeedResult,
     compare_speed,
     count_rounds,
+    cut_prompt,
     format_results,
-    make_prompt,
     measure_guesses,
 )
 from mlx_redrafter.training.hidden_states import add_hidden_states
@@ -138,4 +138,4 @@ def test_a_prompt_is_the_masked_part_or_the_start_of_a_text() -> None:
     ids = np.arange(200)
     examples = [Example(ids, 7, kind="code"), Example(ids, 0), Example(ids[:5], 0)]
     found = [("code", ids[:7].tolist()), ("given", ids[:64].tolist()), ("given", [0, 1])]
-    assert [make_prompt(example) for example in examples] == found
+    assert [cut_prompt(example) for example in examples] == found

@@ -79,7 +79,9 @@ def arrange(messages: Sequence[Json], template: Any = None) -> list[Json]:
     """
     names = (name for name in REASONING_FIELDS if re.search(rf"[.'\"]{name}\b", str(template)))
     field = next(names, REASONING_FIELDS[0])
-    flat = [flatten(message, f"messages[{at}]", field) for at, message in enumerate(messages)]
+    flat = [
+        flatten_message(message, f"messages[{at}]", field) for at, message in enumerate(messages)
+    ]
     if not flat:
         raise ApiError("expected a message to answer, got only items that this server ignores")
     leading = list(takewhile(lambda message: message["role"] == "system", flat))
@@ -114,7 +116,7 @@ def join_contents(first: Json, second: Json) -> str:
     return f"{first['content']}\n\n{second['content']}"
 
 
-def flatten(message: Json, where: str, field: str) -> Json:
+def flatten_message(message: Json, where: str, field: str) -> Json:
     """A message with one text, parsed tool calls, reasoning as `field`, and "system" instead of
     "developer".
     """

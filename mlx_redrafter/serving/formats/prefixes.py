@@ -21,7 +21,7 @@ from ..errors import Json
 from ..scheduling.prompt_cache import MIN_SHARED, count_common_prefix
 from .conversation import make_call
 
-WINDOW = 1024
+COMPARED_CHARACTERS = 1024
 """Characters before the first difference of two texts that are encoded to find its token."""
 
 
@@ -91,7 +91,7 @@ def count_shared(tokenizer: Any, prompt: list[int], text: str, other: str) -> in
     """
     sizes = range(1, 1 + min(len(text), len(other)))
     size = bisect_right(sizes, False, key=lambda n: text[:n] != other[:n])
-    start = max(0, size - WINDOW)
+    start = max(0, size - COMPARED_CHARACTERS)
     if len(text) - start < start:
         part = _encode(tokenizer, text[start:])
         held = count_common_prefix(part, _encode(tokenizer, other[start:]))

@@ -30,7 +30,7 @@ MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
 
 ANY_OBJECT: Json = {"type": "object"}
 
-REFUSED = (
+REFUSED_FIELDS = (
     "adapters",
     "ebnf",
     "grammar",
@@ -175,7 +175,7 @@ class Body(Part):
         refused: fields that would change the answer and are not supported; they must be empty.
     """
 
-    refused: ClassVar[tuple[str, ...]] = REFUSED
+    refused: ClassVar[tuple[str, ...]] = REFUSED_FIELDS
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
     stream: bool = False
@@ -261,7 +261,7 @@ class OpenAIBody(Body):
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
-    refused = (*REFUSED, "audio", "functions")
+    refused = (*REFUSED_FIELDS, "audio", "functions")
     messages: Objects
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
@@ -274,7 +274,7 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions; `prompt` is a text, token ids, or a list of one of these."""
 
-    refused = (*REFUSED, "echo", "suffix")
+    refused = (*REFUSED_FIELDS, "echo", "suffix")
     prompt: Annotated[str | list[int], BeforeValidator(unwrap_prompt)]
     logprobs: bool | Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
     best_of: Literal[1] = 1
@@ -284,7 +284,7 @@ class ResponsesBody(Body):
     """POST /v1/responses."""
 
     refused = (
-        *REFUSED,
+        *REFUSED_FIELDS,
         "background",
         "conversation",
         "previous_response_id",
@@ -343,10 +343,10 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise ApiError(describe(error)) from None
+        raise ApiError(describe_invalid(error)) from None
 
 
-def describe(error: ValidationError) -> str:
+def describe_invalid(error: ValidationError) -> str:
     """The first error on one line."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(map(str, first["loc"]))

@@ -138,11 +138,11 @@ async def list_models(service: Service, request: Request) -> Response:
     name = request.path_params.get("name")
     if name is not None:
         service.check_model(name)
-        return JSONResponse(describe_model(service, name))
+        return JSONResponse(describe_served_name(service, name))
     names = service.names
     models = {
         "object": "list",
-        "data": [describe_model(service, name) for name in names],
+        "data": [describe_served_name(service, name) for name in names],
         "first_id": names[0],
         "last_id": names[-1],
         "has_more": False,
@@ -150,7 +150,7 @@ async def list_models(service: Service, request: Request) -> Response:
     return JSONResponse(models)
 
 
-def describe_model(service: Service, name: str) -> Json:
+def describe_served_name(service: Service, name: str) -> Json:
     """A model with the fields of both OpenAI and Anthropic."""
     return {
         "id": name,

@@ -23,7 +23,7 @@ from ..formats.completion import Service
 from ..scheduling.worker import Worker
 from .app import make_app
 
-GRACE_SECONDS = 5
+CANCEL_DELAY_SECONDS = 5
 """Seconds after the drain timeout in which errors can reach clients, before uvicorn cancels the
 rest.
 """
@@ -57,7 +57,7 @@ def load_service(args: argparse.Namespace) -> Service:
     return Service(worker, tokenizer, args, strip_folders(args.model or "demo"), drafter_name)
 
 
-class Server(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
     """uvicorn's server.
 
     It finishes answers after the first signal; a second one ends the process at once.
@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
             lifespan="off",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=self._drain_timeout + GRACE_SECONDS,
+            timeout_graceful_shutdown=self._drain_timeout + CANCEL_DELAY_SECONDS,
         )
         super().__init__(config)
 
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
         loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._worker.close, 0.0)
         await super().shutdown(sockets)
         # It saves prompt caches and ends other ranks. After this the signal ends the process.
-        await loop.run_in_executor(None, self._worker.close, GRACE_SECONDS)
+        await loop.run_in_executor(None, self._worker.close, CANCEL_DELAY_SECONDS)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stops accepting requests."""
@@ -129,7 +129,7 @@ def serve(
     logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
     with bind(args.host, args.port) as bound:
         service = load_service(args)
-        server = Server(make(service), service)
+        server = GracefulServer(make(service), service)
         print(f"serving on {format_url(bound)}", file=sys.stderr, flush=True)
         if on_listening is not None:
             on_listening(format_url(bound))

@@ -26,12 +26,12 @@ from ...options import Options
 PREFILL_SIZE = 8
 """Prompts that a batch prefills together, as in mlx-lm's server."""
 
-PROMPTS = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3, 0, 2])
+TEST_PROMPTS = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3, 0, 2])
 FOLLOWING = [1, 1, 1]
-# A batch may differ by TOLERANCE standard deviations, plus NOISE times what prefilling in one piece
-# changes.
-TOLERANCE = 1e-3
-NOISE = 3.0
+# A batch may differ by BATCH_TOLERANCE standard deviations, plus PREFILL_FACTOR times what
+# prefilling in one piece changes.
+BATCH_TOLERANCE = 1e-3
+PREFILL_FACTOR = 3.0
 
 
 def measure_prefill_size(model: nn.Module, options: Options) -> int:
@@ -47,9 +47,9 @@ def measure_prefill_size(model: nn.Module, options: Options) -> int:
     if options.exact or options.kv_bits is not None or kv_cache.keeps_first_rows(cache):
         return 0
     exact = cast(nn.Module, _InFloat32(model))
-    alone = [_decode_alone(exact, prompt, len(prompt) - 1) for prompt in PROMPTS]
-    whole = [_decode_alone(exact, prompt, len(prompt) + len(FOLLOWING)) for prompt in PROMPTS]
-    most = TOLERANCE + NOISE * _compare(alone, whole)
+    alone = [_decode_alone(exact, prompt, len(prompt) - 1) for prompt in TEST_PROMPTS]
+    whole = [_decode_alone(exact, prompt, len(prompt) + len(FOLLOWING)) for prompt in TEST_PROMPTS]
+    most = BATCH_TOLERANCE + PREFILL_FACTOR * _compare(alone, whole)
     for size in (PREFILL_SIZE, 1):
         try:
             if _compare(alone, _decode_together(exact, size)) <= most:
@@ -109,7 +109,7 @@ def _decode_alone(model: nn.Module, prompt: list[int], size: int) -> mx.array:
 
 
 def _decode_together(model: nn.Module, prefill_size: int) -> list[mx.array]:
-    """The same for all `PROMPTS`, decoded in one batch."""
+    """The same for all `TEST_PROMPTS`, decoded in one batch."""
     generator = BatchGenerator(
         model,
         sampler=lambda logprobs: mx.full((logprobs.shape[0],), FOLLOWING[0], mx.uint32),
@@ -117,7 +117,9 @@ def _decode_together(model: nn.Module, prefill_size: int) -> list[mx.array]:
     )
     try:
         n_tokens = 1 + len(FOLLOWING)
-        uids = generator.insert([list(prompt) for prompt in PROMPTS], [n_tokens] * len(PROMPTS))
+        uids = generator.insert(
+            [list(prompt) for prompt in TEST_PROMPTS], [n_tokens] * len(TEST_PROMPTS)
+        )
         made: dict[int, list[mx.array]] = {uid: [] for uid in uids}
         while any(len(logprobs) < n_tokens for logprobs in made.values()):
             for each in generator.next()[1]:

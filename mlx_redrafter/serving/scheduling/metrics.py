@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from .request import Request
 
-PREFIX = "mlx_redrafter_"
-BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+METRIC_PREFIX = "mlx_redrafter_"
+BUCKET_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 """Upper bounds of the histogram buckets, in seconds."""
 
 DRAFTS = ("drafted", "accepted", "context_drafted", "context_accepted")
@@ -27,11 +27,11 @@ class Metrics:
         self.registry = CollectorRegistry()
 
         def count(name: str, text: str, *labels: str) -> Counter:
-            return Counter(PREFIX + name, text, labels, registry=self.registry)
+            return Counter(METRIC_PREFIX + name, text, labels, registry=self.registry)
 
         def measure(name: str, text: str) -> Histogram:
-            name = f"{PREFIX}{name}_seconds"
-            return Histogram(name, text, buckets=BUCKETS, registry=self.registry)
+            name = f"{METRIC_PREFIX}{name}_seconds"
+            return Histogram(name, text, buckets=BUCKET_SECONDS, registry=self.registry)
 
         self.requests = count("requests", "Replies by path and status", "endpoint", "status")
         kinds = "Tokens by kind; drafted and accepted count drafter and context"
@@ -54,7 +54,7 @@ class Metrics:
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Adds a gauge whose value `read` returns."""
-        Gauge(f"{PREFIX}{name}", text, registry=self.registry).set_function(read)
+        Gauge(f"{METRIC_PREFIX}{name}", text, registry=self.registry).set_function(read)
 
     def count(self, request: Request, end: str) -> None:
         """Records a request that has ended with "stop", "length", "cancelled" or "failed"."""

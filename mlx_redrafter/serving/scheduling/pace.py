@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-MAX_TURNS = 3
+MAX_TAKING_TURNS = 3
 """With more requests a batch is always faster: drafts would need more than three tokens on average
 to beat it.
 """
@@ -19,7 +19,7 @@ TRIAL_EVERY = 24
 MAX_PAUSE = 1536
 """Batch steps before a trial: at first, and at most."""
 
-WINDOW = 8
+SPEED_WINDOW = 8
 """Rounds of each request, or batch steps, over which a speed is measured."""
 
 MARGIN = 1.05
@@ -46,13 +46,13 @@ class Pace:
 
     def _get_batch_speed(self, count: int) -> float | None:
         steps = self._steps.get(count, ())
-        return count / median(steps) if len(steps) >= WINDOW else None
+        return count / median(steps) if len(steps) >= SPEED_WINDOW else None
 
     def observe_step(self, count: int, seconds: float) -> bool:
         """Records a batch step that made one token per request; whether to try turns now."""
-        self._steps.setdefault(count, deque(maxlen=2 * WINDOW)).append(seconds)
+        self._steps.setdefault(count, deque(maxlen=2 * SPEED_WINDOW)).append(seconds)
         self._n_steps += 1
-        if count > MAX_TURNS or self._n_steps < self._pauses.get(count, TRIAL_EVERY):
+        if count > MAX_TAKING_TURNS or self._n_steps < self._pauses.get(count, TRIAL_EVERY):
             return False
         if self._get_batch_speed(count) is None:
             return False
@@ -64,7 +64,7 @@ class Pace:
         self._n_rounds += 1
         self._tokens += tokens
         self._seconds += seconds
-        if self._n_rounds < WINDOW:
+        if self._n_rounds < SPEED_WINDOW:
             return True
         self._turns_speed = self._tokens / self._seconds
         self._reset()
@@ -77,6 +77,6 @@ class Pace:
         """Whether this many requests should take turns, by the latest measurements."""
         batch = self._get_batch_speed(count)
         turns = self._turns_speed
-        if count > MAX_TURNS or batch is None or turns is None:
+        if count > MAX_TAKING_TURNS or batch is None or turns is None:
             return False
         return turns >= MARGIN * batch

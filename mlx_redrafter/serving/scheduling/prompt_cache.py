@@ -27,14 +27,14 @@ from .cache_folder import CacheFolder
 MIN_SHARED = 32
 """Fewest shared tokens that are worth waiting for or keeping; fewer are prefilled again."""
 
-Tokens = np.ndarray[Any, np.dtype[np.int32]]
+TokenArray = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(eq=False)
 class _Entry:
     """A cache and its file; `used` is the time of its last use, in seconds since the epoch."""
 
-    tokens: Tokens
+    tokens: TokenArray
     cache: kv_cache.Cache
     nbytes: int
     is_saved: bool = False
@@ -113,7 +113,7 @@ class PromptCache:
                 with suppress(OSError):
                     os.utime(each.file, (each.used, each.used))
 
-    def find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
+    def find(self, wanted: TokenArray) -> tuple[_Entry | None, int]:
         """(the cache that `fetch` would copy, the length of the prefix) for a prompt without its
         last token.
         """
@@ -228,14 +228,14 @@ def _copy_array(x: Any) -> Any:
     return mx.contiguous(x) if x.nbytes > 1 << 20 else mx.concatenate([x, x[:0]])
 
 
-def count_common_prefix(first: Tokens, second: Tokens) -> int:
+def count_common_prefix(first: TokenArray, second: TokenArray) -> int:
     """The length of the common prefix of two token arrays (T,)."""
     size = min(len(first), len(second))
     different = np.flatnonzero(first[:size] != second[:size])
     return int(different[0]) if len(different) else size
 
 
-def _is_prefix(first: Tokens, second: Tokens) -> bool:
+def _is_prefix(first: TokenArray, second: TokenArray) -> bool:
     return np.array_equal(first, second[: len(first)])
 
 
