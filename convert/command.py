@@ -92,7 +92,7 @@ def describe(done: Conversion) -> str:
     difference, largest = done.difference
     error = f"at most {difference:.3g} (largest logit {largest:.3g})"
     lines = [
-        f"{done.path}: {kind}, {args.describe()}; reads {args.describe_states()}",
+        f"{done.path}: {kind}, {args.describe_sizes()}; reads {args.describe_states()}",
         f"size: {sizes}, {done.bits_per_weight:.3f} bits per weight",
         f"outputs: differ by {error} on random inputs",
     ]

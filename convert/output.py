@@ -51,7 +51,7 @@ def make_card(
 # A drafter for {target or "its target"}
 
 Converted from `{strip_folders(source)}` by mlx_redrafter, {packing}; {args.model_type}, hidden size
-{args.hidden_size}, vocabulary {args.vocab_size}, {args.describe()}.
+{args.hidden_size}, vocabulary {args.vocab_size}, {args.describe_sizes()}.
 
 ```bash
 pip install mlx-redrafter

@@ -13,7 +13,7 @@ from . import ranks
 from .checkpoints import (
     DTYPE_NAMES,
     cast,
-    get_dtype,
+    get_dtype_name,
     is_quantized,
     load,
     load_demo_target,
@@ -163,7 +163,7 @@ def load_models(
     """
     model, tokenizer = load_target(args, tokenizer_config)
     is_slow = args.model is not None and mx.default_device().type == mx.cpu
-    kind = get_dtype(model)
+    kind = get_dtype_name(model)
     advice = "--dtype float32 is faster, and takes twice the memory"
     if is_quantized(model):
         kind = "quantized"

@@ -259,7 +259,7 @@ def load_fast_drafter(path_or_hf_repo: str | Path, model: nn.Module) -> Drafter:
     16 bits are four times as slow there.
     """
     drafter = load_drafter(path_or_hf_repo, model)
-    if mx.default_device().type == mx.cpu and get_dtype(model) == "float32":
+    if mx.default_device().type == mx.cpu and get_dtype_name(model) == "float32":
         cast(drafter, "float32")
     return drafter
 
@@ -405,7 +405,7 @@ def make_card_header(base: str | None) -> str:
     return "\n".join(["---", *lines, "---\n"])
 
 
-def get_dtype(module: nn.Module) -> str:
+def get_dtype_name(module: nn.Module) -> str:
     """The name of the largest array's dtype, which most of the computation uses."""
     return format_dtype(max(list_weights(module).values(), key=lambda array: array.size).dtype)
 

@@ -94,8 +94,8 @@ def draw_seed() -> int:
     return int(share(secrets.randbits(32)))
 
 
-def check_flags(flags: Mapping[str, Any]) -> None:
-    """Checks that a command's parsed flags are the same on all ranks.
+def compare_flags(flags: Mapping[str, Any]) -> None:
+    """Refuses parsed flags of a command that are not the same on all ranks.
 
     Exceptions are `RANK_0_FLAGS` and the values of `PATH_FLAGS`.
     """

@@ -127,7 +127,7 @@ def diagnose(
         "machine": describe_machine() | {"mlx_redrafter": __version__},
         "target": describe_model(model, get_module_name(model), get_compute_dtype(model)),
         "drafter": {
-            **describe_model(drafter, drafter.args.describe(), drafter.dtype),
+            **describe_model(drafter, drafter.args.describe_sizes(), drafter.dtype),
             "stand_in": stand_in,
             "base_model": drafter.args.base_model,
             "states": drafter.args.describe_states(),

@@ -113,7 +113,7 @@ def run_module(module: str) -> None:
             raise RedrafterError(f"this command needs a single process, got {size}: {only}")
         command = import_module(module)
         if size > 1:
-            ranks.check_flags(vars(command.make_parser().parse_args()))
+            ranks.compare_flags(vars(command.make_parser().parse_args()))
         status = command.run()
         ranks.gather(None)  # if a rank ended earlier, the others would lose messages
         sys.stdout.flush()

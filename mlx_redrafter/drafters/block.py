@@ -65,7 +65,7 @@ from ..engine.source import Source
 from ..errors import CheckpointError
 from .cached import CachedSource
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
-from .config import MAX_INT, NEUTRAL, LayerArgs, check_neutral, flatten, get_object, read_layer
+from .config import MAX_INT, NEUTRAL, LayerArgs, check_neutral, get_object, merge_parts, read_layer
 from .layers import MLP, Attention
 from .protocol import N_SAMPLES, Head, make_samples, scatter
 from .protocol import Drafter as BaseDrafter
@@ -121,6 +121,7 @@ def get_architecture(config: Config) -> str:
 
 
 def recognizes(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds a DFlash or DSpark head."""
     return bool(matches_any(MARKS, names) or ARCHITECTURE.fullmatch(get_architecture(config)))
 
 
@@ -132,7 +133,7 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     keys of layers are under `transformer_layer_config`.
     """
     name = get_architecture(checkpoint.config)
-    flat = flatten(checkpoint.config, "dflash_config")
+    flat = merge_parts(checkpoint.config, "dflash_config")
     model_type = choose_model_type(checkpoint, name, flat)
     checkpoint.rename(NAMES)
     tensors = checkpoint.tensors
@@ -354,9 +355,11 @@ class DrafterArgs(LayerArgs):
         causal = self.layer_causal or [False] * self.num_layers
         return list(zip(windows, causal, strict=True))
 
-    def describe(self) -> str:
+    def describe_sizes(self) -> str:
         kind = "DFlash 2, " if self.conv_kernel_size else ""
-        return f"{kind}block {self.block_size}, layers {self.num_layers}, {super().describe()}"
+        return (
+            f"{kind}block {self.block_size}, layers {self.num_layers}, {super().describe_sizes()}"
+        )
 
 
 class Layer(nn.Module):

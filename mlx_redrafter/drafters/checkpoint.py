@@ -78,7 +78,7 @@ class Checkpoint:
         for name in sorted(self.tensors):
             layer, _, part = name.rpartition(".")
             is_packed = part in ("scales", "biases") and f"{layer}.weight" in self.tensors
-            ours = rename(f"{layer}.weight" if is_packed else name, names)
+            ours = get_our_name(f"{layer}.weight" if is_packed else name, names)
             if ours and is_packed:
                 ours = f"{ours.removesuffix('weight')}{part}"
             if ours in found:
@@ -202,7 +202,7 @@ def unwrap(names: Iterable[str]) -> dict[str, str]:
     return inside or tails
 
 
-def rename(name: str, names: Names) -> str:
+def get_our_name(name: str, names: Names) -> str:
     """Our name for a tensor, or "" if it is left out; the same name if no pattern matches."""
     for pattern, ours in names:
         if match := re.fullmatch(pattern, name):

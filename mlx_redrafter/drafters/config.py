@@ -41,7 +41,7 @@ def get_object(config: Config, key: str) -> Config:
     return value
 
 
-def flatten(config: Config, own: str) -> Config:
+def merge_parts(config: Config, own: str) -> Config:
     """A published config with its nested parts merged in, and `base_model`.
 
     Args:
@@ -138,7 +138,7 @@ class DrafterArgs:
         """The name of the target's hidden state that it reads."""
         return self.hidden_state or AFTER_NORM
 
-    def describe(self) -> str:
+    def describe_sizes(self) -> str:
         """A short description of its sizes."""
         raise NotImplementedError
 
@@ -221,7 +221,7 @@ class LayerArgs(DrafterArgs):
             return super().describe_states()
         return f"the outputs of layers {', '.join(map(str, self.capture_layers))}"
 
-    def describe(self) -> str:
+    def describe_sizes(self) -> str:
         heads = f"heads {self.num_attention_heads} of {self.head_dim}"
         return f"width {self.width}, {heads}, MLP {self.intermediate_size}"
 

@@ -57,7 +57,7 @@ class DraftModelArgs(DrafterArgs):
     model_type: str = field(default="draft_model", kw_only=True)
     name: str = field(default="", kw_only=True)
 
-    def describe(self) -> str:
+    def describe_sizes(self) -> str:
         return f"draft model, {self.name}"
 
     def describe_states(self) -> str:

@@ -34,7 +34,7 @@ import mlx.nn as nn
 from ..engine.source import Source
 from .cached import LayerCache, PairDrafter, PairSource
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
-from .config import NEUTRAL, LayerArgs, check_neutral, flatten, get_object, read_layer
+from .config import NEUTRAL, LayerArgs, check_neutral, get_object, merge_parts, read_layer
 from .layers import MLP, Attention
 from .protocol import Embed, Head
 
@@ -65,6 +65,7 @@ SUPPORTED = {
 
 
 def recognizes(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds an EAGLE head."""
     return matches_any(r"fc\.weight|(?:midlayer|layers\.0)\.hidden_norm\.weight", names)
 
 
@@ -75,7 +76,7 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
     dropped.
     """
     checkpoint.rename(NAMES)
-    config = checkpoint.config = flatten(checkpoint.config, "eagle_config")
+    config = checkpoint.config = merge_parts(checkpoint.config, "eagle_config")
     tensors = checkpoint.tensors
     only_in_3 = {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"}
     version = 1 if only_in_3.isdisjoint(tensors) else 3
@@ -165,8 +166,8 @@ class DrafterArgs(LayerArgs):
             return f"the outputs of {len(DEFAULT_STATES)} layers, the default ones"
         return super().describe_states()
 
-    def describe(self) -> str:
-        return f"EAGLE-{self.version}, {super().describe()}"
+    def describe_sizes(self) -> str:
+        return f"EAGLE-{self.version}, {super().describe_sizes()}"
 
 
 class Layer(nn.Module):

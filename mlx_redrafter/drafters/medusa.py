@@ -115,7 +115,7 @@ class DrafterArgs(TrainableArgs):
         """
         return cls(hidden_size, vocab_size, depth, 1, True, draft_vocab_size=draft_vocab_size)
 
-    def describe(self) -> str:
+    def describe_sizes(self) -> str:
         shared = ", one output matrix" if self.tie_output else ""
         return f"heads {self.num_heads}, blocks {self.num_layers}{shared}"
 

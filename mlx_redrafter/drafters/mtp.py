@@ -267,7 +267,7 @@ class DrafterArgs(BaseArgs):
             if isinstance(value, int) and not 0 <= value <= MAX_INT:
                 raise ValueError(f"expected {key} from 0 to {MAX_INT}, got {value!r:.40}")
 
-    def describe(self) -> str:
+    def describe_sizes(self) -> str:
         own = self.layer_config
         experts = own.get("num_experts") or own.get("n_routed_experts")
         mixed = f" of {experts} experts" if experts else ""

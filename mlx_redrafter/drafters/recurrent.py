@@ -132,7 +132,7 @@ class DrafterArgs(TrainableArgs):
     rnn: bool = True
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
-    def describe(self) -> str:
+    def describe_sizes(self) -> str:
         cell = "" if self.rnn else ", no rnn"
         return f"exit_dim {self.exit_dim}, blocks {self.num_draft_layers}{cell}"
 

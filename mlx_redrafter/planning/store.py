@@ -57,7 +57,7 @@ def load_or_measure_costs(
         if is_doubted:
             _log.info("decoding was %s than these costs: measuring again, once", doubts[-1])
     costs = measure_costs(model, drafter, trees=trees)
-    save(file, {"of": key, "tries": tries + 1, "costs": costs._asdict(), "doubts": doubts})
+    save_measured(file, {"of": key, "tries": tries + 1, "costs": costs._asdict(), "doubts": doubts})
     return costs
 
 
@@ -120,7 +120,7 @@ def load_row_classes(
     if not classes:
         warn("nothing drafts with exact: the model's logits are not finite")
         return ((1,),)
-    save(file, {"of": key, "classes": classes})
+    save_measured(file, {"of": key, "classes": classes})
     return classes
 
 
@@ -148,7 +148,7 @@ def load_row_counts(
         chosen = format_row_counts(row_counts)
         warn(f"--exact now computes {chosen} rows alike, not {earlier}: last bits may differ")
     key, file = make_choice_key(model, drafter, classes)
-    save(file, {"of": key, "row_counts": row_counts})
+    save_measured(file, {"of": key, "row_counts": row_counts})
     return row_counts
 
 
@@ -198,7 +198,7 @@ def make_key(folder: str, model: nn.Module, **more: Any) -> tuple[dict[str, Any]
     return key, Path(folder, f"{name}.json")
 
 
-def save(file: Path, measured: dict[str, Any]) -> None:
+def save_measured(file: Path, measured: dict[str, Any]) -> None:
     """Writes what was measured to a file of the cache directory, on rank 0; warns if it cannot.
 
     Adds the time, and how many processes ran or waited in the minute before.

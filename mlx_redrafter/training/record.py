@@ -124,7 +124,7 @@ def describe_sizes(sizes: DrafterArgs) -> str:
     """A drafter's kind and sizes in a few words."""
     count = sizes.draft_vocab_size
     guesses = "" if count is None else f", draft vocabulary {count}"
-    return f"{sizes.model_type}, {sizes.describe()}{guesses}"
+    return f"{sizes.model_type}, {sizes.describe_sizes()}{guesses}"
 
 
 def make_command(args: TrainingArgs) -> str:

@@ -22,7 +22,7 @@ from helpers.published import Arrays, publish, read_golden
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.block import get_architecture, parse_layer_masks
-from mlx_redrafter.drafters.config import flatten
+from mlx_redrafter.drafters.config import merge_parts
 from mlx_redrafter.errors import CheckpointError
 
 
@@ -367,7 +367,7 @@ def test_windows_and_causal_masks_follow_from_the_config(
     config: dict[str, Any], windows: list[int] | None, causal: list[bool] | None
 ) -> None:
     said = read_golden("dflash_sliding")[2] | config
-    said = parse_layer_masks(flatten(said, "dflash_config"), get_architecture(said), 3)
+    said = parse_layer_masks(merge_parts(said, "dflash_config"), get_architecture(said), 3)
     assert (said["layer_windows"], said["layer_causal"]) == (windows, causal)
 
 
