@@ -1,5 +1,4 @@
-"""Drafts from the context: proposes what followed the same tokens earlier. It is prompt lookup,
-without weights.
+"""Drafts from the context: proposes what followed the same tokens earlier (prompt lookup).
 
 Dictionaries of 4-grams, 2-grams and single tokens hold the last position of each in the text,
 prompt and output. The longest match with the end of the text is followed while it lasts, and the
@@ -60,8 +59,7 @@ RATE_DECAY = 0.97
 
 
 class Matches:
-    """The tokens of a text, the last position of each n-gram, and the match of the text's end
-    earlier in it.
+    """The tokens of a text, where each n-gram was last, and the earlier match of the text's end.
 
     Appending and looking up take constant time on average.
 

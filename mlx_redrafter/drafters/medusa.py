@@ -1,5 +1,6 @@
-"""Medusa: one head for each depth of a draft. All heads read the same hidden state, and no drafted
-token.
+"""Medusa: one head for each depth of a draft.
+
+All heads read the same hidden state, and no drafted token.
 
     x_0     = h                                     h: the target's hidden state
     x_{j+1} = x_j + SiLU(linear_{k,j}(x_j))         num_layers times, in head k

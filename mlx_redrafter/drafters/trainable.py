@@ -128,8 +128,9 @@ class TrainableDrafter(Drafter):
 
 
 def scale_components(project: Project) -> Project:
-    """Scales components to the size of random numbers: the mean squared length of a token's vector
-    is 1.
+    """Scales components to the size of random numbers.
+
+    The mean squared length of a token's vector is then 1.
     """
 
     def scaled(tokens: mx.array, width: int | None) -> mx.array:

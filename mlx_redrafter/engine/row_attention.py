@@ -1,5 +1,6 @@
-"""How a forward of a few rows computes attention: each row alone, as plain decoding does, or on
-CUDA without cuDNN.
+"""How a forward of a few rows computes attention.
+
+Each row attends alone, as in plain decoding, or on CUDA without cuDNN.
 
 The bits of attention over several rows depend on the kernel, which depends on the numbers of rows
 and keys. One row at a time, each with its own keys, the kernels are plain decoding's. On CUDA that
@@ -32,8 +33,9 @@ ATTENTION = (
 
 
 def replace_attention(attend: Callable[..., mx.array]) -> AbstractContextManager[None]:
-    """Forwards that this thread builds here call `attend` with the original function first, then
-    its arguments.
+    """Forwards that this thread builds here call `attend` instead of MLX's attention.
+
+    Its arguments are the original function, then that function's.
     """
     return replace_functions([(slot, attend) for slot in ATTENTION])
 

@@ -145,8 +145,9 @@ class Target:
         return self._run(tokens, self.cache, count, want_hidden, is_chain=True)
 
     def verify(self, tree: Tree, *, is_tree: bool) -> Forward:
-        """Runs the model on all nodes of `tree`, each seeing the text and its ancestors. Call
-        `keep_path` next.
+        """Runs the model on all nodes of `tree`, each seeing the text and its ancestors.
+
+        Call `keep_path` next.
 
         Args:
             tree: N >= 2 nodes.

@@ -1,5 +1,6 @@
-"""Tree attention on an unmodified model: each node of a tree gets its own position and sees only
-its ancestors.
+"""Tree attention on an unmodified model.
+
+Each node of a tree gets its own position and sees only its ancestors.
 
 mlx-lm's models get a mask and an offset from their cache. They pass the offset to `mx.fast.rope` or
 `mx.arange`, or add it to a result of `mx.arange`. A mask that they make themselves is passed to
@@ -41,8 +42,7 @@ class Nodes(NamedTuple):
     is_tree: bool
 
     def mask(self, columns: mx.array, window: int | None = None, kept: int = 0) -> mx.array:
-        """(N, C + N) bool: every node sees the prefix rows, its ancestors and itself, within the
-        window::
+        """(N, C + N) bool: every node sees its prefix rows, ancestors and itself, in the window::
 
                    prefix . . .   the  cat  dog  sat  ran
             the      1  1  1  1    1    .    .    .    .
@@ -64,8 +64,9 @@ class Nodes(NamedTuple):
 
 
 class Offsets:
-    """A cache offset that carries the positions of all nodes. Models use it like a number, and may
-    add to it.
+    """A cache offset that carries the positions of all nodes.
+
+    Models use it like a number, and may add to it.
 
     Converted to an array, it has each node's position minus the node's index, so that adding
     `arange(N)` gives the nodes' positions.
@@ -211,8 +212,7 @@ def _view_layer(cache: Any, nodes: Nodes, offsets: Offsets, masks: list[mx.array
 
 
 def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, int, int]:
-    """(positions of the rows that a ring will hold before the nodes', the window, how many first
-    positions it keeps).
+    """(positions of a ring's rows before the nodes', its window, how many first ones it keeps).
 
     A ring of M rows that gets several rows at once keeps M - 1 of its own. One at a time, each
     would replace the oldest row, except the first ones, which a ring always keeps. The window hides
