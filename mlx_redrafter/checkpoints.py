@@ -297,11 +297,11 @@ def cast(model: nn.Module, dtype: str) -> None:
         dtype: a name in `DTYPE_NAMES`.
     """
     may_cast: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)
-    kept: list[tuple[str, mx.array]] = []
+    uncast: list[tuple[str, mx.array]] = []
     if may_cast is not None:
-        kept = [each for each in list_weights(model).items() if not may_cast(each[0])]
+        uncast = [each for each in list_weights(model).items() if not may_cast(each[0])]
     model.set_dtype(getattr(mx, dtype))
-    model.load_weights(kept, strict=False)
+    model.load_weights(uncast, strict=False)
     evaluate(model)
     if dtype == "float16" and (odd := get_not_finite(list_weights(model))) is not None:
         raise RedrafterError(f"{odd} does not fit into {dtype}: give --dtype float32 or bfloat16")

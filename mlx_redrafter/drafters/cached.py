@@ -160,8 +160,10 @@ class CachedSource(StepwiseSource):
         elif is_appended:
             self._n_rows += n_kept
         else:
-            kept = WaitingStates(last.tokens[:n_kept], last.hidden[:n_kept], n_kept, last.position)
-            self._waiting.append(kept)
+            settled = WaitingStates(
+                last.tokens[:n_kept], last.hidden[:n_kept], n_kept, last.position
+            )
+            self._waiting.append(settled)
 
     def _join(self) -> tuple[mx.array, mx.array, int]:
         """(tokens, hidden states, the first position) of all that is buffered."""

@@ -136,9 +136,9 @@ class Matches:
     def forget(self) -> None:
         """Drops the older half of the tokens if there are more than `MAX_TOKENS`."""
         if len(self.tokens) > MAX_TOKENS:
-            kept = self.tokens[-MAX_TOKENS // 2 :]
+            latest = self.tokens[-MAX_TOKENS // 2 :]
             self._clear()
-            self.read(kept)
+            self.read(latest)
 
     def list_following(self, count: int) -> list[int]:
         """`count` tokens after the match; if the text ends before, they are repeated."""

@@ -28,8 +28,8 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Accep
     position.
     """
     mismatch = (target_tokens[tree.parents] != tree.tokens) & (tree.depths > 0)
-    kept = ~mx.any(mismatch & tree.ancestors, axis=1)
-    tip = mx.argmax(mx.where(kept, tree.depths, -1))
+    is_right = ~mx.any(mismatch & tree.ancestors, axis=1)
+    tip = mx.argmax(mx.where(is_right, tree.depths, -1))
     n_accepted = mx.minimum(tree.depths[tip], limit)
     levels = mx.minimum(mx.array(list(range(depth + 1)), mx.int32), n_accepted)
     on_level = tree.ancestors[tip] & (tree.depths == levels[:, None])

@@ -76,8 +76,8 @@ def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array,
         reached.append(after)
 
     if not all(reached):
-        kept = [token if after else -1 for token, after in zip(tokens, reached, strict=True)]
-        tree = tree._replace(tokens=mx.array(kept, mx.int32))
+        checked = [token if after else -1 for token, after in zip(tokens, reached, strict=True)]
+        tree = tree._replace(tokens=mx.array(checked, mx.int32))
     if any(mask is not None for mask in masks):
         everything = np.ones(logits.shape[1], bool)
         allowed = np.stack([everything if mask is None else mask for mask in masks])

@@ -159,8 +159,8 @@ def prune(tree: Tree, beams: Beams, count: int) -> Tree:
     order = mx.where(leading, tree.depths - size, rank)
     if count < size:
         order = mx.where(rank < count, order, size + rank)
-    kept = mx.argsort(order)[:count]
+    chosen = mx.argsort(order)[:count]
     place = mx.zeros((size,), mx.int32)
-    place[kept] = nodes[:count]
-    ancestors = tree.ancestors[kept][:, kept]
-    return Tree(tree.tokens[kept], place[tree.parents[kept]], tree.depths[kept], ancestors)
+    place[chosen] = nodes[:count]
+    ancestors = tree.ancestors[chosen][:, chosen]
+    return Tree(tree.tokens[chosen], place[tree.parents[chosen]], tree.depths[chosen], ancestors)

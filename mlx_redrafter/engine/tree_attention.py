@@ -41,7 +41,7 @@ class Nodes(NamedTuple):
     ancestors: mx.array
     is_tree: bool
 
-    def mask(self, columns: mx.array, window: int | None = None, kept: int = 0) -> mx.array:
+    def mask(self, columns: mx.array, window: int | None = None, n_first: int = 0) -> mx.array:
         """(N, C + N) bool: every node sees its prefix rows, ancestors and itself, in the window::
 
                    prefix . . .   the  cat  dog  sat  ran
@@ -52,14 +52,14 @@ class Nodes(NamedTuple):
         Args:
             columns: (C,) int32, the positions of the prefix rows.
             window: how many positions a node sees, its own included; None for all.
-            kept: positions below this are always seen.
+            n_first: positions below this are always seen.
         """
         before = mx.ones((self.depths.shape[0], columns.shape[0]), mx.bool_)
         among = self.ancestors
         if window is not None:
             own = self.depths + self.prefix
-            before = (own[:, None] - columns[None] < window) | (columns[None] < kept)
-            among = among & ((own[:, None] - own[None] < window) | (own[None] < kept))
+            before = (own[:, None] - columns[None] < window) | (columns[None] < n_first)
+            among = among & ((own[:, None] - own[None] < window) | (own[None] < n_first))
         return mx.concatenate([before, among], axis=1)
 
 
@@ -225,9 +225,9 @@ def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, 
             "give a larger max_kv_size, or none"
         )
     count = min(kv_cache.count_rows_in_order(ring), ring.max_size - 1)
-    kept = min(ring.keep, count)
-    latest = mx.arange(ring.offset - (count - kept), ring.offset)
-    columns = mx.concatenate([mx.arange(kept), latest])
+    n_first = min(ring.keep, count)
+    latest = mx.arange(ring.offset - (count - n_first), ring.offset)
+    columns = mx.concatenate([mx.arange(n_first), latest])
     return columns, min(window or ring.max_size, ring.max_size) - ring.keep, ring.keep
 
 

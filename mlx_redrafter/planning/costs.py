@@ -57,14 +57,14 @@ class CostTable(NamedTuple):
 
         One must be measured.
         """
-        kept = [column for column, count in enumerate(self.counts) if count in row_counts]
+        columns = [column for column, count in enumerate(self.counts) if count in row_counts]
         plain = [
-            ms + forwards[kept[0]] - forwards[0]
+            ms + forwards[columns[0]] - forwards[0]
             for ms, forwards in zip(self.plain, self.verify, strict=True)
         ]
         return self._replace(
-            counts=tuple(self.counts[column] for column in kept),
-            verify=tuple(tuple(forwards[column] for column in kept) for forwards in self.verify),
+            counts=tuple(self.counts[column] for column in columns),
+            verify=tuple(tuple(forwards[column] for column in columns) for forwards in self.verify),
             plain=tuple(plain),
         )
 

@@ -390,14 +390,14 @@ class Session:
         """
         history = turn.old if self._cache is not None else []
         if history and self._cache:
-            kept = self._cache
+            held = self._cache
             source = None if self._source is None else self._source.fork()
         else:
-            kept = make_cache(self.model, options.max_kv_size)
+            held = make_cache(self.model, options.max_kv_size)
             source = self._open_source()
         # A copy, as quantization replaces entries of the list.
-        cache = list(kept)
-        snapshot = kv_cache.snapshot_rows(kept)
+        cache = list(held)
+        snapshot = kv_cache.snapshot_rows(held)
         callback = options.prompt_progress_callback
         is_valid = False
         text = ""
@@ -426,7 +426,7 @@ class Session:
             with closing(stream) as responses:
                 for response in responses:
                     # Frees old arrays.
-                    kept = []
+                    held = []
                     snapshot = []
                     tokens.append(response.token)
                     text += response.text
@@ -438,7 +438,7 @@ class Session:
                         break
             is_valid = True
         except Cancelled:
-            cache = kept
+            cache = held
             is_valid = bool(history)
             source = self._source
             kv_cache.restore(cache, snapshot)
@@ -474,8 +474,8 @@ def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, A
         replaced = ("plan",)
     if turn.get("sampler") is not None:
         replaced += SAMPLER_OPTIONS
-    kept = {name: value for name, value in session.items() if name not in replaced}
-    return kept | turn
+    inherited = {name: value for name, value in session.items() if name not in replaced}
+    return inherited | turn
 
 
 def _refuse(names: Sequence[str], options: dict[str, Any]) -> None:
