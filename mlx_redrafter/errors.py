@@ -6,7 +6,7 @@ import argparse
 import sys
 import warnings
 from types import FrameType
-from typing import NoReturn, cast
+from typing import NoReturn
 
 NO_BACKEND = (
     "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx[cpu]' or "
@@ -34,7 +34,7 @@ class CheckpointError(RedrafterError):
 def warn(message: str) -> None:
     """Issues a warning, attributed to the nearest caller outside this package."""
     level = 1
-    frame = cast(FrameType | None, sys._getframe())
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module.split(".")[0] != __package__:

@@ -59,8 +59,7 @@ class Findings:
                 # Another thread may have made it in the meantime.
                 if again or key not in self._found:
                     self._found[key] = make()
-        found: T = self._found[key]
-        return found
+        return self._found[key]
 
     def forget(self, key: Any) -> None:
         """Makes the next `get_or_make` make it again."""

@@ -52,7 +52,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -543,7 +543,7 @@ class Drafter(BaseDrafter):
         for layer, cache, mask in zip(self.layers, caches, masks, strict=True):
             attend = partial(layer.self_attn, position=position, cache=cache, mask=mask)
             rows = layer(rows, attend)
-        return cast(mx.array, self.norm(rows))
+        return self.norm(rows)
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
         """The guesses of rows with final states (D, H).

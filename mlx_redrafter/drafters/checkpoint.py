@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -217,7 +217,7 @@ def matches_any(pattern: str, names: Collection[str]) -> bool:
 
 def list_weights(module: nn.Module) -> dict[str, mx.array]:
     """A module's weights by name."""
-    return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
+    return dict(tree_flatten(module.parameters()))
 
 
 def count_bytes(module: nn.Module) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -103,7 +103,7 @@ class TrainableDrafter(Drafter):
         embedding's principal components; the others stay random.
         """
         guessed = self.gather(mx.arange(self.args.vocab_size))
-        for layer in cast(list[Any], self.output_layers):
+        for layer in self.output_layers:
             columns = project(guessed, layer.weight.shape[1])
             rest = layer.weight[:, columns.shape[1] :]
             layer.weight = mx.concatenate([columns, rest], axis=1)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -236,7 +236,7 @@ def attends_to_cache(model: nn.Module) -> bool:
 
     def check(attention: Any, queries: mx.array, keys: Any, values: Any, **kwargs: Any) -> mx.array:
         is_own.append(all(any(array is each for each in fetched) for array in (keys, values)))
-        return cast(mx.array, attention(queries, keys, values, **kwargs))
+        return attention(queries, keys, values, **kwargs)
 
     for c in kv_cache.leaves(cache):
         c.update_and_fetch = partial(record, c.update_and_fetch)

@@ -6,7 +6,7 @@ This happens on the host while the model computes the logits.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import mlx.core as mx
 import numpy as np
@@ -59,8 +59,8 @@ def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array,
         tree: its tokens and parents were enqueued before the logits.
     """
     mx.async_eval(logits)
-    tokens = cast(list[int], tree.tokens.tolist())
-    parents = cast(list[int], tree.parents.tolist())
+    tokens: Any = tree.tokens.tolist()
+    parents: Any = tree.parents.tolist()
     masks = [grammar.compute_mask()]
     reached = [cast(Grammar | None, grammar)]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):

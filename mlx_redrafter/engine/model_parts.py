@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -126,7 +126,7 @@ def get_output_matrix(model: nn.Module) -> mx.array:
     """(V, D) the dequantized matrix of `get_output_layer`."""
     layer: Any = get_output_layer(model)
     if "scales" not in layer:
-        return cast(mx.array, layer.weight)
+        return layer.weight
     how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
     return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
 
@@ -139,8 +139,7 @@ def get_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
     layer: Any = get_output_layer(model)
     if isinstance(layer, SHARDED):
         return lambda hidden: gather_last_axis(layer(hidden), layer.group)
-    head: Callable[[mx.array], mx.array] = layer.as_linear if _is_embedding(layer) else layer
-    return head
+    return layer.as_linear if _is_embedding(layer) else layer
 
 
 def _walk_modules(model: nn.Module) -> Iterator[list[Slot]]:
@@ -195,8 +194,7 @@ def get_context_length(model: nn.Module) -> int | None:
 
 def get_compute_dtype(model: nn.Module) -> mx.Dtype:
     """The dtype of a model's computation, which is the dtype of its embedding's vectors."""
-    dtype: mx.Dtype = get_parts(model).embedding(mx.zeros((1,), mx.int32)).dtype
-    return dtype
+    return get_parts(model).embedding(mx.zeros((1,), mx.int32)).dtype
 
 
 def get_model_sizes(model: nn.Module) -> tuple[int, int]:
@@ -207,8 +205,7 @@ def get_model_sizes(model: nn.Module) -> tuple[int, int]:
 
 def get_vocab_size(model: nn.Module) -> int:
     """The number of a model's logits, from a forward that is built but never computed."""
-    size: int = model(mx.zeros((1, 1), mx.int32)).shape[-1]
-    return size
+    return model(mx.zeros((1, 1), mx.int32)).shape[-1]
 
 
 def get_module_name(model: nn.Module) -> str:

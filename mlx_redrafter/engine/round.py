@@ -11,7 +11,7 @@ without a draft.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
         This is the round's one host read, and waits. The path of a plain step is [0].
         """
-        packed = cast(list[int], self.packed.tolist())
+        packed: Any = self.packed.tolist()
         if len(packed) == 1:
             return [0], packed
         count = packed[0] + 1

@@ -6,9 +6,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from typing import cast
+from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.generate import wired_limit as mlx_lm_wired_limit
@@ -29,7 +28,7 @@ def wired_limit(model: nn.Module) -> Iterator[None]:
     global _users
     with _lock:
         if _users == 0:
-            streams = [cast(mx.Stream, generation_stream)]
+            streams: Any = [generation_stream]
             with redirect_stdout(sys.stderr):
                 _limit.enter_context(mlx_lm_wired_limit(model, streams))
         _users += 1
