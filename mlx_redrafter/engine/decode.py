@@ -21,7 +21,7 @@ from .round import Draft, Outcome, TokenChooser, extend, process_rows, step, ver
 from .row_attention import attend_by_row
 from .source import Source
 from .target import Target
-from .tree import merge
+from .tree import add_branch
 from .types import DraftSource, Kept, Tree
 
 CLEAR_EVERY = 256
@@ -332,7 +332,7 @@ class Decoder:
         draft = self._draft if plan.depth else None
         if plan.n_context and self._context:
             tree = self._context.propose(root, plan, None, in_level_order=True)
-            draft = Draft(merge([draft.tree, tree]), draft.draws) if draft else Draft(tree, None)
+            draft = Draft(add_branch(draft.tree, tree), draft.draws) if draft else Draft(tree, None)
         return draft
 
     def _commit(

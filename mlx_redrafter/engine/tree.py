@@ -5,7 +5,6 @@ Pure functions; every shape follows from (W, K, N).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import mlx.core as mx
@@ -58,8 +57,8 @@ def chain(token: mx.array, tokens: mx.array) -> Tree:
 
 
 @lru_cache(maxsize=256)
-def merge_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """The constants of a chain of `count` nodes after `size` others, see `tree_constants`.
+def branch_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """The constants of a branch of `count` nodes after `size` others, see `tree_constants`.
 
     Returns:
         parents (count,), depths (count,), ancestors (count, size + count), and the others' new
@@ -73,36 +72,24 @@ def merge_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array
     return parents, depths, ancestors, mx.array([[False] * count] * size)
 
 
-def merge(trees: Sequence[Tree]) -> Tree:
-    """Joins trees below one root, one after the other; shared prefixes are verified repeatedly::
+def add_branch(tree: Tree, branch: Tree) -> Tree:
+    """Joins a tree and a chain below one root; a shared prefix is verified twice::
 
-        the  cat  dog  sat  ran | cat  ran  off          parents of the chain  0  5  6
+        the  cat  dog  sat  ran | cat  ran  off          parents of the branch  0  5  6
 
     Args:
-        trees: at least one, all with the same root token.
+        branch: a chain with the same root.
     """
-    merged = trees[0]
-    for tree in trees[1:]:
-        size = merged.tokens.shape[0]
-        count = tree.tokens.shape[0] - 1
-        if tree.parents is chain_constants(1 + count)[0]:
-            parents, depths, ancestors, columns = merge_constants(size, count)
-        else:
-            own = tree.parents[1:]
-            parents = mx.where(own == 0, 0, own + (size - 1))
-            depths = tree.depths[1:]
-            columns = mx.zeros((size, count), mx.bool_)
-            others = mx.zeros((count, size - 1), mx.bool_)
-            parts = [tree.ancestors[1:, :1], others, tree.ancestors[1:, 1:]]
-            ancestors = mx.concatenate(parts, axis=1)
-        widened = mx.concatenate([merged.ancestors, columns], axis=1)
-        merged = Tree(
-            mx.concatenate([merged.tokens, tree.tokens[1:]]),
-            mx.concatenate([merged.parents, parents]),
-            mx.concatenate([merged.depths, depths]),
-            mx.concatenate([widened, ancestors]),
-        )
-    return merged
+    tokens = branch.tokens[1:]
+    constants = branch_constants(tree.tokens.shape[0], tokens.shape[0])
+    parents, depths, ancestors, columns = constants
+    widened = mx.concatenate([tree.ancestors, columns], axis=1)
+    return Tree(
+        mx.concatenate([tree.tokens, tokens]),
+        mx.concatenate([tree.parents, parents]),
+        mx.concatenate([tree.depths, depths]),
+        mx.concatenate([widened, ancestors]),
+    )
 
 
 def grow(token: mx.array, beams: Beams) -> Tree:

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.small import CAT, DOG, RAN, SAT, THE, example_beams, make_tree, random_advance
 from mlx_redrafter.engine.beam_search import search
-from mlx_redrafter.engine.tree import chain, grow, merge, prune
+from mlx_redrafter.engine.tree import add_branch, chain, grow, prune
 from mlx_redrafter.engine.types import Beams, Tree
 
 ROOT = mx.array(THE)
@@ -67,10 +67,10 @@ def test_running_example() -> None:
     ]
     other = chain(ROOT, mx.array([CAT, RAN]))
     check_tree(other, [THE, CAT, RAN], [0, 0, 1])
-    check_tree(merge([tree, other]), [THE, CAT, DOG, SAT, RAN, CAT, RAN], [0, 0, 0, 1, 1, 0, 5])
-    tokens = [THE, CAT, RAN, CAT, DOG, SAT, RAN, CAT, RAN]
-    parents = [0, 0, 1, 0, 0, 3, 3, 0, 7]
-    check_tree(merge([other, tree, other]), tokens, parents)
+    tokens = [THE, CAT, DOG, SAT, RAN, CAT, RAN]
+    check_tree(add_branch(tree, other), tokens, [0, 0, 0, 1, 1, 0, 5])
+    twice = add_branch(add_branch(tree, other), other)
+    check_tree(twice, [*tokens, CAT, RAN], [0, 0, 0, 1, 1, 0, 5, 0, 7])
 
 
 def random_beams(seed: int, width: int, depth: int, scale: float = 1.0) -> Beams:
