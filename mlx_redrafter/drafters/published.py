@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ..engine.model_parts import get_model_sizes
 from . import eagle
 from .checkpoint import Config
-from .config import flatten, get_object
+from .config import get_object, merge_parts
 
 FILE = Path(__file__).with_name("published.json")
 
@@ -113,7 +113,7 @@ def explain_misfit(config: Config, target: TargetSizes) -> str | None:
 
     Sizes that only its tensors show are compared when it is loaded.
     """
-    flat = flatten(flatten(config, "dflash_config"), "eagle_config")
+    flat = merge_parts(merge_parts(config, "dflash_config"), "eagle_config")
     text = get_object(config, "text_config")
     sizes = text | flat
     widths = ("backbone_hidden_size", "target_hidden_size", "hidden_size")
