@@ -141,6 +141,8 @@ class Decoder:
         # The next round, if it was enqueued before the last one was read.
         self._ahead: Pending | None = None
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
+        if self._drafter is not None:
+            self._drafter.read_rows = target.read_rows
 
     def decode(self, prompt: mx.array, prefill_step_size: int, report: ReportProgress) -> Rounds:
         """Yields an empty round after each piece of the prompt, then decoding rounds without end.
@@ -223,6 +225,8 @@ class Decoder:
             self._call_drafter("keep", Kept(token, hidden, None, 1, held))
         self.target.finish(length, last_token)
         mx.eval(self._drafter_state())
+        if drafter is not None:  # a fork of it would keep this cache alive
+            drafter.read_rows = None
 
     def _enqueue_step(self, token: mx.array) -> Pending:
         """Enqueues a plain step on `token` (1,)."""

@@ -144,6 +144,25 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
         c.offset += len(path) - count
 
 
+def read_rows(c: Any) -> tuple[mx.array, mx.array]:
+    """The keys and values of a `TRIMMABLE` cache, in the order of positions and dequantized.
+
+    Of a rotating cache, the first `keep` and the last rows, as many as it is to hold.
+    """
+    if isinstance(c, RotatingKVCache):
+        rows = [c._temporal_order(x) for x in (c.keys, c.values)]
+        excess = rows[0].shape[-2] - c.max_size
+        keys, values = (c._trim(excess, x) for x in rows)
+        return keys, values
+    end = c.offset - getattr(c, "start_position", 0)
+    if not isinstance(c, QuantizedKVCache):
+        return c.keys[..., :end, :], c.values[..., :end, :]
+    how: dict[str, Any] = {"group_size": c.group_size, "bits": c.bits}
+    packed: Any = c.keys, c.values
+    keys, values = (mx.dequantize(*(x[..., :end, :] for x in each), **how) for each in packed)
+    return keys, values
+
+
 def list_last_rows(cache: Cache, count: int) -> list[mx.array]:
     """The arrays of the last `count` rows in caches that are `TRIMMABLE`, and not full if rings."""
     rows = []

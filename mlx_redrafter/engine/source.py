@@ -16,7 +16,7 @@ but never change the output: no token depends on a guess. Only the tree's shape 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import mlx.core as mx
@@ -25,6 +25,9 @@ from .beam_search import Adjust
 from .model_parts import StateName
 from .plan import Plan
 from .types import Kept, Tree
+
+ReadRows = Callable[[int], tuple[mx.array, mx.array]]
+"""(number of a layer's cache) -> the (keys, values) that it keeps, see `Target.read_rows`."""
 
 
 class Forecast(NamedTuple):
@@ -49,6 +52,8 @@ class Source:
         capture: the target's hidden states that it reads.
         reads_all: whether it reads the states of all positions, including the prompt's, or only the
             last one's.
+        read_rows: reads the target's cache; set by the decoder for a source with a drafter. Only
+            `propose` may call it, with `proposes_after_read`: before, it holds rejected rows.
         drafter: a `drafters.protocol.Drafter`, its weights; None for none.
         max_kv_size: the approximate limit of rows in its own cache, if it supports one; None for no
             limit.
@@ -58,6 +63,7 @@ class Source:
     proposes_after_read: ClassVar[bool] = False
     reads_all: ClassVar[bool] = False
     capture: tuple[StateName, ...] = ()
+    read_rows: ReadRows | None = None
     drafter: Any = None
     max_kv_size: int | None = None
     prefill_step_size: int = 2048

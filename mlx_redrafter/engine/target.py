@@ -238,6 +238,15 @@ class Target:
         stop = len(self._path) - count
         self.keep_path(self._path[:stop], self._path_tokens[:stop])
 
+    def read_rows(self, layer: int) -> tuple[mx.array, mx.array]:
+        """The keys and values that a layer's cache keeps, each (1, heads, R, size).
+
+        Call it after `keep_path`, as it drops rejected rows. The rows are in the order of positions
+        and dequantized; of a ring, those that the next token sees if it replaces none.
+        """
+        self._settle()
+        return kv_cache.read_rows(self.cache[layer])
+
     def finish(self, length: int, last_token: int) -> None:
         """Makes the cache hold exactly `length` tokens of the text, and evaluates it.
 

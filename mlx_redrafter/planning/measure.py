@@ -107,13 +107,11 @@ def read_zeros(model: nn.Module, drafter: Drafter, length: int) -> tuple[Target,
     """(a target and a source that hold a text of `length` zeros, the vocabulary size)."""
     source = drafter.open(model)
     target = Target(model, capture=source.capture)
+    source.read_rows = target.read_rows
     logits, hidden = target.forward(mx.zeros((1,), mx.int32))
-    if source.reads_all:
-        states = {
-            name: mx.zeros((length - 1, array.shape[-1]), array.dtype)
-            for name, array in hidden.items()
-        }
-        source.keep(Kept(mx.zeros((length - 1,), mx.int32), states, None, length - 1, 0))
+    count = length - 1 if source.reads_all else 1
+    states = {name: mx.zeros((count, x.shape[-1]), x.dtype) for name, x in hidden.items()}
+    source.keep(Kept(mx.zeros((count,), mx.int32), states, None, count, 0))
     source.read([0] * (length + 1))
     if source.proposes_after_read:  # it reads the text in its first draft
         mx.eval(source.propose(mx.array(0), chain_plan(1), None, in_level_order=False))
