@@ -20,7 +20,7 @@ from .engine.kv_cache import Cache
 from .engine.output import OnRound
 from .engine.plan import DRAFT_DEPTH, MAX_DRAFT_DEPTH, MAX_NODES, Plan, make_plan
 from .engine.round import Processor
-from .engine.sampling import Sampler, make_sampler
+from .engine.sampling import PositionSampler, Sampler, make_sampler
 from .engine.target import MIN_RING_SIZE, KVQuantization
 from .errors import RedrafterError
 
@@ -204,7 +204,7 @@ class Options:
     def make_sampler(self, seed: int) -> Sampler:
         """The sampler of these options; `seed` is used if the options have none."""
         given: dict[str, Any] = {"seed": seed}
-        for name in inspect.signature(make_sampler).parameters:
+        for name in ("sampler", *inspect.signature(PositionSampler).parameters):
             value = getattr(self, name)
             if value is not None:
                 given[name] = value

@@ -9,7 +9,7 @@ temperature.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
@@ -69,24 +69,31 @@ class PositionSampler(Sampler):
     """Temperature sampling with mlx-lm's filters, in mlx-lm's order.
 
     Noise is keyed by (seed, position).
+
+    Args:
+        seed: any integer; equal seeds give equal tokens.
+        temp: above 0.
+
+    The filters have the names and meanings of `mlx_lm.sample_utils.make_sampler`.
     """
 
     def __init__(
         self,
         seed: int,
         temp: float,
-        top_p: float,
-        min_p: float,
-        min_tokens_to_keep: int,
-        top_k: int,
-        xtc_probability: float,
-        xtc_threshold: float,
-        xtc_special_tokens: Sequence[int],
+        *,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        min_tokens_to_keep: int = 1,
+        top_k: int = 0,
+        xtc_probability: float = 0.0,
+        xtc_threshold: float = 0.1,
+        xtc_special_tokens: Sequence[int] = (),
     ) -> None:
         self._words = _mix_seed(seed)
         self._temp = temp
         self._limits = {"top_k": top_k + 1, "min_tokens_to_keep": min_tokens_to_keep}
-        self._special = special = list(xtc_special_tokens)
+        self._special = special = [int(token) for token in xtc_special_tokens]
         self._filters: list[Callable[[mx.array, mx.array], mx.array]] = []
         if 0 < top_p < 1:
             self._filters.append(lambda x, coin: apply_top_p(x, max(top_p, MIN_TOP_P)))
@@ -158,25 +165,16 @@ def make_sampler(
     *,
     seed: int,
     temp: float = 0.0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    min_tokens_to_keep: int = 1,
-    top_k: int = 0,
-    xtc_probability: float = 0.0,
-    xtc_threshold: float = 0.1,
-    xtc_special_tokens: Sequence[int] = (),
     sampler: Callable[[mx.array], mx.array] | Sampler | None = None,
+    **filters: Any,
 ) -> Sampler:
-    """The sampler for options with the names and meanings of `mlx_lm.sample_utils.make_sampler`.
+    """The sampler for these options.
 
     Args:
-        seed: any integer; equal seeds give equal tokens.
         sampler: the caller's own sampler, an mlx-lm one or a `Sampler`, instead of all other
             options.
+        filters: see `PositionSampler`.
     """
     if sampler is not None:
         return PerNode(sampler) if callable(sampler) else sampler
-    if temp == 0:
-        return Sampler()
-    xtc = xtc_probability, xtc_threshold, [int(token) for token in xtc_special_tokens]
-    return PositionSampler(seed, temp, top_p, min_p, min_tokens_to_keep, top_k, *xtc)
+    return PositionSampler(seed, temp, **filters) if temp else Sampler()
