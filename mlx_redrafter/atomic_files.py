@@ -67,17 +67,14 @@ def explain_unwritable(path: Path) -> str | None:
         return f"no file can be made in {above}: {error.strerror}"
 
 
-def lock_file(path: Path, timeout: float = 0.0) -> AbstractContextManager[object]:
+def lock_file(path: Path) -> AbstractContextManager[object]:
     """Locks `path` until the context ends.
 
-    The file is not removed, as another process may be waiting for it.
-
-    Args:
-        timeout: seconds to wait for another process.
+    Fails if another process has locked it. The file stays, as one may have opened it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return FileLock(path, mode=0o600).acquire(timeout=timeout)
+        return FileLock(path, mode=0o600).acquire(timeout=0)
     except Timeout:
         raise RedrafterError(f"another process is using {path.parent}") from None
 

@@ -621,8 +621,6 @@ class BlockSource(CachedSource):
         windows = [window for window, _ in args.layer_masks]
         self._window = max(windows) if all(windows) else None
         self._positions = mx.zeros((0,), mx.int32)  # of the rows
-        if "embed_tokens" in drafter:
-            self._embed = drafter.embed_tokens
         is_gemma = get_module_name(model).startswith("gemma")
         scale = math.sqrt(args.hidden_size) if is_gemma else 1.0
         self._scale = scale if args.embedding_scale is None else args.embedding_scale

@@ -24,7 +24,7 @@ from ..engine.beam_search import Advance, State
 from ..engine.model_parts import StateName, get_head, get_parts
 from ..engine.tree_attention import Nodes, build_with_nodes
 from ..engine.types import Kept
-from .protocol import N_SAMPLES, Drafter, Embed, Head, StepwiseSource, make_samples
+from .protocol import N_SAMPLES, Drafter, Head, StepwiseSource, make_samples
 
 MAX_WAITING = 64
 """The most states that are buffered while nothing is drafted; more are read together."""
@@ -91,7 +91,7 @@ class CachedSource(StepwiseSource):
     ) -> None:
         self.drafter = drafter
         self.capture = tuple(capture)
-        self._embed = get_parts(model).embedding
+        self._embed = drafter.get("embed_tokens", get_parts(model).embedding)
         self._window: int | None = None  # the last positions that the drafter sees; None for all
         self._caches = [KVCache() for _ in range(n_layers)]
         self._n_rows = 0  # settled in the caches
@@ -242,8 +242,7 @@ class PairDrafter(Drafter):
     def read_pairs(
         self,
         features: mx.array,
-        tokens: mx.array,
-        embed: Embed,
+        embedded: mx.array,
         cache: LayerCache,
         mask: mx.array | str,
     ) -> mx.array:
@@ -251,8 +250,7 @@ class PairDrafter(Drafter):
 
         Args:
             features: (T, H) from `project`; in a draft, this method's output for the token before.
-            tokens: (T,) the token after each position.
-            embed: the target's embedding.
+            embedded: (T, D) the embedding of the token after each position.
             cache: the rows are appended to it.
             mask: "causal", or (1, 1, T, C) bool, which cache rows each pair sees.
         """
@@ -271,10 +269,11 @@ class PairDrafter(Drafter):
         """Logits for fixed random pairs, or their features if it uses the target's matrix."""
         samples = make_samples(self.args.hidden_size, self.n_inputs)
         embedded, states = (array.astype(self.dtype) for array in samples)
+        if "embed_tokens" in self:
+            tokens = mx.arange(N_SAMPLES) % self.args.vocab_size
+            embedded = self.embed_tokens(tokens).astype(self.dtype)
         cache = LayerCache(KVCache(), 0)
-        tokens = mx.arange(N_SAMPLES) % self.args.vocab_size
-        features = self.project(states)
-        features = self.read_pairs(features, tokens, lambda ids: embedded[ids], cache, "causal")
+        features = self.read_pairs(self.project(states), embedded, cache, "causal")
         if self.needs_head:
             return features.astype(mx.float32)
         return self.gather(self.guess(features, None))
@@ -302,9 +301,18 @@ class PairSource(CachedSource):
 
     def append_rows(self, hidden: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends rows; returns (R, H), the head's output."""
-        features = self.drafter.project(hidden)
+        return self._read(self.drafter.project(hidden), tokens, position, "causal")
+
+    def _read(
+        self,
+        features: mx.array,
+        tokens: mx.array,
+        position: mx.array | int,
+        mask: mx.array | str,
+    ) -> mx.array:
+        embedded = self._embed(tokens).astype(self.drafter.dtype)
         cache = LayerCache(self._caches[0], position)
-        return self.drafter.read_pairs(features, tokens, self._embed, cache, "causal")
+        return self.drafter.read_pairs(features, embedded, cache, mask)
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
         feature, sees, position = self.append_pending(root)
@@ -340,10 +348,9 @@ class PairSource(CachedSource):
         own = mx.eye(width, dtype=mx.bool_)
         ancestors = own if ancestors is None else mx.concatenate([ancestors, own], axis=1)
         mask = mx.concatenate([mx.broadcast_to(sees, (width, len(sees))), ancestors], axis=1)
-        cache = LayerCache(self._caches[0], position)
 
         def read(_: list[Any]) -> mx.array:
-            return self.drafter.read_pairs(features, tokens, self._embed, cache, mask[None, None])
+            return self._read(features, tokens, position, mask[None, None])
 
         if width == 1:
             return read([]), ancestors

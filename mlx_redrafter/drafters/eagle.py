@@ -36,7 +36,7 @@ from .cached import LayerCache, PairDrafter, PairSource
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
 from .config import NEUTRAL, LayerArgs, check_neutral, get_object, merge_parts, read_layer
 from .layers import MLP, Attention
-from .protocol import Embed, Head
+from .protocol import Head
 
 MODEL_TYPE = "eagle"
 
@@ -234,14 +234,10 @@ class Drafter(PairDrafter):
     def read_pairs(
         self,
         features: mx.array,
-        tokens: mx.array,
-        embed: Embed,
+        embedded: mx.array,
         cache: LayerCache,
         mask: mx.array | str,
     ) -> mx.array:
-        if "embed_tokens" in self:
-            embed = self.embed_tokens
-        embedded = embed(tokens).astype(self.dtype)
         layer = self.layer
         if self.args.version == 1:
             x = residual = self.fc(mx.concatenate([embedded, features], axis=-1))

@@ -36,7 +36,6 @@ from .cached import LayerCache, PairDrafter, PairSource
 from .checkpoint import Checkpoint, Config
 from .config import MAX_INT, compute_head_dim, get_object
 from .config import DrafterArgs as BaseArgs
-from .protocol import Embed
 
 MODEL_TYPE = "mtp"
 
@@ -360,18 +359,17 @@ class Drafter(PairDrafter):
     def read_pairs(
         self,
         features: mx.array,
-        tokens: mx.array,
-        embed: Embed,
+        embedded: mx.array,
         cache: LayerCache,
         mask: mx.array | str,
     ) -> mx.array:
-        parts = [self.norm_embedding(embed(tokens).astype(self.dtype)), self.norm_hidden(features)]
+        parts = [self.norm_embedding(embedded), self.norm_hidden(features)]
         if self.args.layer_config["model_type"] == "mimo":  # which shapes do not show
             parts.reverse()
         x = self.fc(mx.concatenate(parts, axis=-1))
         is_latent = "embed_q" in self.layer.get("self_attn", {})
         if is_latent and isinstance(mask, str):  # latent attention needs an array
-            mask = create_causal_mask(len(tokens), cache.n_rows)
+            mask = create_causal_mask(len(embedded), cache.n_rows)
         x = self.layer(x[None], mask, cache)[0]
         return self.norm(x) if self.args.norm_output else x
 

@@ -100,8 +100,10 @@ def get_parts(model: nn.Module) -> ModelParts:
             for name in NORMS:
                 if isinstance(parent.get(name), nn.Module):
                     return ModelParts(embedding, Slot(parent, name))
-        with_layers = (slot for slot in reversed(path) if _has_layers(slot.value))
-        return ModelParts(embedding, next(with_layers, path[-1]))
+        for slot in reversed(path):
+            if any(isinstance(child, list) for child in slot.value.values()):  # its layers
+                return ModelParts(embedding, slot)
+        return ModelParts(embedding, path[-1])
     raise UnsupportedModelError(
         "cannot draft for this model: expected model.embed_tokens as in mlx-lm's language models, "
         f"{type(model).__module__}.{type(model).__name__} has none"
@@ -157,10 +159,6 @@ def _walk_modules(model: nn.Module) -> Iterator[list[Slot]]:
                     below.append([*path, Slot(parent, name)])
         yield from below
         level = below
-
-
-def _has_layers(module: nn.Module) -> bool:
-    return any(isinstance(child, list) for child in module.values())
 
 
 def _is_embedding(module: Any) -> bool:
@@ -265,32 +263,23 @@ def _make_error(model: nn.Module, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"cannot draft for {get_module_name(model)}: {reason}")
 
 
-def capture(
-    points: Sequence[CapturePoint], call: Callable[[], T]
-) -> tuple[T, list[list[mx.array]]]:
-    """(the result of `call`, the arrays that each point recorded during `call`).
+def capture(points: Sequence[CapturePoint], call: Callable[[], T]) -> tuple[T, list[Any]]:
+    """(the result of `call`, the state that each point had last during `call`, or None).
 
     Only calls from this thread are recorded.
     """
-    found: list[list[mx.array]] = [[] for _ in points]
-    replacements = [
-        (point.slot, partial(_call_and_record, states, is_input=point.is_input))
-        for point, states in zip(points, found, strict=True)
-    ]
-    with replace_functions(replacements):
-        result = call()
-    return result, found
+    states: list[Any] = [None] * len(points)
 
+    def record(index: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out: Any = module(*args, **kwargs)
+        if points[index].is_input:
+            states[index] = args[0]
+        else:
+            states[index] = out[0] if isinstance(out, tuple) else out
+        return out
 
-def _call_and_record(
-    states: list[mx.array], module: nn.Module, *args: Any, is_input: bool, **kwargs: Any
-) -> Any:
-    out: Any = module(*args, **kwargs)
-    if is_input:
-        states.append(args[0])
-    else:
-        states.append(out[0] if isinstance(out, tuple) else out)
-    return out
+    with replace_functions([(point.slot, partial(record, i)) for i, point in enumerate(points)]):
+        return call(), states
 
 
 def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
@@ -303,8 +292,8 @@ def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
     # Built, never computed.
     _, captured = capture(list(points.values()), lambda: model(token, cache=cache))
     width = get_parts(model).embedding(token).shape[-1]
-    for name, states in zip(points, captured, strict=True):
-        shape = states[-1].shape if states and isinstance(states[-1], mx.array) else None
+    for name, state in zip(points, captured, strict=True):
+        shape = state.shape if isinstance(state, mx.array) else None
         if shape == (1, 1, width):
             continue
         which = f"the output of layer {name}" if isinstance(name, int) else "its last hidden state"

@@ -205,7 +205,7 @@ class Target:
             return Forward(call()[0, rows], {})
         logits, captured = capture(list(self._capture_points.values()), call)
         named = zip(self._capture_points, captured, strict=True)
-        return Forward(logits[0, rows], {name: calls[-1][0, rows] for name, calls in named})
+        return Forward(logits[0, rows], {name: state[0, rows] for name, state in named})
 
     def _count_padding(self, count: int) -> int:
         """How many rows are added to a chain of `count` rows."""

@@ -108,7 +108,7 @@ def run_forward(
     points = [CapturePoint(get_parts(model).final_norm)]
     options = {} if cache is None else {"cache": cache}
     logits, (states,) = capture(points, lambda: model(tokens, **options))
-    return logits, states[-1].astype(mx.float16)
+    return logits, states.astype(mx.float16)
 
 
 def compute_likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:

@@ -134,7 +134,7 @@ def test_another_thread_may_run_a_batch_meanwhile() -> None:
         built, (recorded,) = capture(
             [point], lambda: build_with_nodes([], nodes, lambda _: other.submit(run_batch).result())
         )
-    assert (built.result, built.calls, recorded) == (expected, [], [])
+    assert (built.result, built.calls, recorded) == (expected, [], None)
 
 
 class Waiting(nn.Module):
