@@ -91,6 +91,30 @@ def test_the_page_loads_nothing_external() -> None:
     assert not re.search(r"\son\w+=|\sstyle=", PAGE.split("<body>")[1].split("<script>")[0])
 
 
+def compute_luminance(color: str) -> float:
+    """WCAG's relative luminance of a color such as #fff or #1d1c1a."""
+    digits = color.removeprefix("#")
+    size = len(digits) // 3
+    parts = [int(digits[at : at + size] * (3 - size), 16) / 255 for at in range(0, 3 * size, size)]
+    red, green, blue = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_text_can_be_read_in_light_and_dark_mode() -> None:
+    blocks = re.findall(r":root \{([^}]*)\}", PAGE)
+    light, dark = [dict(re.findall(r"--([\w-]+): (#\w+);", block)) for block in blocks]
+    assert light.keys() == dark.keys() == set(re.findall(r"var\(--([\w-]+)\)", PAGE))
+    inks = [("draft-ink", "draft"), ("copied-ink", "copied"), ("ink", "page"), ("ink", "card")]
+    inks += [("soft", "page"), ("soft", "card"), ("bad", "card")]
+    for colors in (light, dark):
+        for ink, ground in inks:
+            luminances = [compute_luminance(colors[name]) for name in (ink, ground)]
+            contrast = (max(luminances) + 0.05) / (min(luminances) + 0.05)
+            assert contrast >= 4.5, (ink, colors[ink], ground, colors[ground])  # WCAG AA
+
+
 def test_model_names_on_the_page_are_escaped(page_server: Scripted, chat_tokenizer: Any) -> None:
     reply = ask(page_server[0], "/?prompt=x&go=1")
     assert reply.status == 200
