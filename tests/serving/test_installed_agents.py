@@ -1,8 +1,8 @@
-"""The real coding agents with the settings of docs/server.md: a scripted model reads, edits and
-runs a file.
+"""The real coding agents with the settings of docs/server.md: a model that thinks reads, edits and
+runs a file, and answers again in a second turn.
 
-After npm has installed them nothing leaves this machine: each has its own home and a loopback
-address.
+Its texts are given; everything else is the server's, prompt cache included. After npm has installed
+the agents nothing leaves this machine: each has its own home and a loopback address.
 """
 
 from __future__ import annotations
@@ -13,13 +13,22 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from helpers.servers import Scripted, ScriptedRequest, ScriptedWorker
+from helpers.servers import Running, parse_flags, save_tokenizer, start_server
+from helpers.small import small_llama
+from mlx_redrafter.options import Options
+from mlx_redrafter.serving.formats.completion import Service
+from mlx_redrafter.serving.scheduling.request import Request
+from mlx_redrafter.serving.scheduling.worker import Worker
 
 pytestmark = [
     pytest.mark.npm,
@@ -29,6 +38,45 @@ SERVER_GUIDE = Path(__file__).parents[2] / "docs" / "server.md"
 BROKEN = "def add(a, b):\n    return a - b\n"
 RIGHT = "def add(a, b):\n    return a + b\n"
 PRINT = "\n\nprint(add(2, 3))\n"
+ANSWERS = ["It adds now.", "Nothing is left."]
+"""The answer of each turn."""
+
+TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{%- for m in messages %}<{{ m.role }}>
+{%- if m.role == 'assistant' %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{"name": {{ call.function.name | tojson -}}
+, "arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}
+{%- endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}{# tool_call.name #}"""
+"""Shows an answer as it was written, with its reasoning."""
+
+MAX_LOST = 2
+"""Tokens of an answer that the next prompt may lack: its end, and one that merges with the text
+after it."""
+
+
+class Script:
+    """A `Grammar` that allows one text only."""
+
+    def __init__(self, tokens: Sequence[int], vocab: int, length: int = 0) -> None:
+        self._tokens = tokens
+        self._vocab = vocab
+        self.length = length
+
+    def fork(self) -> Script:
+        return Script(self._tokens, self._vocab, self.length)
+
+    def take(self, token: int) -> bool:
+        self.length += 1
+        return self.length > len(self._tokens) or token == self._tokens[self.length - 1]
+
+    def compute_mask(self) -> NDArray[np.bool_] | None:
+        if self.length >= len(self._tokens):
+            return None
+        return np.arange(self._vocab) == self._tokens[self.length]
+
+    def compute_forced(self) -> list[int]:
+        return list(self._tokens[self.length :])
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +108,38 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "node_modules"
 
 
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    """A server over a model of one layer, which reads long prompts quickly."""
+    tokenizer = save_tokenizer(tmp_path, TEMPLATE)
+    model = small_llama(hidden=16, vocab=len(tokenizer.get_vocab()), layers=1)
+    options = Options(plan="off", context=False)
+    worker = Worker(model, tokenizer, options=options, context_length=1 << 20)
+    worker.start()
+    try:
+        with start_server(Service(worker, tokenizer, parse_flags(), "demo", None)) as running:
+            yield running
+    finally:
+        worker.close(0.0)
+
+
 class Task:
-    """A broken program, and a scripted model that mends it with an agent's tools.
+    """A broken program, and a model that mends it with an agent's tools.
 
     Attributes:
         home, work: an empty home, and the folder of the program.
+        requests: all requests so far.
     """
 
-    def __init__(self, engine: ScriptedWorker, folder: Path) -> None:
-        self._engine = engine
+    def __init__(self, server: Running, folder: Path) -> None:
+        self._server = server
         self.home = folder / "home"
         self.work = folder / "work"
         self.home.mkdir()
         self.work.mkdir()
         self.file = self.work / "add.py"
         self.file.write_text(BROKEN + PRINT)
+        self.requests = list[Request]()
 
     def run(
         self,
@@ -82,20 +147,27 @@ class Task:
         calls: Sequence[tuple[str, dict[str, Any]]],
         **variables: str,
     ) -> str:
-        """Runs an agent and returns its output.
+        """Runs an agent for one turn and returns its output.
 
         Each call waits for the previous results; the answer comes last.
         """
-        submit = self._engine.submit
+        worker = self._server.service.worker
+        tokenizer = self._server.service.tokenizer
+        submit = worker.submit
+        final = ANSWERS[self.prompt.count(ANSWERS[0])]
 
-        def answer(prompt: list[int], **asked: Any) -> ScriptedRequest:
-            done = str(self._engine.tokenizer.decode(prompt)).count("<tool>")
-            called = [
-                {"name": name, "arguments": arguments} for name, arguments in calls[done : done + 1]
-            ]
-            text = f"<tool_call>{json.dumps(called[0])}</tool_call>" if called else "It adds now."
-            self._engine.texts = [[f"</think>{text}"]]
-            return submit(prompt, **asked)
+        def answer(prompt: list[int], **asked: Any) -> Request:
+            done = str(tokenizer.decode(prompt)).count("<tool>")
+            text = f"I have seen {done} results.</think>"
+            for name, arguments in calls[done : done + 1]:
+                called = json.dumps({"name": name, "arguments": arguments})
+                text += f"<tool_call>{called}</tool_call>"
+            if done >= len(calls):
+                text += final
+            tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+            script = partial(Script, tokens, worker.vocab_size)
+            self.requests.append(submit(prompt, **asked | {"grammar": script}))
+            return self.requests[-1]
 
         environment = {
             "PATH": os.environ["PATH"],
@@ -104,7 +176,7 @@ class Task:
             **variables,
         }
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self._engine, "submit", answer)
+            patch.setattr(worker, "submit", answer)
             done = subprocess.run(
                 command,
                 cwd=self.work,
@@ -114,14 +186,37 @@ class Task:
                 text=True,
                 timeout=300,
             )
-        assert done.returncode == 0 and "It adds now." in done.stdout, done.stdout + done.stderr
+        assert done.returncode == 0 and final in done.stdout, done.stdout + done.stderr
         assert self.file.read_text() == RIGHT + PRINT
         return done.stdout + done.stderr
 
+    @property
+    def prompt(self) -> str:
+        """Text of the last request's prompt; empty before the first."""
+        if not self.requests:
+            return ""
+        return str(self._server.service.tokenizer.decode(self.requests[-1].prompt))
+
+    def check_cached(self, n_first: int) -> None:
+        """Asserts that what a request has read was in the cache for the next one, and for the
+        second turn also what was written; prints the shares.
+
+        Args:
+            n_first: how many requests the first turn had.
+        """
+        for at, request in enumerate(self.requests):
+            turn = 1 + (at >= n_first)
+            share = request.cached_tokens / len(request.prompt)
+            print(f"turn {turn}: {share:.1%} of {len(request.prompt)} tokens were cached")
+        for before, request in pairwise(self.requests):
+            assert request.cached_tokens >= len(before.prompt)
+        last = self.requests[n_first - 1]
+        assert self.requests[n_first].cached_tokens >= last.length - MAX_LOST
+
 
 @pytest.fixture
-def task(scripted: Scripted, tmp_path: Path) -> Task:
-    return Task(scripted[1], tmp_path)
+def task(server: Running, tmp_path: Path) -> Task:
+    return Task(server, tmp_path)
 
 
 def read_settings(language: str, url: str) -> str:
@@ -133,46 +228,44 @@ def read_settings(language: str, url: str) -> str:
     return block.replace("NAME", "demo").replace("http://127.0.0.1:8080", url)
 
 
-def test_claude_code_edits_and_runs_a_file(scripted: Scripted, packages: Path, task: Task) -> None:
+def test_claude_code_edits_and_runs_a_file(server: Running, packages: Path, task: Task) -> None:
     (binary,) = packages.glob("@anthropic-ai/claude-code-*/claude")
     run = f"{sys.executable} add.py"
     file = str(task.file)
-    settings = shlex.split(read_settings("bash", scripted[0].url))
-    printed = task.run(
-        [
-            binary,
-            "-p",
-            "Fix add.py",
-            "--permission-mode",
-            "acceptEdits",
-            "--allowedTools",
-            f"Bash({run})",
-        ],
-        [
-            ("ToolSearch", {"query": "select:WebFetch", "max_results": 1}),
-            ("Read", {"file_path": file}),
-            ("Edit", {"file_path": file, "old_string": "a - b", "new_string": "a + b"}),
-            ("Bash", {"command": run, "description": "Run it"}),
-        ],
-        **dict(each.split("=", 1) for each in settings if "=" in each),
-    )
-    assert "<tool>5" in scripted[1].prompt, "it has read the program's output"
-    assert (
-        '<tool><tools>\n{"type": "function", "function": {"name": "WebFetch"' in scripted[1].prompt
-    )
+    settings = shlex.split(read_settings("bash", server.url))
+    variables = dict(each.split("=", 1) for each in settings if "=" in each)
+    flags = ["--permission-mode", "acceptEdits", "--allowedTools", f"Bash({run})"]
+    calls = [
+        ("ToolSearch", {"query": "select:WebFetch", "max_results": 1}),
+        ("Read", {"file_path": file}),
+        ("Edit", {"file_path": file, "old_string": "a - b", "new_string": "a + b"}),
+        ("Bash", {"command": run, "description": "Run it"}),
+    ]
+    printed = task.run([binary, "-p", "Fix add.py", *flags], calls, **variables)
+    assert "<tool>5" in task.prompt, "it has read the program's output"
+    assert '<tool><tools>\n{"type": "function", "function": {"name": "WebFetch"' in task.prompt
     assert "context window" not in printed, "it knows how long the context is"
 
+    n_first = len(task.requests)
+    task.run([binary, "-p", "--continue", "What is left?", *flags], calls, **variables)
+    task.check_cached(n_first)
 
-def test_codex_edits_and_runs_a_file(scripted: Scripted, packages: Path, task: Task) -> None:
+
+def test_codex_edits_and_runs_a_file(server: Running, packages: Path, task: Task) -> None:
     folder = task.home / ".codex"
     folder.mkdir()
     catalog = 'model_catalog_json = "models.json"\n'
-    (folder / "config.toml").write_text(catalog + read_settings("toml", scripted[0].url))
-    (folder / "models.json").write_text(read_settings("json", scripted[0].url))
+    (folder / "config.toml").write_text(catalog + read_settings("toml", server.url))
+    (folder / "models.json").write_text(read_settings("json", server.url))
+    codex = [packages / ".bin" / "codex", "exec"]
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     commands = ["cat add.py", "sed -i 's/a - b/a + b/' add.py", f"{sys.executable} add.py"]
     calls = [("exec_command", {"cmd": command}) for command in commands]
-    printed = task.run([packages / ".bin" / "codex", "exec", *flags, "Fix add.py"], calls)
-    assert "Output:\n5" in scripted[1].prompt, "it has read the program's output"
+    printed = task.run([*codex, *flags, "Fix add.py"], calls)
+    assert "Output:\n5" in task.prompt, "it has read the program's output"
     assert "Model metadata" not in printed
-    assert "You are a coding agent." in scripted[1].prompt
+    assert "You are a coding agent." in task.prompt
+
+    n_first = len(task.requests)
+    task.run([*codex, "resume", "--last", *flags, "What is left?"], calls)
+    task.check_cached(n_first)
