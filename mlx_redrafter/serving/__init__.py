@@ -1,3 +1,4 @@
-"""HTTP server for the OpenAI and Anthropic APIs: speculative decoding for few requests, batches for
-many.
+"""HTTP server for the OpenAI and Anthropic APIs.
+
+Speculative decoding for few requests, batches for many.
 """

@@ -93,8 +93,8 @@ def make_parser() -> Parser:
     add(
         "--prompt-cache-dir",
         metavar="DIR",
-        help="save as many bytes of them in this folder for the next start; it contains "
-        "conversations",
+        help="folder for saving these caches until the next start, up to as many bytes; they "
+        "contain conversations",
     )
     add(
         "--context-length",

@@ -82,8 +82,9 @@ def decode_batch(
     should_stop: ShouldStop,
     batch_size: int,
 ) -> Iterator[Continuation]:
-    """Yields each continuation when it ends: with an end token, after `max_tokens`, or where it is
-    when stopped, if it has begun.
+    """Yields each continuation when it ends.
+
+    It ends with an end token, after `max_tokens`, or where it is when stopped, if it has begun.
 
     Args:
         take: returns at most the given number of further ones; none if there are none left.
@@ -195,8 +196,9 @@ def prefill(
 
 
 def measure_batch_size(model: nn.Module) -> int:
-    """`MAX_BATCH_SIZE`, or 1 if mlx-lm does not decode this model's requests in a batch as it
-    decodes each alone.
+    """`MAX_BATCH_SIZE`, or 1 if mlx-lm's batches of this model are wrong.
+
+    They are if hidden states in a batch differ from those of each text alone.
     """
     prompts = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3])
     waiting = [Continuation(tokens, 3, first_learned=1) for tokens in prompts]

@@ -79,10 +79,10 @@ def load_examples(
 def make_batches(
     examples: Sequence[Example], batch_size: int, seed: int
 ) -> Callable[[int], list[Example]]:
-    """Returns a function from iteration to examples of similar length; each epoch has another
-    order.
+    """Returns a function from iteration to examples of similar length.
 
-    The batch depends only on the iteration, so that a resumed run sees the same batches.
+    Each epoch has another order. The batch depends only on the iteration, so that a resumed run
+    sees the same batches.
     """
     by_length = sorted(range(len(examples)), key=lambda index: len(examples[index].tokens))
     count = len(examples) // batch_size

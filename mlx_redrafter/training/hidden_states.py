@@ -1,6 +1,4 @@
-"""What a drafter learns from: the target's hidden states, and its likeliest next tokens, at each
-token of a text.
-"""
+"""What a drafter learns from: the target's hidden states and its likeliest next tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +24,9 @@ PROBS_AT_ONCE = 128
 
 
 def make_state_dtype(width: int) -> np.dtype[Any]:
-    """The stored state of a token: hidden state, and the likeliest next tokens with their
-    probabilities.
+    """The dtype of what is stored of a token.
+
+    That is the hidden state, and the likeliest next tokens with their probabilities.
     """
     fields = [("hidden", "<f2", (width,)), ("ids", "<i4", (TOP_K,)), ("probs", "<f2", (TOP_K,))]
     return np.dtype(fields)
@@ -46,8 +45,10 @@ def add_hidden_states(model: nn.Module, examples: Sequence[Example]) -> list[Exa
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups texts of similar length, by index, into forwards of at most `TOKENS_AT_ONCE` tokens
-    with padding.
+    """Indices of sequences of similar length, grouped into forwards.
+
+    A forward has at most `TOKENS_AT_ONCE` tokens, padding included, unless a single sequence is
+    longer.
     """
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):

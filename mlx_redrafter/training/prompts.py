@@ -75,10 +75,10 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
 
 
 def read_prompts(path: str | Path) -> list[GivenPrompt]:
-    """Reads prompts from a file: one per line, or JSON with `prompt` or `messages`, as a list or
-    one object per line.
+    """Reads prompts from a file: one per line, or JSON with `prompt` or `messages`.
 
-    What the file has tells which; its name counts only if it says JSON. A final answer is dropped.
+    JSON is a list, or one object per line. What the file has tells which; its name counts only if
+    it says JSON. A final answer is dropped.
     """
     path = expand_path(path)
     text = read_text(path, "prompts")
@@ -152,8 +152,7 @@ class PromptStart(NamedTuple):
 
 
 class PromptWriter:
-    """Lets a target write prompts, as in Magpie (arXiv 2406.08464): sampled from where the user's
-    words begin.
+    """Lets a target write prompts: sampled from where the user's words begin.
 
     First words of a kind steer the target, which even small models follow; some chat templates
     refuse a system message.
@@ -161,6 +160,8 @@ class PromptWriter:
     Args:
         batch_size: as for `decode_batch`.
         count: the number of prompts that are written together; some are dropped.
+
+    Source: Magpie, arXiv 2406.08464.
     """
 
     def __init__(
@@ -257,9 +258,7 @@ def split_words(text: str) -> list[str]:
 
 
 def is_good(text: str) -> bool:
-    """Whether a text has three words, does not repeat itself, and has no broken or control
-    characters.
-    """
+    """Whether a text has three words, does not repeat itself, and has no broken characters."""
     words = split_words(text)
     is_repeated = len(words) > 25 and len(set(words)) < 0.35 * len(words)
     is_broken = "\ufffd" in text or "<|" in text

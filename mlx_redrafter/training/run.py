@@ -1,6 +1,4 @@
-"""A complete training run in a given time: examples with hidden states, training, and the finished
-directory.
-"""
+"""A complete training run in a given time: examples, training, and the finished directory."""
 
 from __future__ import annotations
 

@@ -12,9 +12,7 @@ from ..errors import RedrafterError
 
 
 def setting(default: Any, text: str, least: float | None = None, **flag: Any) -> Any:
-    """A dataclass field with its help text, its smallest value, and argparse keywords such as
-    `choices`.
-    """
+    """A dataclass field with its help text, its smallest value, and argparse keywords."""
     if least is not None:
         flag.setdefault("type", float if isinstance(default, float) else int)
     return field(default=default, metadata={"least": least, "flag": {"help": text, **flag}})

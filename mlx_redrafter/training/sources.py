@@ -1,5 +1,6 @@
-"""Where the examples of a run come from: given texts, answers to given prompts, and what the target
-writes by itself.
+"""Where the examples of a run come from.
+
+They are given, answers to given prompts, or what the target writes by itself.
 """
 
 from __future__ import annotations

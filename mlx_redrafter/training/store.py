@@ -1,5 +1,6 @@
-"""The examples of a run, with what the target computed at their tokens: one file each, so that a
-killed run keeps them.
+"""The examples of a run, with what the target computed at their tokens.
+
+Each is a file, so that a killed run keeps them.
 """
 
 from __future__ import annotations

@@ -66,9 +66,7 @@ def train_drafter(
     done = load_checkpoint(checkpoint, drafter, optimizer) if checkpoint else 0
 
     def compute_loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-        """The loss of the arrays of `TrainingTargets`, with the values to display: the loss and the
-        share of first guesses that are right.
-        """
+        """(the loss of the arrays of `TrainingTargets`, the values to display)."""
         axes = drafter.axes  # read here, as an update replaces all arrays of the drafter
         found = draft_loss(drafter, TrainingTargets(*arrays), depth, axes=axes)
         is_right = found.ranks[0] == 0

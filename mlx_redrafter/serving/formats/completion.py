@@ -80,8 +80,9 @@ class Service:
             raise ApiError(message, 404, code="model_not_found")
 
     def check_text(self, text: str) -> None:
-        """Refuses a prompt that is far too long before all of it is encoded: a megabyte takes
-        seconds and 80 MB.
+        """Refuses a prompt that is far too long before all of it is encoded.
+
+        A megabyte takes seconds and 80 MB.
         """
         length = self.worker.context_length
         size = len(text) if length is None else 8 * length
@@ -267,8 +268,9 @@ class AnswerEvent:
 
 
 class SubmittedAnswer:
-    """The submitted requests of a completion, one for each choice, and their texts. It must be
-    closed.
+    """The submitted requests of a completion, one for each choice, and their texts.
+
+    It must be closed.
 
     Attributes:
         n_tokens, n_reasoning: how many tokens were received so far, and how many of them are

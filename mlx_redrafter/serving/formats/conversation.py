@@ -117,8 +117,9 @@ def join_contents(first: Json, second: Json) -> str:
 
 
 def flatten_message(message: Json, where: str, field: str) -> Json:
-    """A message with one text, parsed tool calls, reasoning as `field`, and "system" instead of
-    "developer".
+    """A message with one text, parsed tool calls, and reasoning as `field`.
+
+    The role "developer" becomes "system".
     """
     role = message.get("role")
     calls = message.get("tool_calls")

@@ -55,8 +55,7 @@ def list_piece_ends(
 
 
 def _continue_conversation(messages: Sequence[Json], tools: Any) -> Iterator[list[list[Json]]]:
-    """Yields groups of likely next conversations; the prefix of a group is what all its members
-    share.
+    """Yields groups of likely next conversations, each of which shares a prefix.
 
     The groups: a new conversation; an answer and the user's next message; another call and its
     result.

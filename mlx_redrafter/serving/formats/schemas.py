@@ -168,8 +168,9 @@ class Reasoning(Part):
 
 
 class Body(Part):
-    """The fields that all APIs share, named as in mlx-lm; None if not given. `Options` checks their
-    ranges.
+    """The fields that all APIs share, named as in mlx-lm; None if not given.
+
+    `Options` checks their ranges.
 
     Attributes:
         refused: fields that would change the answer and are not supported; they must be empty.

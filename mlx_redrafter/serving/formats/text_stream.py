@@ -55,7 +55,7 @@ class TextStream:
         tokenizer: mlx-lm's wrapper.
         state: the state of mlx-lm's text state machine before the answer; None leaves reasoning and
             tool calls in the text.
-        stops: the stop strings.
+        stop_strings: where the text ends.
         tools: the tools that the model may call, in OpenAI's format. Without tools, calls are text.
         is_call: whether the whole text is one call: an object of `name` and `arguments`.
         forbidden: names of tools whose calls are text.
@@ -69,7 +69,7 @@ class TextStream:
         self,
         tokenizer: Any,
         state: str | None,
-        stops: Sequence[str],
+        stop_strings: Sequence[str],
         tools: Sequence[dict[str, Any]],
         *,
         is_call: bool = False,
@@ -81,7 +81,7 @@ class TextStream:
         self.has_tool_calls = False
         self._tokenizer = tokenizer
         self._tools = list(tools)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stop_strings)
         self._detokenizer = tokenizer.detokenizer
         machine = TextStateMachine()
         if state is not None:

@@ -35,12 +35,11 @@ PREFILL_FACTOR = 3.0
 
 
 def measure_prefill_size(model: nn.Module, options: Options) -> int:
-    """How many prompts mlx-lm may prefill together: `PREFILL_SIZE` or 1; 0 if it cannot batch the
-    model.
+    """How many prompts mlx-lm may prefill together: `PREFILL_SIZE` or 1.
 
-    Two short prompts in a batch are compared with each alone, in float32: in 16 bits, forwards of
-    different shapes differ by as much as some wrong batches do. In the model's own dtype a batch
-    only has to run without NaN.
+    0 if it cannot batch the model. Two short prompts in a batch are compared with each alone, in
+    float32: in 16 bits, forwards of different shapes differ by as much as some wrong batches do. In
+    the model's own dtype a batch only has to run without NaN.
     """
     cache = make_cache(model, options.max_kv_size)
     # mlx-lm's batches support neither quantized caches nor ring caches that keep their first rows.

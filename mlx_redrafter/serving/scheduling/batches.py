@@ -1,8 +1,8 @@
-"""The two ways to decode requests: this package's loop, which drafts for one request, and mlx-lm's
-batches of several.
+"""The two ways to decode requests: this package's loop, and mlx-lm's batches.
 
-A request moves between them with its cache and continues with the tokens that are not in the cache
-yet, so nothing is prefilled twice. All of it runs in one thread, on mlx-lm's generation stream.
+The loop drafts for one request; a batch decodes several plainly. A request moves between them with
+its cache and continues with the tokens that are not in the cache yet, so nothing is prefilled
+twice. All of it runs in one thread, on mlx-lm's generation stream.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ holds.
 
 
 class Loops:
-    """This package's decode loop, one for each request, with drafts unless the request declines
-    them.
+    """This package's decode loop, one for each request.
 
-    After an exception of the drafter a request continues without it for good.
+    It drafts unless the request declines. After an exception of the drafter a request continues
+    without it for good.
     """
 
     def __init__(self, pair: Pair, metrics: Metrics) -> None:

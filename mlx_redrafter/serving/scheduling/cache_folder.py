@@ -1,8 +1,8 @@
-"""Prompt caches on disk, to reuse after a restart: mlx-lm's format, in files that only the owner
-can read.
+"""Prompt caches on disk, to reuse after a restart.
 
-A file's name identifies the model, options and versions that made it, and its tokens. Metadata
-is read at startup, arrays when a prompt matches.
+The files have mlx-lm's format; only the owner can read them. A file's name identifies the model,
+options and versions that made it, and its tokens. Metadata is read at startup, arrays when a prompt
+matches.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ MAX_FILES = 500
 
 
 class CacheFolder:
-    """A folder of prompt caches, used by one process at a time. Files of other models and versions
-    are ignored.
+    """A folder of prompt caches, used by one process at a time.
+
+    Files of other models and versions are ignored.
 
     Args:
         name: the folder. It is created if it does not exist, for the owner only; an existing one

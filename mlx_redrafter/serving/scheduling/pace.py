@@ -1,8 +1,8 @@
-"""Decides whether two or three requests take turns, each with drafts, or are decoded plainly in a
-batch.
+"""Decides whether two or three requests take turns or are decoded in a batch.
 
-Both speeds are measured while requests run. Now and then a batch is interrupted to try turns. The
-pause until the next trial doubles if turns were too slow, and halves if they were faster.
+In turns each drafts; a batch decodes plainly. Both speeds are measured while requests run. Now and
+then a batch is interrupted to try turns. The pause until the next trial doubles if turns were too
+slow, and halves if they were faster.
 """
 
 from __future__ import annotations

@@ -114,8 +114,10 @@ class PromptCache:
                     os.utime(each.file, (each.used, each.used))
 
     def find(self, wanted: TokenArray) -> tuple[_Entry | None, int]:
-        """(the cache that `fetch` would copy, the length of the prefix) for a prompt without its
-        last token.
+        """(the cache that `fetch` would copy, the length of the prefix).
+
+        Args:
+            wanted: a prompt without its last token.
         """
         best = None
         most = 0

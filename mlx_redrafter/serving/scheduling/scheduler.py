@@ -106,10 +106,10 @@ class Scheduler:
             pass
 
     def choose(self, waiting: Iterable[Request], ended: Container[Request]) -> list[Request]:
-        """The requests to start now, in order and as many as fit, except those that wait for a
-        shared prefix.
+        """The requests to start now, in order and as many as fit.
 
-        Requests in `ended` no longer take up room.
+        Those that wait for a shared prefix are left out. Requests in `ended` no longer take up
+        room.
         """
         running = [request for request in self.running if request not in ended]
         chosen = list[Request]()
@@ -151,8 +151,9 @@ class Scheduler:
         return best, shared
 
     def step(self, ended: Reasons, started: Sequence[Request]) -> None:
-        """Ends requests, also those with an `error`, starts others, decodes a round of every
-        request and sends the tokens.
+        """Ends and starts requests, decodes a round of each and sends the tokens.
+
+        Those with an `error` end, too.
         """
         reasons = dict[Request, str | Exception]()
         for request in self.running:

@@ -1,9 +1,8 @@
-"""The worker: a queue of requests, and the one thread that uses MLX. The scheduler holds the
-running requests.
+"""The worker: a queue of requests, and the one thread that uses MLX.
 
-If several ranks share the model, each has a worker, and all take the same steps. At the start of a
-step rank 0 sends the others its decisions about everything from outside: requests, cancellations,
-shutdown.
+The scheduler holds the running requests. If several ranks share the model, each has a worker, and
+all take the same steps. At the start of a step rank 0 sends the others its decisions about
+everything from outside: requests, cancellations, shutdown.
 """
 
 from __future__ import annotations
@@ -258,9 +257,7 @@ class Worker:
             self.scheduler.close()
 
     def _save_while_idle(self) -> None:
-        """Writes prompt caches to their folder, one file at a time, while there is nothing to
-        decode.
-        """
+        """Writes prompt caches to their folder while there is nothing to decode."""
         seconds = SAVE_DELAY_SECONDS
         while self.scheduler.prompt_cache.has_unsaved:
             with self._condition:
@@ -332,8 +329,10 @@ class Worker:
 
 
 def check_length(size: int, context_length: int | None, *, is_exact: bool = True) -> None:
-    """Refuses a prompt of `size` tokens, or of more if that is not exact, if it leaves no room for
-    an answer.
+    """Refuses a prompt that leaves no room for an answer.
+
+    Args:
+        size: its tokens, or the fewest that it may have if that is not exact.
     """
     if context_length is not None and size >= context_length:
         bound = "" if is_exact else "at least "
