@@ -124,62 +124,43 @@ def convert(
     check_option("draft_depth", draft_depth)
     if (draft_vocab_size is None) != (token_counts is None):
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
+    is_part = from_base is not None
     origin = hf_path if from_base is None else from_base
-    if origin is None or None not in (hf_path, from_base):
+    if origin is None or (is_part and hf_path is not None):
         message = "give either a drafter (--hf-path) or a model that contains one (--from-base)"
         raise RedrafterError(message)
     place = expand_path(mlx_path).absolute()
     if os.path.lexists(place):
         raise RedrafterError(f"{place} exists already: delete it, or give another --mlx-path")
 
-    source = locate_files(origin, revision, choose_source_files, is_base=from_base is not None)
+    source = locate_files(origin, revision, choose_source_files, is_base=is_part)
     models = load(base_model) if base_model is not None else None
     checkpoint = read_source(source)
     drafter = read_drafter(checkpoint, models[0] if models else None)
     is_quantized = has_quantized_layers(drafter)
-    notes = checkpoint.notes
-    if dtype == "float16" and not drafter.takes_float16:
-        kind = drafter.args.model_type
-        raise RedrafterError(f"the range of float16 is too small for {kind}: give bfloat16")
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
-    if is_quantized and not dequantize and (quantize or from_base is None):
+    if is_quantized and not dequantize and (quantize or not is_part):
         advice = "--drafter reads it, -d dequantizes it"
         raise CheckpointError(f"{source.path} is already quantized: {advice}")
+    dtype = choose_dtype(drafter, dtype, source.config.get("dtype") if is_quantized else None)
 
     target = base_model or drafter.args.base_model
-    recorded = {
-        "base_model": target and strip_folders(target),
-        "draft_depth": draft_depth,
-        "hidden_state": hidden_state,
-    }
-    changes: dict[str, Any] = {name: value for name, value in recorded.items() if value}
-    drafter.args = replace(drafter.args, **changes)
-    Options(draft_depth=drafter.args.draft_depth).resolve_plan(drafter)  # checks the depth
+    set_defaults(drafter, target, draft_depth, hidden_state)
     bytes_before = count_bytes(drafter)
     logits, tokens_before = measure_drafter(drafter, models)
 
-    # The scales of mxfp4 do not tell the dtype.
-    stored = source.config.get("dtype") if is_quantized else None
-    dtype = dtype or (stored if stored in DTYPE_NAMES else format_dtype(drafter.dtype))
     if dequantize or not is_quantized:  # the layer of a quantized model stays quantized
         drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:
         ids = read_frequent_tokens(token_counts, draft_vocab_size, drafter.args.vocab_size)
         trim_vocabulary(drafter, ids)
         logits = logits[:, ids]
-    drafter.set_dtype(getattr(mx, dtype))
-    if (name := get_not_finite(list_weights(drafter))) is not None:
-        raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
-
+    cast_weights(drafter, dtype)
     n_weights = sum(array.size for array in list_weights(drafter).values())
-    if quantize:
-        notes += quantize_layers(drafter, how)
-    config: dict[str, Any] = {"dtype": dtype}
-    if quantization := describe_quantization(drafter):
-        config |= {"quantization": quantization, "quantization_config": quantization}
-    bytes_after = count_bytes(drafter)
+    notes = checkpoint.notes + (quantize_layers(drafter, how) if quantize else [])
 
+    config = {"dtype": dtype} | describe_quantization(drafter)
     with make_directory(place) as stage:
         save_drafter(stage, drafter, extra=config)
         card = make_card(origin, target, drafter.args, config)
@@ -191,12 +172,47 @@ def convert(
         path=place,
         args=drafter.args,
         bytes_before=bytes_before,
-        bytes_after=bytes_after,
-        bits_per_weight=8 * bytes_after / n_weights,
+        bytes_after=count_bytes(drafter),
+        bits_per_weight=8 * count_bytes(drafter) / n_weights,
         difference=(float(mx.abs(after - logits).max()), float(mx.abs(logits).max())),
         tokens_per_round=(tokens_before, tokens_after) if models else None,
         notes=tuple(notes),
     )
+
+
+def choose_dtype(drafter: Drafter, asked: str | None, stored: str | None) -> str:
+    """The dtype of unquantized weights: what was asked for, or what the drafter has.
+
+    Args:
+        stored: the dtype in a quantized drafter's config: the scales of mxfp4 do not tell it.
+    """
+    if asked == "float16" and not drafter.takes_float16:
+        kind = drafter.args.model_type
+        raise RedrafterError(f"the range of float16 is too small for {kind}: give bfloat16")
+    if asked is not None:
+        return asked
+    return stored if stored in DTYPE_NAMES else format_dtype(drafter.dtype)
+
+
+def set_defaults(
+    drafter: Drafter, target: str | None, draft_depth: int | None, hidden_state: str | None
+) -> None:
+    """Records in a drafter's config what is given; refuses a depth that it does not have."""
+    given = {
+        "base_model": target and strip_folders(target),
+        "draft_depth": draft_depth,
+        "hidden_state": hidden_state,
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value}
+    drafter.args = replace(drafter.args, **changes)
+    Options(draft_depth=drafter.args.draft_depth).resolve_plan(drafter)
+
+
+def cast_weights(drafter: Drafter, dtype: str) -> None:
+    """Casts a drafter's unquantized weights; refuses a dtype whose range is too small."""
+    drafter.set_dtype(getattr(mx, dtype))
+    if (name := get_not_finite(list_weights(drafter))) is not None:
+        raise RedrafterError(f"{name} has numbers too large for {dtype}: give another --dtype")
 
 
 class Quantization(NamedTuple):
@@ -320,17 +336,20 @@ def quantize_layers(drafter: Drafter, how: Quantization) -> list[str]:
 
 
 def describe_quantization(drafter: Drafter) -> dict[str, Any]:
-    """The config entry in mlx-lm's format: the commonest quantization, and others by layer.
+    """The config entries in mlx-lm's format: the commonest quantization, and others by layer.
 
-    Empty for none.
+    None for a drafter that is not quantized.
     """
     layers: dict[str, dict[str, Any]] = {}
     for name, layer in drafter.named_modules():
         if hasattr(layer, "bits"):
             how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
             layers[name] = how
-    common = max(layers.values(), key=list(layers.values()).count, default={})
-    return common | {name: how for name, how in layers.items() if how != common}
+    if not layers:
+        return {}
+    common = max(layers.values(), key=list(layers.values()).count)
+    quantization = common | {name: how for name, how in layers.items() if how != common}
+    return {"quantization": quantization, "quantization_config": quantization}
 
 
 def measure_drafter(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:

@@ -23,7 +23,7 @@ States = np.ndarray[Any, Any]
 
 
 class Example(NamedTuple):
-    """A text to learn, as tokens.
+    """Tokens to learn, with what the target computed at each.
 
     Attributes:
         tokens: (L,) integers.
@@ -52,7 +52,7 @@ class Example(NamedTuple):
 def load_examples(
     data: str, tokenizer: Any, *, mask_prompt: bool
 ) -> tuple[list[Example], list[Example]]:
-    """Loads (training, validation) texts with mlx-lm's loader.
+    """Loads (training, validation) examples with mlx-lm's loader.
 
     Args:
         data: a directory with {train, valid}.jsonl, or a data set on the Hugging Face hub.

@@ -37,8 +37,8 @@ def add_hidden_states(model: nn.Module, examples: Sequence[Example]) -> list[Exa
     found = list(examples)
     for group in group_by_length([len(example.tokens) - 1 for example in examples]):
         part = [examples[index] for index in group]
-        texts = [example.tokens[:-1].tolist() for example in part]
-        read = read_states(model, texts, [example.first_learned for example in part])
+        inputs = [example.tokens[:-1].tolist() for example in part]
+        read = read_states(model, inputs, [example.first_learned for example in part])
         for index, states in zip(group, read, strict=True):
             found[index] = examples[index]._replace(states=states)
     return found
@@ -61,22 +61,22 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 def read_states(
     model: nn.Module,
-    texts: Sequence[Sequence[int]],
+    inputs: Sequence[Sequence[int]],
     first: Sequence[int],
     cache: list[Any] | None = None,
 ) -> list[States]:
-    """The states of all tokens of each text, read in one forward with padding at the end.
+    """The states of all tokens of each input, read in one forward with padding at the end.
 
     Args:
-        texts: their tokens.
-        first: the first position of each text that has likeliest tokens, as nothing is learned
+        inputs: the tokens of each.
+        first: the first position of each input that has likeliest tokens, as nothing is learned
             before it.
-        cache: mlx-lm's batch caches, which then hold the texts; padding is taken out of them.
+        cache: mlx-lm's batch caches, which then hold the inputs; padding is taken out of them.
     """
-    lengths = [len(text) for text in texts]
-    tokens = np.zeros((len(texts), max(lengths)), np.int32)
-    for index, text in enumerate(texts):
-        tokens[index, : len(text)] = text
+    lengths = [len(each) for each in inputs]
+    tokens = np.zeros((len(inputs), max(lengths)), np.int32)
+    for index, each in enumerate(inputs):
+        tokens[index, : len(each)] = each
     padding = [tokens.shape[1] - length for length in lengths]
     padded = cache if cache is not None and any(padding) else []
 

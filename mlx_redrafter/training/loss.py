@@ -30,7 +30,7 @@ REGRESSION_WEIGHT = 3.0
 
 
 class TrainingTargets(NamedTuple):
-    """The frozen target's outputs for B texts of T tokens, and the N positions to learn.
+    """The frozen target's outputs for B examples of T tokens, and the N positions to learn.
 
     Attributes:
         tokens: (B, T) int32.

@@ -115,14 +115,14 @@ def is_long_enough(example: Example, draft_depth: int) -> bool:
 
 
 class GivenExamples:
-    """Reads the texts of `--data`.
+    """Lets the target read the examples of `--data`.
 
     Args:
         known: examples that a run has already, which are not made again.
 
     Attributes:
         has_held_out: whether there is a validation set.
-        texts: those that are not known.
+        unread: the examples that are not known.
         needed: the fewest examples, known ones included, with which a run can begin.
         count: the largest number of examples that it makes.
         length: their mean length in tokens, or an estimate of it.
@@ -136,20 +136,20 @@ class GivenExamples:
         self.has_held_out = bool(held_out)
         order = np.random.default_rng(args.seed).permutation(len(training))
         made = {tuple(example.tokens.tolist()) for example in known}
-        self.texts = list[Example]()
+        self.unread = list[Example]()
         for given in [*held_out[:MAX_HELD_OUT], *(training[index] for index in order)]:
             cut = given._replace(tokens=given.tokens[: args.max_seq_length + 1])
             if is_long_enough(cut, args.draft_depth) and tuple(cut.tokens.tolist()) not in made:
-                self.texts.append(cut)
-        valid = sum(example.is_held_out for example in [*known, *self.texts])
+                self.unread.append(cut)
+        valid = sum(example.is_held_out for example in [*known, *self.unread])
         self.needed = count_needed(args.batch_size, valid if self.has_held_out else 0)
-        self.count = len(self.texts)
+        self.count = len(self.unread)
         check_enough(len(known) + self.count, self.needed, args.batch_size)
-        self.length = compute_mean_length(self.texts or known) or args.max_tokens
+        self.length = compute_mean_length(self.unread or known) or args.max_tokens
 
     def describe(self) -> str:
         """What it makes, as a sentence for the user."""
-        return f"the model reads {len(self.texts)} texts"
+        return f"the model reads {len(self.unread)} texts"
 
     def make(self, model: nn.Module, should_stop: ShouldStop, wanted: int) -> Iterator[Example]:
         """Yields examples that the target has read, until stopped or until there are no more.
@@ -157,8 +157,8 @@ class GivenExamples:
         Args:
             wanted: about how many there will be; no more than that are made together.
         """
-        for start in range(0, len(self.texts), MAX_READ):
-            read = add_hidden_states(model, self.texts[start : start + MAX_READ])
+        for start in range(0, len(self.unread), MAX_READ):
+            read = add_hidden_states(model, self.unread[start : start + MAX_READ])
             yield from read
             if should_stop(sum(len(example.tokens) for example in read)):
                 return

@@ -91,7 +91,7 @@ def test_given_texts_are_read_in_any_order(
     assert sorted(lengths) != lengths, "not in the order of the file"
 
     again: Any = open_source(args, tokenizer, examples[:30])
-    assert again.count == 60 and not list_texts(examples[:30]) & list_texts(again.texts)
+    assert again.count == 60 and not list_texts(examples[:30]) & list_texts(again.unread)
     deeper = open_source(settings(data=str(tmp_path), draft_depth=20), tokenizer, [])
     assert deeper.count < 90, "some are too short"
     monkeypatch.setattr(sources, "MAX_HELD_OUT", 3)

@@ -98,14 +98,14 @@ class EncodedPrompt(NamedTuple):
 
     Attributes:
         tokens: token ids.
-        state: the state of mlx-lm's text state machine after them; with None the whole answer is
-            text.
+        initial_state: the state of mlx-lm's text state machine after them; with None the whole
+            answer is text.
         grammar: makes the grammar that the answer must follow; None for any answer.
         piece_ends: see `Request`.
     """
 
     tokens: list[int]
-    state: str | None = None
+    initial_state: str | None = None
     grammar: Callable[[], Grammar] | None = None
     piece_ends: Sequence[int] = ()
 
@@ -175,17 +175,17 @@ class Completion(ABC, Generic[AnyBody]):
         text, messages = self._render(messages, args)
         service.check_text(text)
         prompt = list(tokenizer.encode(text, add_special_tokens=False))
-        state = tokenizer.response_initial_state or "normal"
+        initial_state = tokenizer.response_initial_state or "normal"
         if tokenizer.has_thinking and not tokenizer.response_initial_state:
             start = tokenizer.rfind_think_start(prompt)
             if start > tokenizer.rfind_think_end(prompt):
-                state = "reasoning"
+                initial_state = "reasoning"
         if not service.worker.scheduler.copies_prompts:
-            return EncodedPrompt(prompt, state)
+            return EncodedPrompt(prompt, initial_state)
         if self.is_prefilled:
             messages = messages[:-1]
         piece_ends = list_piece_ends(tokenizer, prompt, text, messages, args)
-        return EncodedPrompt(prompt, state, None, piece_ends)
+        return EncodedPrompt(prompt, initial_state, None, piece_ends)
 
     def _render(self, messages: list[Json], args: Json) -> tuple[str, list[Json]]:
         """(the prompt's text, the variant of the messages that the template accepts)."""
@@ -248,7 +248,7 @@ def make_prompt(completion: Completion[Any]) -> EncodedPrompt:
         raise ApiError(
             "an answer begun by the last message cannot follow a format or be a forced tool call"
         )
-    grammar = service.worker.grammars.compile(constraint, prompt.state, unless)
+    grammar = service.worker.grammars.compile(constraint, prompt.initial_state, unless)
     return prompt._replace(grammar=grammar)
 
 
@@ -307,7 +307,7 @@ class SubmittedAnswer:
                 asked["seed"] = body.seed + at
             text = TextStream(
                 service.tokenizer,
-                prompt.state,
+                prompt.initial_state,
                 body.stop,
                 functions,
                 is_call=is_call,

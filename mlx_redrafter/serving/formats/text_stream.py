@@ -53,8 +53,8 @@ class TextStream:
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        state: the state of mlx-lm's text state machine before the answer; None leaves reasoning and
-            tool calls in the text.
+        initial_state: the state of mlx-lm's text state machine before the answer; None leaves
+            reasoning and tool calls in the text.
         stop_strings: where the text ends.
         tools: the tools that the model may call, in OpenAI's format. Without tools, calls are text.
         is_call: whether the whole text is one call: an object of `name` and `arguments`.
@@ -68,7 +68,7 @@ class TextStream:
     def __init__(
         self,
         tokenizer: Any,
-        state: str | None,
+        initial_state: str | None,
         stop_strings: Sequence[str],
         tools: Sequence[dict[str, Any]],
         *,
@@ -84,9 +84,9 @@ class TextStream:
         self._stops = StopStrings(stop_strings)
         self._detokenizer = tokenizer.detokenizer
         machine = TextStateMachine()
-        if state is not None:
+        if initial_state is not None:
             machine = make_state_machine(tokenizer, calls=bool(tools))
-        self._state: Any = machine.make_state(state or "normal")
+        self._state: Any = machine.make_state(initial_state or "normal")
         self._is_call = is_call
         self._call: str | None = None  # the text of an incomplete tool call
         self._last = ""  # kind of the last segment

@@ -61,15 +61,15 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
 
     def compile(
-        self, constraint: Constraint, state: str | None = None, unless: tuple[int, ...] = ()
+        self, constraint: Constraint, initial_state: str | None = None, unless: tuple[int, ...] = ()
     ) -> SchemaGrammar:
         """A grammar; calling it makes a copy for one answer.
 
         Keywords that llguidance cannot enforce are ignored and logged.
 
         Args:
-            state: see `EncodedPrompt`; with "reasoning" the grammar begins after the end of the
-                reasoning.
+            initial_state: see `EncodedPrompt`; with "reasoning" the grammar begins after the end of
+                the reasoning.
             unless: token ids with which the answer may begin instead; the rest of it is then free.
         """
         matcher = self._match(constraint, unless)
@@ -83,8 +83,8 @@ class GrammarCompiler:
         if ignored:
             names = join_lines("; ".join(ignored))
             log_once(f"JSON schema keywords that a grammar cannot enforce are ignored: {names}")
-        end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
-        return SchemaGrammar(matcher, self._compiled, (constraint, state, unless), end)
+        end = tuple(self._tokenizer.think_end_tokens) if initial_state == "reasoning" else ()
+        return SchemaGrammar(matcher, self._compiled, (constraint, initial_state, unless), end)
 
     @cached_property
     def _compiled(self) -> LLTokenizer:
