@@ -124,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
     workload = open_workload(args)
     drafter = workload.require_drafter()
     prompts = [prompt.ids for prompt in workload.prompts]
-    options = {name: getattr(args, name) for name in ("max_tokens", "temp", "seed", "compare")}
-    options["exact"] = args.exact
+    names = ("max_tokens", "temp", "seed", "compare", "exact")
+    options = {name: getattr(args, name) for name in names}
     lines = [measure_plan(workload.model, drafter, prompts, plan, **options) for plan in args.plans]
     print_table(args, lines)
     if not args.compare:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,11 +53,10 @@ def run() -> int:
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """Parses a shape `W,K` or `W,K,N`."""
-    parts = text.split(",")
-    if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
+    if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*){1,2}", text):
         expected = "expected W,K or W,K,N, whole numbers above 0"
         raise argparse.ArgumentTypeError(f"{expected}, got {text!r}")
-    return tuple(int(part) for part in parts)
+    return tuple(map(int, text.split(",")))
 
 
 def parse_plan(text: str) -> Any:

@@ -52,7 +52,8 @@ def make_figure(lines: Sequence[Line], label: str, *, has_line: bool) -> Figure:
     axes = figure.subplots()
     width = 0.8 / len(names)
     for at, name in enumerate(names):
-        places = [place + (at - len(names) / 2 + 0.5) * width for place in range(len(lines))]
+        offset = (at + 0.5 - len(names) / 2) * width
+        places = [place + offset for place in range(len(lines))]
         values = [line[name] or 0.0 for line in lines]
         color = BAR_COLORS[at % len(BAR_COLORS)]
         bars = axes.bar(places, values, width * 0.92, label=name, color=color)

@@ -19,7 +19,7 @@ import csv
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice, product
+from itertools import count, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,30 +99,32 @@ class RoundModel(NamedTuple):
             draft_scale: factor for the cost of drafts.
             hidden_ms: host time that overlaps and is subtracted.
         """
-        terms = zip(count_terms(plan, self.cliff), self.numbers, strict=True)
-        steps = [factor * number for factor, number in terms]
-        total = sum(steps[:4]) + draft_scale * sum(steps[4:])
-        return max(self.plain_ms * total - hidden_ms, self.plain_ms)
+        factors = count_terms(plan, self.cliff)
+        steps = np.multiply(factors, self.numbers)
+        total = steps[:4].sum() + draft_scale * steps[4:].sum()
+        return max(self.plain_ms * float(total) - hidden_ms, self.plain_ms)
 
 
 def count_terms(plan: Plan, cliff: int) -> tuple[float, ...]:
     """(6,) the factors of the coefficients of `PRIOR` for a round."""
     width, depth, rows = plan.shape
-    past = rows >= cliff
-    return (1, rows - 2, past, past * (rows - cliff), depth * (width == 1), depth * (width > 1))
+    is_past = rows >= cliff
+    beyond = max(0, rows - cliff)
+    chain = depth if width == 1 else 0
+    return (1, rows - 2, is_past, beyond, chain, depth - chain)
 
 
 def fit_model(cells: Iterable[Cell], plain_ms: float, cliff: int = CLIFF) -> RoundModel:
     """Fits the model by least squares of relative errors, with the priors; eight cells suffice."""
-    centers, spreads = map(np.array, zip(*PRIOR.values(), strict=True))
-    factors = [np.diag(1 / spreads)]
-    values = [centers / spreads]
+    centers, spreads = np.array(list(PRIOR.values())).T
+    factors = [*np.diag(1 / spreads)]
+    values = [*(centers / spreads)]
     for cell in cells:
         weight = plain_ms / cell.round_ms / RUN_ERROR
-        factors.append(weight * np.array([count_terms(cell.plan, cliff)]))
-        values.append(np.array([1 / RUN_ERROR]))
-    fitted = np.linalg.lstsq(np.concatenate(factors), np.concatenate(values), rcond=None)
-    return RoundModel(plain_ms, tuple(map(float, fitted[0])), cliff)
+        factors.append(weight * np.array(count_terms(cell.plan, cliff)))
+        values.append(1 / RUN_ERROR)
+    numbers = np.linalg.lstsq(np.stack(factors), np.array(values), rcond=None)[0]
+    return RoundModel(plain_ms, tuple(numbers.tolist()), cliff)
 
 
 def read_runs(name: str, dtype: str) -> Iterator[dict[str, str]]:
@@ -131,7 +133,9 @@ def read_runs(name: str, dtype: str) -> Iterator[dict[str, str]]:
         listed = [each for each in csv.DictReader(file) if each["file"] == name]
     disturbed = set[int]()
     for each in listed:
-        disturbed |= set(range(int(each["first_line"]), int(each["last_line"]) + 1))
+        first = int(each["first_line"])
+        last = int(each["last_line"])
+        disturbed |= set(range(first, last + 1))
     with (RUNS / name).open(encoding="utf-8") as file:
         for line, run in enumerate(csv.DictReader(file), start=2):
             if line not in disturbed and run["dtype"] == f"mlx.core.{dtype}":
@@ -168,10 +172,18 @@ def split_shapes() -> list[set[tuple[int, int]]]:
 
     Each has a shape of at least `CLIFF` rows, to fit the cliff.
     """
-    shapes = list(product(range(1, MAX_WIDTH + 1), range(1, MAX_DEPTH + 1)))
-    halves = (set(random.Random(seed).sample(shapes, len(shapes) // 2)) for seed in count())
-    has_cliff = (half for half in halves if any(w * (k + 1) >= CLIFF for w, k in half))
-    return list(islice(has_cliff, SPLITS))
+    widths = range(1, MAX_WIDTH + 1)
+    depths = range(1, MAX_DEPTH + 1)
+    shapes = list(product(widths, depths))
+    halves = list[set[tuple[int, int]]]()
+    for seed in count():
+        half = set(random.Random(seed).sample(shapes, len(shapes) // 2))
+        most_rows = max(width * (depth + 1) for width, depth in half)
+        if most_rows >= CLIFF:
+            halves.append(half)
+        if len(halves) == SPLITS:
+            break
+    return halves
 
 
 def compute_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[str, float]:
@@ -185,9 +197,15 @@ def compute_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[s
             fitted = [cell for cell in each.cells if cell.plan[:2] in half]
             others = [cell for cell in each.cells if cell.plan[:2] not in half]
             model = fit_model(fitted, each.plain_ms, cliff)
-            errors += [abs(cell.round_ms / model.round_ms(cell.plan) - 1) for cell in others]
+            for cell in others:
+                errors.append(abs(cell.round_ms / model.round_ms(cell.plan) - 1))
     median, tail = np.percentile(errors, (50, 95))
-    return {"cells": len(errors), "median": median, "95th percentile": tail, "worst": max(errors)}
+    return {
+        "cells": len(errors),
+        "median": median,
+        "95th percentile": tail,
+        "worst": max(errors),
+    }
 
 
 def list_pruned(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
@@ -198,10 +216,12 @@ def list_pruned(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
     """
     width, depth, whole = plan.shape
     full = sum(compute_cumulative(UNKNOWN_ACCEPTANCE, plan))
-    sizes = [whole]
+    least = whole
+    most = whole
     if width > 1:
-        sizes = list(range(max(width, depth) + 1, min(whole, CLIFF - 1) + 1))
-    for size in sizes:
+        least = max(width, depth) + 1
+        most = min(whole, CLIFF - 1)
+    for size in range(least, most + 1):
         pruned = Plan(width, depth, size)
         yield pruned, tokens * sum(compute_cumulative(UNKNOWN_ACCEPTANCE, pruned)) / full
 
@@ -214,10 +234,14 @@ def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
     models = [fit_model(each.cells, each.plain_ms) for each in published]
     # Host time per round is at most the lowest cost of a second row, as Python is about equally
     # fast on all chips.
-    hidden = max(0.0, min(model.round_ms(Plan(1, 0, 2)) - model.plain_ms for model in models))
+    second_row = Plan(1, 0, 2)
+    hidden = min(model.round_ms(second_row) - model.plain_ms for model in models)
     for each, model in zip(published, models, strict=True):
         whole = [(cell.plan, cell.tokens_per_round) for cell in each.cells]
-        tree = [(Plan(w, k, 1 + w * k), tokens) for (w, k, *_), tokens in whole]
+        tree = []
+        for plan, tokens in whole:
+            shared = Plan(plan.width, plan.depth, 1 + plan.width * plan.depth)
+            tree.append((shared, tokens))
         pruned = [option for plan, tokens in tree for option in list_pruned(plan, tokens)]
         changes: dict[str, tuple[list[tuple[Plan, float]], float, float]] = {
             "as published": (whole, 1.0, 0.0),
@@ -229,9 +253,10 @@ def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
             "all, at most": (pruned, QUANTIZED, hidden),
         }
         for change, (options, scale, less) in changes.items():
-            speeds = [
-                (1e3 * tokens / model.round_ms(plan, scale, less), plan) for plan, tokens in options
-            ]
+            speeds = []
+            for plan, tokens in options:
+                round_ms = model.round_ms(plan, scale, less)
+                speeds.append((1e3 * tokens / round_ms, plan))
             speed, plan = max(speeds)
             yield {
                 "chip": f"{each.chip} {each.dtype}",

@@ -27,7 +27,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -52,6 +53,10 @@ DELAYS = (0.0, 0.2, 1.0, 5.0)
 START_RANK = "from benchmarks.ranks import run_as_rank; run_as_rank()"
 
 
+Delayed = queue.SimpleQueue[tuple[float, bytes]]
+"""When to send data, in seconds, and the data."""
+
+
 class DelayedLink:
     """A link between two ranks that adds latency without limiting throughput."""
 
@@ -60,7 +65,7 @@ class DelayedLink:
         self._target = target
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        start_thread(self._accept)
 
     def _accept(self) -> None:
         while True:
@@ -68,9 +73,9 @@ class DelayedLink:
             other = self._connect()
             for source, sink in ((one, other), (other, one)):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                delayed: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-                threading.Thread(target=self._read, args=(source, delayed), daemon=True).start()
-                threading.Thread(target=self._write, args=(sink, delayed), daemon=True).start()
+                delayed = Delayed()
+                start_thread(self._read, source, delayed)
+                start_thread(self._write, sink, delayed)
 
     def _connect(self) -> socket.socket:
         while True:
@@ -79,7 +84,7 @@ class DelayedLink:
             except ConnectionRefusedError:  # the rank is not listening yet
                 time.sleep(0.05)
 
-    def _read(self, source: socket.socket, delayed: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    def _read(self, source: socket.socket, delayed: Delayed) -> None:
         data = b"-"
         while data:
             try:
@@ -88,7 +93,7 @@ class DelayedLink:
                 data = b""
             delayed.put((perf_counter() + self.milliseconds / 1e3, data))
 
-    def _write(self, sink: socket.socket, delayed: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    def _write(self, sink: socket.socket, delayed: Delayed) -> None:
         while True:
             due, data = delayed.get()
             time.sleep(max(0.0, due - perf_counter()))
@@ -99,6 +104,11 @@ class DelayedLink:
                     sink.close()
             except OSError:
                 return
+
+
+def start_thread(target: Callable[..., None], *args: Any) -> None:
+    """Runs a function in a thread that does not keep the process alive."""
+    threading.Thread(target=target, args=args, daemon=True).start()
 
 
 @contextmanager
@@ -114,9 +124,11 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Delaye
         processes = []
         for rank in range(count):
             # A rank listens on its own port, and connects to other ranks through their links.
-            seen = [port if at == rank else links[at].port for at, port in enumerate(ports)]
+            seen = [link.port for link in links]
+            seen[rank] = ports[rank]
             file = Path(folder, f"{rank}.json")
-            file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in seen]), encoding="utf-8")
+            hosts = [[f"127.0.0.1:{port}"] for port in seen]
+            file.write_text(json.dumps(hosts), encoding="utf-8")
             environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
             environment.setdefault("OPENBLAS_NUM_THREADS", str(n_threads))
             command = [sys.executable, "-c", START_RANK, *sys.argv[2:]]
@@ -176,7 +188,7 @@ def run_rank(args: argparse.Namespace) -> None:
         ranks.gather(None)
         if "auto" in args.plans:
             measure_costs_record(workload)
-        times: dict[str, list[float]] = {side.label: [] for side in sides}
+        times = defaultdict[str, list[float]](list)
         generated = dict[str, list[int]]()
         made = dict[str, float]()
         with wired_limit(model):
@@ -190,8 +202,11 @@ def run_rank(args: argparse.Namespace) -> None:
         if any(tokens != plain for tokens in generated.values()):
             raise RedrafterError("a plan's text differs from plain decoding")
         for label, ms in times.items():
-            record = {"plan": label, "ms/round": compute_lower_quartile(ms)}
-            record["tokens/round"] = made[label]
+            record = {
+                "plan": label,
+                "ms/round": compute_lower_quartile(ms),
+                "tokens/round": made[label],
+            }
             if ranks.get_rank() == 0:
                 print(json.dumps(record), flush=True)
     ranks.gather(None)
@@ -223,21 +238,28 @@ def add_speeds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Beside it the expected speed, and the number of messages.
     """
-    ms = {(each["delay, ms"], each["plan"]): each["ms/round"] for each in records}
+    ms = {}
+    for each in records:
+        ms[each["delay, ms"], each["plan"]] = each["ms/round"]
     least = min(delay for delay, _ in ms)
     most = max(delay for delay, _ in ms)
     messages = 0.0
     if most > least:
-        messages = (ms[most, "plain"] - ms[least, "plain"]) / (most - least)
+        slower = ms[most, "plain"] - ms[least, "plain"]
+        messages = slower / (most - least)
     found = []
     for each in records:
         delay = each["delay, ms"]
         plan = each["plan"]
         made = each["tokens/round"]
         added = messages * (delay - least)
-        speedup = made * ms[delay, "plain"] / ms[delay, plan]
-        expected = made * (ms[least, "plain"] + added) / (ms[least, plan] + added)
-        found.append(each | {"x plain": speedup, "expected": expected, "messages": messages})
+        expected = (ms[least, "plain"] + added) / (ms[least, plan] + added)
+        speeds = {
+            "x plain": made * ms[delay, "plain"] / ms[delay, plan],
+            "expected": made * expected,
+            "messages": messages,
+        }
+        found.append(each | speeds)
     return found
 
 

@@ -80,7 +80,8 @@ def compute_limit(costs: Record | None, record: Record) -> float | None:
     if plan.size not in table.counts:
         return None
     length = record["prompt_tokens"] + record["tokens"] // 2
-    by_count = list(zip(*table.verify, strict=True))[table.counts.index(plan.size) :]
+    by_count = list(zip(*table.verify, strict=True))
+    by_count = by_count[table.counts.index(plan.size) :]
     forwards = [interpolate(table.contexts, by_context, length) for by_context in by_count]
     verify = max(1.0, min(forwards) / table.plain_ms(length))
     return max((record["tokens"] - 1) / record["rounds"] / verify, record["ratio"])
@@ -236,7 +237,8 @@ def make_rounds_table(results: Results) -> str:
     """
     lines = []
     records = results.files.get("published-heads", [])
-    for record in [each for each in records if each["kind"] == "speed" and is_fixed(each)]:
+    speeds = [each for each in records if each["kind"] == "speed"]
+    for record in filter(is_fixed, speeds):
         group = [each for each in records if each["drafter"] == record["drafter"]]
         tokens = record["tokens_per_round"]
         limit = compute_limit(get_costs(group), record)

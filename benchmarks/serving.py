@@ -243,28 +243,31 @@ def ask_at_once(
     with ThreadPoolExecutor(clients) as pool:
         shares = [prompts[client::clients] for client in range(clients)]
         replies = [reply for own in pool.map(ask_all, shares) for reply in own]
-    seconds = time.perf_counter() - started
-    found = {
-        "tokens/s": sum(reply.tokens for reply in replies) / seconds,
-        "first token, s": median(reply.times[0] for reply in replies),
-    }
-    if clients == 1:
-        found["tokens/s after it"] = median(reply.speed for reply in replies)
+    found = compute_speeds(replies, time.perf_counter() - started)
+    if clients > 1:
+        del found["tokens/s after it"]
     return found
 
 
 def time_library(demo: Any, prompts: Sequence[str], max_tokens: int) -> dict[str, float]:
     """Measures `stream_generate` in this process on the same prompts."""
     model, tokenizer, drafter = demo
-    replies = []
-    started = time.perf_counter()
-    for prompt in prompts:
+
+    def ask_library(prompt: str) -> Reply:
         asked = time.perf_counter()
         stream = stream_generate(model, tokenizer, prompt, drafter=drafter, max_tokens=max_tokens)
         times = [time.perf_counter() - asked for _ in stream]
-        replies.append(Reply("", len(times), times))
+        return Reply("", len(times), times)
+
+    started = time.perf_counter()
+    replies = [ask_library(prompt) for prompt in prompts]
+    return compute_speeds(replies, time.perf_counter() - started)
+
+
+def compute_speeds(replies: Sequence[Reply], seconds: float) -> dict[str, float]:
+    """The speeds of some answers that took this long together."""
     return {
-        "tokens/s": sum(reply.tokens for reply in replies) / (time.perf_counter() - started),
+        "tokens/s": sum(reply.tokens for reply in replies) / seconds,
         "first token, s": median(reply.times[0] for reply in replies),
         "tokens/s after it": median(reply.speed for reply in replies),
     }

@@ -140,7 +140,9 @@ def run(args: argparse.Namespace) -> int:
             clients = [pool.submit(ask_until_the_end, number) for number in range(args.clients)]
             while not all(client.done() for client in clients):
                 cached = read_metrics(server.port)["prompt_cache_bytes"]
-                sizes.append((time.monotonic() - started, measure_memory(server.pid) - cached))
+                size = measure_memory(server.pid) - cached
+                seconds = time.monotonic() - started
+                sizes.append((seconds, size))
                 time.sleep(min(MEASURE_SECONDS, 6 * args.minutes))
         answers = [answer for client in clients for answer in client.result()]
         while read_metrics(server.port)["running"]:
@@ -206,7 +208,8 @@ def decode_expected(name: str | None, prompts: list[str], max_tokens: int) -> li
                 for name in PENALTY:
                     del options[name]
                 options["logits_processors"] = make_logits_processors(None, **PENALTY)
-            texts.append(generate(model, tokenizer, prompt, max_tokens=max_tokens, **options))
+            text = generate(model, tokenizer, prompt, max_tokens=max_tokens, **options)
+            texts.append(text)
         expected.append(texts)
     return expected
 
@@ -249,7 +252,10 @@ def send_random_request(
     events = [raw]
     if stream:
         events = [line[6:] for line in raw.splitlines() if line.startswith(b"data: {")]
-    text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+    text = ""
+    for event in events:
+        for choice in json.loads(event)["choices"]:
+            text += choice["text"]
     right = expected[prompt][way] if is_known else text
     outcome = "compared" if is_known else "answered"
     return outcome, "" if text == right else f"{body}: {text!r} instead of {right!r}"
@@ -276,6 +282,12 @@ def read_metrics(port: int) -> dict[str, float]:
 def compute_growth(sizes: list[tuple[float, float]]) -> tuple[float, float]:
     """(median bytes in the third tenth of the time, median bytes in the last)."""
     whole = sizes[-1][0]
-    early = [size for at, size in sizes if 0.2 * whole <= at <= 0.3 * whole] or [sizes[0][1]]
-    late = [size for at, size in sizes if at >= 0.9 * whole]
-    return median(early), median(late)
+    early = []
+    late = []
+    for seconds, size in sizes:
+        if 0.2 * whole <= seconds <= 0.3 * whole:
+            early.append(size)
+        if seconds >= 0.9 * whole:
+            late.append(size)
+    first_size = sizes[0][1]
+    return median(early or [first_size]), median(late)

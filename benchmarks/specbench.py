@@ -92,8 +92,11 @@ def choose_questions(questions: Sequence[Question], limit: int | None) -> list[Q
     kinds: dict[str, list[Question]] = {}
     for question in questions:
         kinds.setdefault(question.kind, []).append(question)
-    counts = ((own, min(limit, len(own))) for own in kinds.values())
-    return [own[i * len(own) // count] for own, count in counts for i in range(count)]
+    chosen = []
+    for own in kinds.values():
+        count = min(limit, len(own))
+        chosen += [own[at * len(own) // count] for at in range(count)]
+    return chosen
 
 
 def make_turn_prompts(

@@ -138,7 +138,10 @@ def make_dspark(shape: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-PUBLISHED_HEADS: dict[str, tuple[type[DrafterArgs], Callable[[dict[str, Any]], dict[str, Any]]]] = {
+MakeSizes = Callable[[dict[str, Any]], dict[str, Any]]
+"""A function from a target's shape to the arguments of a drafter's config."""
+
+PUBLISHED_HEADS: dict[str, tuple[type[DrafterArgs], MakeSizes]] = {
     "medusa": (medusa.DrafterArgs, lambda shape: {"num_heads": 4, "num_layers": 1}),
     "eagle": (eagle.DrafterArgs, lambda shape: make_layer_sizes(shape, version=1, fc_bias=True)),
     "eagle3": (eagle.DrafterArgs, make_eagle3),
@@ -146,7 +149,7 @@ PUBLISHED_HEADS: dict[str, tuple[type[DrafterArgs], Callable[[dict[str, Any]], d
     "dflash": (block.DrafterArgs, lambda shape: make_block_sizes(shape, block_size=16)),
     "dspark": (block.DrafterArgs, make_dspark),
 }
-"""Kind -> (config class, function from a target's shape to its arguments for published heads)."""
+"""Kind -> (config class, sizes of a published head)."""
 
 
 class Oracle(Sampler):
@@ -217,7 +220,11 @@ def make_acceptance(rate: float) -> AcceptanceTable:
     Its other guesses are right at most as often.
     """
     first, *others = UNKNOWN_ACCEPTANCE[0]
-    return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
+    rates = [rate]
+    for other in others:
+        share = other / (1 - first)
+        rates.append(min(rate, (1 - rate) * share))
+    return (tuple(rates),)
 
 
 def parse_rate(text: str) -> AcceptanceTable:
@@ -270,7 +277,8 @@ def build_workload(
     # One by one, so that at most one is in memory unquantized.
     modules = model.named_modules()
     for _, module in tqdm(modules, f"{name}: random weights", leave=False, delay=2.0):
-        mx.eval([array for array in module.values() if isinstance(array, mx.array)])
+        arrays = [value for value in module.values() if isinstance(value, mx.array)]
+        mx.eval(arrays)
     mx.clear_cache()
     set_blas_threads(model)
     hidden_size = shape["hidden_size"]

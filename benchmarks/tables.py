@@ -45,17 +45,18 @@ def format_cell(value: Any) -> str:
 
 def format_cells(lines: Sequence[Line]) -> list[list[str]]:
     """The cells of a table, including the header."""
-    return [list(lines[0]), *([format_cell(value) for value in line.values()] for line in lines)]
+    cells = [list(lines[0])]
+    for line in lines:
+        cells.append([format_cell(value) for value in line.values()])
+    return cells
 
 
 def format_text(lines: Sequence[Line]) -> str:
     """Formats lines as a table for a terminal."""
     cells = format_cells(lines)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = []
-    for line in cells:
-        padded.append([text.rjust(width) for text, width in zip(line, widths, strict=True)])
-    return "\n".join(map("  ".join, padded))
+    template = "  ".join(f"{{:>{width}}}" for width in widths)
+    return "\n".join(template.format(*line) for line in cells)
 
 
 def format_markdown(lines: Sequence[Line]) -> str:
