@@ -71,7 +71,7 @@ class Cell(NamedTuple):
     round_ms: float
 
 
-class Published(NamedTuple):
+class ChipResults(NamedTuple):
     """The published results for a chip and dtype.
 
     Attributes:
@@ -142,7 +142,7 @@ def read_runs(name: str, dtype: str) -> Iterator[dict[str, str]]:
                 yield run
 
 
-def read_published() -> list[Published]:
+def read_published() -> list[ChipResults]:
     """The results for every chip and dtype.
 
     Of several runs the fastest counts, as disturbances only slow them down.
@@ -163,7 +163,7 @@ def read_published() -> list[Published]:
             ms, rounds = min(runs)
             plan = Plan(width, depth, width * (depth + 1))
             cells.append(Cell(plan, TOKENS / rounds, (ms - prompt) / rounds))
-        found.append(Published(chip, dtype, step / TOKENS, cells))
+        found.append(ChipResults(chip, dtype, step / TOKENS, cells))
     return found
 
 
@@ -186,7 +186,7 @@ def split_shapes() -> list[set[tuple[int, int]]]:
     return halves
 
 
-def compute_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[str, float]:
+def compute_errors(published: Sequence[ChipResults], cliff: int = CLIFF) -> dict[str, float]:
     """Relative errors of predicted speeds, for the cells outside each fitted half.
 
     Their tokens per round are given.
@@ -226,7 +226,7 @@ def list_pruned(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
         yield pruned, tokens * sum(compute_cumulative(UNKNOWN_ACCEPTANCE, pruned)) / full
 
 
-def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
+def predict_changes(published: Sequence[ChipResults]) -> Iterator[dict[str, Any]]:
     """Each change alone and all together, on each chip and dtype.
 
     With the fastest of the published shapes.
@@ -267,7 +267,7 @@ def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
             }
 
 
-def describe_best(each: Published) -> dict[str, Any]:
+def describe_best(each: ChipResults) -> dict[str, Any]:
     """The fastest shape that Apple measured."""
     best = max(each.cells, key=lambda cell: cell.tokens_per_round / cell.round_ms)
     return {

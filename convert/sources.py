@@ -86,14 +86,16 @@ def read_tensors(path: Path) -> dict[str, mx.array]:
         for _ in STATE_DICT_KEYS:
             inner = [key for key in STATE_DICT_KEYS if isinstance(values.get(key), dict)]
             values = values[inner[0]] if inner else values
-        tensors = {name: each for name, each in values.items() if isinstance(each, torch.Tensor)}
-        found = {name: to_mlx(tensor) for name, tensor in tensors.items()}
+        tensors = {}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[name] = to_mlx(value)
     except Exception as error:  # torch raises many types for damaged files, and for code in them
         raise CheckpointError(f"cannot read {path}: {join_lines(error)[:200]}") from error
-    if not found:
+    if not tensors:
         keys = ", ".join(STATE_DICT_KEYS)
         raise CheckpointError(f"expected a dictionary of tensors in {path}, or one under {keys}")
-    return found
+    return tensors
 
 
 def to_mlx(tensor: Any) -> mx.array:

@@ -39,7 +39,7 @@ FIELDS: dict[str, set[str]] = {
 }
 """Type of a request -> its fields besides type and id; "as" and "path" are required."""
 
-FIELD_TYPES = {"messages": (list, "an array"), "options": (dict, "an object")}
+REQUEST_FIELD_TYPES = {"messages": (list, "an array"), "options": (dict, "an object")}
 """Field -> its type, and the type in words; all others are strings."""
 
 OPTIONS = {flag.name for flag in OPTION_FLAGS} | {"stop", "tools", "chat_template_config"}
@@ -250,7 +250,7 @@ def check_request(request: ClientRequest) -> None:
     for name in FIELDS[kind] & {"as", "path"} - names:
         raise RedrafterError(f"{kind} needs {_show(name)}")
     for name in names:
-        expected, words = FIELD_TYPES.get(name, (str, "a string"))
+        expected, words = REQUEST_FIELD_TYPES.get(name, (str, "a string"))
         if not isinstance(request[name], expected):
             raise RedrafterError(f"{name} must be {words}, got {_show(request[name])}")
     for name in request.get("options", {}).keys() - OPTIONS:

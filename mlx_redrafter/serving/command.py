@@ -115,14 +115,14 @@ def make_parser() -> Parser:
 
 def parse_size(text: str) -> int:
     """A number of bytes from a text with an optional unit."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B)?", text.strip().upper())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B)?", text.strip().upper())
+    if match is None:
         raise argparse.ArgumentTypeError(
             f"expected a number of bytes, such as 512MB or 2GB, got {text!r}"
         )
-    base = 1024 if found[3] else 1000
-    power = " KMGT".index(found[2]) if found[2] else 0
-    return int(float(found[1]) * base**power)
+    base = 1024 if match[3] else 1000
+    power = " KMGT".index(match[2]) if match[2] else 0
+    return int(float(match[1]) * base**power)
 
 
 def read_key(name: str) -> str:

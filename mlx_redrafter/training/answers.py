@@ -172,10 +172,10 @@ def prefill(
     dtype = make_state_dtype(get_model_sizes(model)[0])
     for group in group_by_length([len(each.tokens) - 1 for each in new]):
         part = [new[index] for index in group]
-        made = [make_prompt_cache(model) for _ in part]
-        own = [
-            layers[0].merge(layers) if is_batch else layers[0] for layers in zip(*made, strict=True)
-        ]
+        own = make_prompt_cache(model)
+        if is_batch:
+            caches = [own, *(make_prompt_cache(model) for _ in part[1:])]
+            own = [layers[0].merge(layers) for layers in zip(*caches, strict=True)]
         prompts = [each.tokens[:-1] for each in part]
         first = [each.offset if each.first_learned is None else each.first_learned for each in part]
         read = [np.zeros(0, dtype)] * len(part)
@@ -208,11 +208,11 @@ def measure_batch_size(model: nn.Module) -> int:
 
     greedy = partial(mx.argmax, axis=-1)
     try:
-        made = list(decode_batch(model, take, greedy, (), lambda _: False, MAX_BATCH_SIZE))
+        decoded = list(decode_batch(model, take, greedy, (), lambda _: False, MAX_BATCH_SIZE))
     except BATCH_ERRORS:
         return 1
-    read = add_hidden_states(model, [Example(np.array(each.tokens), 0) for each in made])
-    together = join_hidden(made)
+    read = add_hidden_states(model, [Example(np.array(each.tokens), 0) for each in decoded])
+    together = join_hidden(decoded)
     alone = join_hidden(read)
     is_same = np.linalg.norm(together - alone) < STATES_TOLERANCE * np.linalg.norm(alone)
     return MAX_BATCH_SIZE if is_same else 1

@@ -34,14 +34,14 @@ def make_state_dtype(width: int) -> np.dtype[Any]:
 
 def add_hidden_states(model: nn.Module, examples: Sequence[Example]) -> list[Example]:
     """Adds what `model` computes at each token of examples, in forwards of similar length."""
-    found = list(examples)
+    with_states = list(examples)
     for group in group_by_length([len(example.tokens) - 1 for example in examples]):
         part = [examples[index] for index in group]
         inputs = [example.tokens[:-1].tolist() for example in part]
         read = read_states(model, inputs, [example.first_learned for example in part])
         for index, states in zip(group, read, strict=True):
-            found[index] = examples[index]._replace(states=states)
-    return found
+            with_states[index] = examples[index]._replace(states=states)
+    return with_states
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
@@ -88,7 +88,7 @@ def read_states(
     if cache is not None:
         mx.eval([layer.state for layer in cache])
 
-    found = []
+    all_states = []
     for index, (size, start) in enumerate(zip(lengths, first, strict=True)):
         states = np.zeros(size, make_state_dtype(hidden.shape[-1]))
         states["hidden"] = np.array(hidden[index, :size])
@@ -98,8 +98,8 @@ def read_states(
             probs = compute_probs(largest, logits[index, part])
             states["ids"][part, : likeliest.shape[1]] = np.array(likeliest)
             states["probs"][part, : likeliest.shape[1]] = np.array(probs)
-        found.append(check_finite(states))
-    return found
+        all_states.append(check_finite(states))
+    return all_states
 
 
 def run_forward(

@@ -208,5 +208,6 @@ def head_loss(
         features, head = primals
         return (scale * grads).astype(features.dtype), (scale * head_grad).astype(head.dtype)
 
-    found: Any = compute(features, head)
-    return found[0], found[1], found[2]
+    computed: Any = compute(features, head)
+    loss, ranks, overlaps, *_ = computed
+    return loss, ranks, overlaps

@@ -130,7 +130,7 @@ def parse_prompt(value: Any, place: str) -> GivenPrompt:
 
 def encode_prompts(prompts: Sequence[GivenPrompt], tokenizer: Any) -> list[list[int]]:
     """The tokens of prompts, with the chat template if there is one."""
-    found = []
+    encoded = []
     for number, prompt in enumerate(prompts, start=1):
         try:
             tokens = encode_chat(tokenizer, prompt)
@@ -139,8 +139,8 @@ def encode_prompts(prompts: Sequence[GivenPrompt], tokenizer: Any) -> list[list[
             raise RedrafterError(f"prompt {number}: the tokenizer rejects it: {reason}") from error
         if not tokens:
             raise RedrafterError(f"prompt {number}: expected at least one token, got none")
-        found.append(tokens)
-    return found
+        encoded.append(tokens)
+    return encoded
 
 
 class PromptStart(NamedTuple):
@@ -182,7 +182,7 @@ class PromptWriter:
         kinds = self._rng.choice(list(PROMPT_KINDS), self.count, p=shares / shares.sum()).tolist()
         kinds.sort(key=lambda kind: -PROMPT_KINDS[kind].get("most", 0))
         waiting = deque(self.begin(kind) for kind in kinds)
-        found = list[tuple[str, str]]()
+        prompts = list[tuple[str, str]]()
 
         def take(count: int) -> list[Continuation]:
             return [waiting.popleft() for _ in range(min(count, len(waiting)))]
@@ -192,18 +192,18 @@ class PromptWriter:
             self.model, take, sampler, self.ends, should_stop, self.batch_size
         ):
             start: PromptStart = completed.tag
-            made = completed.tokens[completed.offset :]
-            is_ended = made[-1] in self.ends
-            text = start.text + self.tokenizer.decode(made[:-1] if is_ended else made)
-            text = text.strip()
+            written = completed.tokens[completed.offset :]
+            is_ended = written[-1] in self.ends
+            words = self.tokenizer.decode(written[:-1] if is_ended else written)
+            text = (start.text + words).strip()
             if not is_ended and completed.min_tokens > 1 and ". " in text:
                 text = text[: text.rindex(". ") + 1]
                 is_ended = True
             if is_ended and start.needs_question:
                 waiting.append(self.ask(start.kind, text))
             elif is_ended and is_good(text) and self.is_new(text):
-                found.append((start.kind, text))
-        return found
+                prompts.append((start.kind, text))
+        return prompts
 
     def begin(self, kind: str) -> Continuation:
         """A prompt of this kind with its first words."""

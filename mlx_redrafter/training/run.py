@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -213,7 +213,6 @@ def plan_run(run: Run, model: nn.Module, tokenizer: Any) -> RunPlan:
     embedding = get_parts(model).embedding
     learning = measure_learning(embedding, sizes, length, args.draft_depth, args.batch_size)
     times = ExampleTimes(making, learning)
-    check_minutes(clock, missing, times.estimate_seconds(missing))
     findings, step = measure_decoding(model, sizes)
     comparing = 2 * MAX_COMPARED * COMPARED_TOKENS * step  # plainly and with the drafter
     clock.reserve += min(COMPARISON_SHARE * clock.seconds, comparing)
@@ -259,7 +258,7 @@ def choose_sizes(run: Run, model: nn.Module) -> DrafterArgs:
     count = args.draft_vocab_size
     if args.exit_dim is None and count is None:
         run.clock.say("measuring which sizes of a drafter are fast enough")
-        choice = choose_size(model, get_dtype(args.dtype), args.kind, args.draft_depth)
+        choice = choose_size(model, getattr(mx, str(args.dtype)), args.kind, args.draft_depth)
         run.clock.say(f"size: {choice.reason}")
         return choice.args
     hidden_size, vocab_size = get_model_sizes(model)
@@ -270,11 +269,6 @@ def choose_sizes(run: Run, model: nn.Module) -> DrafterArgs:
     return args.kind.for_training(
         hidden_size, vocab_size, depth=args.draft_depth, draft_vocab_size=count, **own
     )
-
-
-def get_dtype(name: str | None) -> mx.Dtype:
-    """The dtype with this name."""
-    return cast(mx.Dtype, getattr(mx, str(name)))
 
 
 def make_examples(run: Run, plan: RunPlan, model: nn.Module) -> None:
@@ -417,7 +411,7 @@ def validate(run: Run, learner: Learner, done: int) -> dict[str, Any]:
     base = args.model and strip_folders(args.model)
     rounded = [[round(share, 4) for share in shares] for shares in acceptance]
     drafter.args = replace(drafter.args, base_model=base, acceptance=rounded)
-    save_drafter(run.files.directory, drafter, dtype=get_dtype(args.dtype))
+    save_drafter(run.files.directory, drafter, dtype=getattr(mx, str(args.dtype)))
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 

@@ -135,11 +135,14 @@ class GivenExamples:
         training, held_out = load_examples(args.data, tokenizer, mask_prompt=args.mask_prompt)
         self.has_held_out = bool(held_out)
         order = np.random.default_rng(args.seed).permutation(len(training))
-        made = {tuple(example.tokens.tolist()) for example in known}
+        known_tokens = {tuple(example.tokens.tolist()) for example in known}
         self.unread = list[Example]()
         for given in [*held_out[:MAX_HELD_OUT], *(training[index] for index in order)]:
             cut = given._replace(tokens=given.tokens[: args.max_seq_length + 1])
-            if is_long_enough(cut, args.draft_depth) and tuple(cut.tokens.tolist()) not in made:
+            if (
+                is_long_enough(cut, args.draft_depth)
+                and tuple(cut.tokens.tolist()) not in known_tokens
+            ):
                 self.unread.append(cut)
         valid = sum(example.is_held_out for example in [*known, *self.unread])
         self.needed = count_needed(args.batch_size, valid if self.has_held_out else 0)
@@ -184,11 +187,11 @@ class AnsweredPrompts:
         self.known = known
         self.prompts = list[list[int]]()
         if args.prompts:
-            made = {tuple(example.tokens[: example.offset].tolist()) for example in known}
+            answered = {tuple(example.tokens[: example.offset].tolist()) for example in known}
             given = encode_prompts(read_prompts(args.prompts), tokenizer)
             # A prompt that is given twice could be learned and held out.
             unique = {tuple(prompt): prompt for prompt in given if self.fits(prompt)}
-            self.prompts = [prompt for key, prompt in unique.items() if key not in made]
+            self.prompts = [prompt for key, prompt in unique.items() if key not in answered]
             np.random.default_rng(args.seed).shuffle(self.prompts)
         self.has_prompts = bool(self.prompts)
         self.needed = count_needed(args.batch_size)

@@ -52,8 +52,8 @@ def make_targets(
     def gather(arrays: Iterable[np.ndarray], shift: int = 0) -> mx.array:
         """(N, ...) values at the learned positions; repeated where padded."""
         parts = [array[at + shift] for array, at in zip(arrays, learned, strict=True)]
-        found = np.concatenate(parts)
-        return mx.array(np.resize(found, (len(found) + padding, *found.shape[1:])))
+        values = np.concatenate(parts)
+        return mx.array(np.resize(values, (len(values) + padding, *values.shape[1:])))
 
     def map_to_head(ids: mx.array) -> mx.array:
         """The index of each token in the drafter's head, int32.
@@ -104,11 +104,11 @@ def initialize_drafter(
     mean, axes = compute_components(embedding, drafter)
 
     def project(tokens: mx.array, width: int | None) -> mx.array:
-        found = []
+        projected = []
         for part in split_tokens(tokens):
             vectors = embedding(part).astype(mx.float32) - mean
-            found.append(vectors if width is None else vectors @ axes[:, :width])
-        return mx.concatenate(found)
+            projected.append(vectors if width is None else vectors @ axes[:, :width])
+        return mx.concatenate(projected)
 
     drafter.start_from(project)
     drafter.set_axes(axes)

@@ -68,10 +68,10 @@ def train_drafter(
     def compute_loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
         """(the loss of the arrays of `TrainingTargets`, the values to display)."""
         axes = drafter.axes  # read here, as an update replaces all arrays of the drafter
-        found = draft_loss(drafter, TrainingTargets(*arrays), depth, axes=axes)
-        is_right = found.ranks[0] == 0
-        first = is_right.sum() / mx.maximum((found.ranks[0] >= 0).sum(), 1)
-        return found.loss, {"loss": found.loss, "first": first}
+        loss, ranks = draft_loss(drafter, TrainingTargets(*arrays), depth, axes=axes)
+        is_right = ranks[0] == 0
+        first = is_right.sum() / mx.maximum((ranks[0] >= 0).sum(), 1)
+        return loss, {"loss": loss, "first": first}
 
     loss_and_grads = nn.value_and_grad(drafter, compute_loss)
     state = [drafter.state, optimizer.state]
@@ -90,10 +90,10 @@ def train_drafter(
     while share < 1 and not stop:
         optimizer.learning_rate = learning_rate * compute_rate_factor(share)
         targets = make_targets(embedding, batches(done), drafter.get("draft_ids"))
-        found = update(*targets)
-        mx.eval(found, state)
+        values = update(*targets)
+        mx.eval(values, state)
         done += 1
-        shown = {key: float(np.array(value)) for key, value in found.items()}
+        shown = {key: float(np.array(value)) for key, value in values.items()}
         for key, value in shown.items():
             if not math.isfinite(value):
                 where = f"{key} is {value} at iteration {done}"

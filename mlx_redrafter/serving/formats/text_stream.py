@@ -200,12 +200,12 @@ def repair_json(text: str) -> str:
     """
     depth = 0
 
-    def mend(found: re.Match[str]) -> str:
+    def mend(match: re.Match[str]) -> str:
         nonlocal depth
-        piece = found[0]
+        piece = match[0]
         if piece[0] == '"':
             return ESCAPE.sub(_escape, piece)
-        if found["extra"]:
+        if match["extra"]:
             return ""
         depth += 1 if piece in "{[" else -1
         if depth >= 0:
@@ -216,9 +216,9 @@ def repair_json(text: str) -> str:
     return JSON_PIECE.sub(mend, text) if JSON_START.match(text) else text
 
 
-def _escape(found: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     """An escape as it is, and an escaped control character."""
-    return found[0] if found[0][-1] >= " " else json.dumps(found[0])[1:-1]
+    return match[0] if match[0][-1] >= " " else json.dumps(match[0])[1:-1]
 
 
 def make_state_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:

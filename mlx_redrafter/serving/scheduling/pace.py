@@ -16,7 +16,7 @@ to beat it.
 """
 
 TRIAL_EVERY = 24
-MAX_PAUSE = 1536
+MAX_TRIAL_PAUSE = 1536
 """Batch steps before a trial: at first, and at most."""
 
 SPEED_WINDOW = 8
@@ -70,7 +70,9 @@ class Pace:
         self._reset()
         pays = self.prefers_turns(count)
         pause = self._pauses.get(count, TRIAL_EVERY)
-        self._pauses[count] = max(pause // 2, TRIAL_EVERY) if pays else min(2 * pause, MAX_PAUSE)
+        self._pauses[count] = (
+            max(pause // 2, TRIAL_EVERY) if pays else min(2 * pause, MAX_TRIAL_PAUSE)
+        )
         return pays
 
     def prefers_turns(self, count: int) -> bool:

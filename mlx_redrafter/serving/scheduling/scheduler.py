@@ -213,15 +213,15 @@ class Scheduler:
         With `exact` only whole pieces of its prompt: the bits of other rows depend on how many were
         computed at once, which a later prompt would not repeat.
         """
-        cache, count = held
-        kept = count
+        cache = held[0] or []
+        count = held[1]
         if self._options.exact:
-            kept = min(count, len(request.prefix))
-            kept -= kept % self.prompt_cache.piece
-            if kept == 0 or (kept < count and not can_trim(cache or [])):
+            count = min(count, len(request.prefix))
+            count -= count % self.prompt_cache.piece
+            if count == 0 or (count < held[1] and not can_trim(cache)):
                 return
-            cache = trim_copy(cache or [], count - kept)
-        self.prompt_cache.store(request.tokens[:kept], cache or [], has_answer=has_answer)
+            cache = trim_copy(cache, held[1] - count)
+        self.prompt_cache.store(request.tokens[:count], cache, has_answer=has_answer)
 
     @property
     def _should_batch(self) -> bool:
@@ -323,12 +323,12 @@ class Scheduler:
 
     def _end(self, ended: Reasons) -> None:
         """Removes requests, and keeps the caches of those that ended without an error."""
-        kept = list[Request]()
+        to_store = list[Request]()
         if self.prompt_cache.max_bytes:
-            kept = [each for each, reason in ended.items() if isinstance(reason, str)]
+            to_store = [each for each, reason in ended.items() if isinstance(reason, str)]
         try:
             for way in (self._batch, self._loops):
-                for request, held in way.remove(kept).items():
+                for request, held in way.remove(to_store).items():
                     self._store(request, held, has_answer=bool(request.output.tokens))
                 way.remove(ended, keep_caches=False)
         finally:
