@@ -132,8 +132,6 @@ def _decode_together(model: nn.Module, prefill_size: int) -> list[mx.array]:
 
 def _compare(expected: Sequence[mx.array], found: Sequence[mx.array]) -> float:
     """The largest mean difference on any rank, in standard deviations of the log-probabilities."""
-    differences = []
-    for x, y in zip(expected, found, strict=True):
-        difference = mx.abs(x - y).mean() / mx.sqrt(mx.var(x))
-        differences.append(cast(float, difference.item()))
-    return float(max(ranks.gather(max(differences))))
+    pairs = zip(expected, found, strict=True)
+    differences = [mx.abs(x - y).mean() / mx.sqrt(mx.var(x)) for x, y in pairs]
+    return float(max(ranks.gather(mx.stack(differences).max().item())))

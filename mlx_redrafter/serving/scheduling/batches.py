@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -300,7 +300,8 @@ def make_masks(request: Request) -> list[Processor]:
         if request.error is not None:
             return logits
         try:
-            for token in cast(list[int], tokens[n_prompt + grammar.length :].tolist()):
+            untaken: Any = tokens[n_prompt + grammar.length :].tolist()
+            for token in untaken:
                 grammar.take(token)
             return mask_root(grammar, logits)
         except Exception as error:

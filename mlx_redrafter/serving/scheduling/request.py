@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequen
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -186,7 +186,7 @@ class Request:
         events[-1].finish_reason = self.output.finish_reason
         if self.top_logprobs is not None:
             for event, logprobs in zip(events, made.logprobs, strict=True):
-                event.logprob = cast(float, logprobs[event.token].item())
+                event.logprob = float(logprobs[event.token])
                 event.top_logprobs = list_likeliest(logprobs, self.top_logprobs)
         if self.include_drafts and made.tree is not None:
             events[0].round = made
@@ -198,6 +198,6 @@ def list_likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:
     if not count:
         return []
     ids = mx.argpartition(-logprobs, kth=count - 1)[:count]
-    tokens = cast(list[int], ids.tolist())
-    values = cast(list[float], logprobs[ids].tolist())
+    tokens: Any = ids.tolist()
+    values: Any = logprobs[ids].tolist()
     return sorted(zip(tokens, values, strict=True), key=lambda pair: -pair[1])
