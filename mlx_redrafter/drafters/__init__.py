@@ -8,7 +8,7 @@ cached.py (heads with a KV cache).
 from types import ModuleType
 from typing import Any
 
-from . import block, eagle, medusa, mtp, recurrent
+from . import block, eagle, gemma4_assistant, medusa, mtp, recurrent
 from .config import DrafterArgs
 from .protocol import Drafter
 from .trainable import TrainableArgs
@@ -19,6 +19,7 @@ KINDS: dict[str, ModuleType] = {
     eagle.MODEL_TYPE: eagle,
     mtp.MODEL_TYPE: mtp,
     **dict.fromkeys(block.MODEL_TYPES, block),
+    **dict.fromkeys(gemma4_assistant.MODEL_TYPES, gemma4_assistant),
 }
 """`model_type` in a drafter's config -> its module.
 

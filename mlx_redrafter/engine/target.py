@@ -242,7 +242,7 @@ class Target:
         """The keys and values that a layer's cache keeps, each (1, heads, R, size).
 
         Call it after `keep_path`, as it drops rejected rows. The rows are in the order of positions
-        and dequantized; of a ring, those that the next token sees if it replaces none.
+        and dequantized; of a ring, no more than it is to hold.
         """
         self._settle()
         return kv_cache.read_rows(self.cache[layer])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -43,12 +44,17 @@ def make_family(name: str, **more: Any) -> nn.Module:
         more: replaces keys of the config in models.json, or of its `text_config` if it has one.
     """
     home = import_module(f"mlx_lm.models.{name}")
-    mx.random.seed(0)
     config = CONFIGS[name]
     if "text_config" in config:
         more = {"text_config": config["text_config"] | more}
     config = config | more
-    model: nn.Module = home.Model(home.ModelArgs.from_dict(config))
+    return randomise_model(lambda: home.Model(home.ModelArgs.from_dict(config)))
+
+
+def randomise_model(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `make` returns, with random parameters, see `make_family`."""
+    mx.random.seed(0)
+    model = make()
 
     def randomise(place: int, x: mx.array) -> mx.array:
         if not mx.issubdtype(x.dtype, mx.floating) or not x.size:
