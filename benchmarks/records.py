@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 from mlx_redrafter import __version__
 from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.errors import RedrafterError, join_lines
-from mlx_redrafter.machine.description import describe_machine
+from mlx_redrafter.machine.description import ask_system, describe_gpu, describe_machine
 
 SCHEMA = 1
 """The format version of records."""
@@ -115,9 +113,7 @@ def stamp() -> dict[str, Any]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     found = describe_machine() | {"mlx_redrafter": __version__, "when": now}
     if sys.platform == "darwin":
-        pattern = r'"sppci_cores"\s*:\s*"(\d+)"'
-        cores = ask_system(pattern, "system_profiler", "SPDisplaysDataType", "-json")
-        found["gpu_cores"] = cores and int(cores)
+        found["gpu_cores"] = describe_gpu()["cores"]
         found["power"] = ask_system(r"'(.+)'", "pmset", "-g", "batt")
     return found
 
@@ -132,13 +128,3 @@ def make_record_key(machine: dict[str, Any], *settings: Any) -> str:
     fixed = {name: value for name, value in machine.items() if name not in ("when", "power")}
     described = json.dumps([fixed, settings], sort_keys=True)
     return hashlib.sha256(described.encode()).hexdigest()[:16]
-
-
-def ask_system(pattern: str, *command: str) -> str | None:
-    """The first group of `pattern` in the output of a system command; None if there is no match."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(pattern, done.stdout)
-    return found and found[1]

@@ -53,6 +53,8 @@ class GenerationResponse(MlxLmResponse):
         notes: one line for each source that does not draft, or drafts less than it could, with the
             reason.
         row_counts: the numbers of rows of all forwards after the prompt with `exact`; None without.
+        few_rows: the numbers of rows whose matmuls the kernel for a few rows computes; empty if MLX
+            computes all.
     """
 
     rounds: int = 0
@@ -68,6 +70,7 @@ class GenerationResponse(MlxLmResponse):
     seed: int = 0
     notes: tuple[str, ...] = ()
     row_counts: RowCounts | None = None
+    few_rows: RowCounts = ()
 
 
 STATS_FIELDS = tuple(each.name for each in fields(GenerationResponse) if hasattr(Stats, each.name))
@@ -217,6 +220,7 @@ def stream_responses(
                 seed=seed,
                 notes=generation.notes,
                 row_counts=generation.row_counts,
+                few_rows=generation.few_rows,
                 **{name: getattr(each.stats, name) for name in STATS_FIELDS},
             )
             if finish_reason is not None:

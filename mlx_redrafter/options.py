@@ -133,6 +133,13 @@ class Options:
         "compute all rows after the prompt alike, bit for bit, so that drafts cannot change the "
         "text even at ties (default: where that costs nothing)",
     )
+    few_rows: str = _flag(
+        str,
+        AUTO,
+        "auto computes quantized matmuls of 2 to 8 rows with a kernel of our own where it has the "
+        "bits of one row and is faster, on Metal; off leaves them to MLX",
+        choices=(AUTO, OFF),
+    )
     prefill_step_size: int = _flag(int, 2048, "prompt tokens per forward", minimum=1)
     max_kv_size: int | None = _flag(
         int,
@@ -295,6 +302,10 @@ def check_option(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise RedrafterError(f"{name} must be true or false, got {value!r}")
         return value
+    if flag.kind is str:
+        if value not in (flag.choices or ()):
+            raise RedrafterError(f"{name} must be one of {format_choices(flag)}, got {value!r}")
+        return value
     if isinstance(value, bool) or not isinstance(value, Integral if flag.kind is int else Real):
         kind = "an integer" if flag.kind is int else "a number"
         raise RedrafterError(f"{name} must be {kind}, got {value!r}")
@@ -311,9 +322,13 @@ def check_option(name: str, value: Any) -> Any:
             bounds = f"from {flag.minimum} to {flag.maximum}"
         raise RedrafterError(f"{name} must be {bounds}, got {value!r}")
     if flag.choices is not None and value not in flag.choices:
-        choices = ", ".join(map(str, flag.choices))
-        raise RedrafterError(f"{name} must be one of {choices}, got {value}")
+        raise RedrafterError(f"{name} must be one of {format_choices(flag)}, got {value}")
     return number
+
+
+def format_choices(flag: OptionFlag) -> str:
+    """The values of a flag, with commas."""
+    return ", ".join(map(str, flag.choices or ()))
 
 
 def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()) -> None:

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.exactness import RowCounts
+from .engine.few_rows import NO_FEW_ROWS, FewRows
 from .engine.model_checks import check_draftable, check_verifiable
 from .engine.model_parts import StateName, get_vocab_size
 from .engine.source import Source
@@ -24,7 +25,14 @@ from .errors import RedrafterError
 from .planning.acceptance import HitCounts
 from .planning.costs import CostTable
 from .planning.planner import EarlierTexts
-from .planning.store import doubt_costs, load_or_measure_costs, load_row_classes, read_hits
+from .planning.store import (
+    doubt_costs,
+    load_or_measure_costs,
+    load_or_measure_verdicts,
+    load_row_classes,
+    read_hits,
+)
+from .planning.verdicts import Verdicts
 
 T = TypeVar("T")
 
@@ -89,13 +97,19 @@ class Pair:
         model: from `load` or `mlx_lm.load`; not changed while a text is decoded.
         drafter: from `load_drafter`; None drafts from the context only.
         findings: of an earlier pair of the same two; None for new ones.
+        uses_few_rows: whether the kernel for a few rows is used where it is faster.
 
     Raises:
         RedrafterError: an argument has the wrong type, or the drafter does not fit the model.
     """
 
     def __init__(
-        self, model: nn.Module, drafter: Drafter | None = None, findings: Findings | None = None
+        self,
+        model: nn.Module,
+        drafter: Drafter | None = None,
+        findings: Findings | None = None,
+        *,
+        uses_few_rows: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
@@ -109,6 +123,7 @@ class Pair:
         self.model = model
         self.drafter = drafter
         self.findings = findings or Findings()
+        self._uses_few_rows = uses_few_rows
         self.forget_if_changed()
 
     def forget_if_changed(self) -> None:
@@ -119,6 +134,34 @@ class Pair:
     def vocab_size(self) -> int:
         """The model's vocabulary size."""
         return self.findings.get_or_make("vocabulary", partial(get_vocab_size, self.model))
+
+    def with_few_rows(self, is_wanted: bool) -> Pair:
+        """The same pair, with or without the kernel for a few rows."""
+        if is_wanted == self._uses_few_rows:
+            return self
+        return Pair(self.model, self.drafter, self.findings, uses_few_rows=is_wanted)
+
+    def get_or_measure_verdicts(
+        self, *, measure: bool = True, refresh: bool = False
+    ) -> Verdicts | None:
+        """Where the kernel for a few rows is used: from memory, else from disk, else measured now.
+
+        Args:
+            measure: measure if nothing is known; otherwise there may be None.
+            refresh: measure again.
+        """
+        if not self._uses_few_rows:
+            return Verdicts()
+        load = partial(load_or_measure_verdicts, self.model, measure=measure, refresh=refresh)
+        known = self.findings.get_or_make("verdicts", load, again=refresh)
+        if known is None and measure:
+            return self.findings.get_or_make("verdicts", load, again=True)
+        return known
+
+    def get_or_measure_few_rows(self) -> FewRows:
+        """Which matmuls the kernel for a few rows computes, see `get_or_measure_verdicts`."""
+        verdicts = self.get_or_measure_verdicts()
+        return NO_FEW_ROWS if verdicts is None else verdicts.make_few_rows()
 
     def open_source(self) -> Source | None:
         """A new source of the drafter, which drafts for one text; None without a drafter."""
@@ -135,8 +178,10 @@ class Pair:
         drafter = self.drafter
         assert drafter is not None
         trees = trees and drafter.explain_chains() is None
-        load = partial(load_or_measure_costs, self.model, drafter, trees=trees, refresh=refresh)
-        return self.findings.get_or_make(("costs", trees), load, again=refresh)
+        few_rows = self.get_or_measure_few_rows()
+        load = partial(load_or_measure_costs, self.model, drafter, trees=trees, few_rows=few_rows)
+        key = ("costs", trees, few_rows)
+        return self.findings.get_or_make(key, partial(load, refresh=refresh), again=refresh)
 
     def doubt_costs(self, doubt: str, *, trees: bool) -> None:
         """Has the costs measured again before the next text, once for each kind of doubt.
@@ -148,8 +193,9 @@ class Pair:
         drafter = self.drafter
         assert drafter is not None
         trees = trees and drafter.explain_chains() is None
-        if doubt_costs(self.model, drafter, doubt, trees=trees):
-            self.findings.forget(("costs", trees))
+        few_rows = self.get_or_measure_few_rows()
+        if doubt_costs(self.model, drafter, doubt, trees=trees, few_rows=few_rows):
+            self.findings.forget(("costs", trees, few_rows))
             self.get_earlier_texts(drafted=True).slowdown = None
 
     def get_earlier_texts(self, *, drafted: bool) -> EarlierTexts:
@@ -174,9 +220,11 @@ class Pair:
             measure: compare if none are saved; otherwise there may be none.
             refresh: compare again.
         """
-        limits = (quantization._replace(start=0), max_kv_size)
-        load = partial(load_row_classes, self.model, *limits, measure=measure, refresh=refresh)
-        key = ("row classes", *limits)
+        if self.get_or_measure_verdicts(measure=measure) is None:
+            return ()
+        how = (quantization._replace(start=0), max_kv_size, self.get_or_measure_few_rows())
+        load = partial(load_row_classes, self.model, *how, measure=measure, refresh=refresh)
+        key = ("row classes", *how)
         known = self.findings.get_or_make(key, load, again=refresh)
         if known or not measure:
             return known

@@ -18,6 +18,7 @@ from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.decode import Decoder, on_stream
 from .engine.exactness import MAX_COMPARED_ROWS, RowCounts
+from .engine.few_rows import NO_FEW_ROWS
 from .engine.grammar import Grammar
 from .engine.model_checks import explain_rings, make_cache
 from .engine.model_parts import AFTER_NORM, StateName, get_module_name
@@ -30,7 +31,7 @@ from .engine.source import Source
 from .engine.target import KVQuantization, Target
 from .errors import RedrafterError, UnsupportedModelError, warn
 from .machine.blas import warn_of_slow_blas
-from .options import AUTO, Options, get_default_depth
+from .options import AUTO, OFF, Options, get_default_depth
 from .pair import Pair
 from .planning.acceptance import get_acceptance
 from .planning.costs import is_disturbed
@@ -80,6 +81,7 @@ def open_generation(
         grammar: constrains the text; it has already taken the answer's tokens so far.
         may_run_ahead, piece_ends: see `Decoder`.
     """
+    pair = pair.with_few_rows(options.few_rows != OFF)
     pair.forget_if_changed()
     tokens = check_tokens(check_prompt(prompt), pair.vocab_size)
     cache = prepare_cache(pair, options)
@@ -103,6 +105,9 @@ def open_generation(
         options = replace(options, on_drafter_failure=None)
 
     setup = choose_setup(pair, options, source, cache, grammar)
+    few_rows = NO_FEW_ROWS
+    if setup.sources or setup.row_counts:
+        few_rows = pair.get_or_measure_few_rows()
     with on_stream():
         target = Target(
             pair.model,
@@ -110,6 +115,7 @@ def open_generation(
             options.quantization,
             capture=[name for each in setup.sources for name in each.capture],
             row_counts=setup.row_counts,
+            few_rows=few_rows,
         )
     target.length = n_history or target.length
     chooser = TokenChooser(sampler, tuple(options.logits_processors or ()), grammar)
@@ -134,6 +140,7 @@ def open_generation(
         keeps_cache=options.prompt_cache is not None,
         notes=setup.notes,
         row_counts=setup.row_counts,
+        few_rows=few_rows.row_counts,
     )
 
 
@@ -165,6 +172,7 @@ def choose_setup(
         source, grammar: see `open_generation`.
         cache: from `prepare_cache`; None calls it.
     """
+    pair = pair.with_few_rows(options.few_rows != OFF)
     if cache is None:
         cache = prepare_cache(pair, options)
     try:
@@ -359,6 +367,7 @@ def get_cache_row_classes(
     for layer in kv_cache.leaves(cache or []):
         if isinstance(layer, QuantizedKVCache):
             quantization = KVQuantization(layer.bits, layer.group_size)
+    pair = pair.with_few_rows(options.few_rows != OFF)
     return pair.get_row_classes(quantization, options.max_kv_size, measure=measure, refresh=refresh)
 
 
@@ -383,6 +392,7 @@ def choose_row_counts(
     """
     if options.exact is False:
         return None
+    pair = pair.with_few_rows(options.few_rows != OFF)
     classes = get_cache_row_classes(pair, options, cache, measure=bool(options.exact))
     is_free = bool(classes) and len(classes[0]) >= MAX_COMPARED_ROWS
     if options.exact is None and not is_free:

@@ -94,8 +94,8 @@ def test_no_module_imports_a_layer_above() -> None:
     assert not importers(package, "benchmarks", "tests")
     kinds = [f"{package}.drafters.{name}" for name in TRAINABLE]
     assert all(name.startswith("mlx_redrafter.drafters") for name in importers(package, *kinds))
-    # Two measure, one identifies a model by its tensors.
-    device = {f"{package}.planning.{name}" for name in ("measure", "store", "sizing")}
+    # Three measure, one identifies a model by its tensors.
+    device = {f"{package}.planning.{name}" for name in ("measure", "verdicts", "store", "sizing")}
     assert importers(f"{package}.planning", "mlx", "mlx_lm", "numpy") <= device
     # Negative control: imports are found.
     assert "mlx_redrafter.drafters.medusa" in importers(package, *kinds)

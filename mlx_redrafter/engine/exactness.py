@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from .. import ranks
 from . import kv_cache
+from .few_rows import NO_FEW_ROWS, FewRows
 from .model_checks import make_cache
 from .model_parts import get_context_length, get_vocab_size
 from .patches import Slot, replace_functions
@@ -58,6 +59,7 @@ def compare_row_counts(
     model: nn.Module,
     quantization: KVQuantization | None = None,
     max_kv_size: int | None = None,
+    few_rows: FewRows = NO_FEW_ROWS,
 ) -> tuple[RowCounts, ...]:
     """The classes of row counts from 1 to `MAX_COMPARED_ROWS`, the class of 1 first.
 
@@ -69,6 +71,7 @@ def compare_row_counts(
     Args:
         quantization: of the KV cache.
         max_kv_size: see `make_cache`.
+        few_rows: of the forwards.
 
     Returns:
         ((1,),) if the cache cannot drop rows or rows cannot attend alone; only the class of 1 if
@@ -86,9 +89,9 @@ def compare_row_counts(
     if quantization is not None and quantization.bits is not None:
         quantizations.append(quantization._replace(start=0))
     _log.info("comparing numbers of rows on this machine, once for these models")
-    reads = [_read_layers(model)]
+    reads = [_read_layers(model, few_rows)]
     for each, length in product(quantizations, lengths):
-        reads.append(_read_chains(model, each, max_kv_size, length))
+        reads.append(_read_chains(model, each, max_kv_size, length, few_rows))
     is_finite = [read(1, 1) != b"" for read in reads]
     if not all(ranks.gather(all(is_finite))):
         return ()
@@ -116,7 +119,11 @@ def compare_row_counts(
 
 
 def _read_chains(
-    model: nn.Module, quantization: KVQuantization, max_kv_size: int | None, length: int
+    model: nn.Module,
+    quantization: KVQuantization,
+    max_kv_size: int | None,
+    length: int,
+    few_rows: FewRows,
 ) -> Read:
     """Reads the same tokens again and again after a prompt, all of them pseudo-random.
 
@@ -133,7 +140,7 @@ def _read_chains(
     @functools.cache
     def read(count: int, n_rows: int) -> bytes:
         kv_cache.restore(cache, snapshot)
-        target = Target(model, cache, quantization, row_counts=(n_rows,))
+        target = Target(model, cache, quantization, row_counts=(n_rows,), few_rows=few_rows)
         digest = hashlib.blake2b()
         for start in range(length, length + MAX_COMPARED_ROWS, count):
             tokens = prompt[start : start + count]
@@ -158,7 +165,7 @@ def _read_chains(
     return read
 
 
-def _read_layers(model: nn.Module) -> Read:
+def _read_layers(model: nn.Module, few_rows: FewRows) -> Read:
     """Reads rows with one linear layer of each kind, alone.
 
     The rows are what it gets in a forward, with random signs. A layer of many outputs is left out:
@@ -195,7 +202,7 @@ def _read_layers(model: nn.Module) -> Read:
             size = rows.shape[0]
             starts = np.arange(0, size, count)[:, None]
             places = np.minimum(starts + np.minimum(np.arange(n_rows), count - 1), size - 1)
-            with mx.stream(generation_stream):
+            with mx.stream(generation_stream), few_rows.replace_matmul(n_rows):
                 chains = mx.split(rows[mx.array(places)], len(places))
                 outs = mx.concatenate([layer(each) for each in chains])[:, :count]
             digest.update(_get_bits(outs.reshape(-1, outs.shape[-1])[:size]))

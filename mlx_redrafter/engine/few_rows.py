@@ -331,6 +331,11 @@ class FewRows(NamedTuple):
     used: frozenset[Matmul] = frozenset()
     multiply: Callable[..., mx.array] = multiply
 
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """The numbers of rows of which at least one matmul is used."""
+        return tuple(sorted({matmul.n_rows for matmul in self.used}))
+
     def replace_matmul(self, n_rows: int) -> AbstractContextManager[None]:
         """In this context, forwards of `n_rows` that this thread builds use the kernel.
 

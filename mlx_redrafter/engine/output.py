@@ -124,10 +124,11 @@ class Generation(Iterator[DecodedToken]):
         notes: one line for each source that does not draft, or drafts less than it could, with the
             reason.
         row_counts: the numbers of rows of all forwards after the prompt with `exact`; None without.
+        few_rows: the numbers of rows whose matmuls the kernel for a few rows computes.
 
     Attributes:
         output: the generated tokens, statistics, and why the text ended.
-        notes, row_counts: as given.
+        notes, row_counts, few_rows: as given.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Generation(Iterator[DecodedToken]):
         keeps_cache: bool = False,
         notes: Sequence[str] = (),
         row_counts: RowCounts | None = None,
+        few_rows: RowCounts = (),
     ) -> None:
         self._decoder = decoder
         self._rounds = rounds
@@ -152,6 +154,7 @@ class Generation(Iterator[DecodedToken]):
         self.output = output
         self.notes = tuple(notes)
         self.row_counts = row_counts
+        self.few_rows = few_rows
 
     @property
     def cache(self) -> Cache:

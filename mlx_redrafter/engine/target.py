@@ -66,7 +66,8 @@ class Target:
         row_counts: the numbers of rows that a step or a verify forward may have, ascending; rows
             are padded to the next of them, and attend one at a time. None for any number. Padding
             needs caches that keep every row.
-        few_rows: which matmuls of forwards of 2 to 8 rows do not go to MLX.
+        few_rows: which matmuls of steps and verify forwards of 2 to 8 rows do not go to MLX. Those
+            of a prompt do.
 
     Attributes:
         cache: the prompt cache.
@@ -138,7 +139,8 @@ class Target:
         self._has_run = True
         self.length += count
         if count > 1 or self._row_counts is None or self._row_counts[0] == 1:
-            return self._run(tokens, self.cache, count, want_hidden)
+            few_rows = NO_FEW_ROWS if count > 1 else self._few_rows
+            return self._run(tokens, self.cache, count, want_hidden, few_rows=few_rows)
         self._rows = self._row_counts[0]
         self._path = [0]
         self._path_tokens = []
@@ -178,12 +180,14 @@ class Target:
         want_hidden: bool = True,
         *,
         is_chain: bool = False,
+        few_rows: FewRows | None = None,
     ) -> Forward:
         """Runs the model on `tokens`, and returns the last `count` rows.
 
         Args:
             is_chain: whether rows are padded and attend one at a time, if `row_counts` or CUDA
                 wants that.
+            few_rows: in place of the target's.
         """
         if ranks.CHECK_VARIABLE in os.environ:
             self._compare_ranks(tokens)
@@ -197,7 +201,7 @@ class Target:
         def call() -> mx.array:
             n_rows = end + n_padding
             by_row = attend_by_row(n_rows if attends_by_row else 0, n_padding)
-            with by_row, self._few_rows.replace_matmul(n_rows):
+            with by_row, (few_rows or self._few_rows).replace_matmul(n_rows):
                 logits: mx.array = self._model(tokens[None], cache=cache)
             return logits
 

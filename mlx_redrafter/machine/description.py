@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,29 @@ def describe_machine() -> dict[str, Any]:
         if name.startswith(KERNEL_VARIABLES):
             found[name] = value
     return found
+
+
+@cache
+def describe_gpu() -> dict[str, Any]:
+    """What a Metal kernel's bits and speed depend on: architecture, cores and the macOS build."""
+    cores = ask_system(
+        r'"gpu-core-count" = (\d+)', "ioreg", "-r", "-d", "1", "-c", "AGXAccelerator"
+    )
+    return {
+        "architecture": mx.device_info().get("architecture"),
+        "cores": cores and int(cores),
+        "macos_build": ask_system(r"(\w+)", "sw_vers", "-buildVersion"),
+    }
+
+
+def ask_system(pattern: str, *command: str) -> str | None:
+    """The first group of `pattern` in the output of a system command; None if there is no match."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(pattern, done.stdout)
+    return found and found[1]
 
 
 def describe_moment() -> dict[str, Any]:

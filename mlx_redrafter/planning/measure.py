@@ -22,6 +22,7 @@ from .. import ranks
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.decode import Decoder, Rounds
+from ..engine.few_rows import NO_FEW_ROWS, FewRows
 from ..engine.plan import Plan, chain_plan
 from ..engine.planner import Planner
 from ..engine.round import Draft, TokenChooser, step, verify
@@ -103,10 +104,12 @@ def time_step(model: nn.Module, seconds: float = 0.0) -> float:
     return compute_lower_quartile(milliseconds[1:]) / 1e3
 
 
-def read_zeros(model: nn.Module, drafter: Drafter, length: int) -> tuple[Target, Source, int]:
+def read_zeros(
+    model: nn.Module, drafter: Drafter, length: int, few_rows: FewRows = NO_FEW_ROWS
+) -> tuple[Target, Source, int]:
     """(a target and a source that hold a text of `length` zeros, the vocabulary size)."""
     source = drafter.open(model)
-    target = Target(model, capture=source.capture)
+    target = Target(model, capture=source.capture, few_rows=few_rows)
     source.read_rows = target.read_rows
     logits, hidden = target.forward(mx.zeros((1,), mx.int32))
     count = length - 1 if source.reads_all else 1
@@ -135,6 +138,7 @@ def time_parts(
     seconds: float,
     *,
     is_slow: bool,
+    few_rows: FewRows = NO_FEW_ROWS,
 ) -> dict[tuple[str, int], float]:
     """Milliseconds of the parts of decoding at a context length.
 
@@ -147,10 +151,11 @@ def time_parts(
 
     Args:
         is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
+        few_rows: of the target's forwards.
     """
     steps_per_call = 1 if is_slow else STEPS_PER_CALL
     chooser = TokenChooser(make_sampler(seed=0))
-    target, untouched, vocab_size = read_zeros(model, drafter, length)
+    target, untouched, vocab_size = read_zeros(model, drafter, length, few_rows)
     snapshot = kv_cache.snapshot(target.cache)
     # The first token is 0; the others differ, to select different experts.
     tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size
@@ -250,13 +255,16 @@ def time_parts(
     return found
 
 
-def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
+def measure_costs(
+    model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: FewRows = NO_FEW_ROWS
+) -> CostTable:
     """Measures a model and its drafter in about `MEASURING_SECONDS`.
 
     Slow ones take about `SLOW_STEPS`, with fewer nodes.
 
     Args:
         trees: whether the model takes trees.
+        few_rows: of the target's forwards.
     """
     with wired_limit(model), mx.stream(generation_stream):
         step_seconds = max(ranks.gather(time_step(model)))
@@ -281,6 +289,7 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
                 widths if length == contexts[0] else (),
                 MEASURING_SECONDS / len(contexts),
                 is_slow=is_slow,
+                few_rows=few_rows,
             )
             for length in contexts
         ]

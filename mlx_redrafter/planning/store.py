@@ -20,13 +20,26 @@ from ..atomic_files import write_text
 from ..drafters.checkpoint import list_weights
 from ..drafters.protocol import Drafter
 from ..engine.exactness import RowCounts, compare_row_counts, format_row_counts, parse_row_classes
+from ..engine.few_rows import NO_FEW_ROWS, FewRows
 from ..engine.model_parts import get_module_name
 from ..engine.target import KVQuantization
 from ..errors import join_lines, warn
-from ..machine.description import describe_machine, describe_moment, get_cache_directory
+from ..machine.description import (
+    describe_gpu,
+    describe_machine,
+    describe_moment,
+    get_cache_directory,
+)
 from .acceptance import HitCounts
 from .costs import CostTable, is_disturbed, parse_costs
 from .measure import measure_costs
+from .verdicts import (
+    Verdicts,
+    digest_kernels,
+    has_metal,
+    measure_verdicts,
+    parse_verdicts,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -34,16 +47,44 @@ MIN_NEW = 32
 """Hits are saved after at least this many new rounds."""
 
 
+def load_or_measure_verdicts(
+    model: nn.Module, *, measure: bool = True, refresh: bool = False
+) -> Verdicts | None:
+    """Where the kernel for a few rows is used: read from disk, or measured now and saved.
+
+    Args:
+        measure: measure if nothing is saved; otherwise there may be None.
+        refresh: measure even if verdicts are saved.
+    """
+    if not has_metal() or not any("scales" in module for module in model.modules()):
+        return Verdicts()
+    key, file = make_key("few_rows", model, gpu=describe_gpu(), kernels=digest_kernels())
+    saved = {} if refresh else read_saved(file)
+    with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
+        return parse_verdicts(saved["verdicts"])
+    if not measure:
+        return None
+    verdicts = measure_verdicts(model)
+    save_measured(file, {"of": key, "verdicts": verdicts.to_json()})
+    return verdicts
+
+
 def load_or_measure_costs(
-    model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
+    model: nn.Module,
+    drafter: Drafter,
+    *,
+    trees: bool,
+    few_rows: FewRows = NO_FEW_ROWS,
+    refresh: bool = False,
 ) -> CostTable:
     """The cost table of a model and its drafter: read from disk, or measured now and saved.
 
     Args:
         trees: whether both take trees.
+        few_rows: of the target's forwards.
         refresh: measure even if a table is saved.
     """
-    key, file = make_costs_key(model, drafter, trees=trees)
+    key, file = make_costs_key(model, drafter, trees=trees, few_rows=few_rows)
     saved = {} if refresh else read_saved(file)
     tries = 0
     doubts = list[str]()
@@ -56,12 +97,19 @@ def load_or_measure_costs(
             return costs
         if is_doubted:
             _log.info("decoding was %s than these costs: measuring again, once", doubts[-1])
-    costs = measure_costs(model, drafter, trees=trees)
+    costs = measure_costs(model, drafter, trees=trees, few_rows=few_rows)
     save_measured(file, {"of": key, "tries": tries + 1, "costs": costs._asdict(), "doubts": doubts})
     return costs
 
 
-def doubt_costs(model: nn.Module, drafter: Drafter, doubt: str, *, trees: bool) -> bool:
+def doubt_costs(
+    model: nn.Module,
+    drafter: Drafter,
+    doubt: str,
+    *,
+    trees: bool,
+    few_rows: FewRows = NO_FEW_ROWS,
+) -> bool:
     """Makes the next `load_or_measure_costs` measure again; returns whether it will.
 
     Each doubt does so once, as decoding and measuring could differ for good.
@@ -69,7 +117,7 @@ def doubt_costs(model: nn.Module, drafter: Drafter, doubt: str, *, trees: bool) 
     Args:
         doubt: see `SlowdownEstimate.doubt`.
     """
-    _, file = make_costs_key(model, drafter, trees=trees)
+    _, file = make_costs_key(model, drafter, trees=trees, few_rows=few_rows)
     saved = read_saved(file)
     with suppress(TypeError, KeyError, OSError, RuntimeError):  # damaged, or not writable
         doubts = saved["doubts"]
@@ -81,10 +129,10 @@ def doubt_costs(model: nn.Module, drafter: Drafter, doubt: str, *, trees: bool) 
 
 
 def read_costs_moment(
-    model: nn.Module, drafter: Drafter, *, trees: bool
+    model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: FewRows = NO_FEW_ROWS
 ) -> tuple[str, float | None] | None:
     """(when the costs were measured, the load at the time); None if it is not known."""
-    saved = read_saved(make_costs_key(model, drafter, trees=trees)[1])
+    saved = read_saved(make_costs_key(model, drafter, trees=trees, few_rows=few_rows)[1])
     with suppress(TypeError, KeyError):
         return saved["when"], saved["load"]
     return None
@@ -94,6 +142,7 @@ def load_row_classes(
     model: nn.Module,
     quantization: KVQuantization,
     max_kv_size: int | None,
+    few_rows: FewRows = NO_FEW_ROWS,
     *,
     measure: bool = True,
     refresh: bool = False,
@@ -106,7 +155,8 @@ def load_row_classes(
     """
     bits, group_size, _ = quantization
     cache_options = [bits, bits and group_size, max_kv_size]
-    key, file = make_key("rows", model, kv_cache=cache_options, of=["logits", "cached rows"])
+    of = ["logits", "cached rows"]
+    key, file = make_key("rows", model, few_rows, kv_cache=cache_options, of=of)
     saved = {} if refresh else read_saved(file)
     if saved != {}:
         try:
@@ -116,7 +166,7 @@ def load_row_classes(
             warn(f"{path} is damaged: expected classes of row counts")
     if not measure:
         return ()
-    classes = compare_row_counts(model, quantization, max_kv_size)
+    classes = compare_row_counts(model, quantization, max_kv_size, few_rows)
     if not classes:
         warn("nothing drafts with exact: the model's logits are not finite")
         return ((1,),)
@@ -165,10 +215,11 @@ def read_choice(
 
 
 def make_costs_key(
-    model: nn.Module, drafter: Drafter, *, trees: bool
+    model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: FewRows = NO_FEW_ROWS
 ) -> tuple[dict[str, Any], Path]:
     """See `make_key`."""
-    return make_key("costs", model, trees=trees, drafter_tensors=digest_tensors(drafter))
+    digest = digest_tensors(drafter)
+    return make_key("costs", model, few_rows, trees=trees, drafter_tensors=digest)
 
 
 def make_choice_key(
@@ -178,11 +229,14 @@ def make_choice_key(
     return make_key("rows", model, classes=classes, drafter_tensors=digest_tensors(drafter))
 
 
-def make_key(folder: str, model: nn.Module, **more: Any) -> tuple[dict[str, Any], Path]:
+def make_key(
+    folder: str, model: nn.Module, few_rows: FewRows = NO_FEW_ROWS, **more: Any
+) -> tuple[dict[str, Any], Path]:
     """(what is measured for this model on this machine, the cache directory's file for it).
 
     Args:
         folder: of the file.
+        few_rows: of the forwards that are measured.
         more: what else the result depends on.
     """
     key = {
@@ -192,6 +246,8 @@ def make_key(folder: str, model: nn.Module, **more: Any) -> tuple[dict[str, Any]
         "model_tensors": digest_tensors(model),
         **more,
     }
+    if few_rows.used:
+        key["few_rows"] = [*digest_kernels(), *sorted(map(str, few_rows.used))]
     if ranks.count_ranks() > 1:
         key["ranks"] = ranks.gather(describe_machine())
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]

@@ -32,7 +32,9 @@ class Measured:
         self.costs = make_costs("a cliff at 6")
         self.trees = list[bool]()
 
-    def measure(self, model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
+    def measure(
+        self, model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: Any
+    ) -> CostTable:
         self.trees.append(trees)
         return self.costs if trees else self.costs.restrict_to_chains()
 
@@ -232,7 +234,7 @@ def test_text_agrees_with_json_and_refreshes(
     assert len(measured.trees) == 2
     asked = list[Any]()
 
-    def compare(model: nn.Module, quantization: Any, max_kv_size: int | None) -> Any:
+    def compare(model: nn.Module, quantization: Any, max_kv_size: int | None, _: Any) -> Any:
         asked.append((quantization.bits, max_kv_size))
         return ((1, 2),)
 

@@ -299,7 +299,7 @@ def test_classes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory, and on disk for the next process; a quantized cache has its own."""
     calls = list[Any]()
 
-    def find(model: nn.Module, quantization: KVQuantization, max_kv_size: int | None) -> Any:
+    def find(model: nn.Module, quantization: KVQuantization, *others: Any) -> Any:
         calls.append(quantization.bits)
         return ((1, 2), (3,))
 

@@ -17,8 +17,10 @@ from mlx.nn.layers.distributed import (
 )
 from mlx_lm.tuner.lora import LoRALinear
 
+from helpers.few_rows import OneByOne
 from helpers.small import make_tree, small_llama
 from helpers.threads import workers
+from mlx_redrafter.engine.exactness import compare_row_counts
 from mlx_redrafter.engine.few_rows import MAX_ROWS, FewRows, Matmul, Order, get_matmul
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.tree import chain
@@ -112,20 +114,6 @@ def test_bits_and_groups_have_the_defaults_of_mlx() -> None:
     assert get_matmul(mx.zeros((2, 512), mx.float16), w, scales, biases) == expected
 
 
-class OneByOne:
-    """Computes each row alone, and records the matmuls."""
-
-    def __init__(self) -> None:
-        self.matmuls = list[Matmul]()
-
-    def __call__(self, matmul: Matmul, x: mx.array, *weights: mx.array) -> mx.array:
-        self.matmuls.append(matmul)
-        rows = mx.split(x.reshape(matmul.n_rows, matmul.n_inputs), matmul.n_rows)
-        options = {"bits": matmul.bits, "group_size": matmul.group_size}
-        y = mx.concatenate([mx.quantized_matmul(row, *weights, **options) for row in rows])
-        return y.reshape(*x.shape[:-1], matmul.n_outputs)
-
-
 SHAPES = ((96, 96), (48, 96), (192, 96), (96, 192), (64, 96))
 """Outputs and inputs of a small Llama's layers."""
 
@@ -199,9 +187,14 @@ def test_padding_counts_as_rows(model: Any, few_rows: FewRows, one_by_one: OneBy
 def test_other_numbers_of_rows_go_to_mlx(
     model: Any, few_rows: FewRows, one_by_one: OneByOne
 ) -> None:
-    target = Target(model, few_rows=few_rows)
-    for count in (12, 1, MAX_ROWS + 1):
-        target.forward(mx.arange(count))
+    Target(model, few_rows=few_rows).forward(mx.arange(1))
+    read(model, list(range(MAX_ROWS + 1)), few_rows)
+    assert one_by_one.matmuls == []
+
+
+def test_prompts_go_to_mlx(model: Any, few_rows: FewRows, one_by_one: OneByOne) -> None:
+    """So that they have the same bits with and without drafts."""
+    Target(model, few_rows=few_rows).forward(mx.arange(4))
     assert one_by_one.matmuls == []
 
 
@@ -225,6 +218,17 @@ def test_outputs_have_the_shape_of_inputs(
         y = layer(x)
     assert y.shape == (*shape[:-1], 48) and mx.array_equal(y, expected)
     assert len(one_by_one.matmuls) == 1
+
+
+def test_rows_are_compared_with_the_kernel(model: Any, one_by_one: OneByOne) -> None:
+    def multiply(matmul: Matmul, x: mx.array, *weights: mx.array) -> mx.array:
+        y = one_by_one(matmul, x, *weights)
+        return y * (1 + 2.0**-20) if matmul.n_rows == 3 else y
+
+    alike = compare_row_counts(model, few_rows=FewRows(USED, one_by_one))[0]
+    assert set(range(1, MAX_ROWS + 1)) <= {*alike}
+    found = compare_row_counts(model, few_rows=FewRows(USED, multiply))
+    assert found[0] == tuple(n for n in alike if n != 3) and found[1] == (3,)
 
 
 def test_wrapped_layers_are_replaced(few_rows: FewRows, one_by_one: OneByOne) -> None:
@@ -270,10 +274,8 @@ def test_an_error_restores_the_function(model: Any) -> None:
         raise ZeroDivisionError
 
     original = mx.quantized_matmul
-    target = Target(model, few_rows=FewRows(USED, fail))
-    target.forward(mx.arange(12))
     with pytest.raises(ZeroDivisionError):
-        target.forward(mx.array([20, 21]))
+        read(model, [20, 21], FewRows(USED, fail))
     assert mx.quantized_matmul is original
 
 

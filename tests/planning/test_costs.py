@@ -68,7 +68,7 @@ class Measurements:
         self.trees = list[bool]()
         self.table = SMALL
 
-    def measure(self, model: Any, drafter: Drafter, *, trees: bool) -> CostTable:
+    def measure(self, model: Any, drafter: Drafter, *, trees: bool, few_rows: Any) -> CostTable:
         self.trees.append(trees)
         count = len(self.trees)
         plain = tuple(count * ms for ms in self.table.plain)
