@@ -26,6 +26,7 @@ from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.acceptance import get_acceptance
 from mlx_redrafter.planning.costs import is_disturbed
 from mlx_redrafter.planning.planner import list_candidate_plans
+from mlx_redrafter.planning.verdicts import Verdicts
 
 from .command import parse_output, parse_positive
 from .contestants import (
@@ -71,6 +72,7 @@ def compare_contestants(
         "repeats": settings.repeats,
     }
     bytes_read = count_bytes_read(workload.model)
+    few_rows = list(Pair(workload.model).get_or_measure_few_rows().row_counts)
     n_runs = len(workload.prompts) * settings.repeats * len(sides)
     with wired_limit(workload.model), tqdm(None, workload.name, n_runs, unit="run") as bar:
         for number, prompt in enumerate(workload.prompts):
@@ -86,10 +88,12 @@ def compare_contestants(
                 "prompt_tokens": len(prompt.ids),
             }
             plain = runs[sides[0].label]
-            yield [
-                shared | describe_runs(side, runs[side.label], plain, bytes_read, settings)
-                for side in sides
-            ]
+            records = []
+            for side in sides:
+                found = describe_runs(side, runs[side.label], plain, bytes_read, settings)
+                is_ours = side.kind not in (PLAIN, MLX_LM, MLX_LM_DRAFT)
+                records.append(shared | found | {"few_rows": few_rows if is_ours else []})
+            yield records
 
 
 def warm_up_all(workload: Workload, sides: Sequence[Contestant]) -> None:
@@ -202,12 +206,15 @@ def make_settings(args: argparse.Namespace) -> Settings:
 def measure_costs_record(workload: Workload) -> Record:
     """Measures the parts of a round; plan "auto" then uses the same times.
 
-    The record has milliseconds by context length, nodes and width, the drafter's acceptance, and
-    the candidate plans. Warns on stderr if times contradict each other.
+    The record has milliseconds by context length, nodes and width, the verdicts on the kernel for a
+    few rows, the drafter's acceptance, and the candidate plans. Warns on stderr if times contradict
+    each other.
     """
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None
-    costs = Pair(workload.model, drafter).get_or_measure_costs(trees=trees, refresh=True)
+    pair = Pair(workload.model, drafter)
+    verdicts = pair.get_or_measure_verdicts() or Verdicts()
+    costs = pair.get_or_measure_costs(trees=trees, refresh=True)
     if is_disturbed(costs):
         why = "the measured times contradict each other: the machine was busy with other work"
         print(f"{workload.name}: {why}. Run this again when it is idle", file=sys.stderr)
@@ -216,6 +223,7 @@ def measure_costs_record(workload: Workload) -> Record:
         "schema": SCHEMA,
         "kind": "costs",
         "costs": costs._asdict(),
+        "few_rows": verdicts.list_lines(),
         "acceptance": [list(rates) for rates in acceptance],
         "plans": [list(plan.shape) for plan in list_candidate_plans(costs, acceptance)],
     }

@@ -317,13 +317,24 @@ def make_forward_lines(records: Iterable[Record]) -> Iterator[Line]:
             }
 
 
+def make_verdict_lines(records: Iterable[Record]) -> Iterator[Line]:
+    """A line for each matmul and row count on which the kernel for a few rows was tried."""
+    for record in records:
+        for line in record.get("few_rows", []) if record["kind"] == "costs" else []:
+            yield {"target": record["model"], **line}
+
+
 def format_suite(suite: Record) -> str:
-    """A suite as Markdown to paste: machine, forwards, every contestant, and what was skipped."""
+    """A suite as Markdown to paste: machine, forwards, every contestant, and what was skipped.
+
+    Also where the kernel for a few rows is used, if it was tried.
+    """
     machine = suite["machine"]
     parts = [
         f"{describe_hardware(machine)}\n{format_machine(machine)}; {machine['when'][:10]}\n",
         format_markdown(list(make_forward_lines(suite["records"]))),
         format_markdown(list(make_size_lines(suite["records"]))),
+        format_markdown(list(make_verdict_lines(suite["records"]))),
         "".join(f"- skipped: {each['name']}: {each['why']}\n" for each in suite["skipped"]),
     ]
     return "\n".join(filter(None, parts))

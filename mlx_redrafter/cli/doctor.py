@@ -23,12 +23,13 @@ from ..engine.model_checks import check_draftable
 from ..engine.model_parts import get_compute_dtype, get_module_name
 from ..engine.plan import chain_plan
 from ..machine.description import describe_machine
-from ..options import CACHE_OPTIONS, OPTION_NAMES, Options, add_options
+from ..options import CACHE_OPTIONS, OFF, OPTION_NAMES, Options, add_options
 from ..pair import Pair
 from ..planning.costs import CostTable, is_disturbed
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
 from ..planning.store import read_choice, read_costs_moment
+from ..planning.verdicts import Verdicts
 from ..setup import choose_row_counts, get_cache_row_classes
 from ..trials import TRIAL_PROMPTS, try_drafter
 
@@ -54,9 +55,10 @@ def run() -> int:
     add = parser.add_argument
     add("--refresh", action="store_true", help="measure again instead of using what was saved")
     add("--json", action="store_true", help="print one JSON object instead of the text")
-    add_options(parser, without=OPTION_NAMES - {*CACHE_OPTIONS})
+    names = (*CACHE_OPTIONS, "few_rows")
+    add_options(parser, without=OPTION_NAMES - {*names})
     args = parser.parse_args()
-    options = Options(**{name: getattr(args, name) for name in CACHE_OPTIONS})
+    options = Options(**{name: getattr(args, name) for name in names})
     model, tokenizer, drafter = load_models(args)
     report = diagnose(model, tokenizer, drafter, options, refresh=args.refresh)
     if not args.json:
@@ -82,7 +84,7 @@ def diagnose(
     Without a drafter, measures one of the size that training chooses.
 
     Args:
-        options: those of the prompt cache, for which rows are compared.
+        options: those of the prompt cache, for which rows are compared, and `few_rows`.
         refresh: measure again.
     """
     options = options or Options()
@@ -96,7 +98,8 @@ def diagnose(
         drafter.set_dtype(get_compute_dtype(model))
         mx.eval(drafter.parameters())
     no_trees = no_trees or drafter.explain_chains()
-    pair = Pair(model, drafter)
+    pair = Pair(model, drafter).with_few_rows(options.few_rows != OFF)
+    verdicts = pair.get_or_measure_verdicts(refresh=refresh) or Verdicts()
     costs = pair.get_or_measure_costs(trees=no_trees is None, refresh=refresh)
     if is_disturbed(costs):
         _say("the measured times contradict each other: measuring again")
@@ -112,7 +115,9 @@ def diagnose(
     if stand_in is None:
         _say(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts")
         depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
-        trial_options = Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
+        trial_options = Options(
+            max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False, few_rows=options.few_rows
+        )
         stats = try_drafter(pair, tokenizer, trial_options)
         trial = {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
 
@@ -137,8 +142,15 @@ def diagnose(
         "row_classes": classes,
         "cache": {"kv_bits": options.kv_bits, "max_kv_size": options.max_kv_size},
         "exact": choice,
+        "few_rows": {
+            "row_counts": verdicts.make_few_rows().row_counts,
+            "failure": verdicts.failure,
+            "tried": verdicts.list_lines(),
+        },
         "costs": costs._asdict(),
-        "measured": read_costs_moment(model, drafter, trees=no_trees is None),
+        "measured": read_costs_moment(
+            model, drafter, trees=no_trees is None, few_rows=verdicts.make_few_rows()
+        ),
         "chains": chains,
         "fastest": max(tried, key=lambda chain: chain["speedup"], default=None),
     }
@@ -260,9 +272,25 @@ def format_report(report: Report) -> str:
         lines.append(describe_choice(report))
     if report["no_trees"]:
         lines.append(f"Plans: chains only, {report['no_trees']}")
+    if report["few_rows"]["tried"] or report["few_rows"]["failure"]:
+        lines += format_few_rows(report["few_rows"])
     if report["chains"]:
         lines += format_costs(report)
     return "\n".join(lines)
+
+
+def format_few_rows(few_rows: dict[str, Any]) -> list[str]:
+    """Lines with the row counts of the kernel for a few rows, and what was found out about it."""
+    counts = format_row_counts(few_rows["row_counts"])
+    used = f"used for {counts} rows" if counts else "not used"
+    if few_rows["failure"]:
+        used += f": {few_rows['failure']}"
+    lines = ["", f"Kernel for a few rows: {used}; --few-rows off turns it off"]
+    table = [list(line.values()) for line in few_rows["tried"]]
+    for rows, name, ms, mlx_ms, verdict in table:
+        times = f"{ms:.3f} ms, MLX {mlx_ms:.3f} ms"
+        lines.append(f"{rows:>6} rows  {name:<48} {times:<28} {verdict}")
+    return lines
 
 
 def describe_choice(report: Report) -> str:

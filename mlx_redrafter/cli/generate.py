@@ -335,6 +335,7 @@ def compare(stream: Stream, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
         "identical": difference is None,
         "difference": difference,
         "row_counts": last.row_counts,
+        "few_rows": last.few_rows,
     }
 
 
@@ -351,6 +352,9 @@ def describe_comparison(
     else:
         times = "too short to measure"
     text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {times}\n"
+    if verdict["few_rows"]:
+        few_rows = format_row_counts(verdict["few_rows"])
+        text += f"{few_rows} rows computed by the kernel for a few rows (--few-rows)\n"
 
     counts = verdict["row_counts"]
     difference = verdict["difference"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import pytest
 
 from benchmarks import run
@@ -14,6 +15,7 @@ from benchmarks.models import NamedPrompt, Workload
 from benchmarks.records import explain_invalid
 from benchmarks.run import run_suite
 from helpers.bench_records import MACHINE, make_costs
+from helpers.few_rows import fake_metal
 from helpers.small import small_drafter, small_llama
 from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.errors import RedrafterError
@@ -114,3 +116,26 @@ def test_the_suite_shows_progress_and_writes_after_each_prompt(
     assert "tiny: warming up" in said
     n_runs = 3 * 3 * sides
     assert f"{n_runs}/{n_runs}" in said
+
+
+def test_the_suite_has_the_verdicts_on_the_kernel_for_a_few_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "stamp", lambda: MACHINE)
+    monkeypatch.setattr(run, "QUICK_TOKENS", 4)
+    monkeypatch.setattr(run, "QUICK_PLANS", [(1, 1)])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    fake_metal(monkeypatch)
+    model = small_llama(hidden=96, vocab=64)
+    nn.quantize(model, group_size=32, bits=4)
+    drafter = small_drafter(hidden=96, vocab=64)
+    prompts = [NamedPrompt("code/1", "code", [1, 2, 3])]
+    workload = Workload("tiny", model, drafter, "random", None, None, prompts)
+    path = tmp_path / "mine.json"
+    assert run_suite({"tiny": lambda: workload}, path, 1.0) == 0
+    text = capsys.readouterr().out
+    assert "| tiny | 2 | 192 x 96, 4 bits in 32s, float32 | 0.50 | 1.00 | used |\n" in text
+    assert read_names(path) == ["tiny"] * 4
+    costs, *speeds = json.loads(path.read_text())["records"]
+    assert {line["verdict"] for line in costs["few_rows"]} == {"used", "faster"}
+    assert [each["few_rows"] for each in speeds] == [[], [], [2, 3, 4, 5, 6, 7, 8]]

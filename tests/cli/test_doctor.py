@@ -13,6 +13,7 @@ import pytest
 
 from helpers.cost_curves import make_costs
 from helpers.families import make_family
+from helpers.few_rows import fake_metal
 from helpers.heads import make_head
 from helpers.sessions import make_drafter
 from helpers.small import small_drafter, small_llama
@@ -21,6 +22,7 @@ from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.doctor import diagnose, format_report
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.options import Options
 from mlx_redrafter.planning import store
 from mlx_redrafter.planning.costs import CostTable
 
@@ -245,6 +247,34 @@ def test_text_agrees_with_json_and_refreshes(
     run("doctor", "--max-kv-size", "64", "--refresh")
     assert asked == [(8, None), (8, None), (None, 64)]
     assert "alike: 1, 16 (" in run("doctor")[1]
+
+
+def test_verdicts_on_the_kernel_for_a_few_rows_are_shown(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_llama(hidden=96, vocab=64)
+    nn.quantize(model, group_size=32, bits=4)
+    shown = format_report(diagnose(model, make_tokenizer()))
+    assert "few rows" not in shown
+    metal = fake_metal(monkeypatch)
+    metal.ms = lambda matmuls: 2.0 if min(matmuls)[:2] == (3, 192) else 0.25
+    report = diagnose(model, make_tokenizer())
+    shown = format_report(report)
+    assert report["few_rows"]["row_counts"] == (2, 3, 4, 5, 6, 7, 8)
+    assert "Kernel for a few rows: used for 2 to 8 rows; --few-rows off turns it off" in shown
+    cells = [line.split("  ") for line in shown.splitlines()]
+    lines = [[cell.strip() for cell in line if cell.strip()] for line in cells]
+    name = "192 x 96, 4 bits in 32s, float32"
+    assert ["2 rows", name, "0.250 ms, MLX 1.000 ms", "used"] in lines
+    assert ["3 rows", name, "2.000 ms, MLX 1.000 ms", "too slow"] in lines
+    assert ["2 rows", "whole forward", "0.250 ms, MLX 1.000 ms", "faster"] in lines
+    n_races = len(metal.races)
+    diagnose(model, make_tokenizer())
+    assert len(metal.races) == n_races
+    diagnose(model, make_tokenizer(), refresh=True)
+    assert len(metal.races) == 2 * n_races
+    off = Options(few_rows="off")
+    assert "few rows" not in format_report(diagnose(model, make_tokenizer(), None, off))
 
 
 def test_the_age_of_the_costs_and_the_load_are_shown(measured: Measured, run: Any) -> None:

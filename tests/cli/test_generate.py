@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import split
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
@@ -14,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_redrafter import generate_step, load
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import make_parser
+from mlx_redrafter.engine.few_rows import FewRows, Matmul
 from mlx_redrafter.options import OPTION_FLAGS
 from mlx_redrafter.trials import check_speedup
 
@@ -225,6 +227,20 @@ def test_compare_says_how_exact_it_is(
     assert run_json(run, *flags)["compare"]["row_counts"] == (counts and list(counts))
     assert ("see --exact" in err) is (counts is None)
     assert "--exact" not in run("generate", *flags, "--no-exact")[2]
+
+
+def test_compare_says_whether_the_kernel_for_a_few_rows_is_used(
+    pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--model", pair[0], "--drafter", pair[1], *split("--prompt abc -m 12 --compare"))
+    said = "computed by the kernel for a few rows"
+    assert said not in run("generate", *flags, *PLAN)[2]
+    assert run_json(run, *flags, *PLAN)["compare"]["few_rows"] == []
+    matmuls = [Matmul(n, 64, 64, 3, 32, mx.float32) for n in (2, 3, 5)]
+    few_rows = FewRows(frozenset(matmuls))
+    monkeypatch.setattr("mlx_redrafter.pair.Pair.get_or_measure_few_rows", lambda pair: few_rows)
+    assert f"2 to 3, 5 rows {said}" in run("generate", *flags, *PLAN)[2]
+    assert run_json(run, *flags, *PLAN)["compare"]["few_rows"] == [2, 3, 5]
 
 
 def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
