@@ -52,10 +52,10 @@ def take_hypotheses(state: State, which: mx.array) -> State:
 
 
 def draft_chain(
-    advance: Advance, token: mx.array, depth: int, *, adjust: Adjust | None = None
+    advance: Advance, root: mx.array, depth: int, *, adjust: Adjust | None = None
 ) -> mx.array:
     """(depth,) int32: the likeliest token at each depth, as from a beam search of width 1."""
-    tokens = [token.reshape(1).astype(mx.int32)]
+    tokens = [root.reshape(1).astype(mx.int32)]
     state = None
     for level in range(depth):
         logits, state = advance(tokens[-1], state)
@@ -67,7 +67,7 @@ def draft_chain(
 
 def search(
     advance: Advance,
-    token: mx.array,
+    root: mx.array,
     width: int,
     depth: int,
     *,
@@ -77,14 +77,14 @@ def search(
 
     Args:
         advance: one step of the drafter, see `Drafter.begin`.
-        token: () the root.
+        root: () its token.
         width: W.
         depth: K.
         adjust: returns the logits to rank by; None ranks by the drafter's own.
 
     Source: arXiv 2403.09919, section 3.2; back-pointers as in EAGLE's cnets.py::topK_genrate.
     """
-    tokens = token.reshape(1).astype(mx.int32)
+    tokens = root.reshape(1).astype(mx.int32)
     state = None
     paths = tokens[:, None]
     total = mx.zeros((1,), mx.float32)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.models.cache import (
     ArraysCache,
     ChunkedKVCache,
@@ -83,7 +84,7 @@ def snapshot(cache: Cache) -> list[dict[str, Any]]:
 
     Arrays are not copied, as forwards of several rows do not overwrite old rows.
     """
-    return [_copy(vars(c)) for c in leaves(cache)]
+    return [tree_map(lambda leaf: leaf, vars(c)) for c in leaves(cache)]
 
 
 def snapshot_rows(cache: Cache) -> list[dict[str, Any]]:
@@ -99,14 +100,7 @@ def snapshot_rows(cache: Cache) -> list[dict[str, Any]]:
 def restore(cache: Cache, states: list[dict[str, Any]]) -> None:
     """Rolls every leaf back to a snapshot, which stays valid."""
     for c, state in zip(leaves(cache), states, strict=True):
-        vars(c).update(_copy(state))
-
-
-def _copy(tree: Any) -> Any:
-    """A copy of dictionaries and lists with the same leaves."""
-    if isinstance(tree, dict):
-        return {key: _copy(value) for key, value in tree.items()}
-    return [_copy(value) for value in tree] if isinstance(tree, list) else tree
+        vars(c).update(tree_map(lambda leaf: leaf, state))
 
 
 def keep_rows(cache: Cache, count: int, path: list[int]) -> None:

@@ -45,14 +45,14 @@ def chain_constants(count: int) -> tuple[mx.array, mx.array, mx.array]:
     )
 
 
-def chain(token: mx.array, tokens: mx.array) -> Tree:
+def chain(root: mx.array, continuation: mx.array) -> Tree:
     """The tree of a single continuation: N = 1 + K nodes, each the child of the one before.
 
     Args:
-        token: () the root.
-        tokens: (K,) int32, the continuation.
+        root: () its token.
+        continuation: (K,) int32 tokens.
     """
-    tokens = mx.concatenate([token.reshape(1).astype(mx.int32), tokens])
+    tokens = mx.concatenate([root.reshape(1).astype(mx.int32), continuation])
     return Tree(tokens, *chain_constants(tokens.shape[0]))
 
 
@@ -92,7 +92,7 @@ def add_branch(tree: Tree, branch: Tree) -> Tree:
     )
 
 
-def grow(token: mx.array, beams: Beams) -> Tree:
+def grow(root: mx.array, beams: Beams) -> Tree:
     """The whole tree, level by level: N = 1 + W * K nodes.
 
     Node 1 + (d - 1) * W + r has rank r at depth d. Hypotheses of one level are distinct (parent,
@@ -105,14 +105,14 @@ def grow(token: mx.array, beams: Beams) -> Tree:
         depths  0 1 1 2 2                            ran 1 1 . . 1
 
     Args:
-        token: () the root.
+        root: () its token.
         beams: see `Beams`.
 
     Source: arXiv 2403.09919, section 3.3, whose prefix matching the back-pointers replace.
     """
     depth, width = beams.tokens.shape
     nodes, depths, first = tree_constants(width, depth)
-    tokens = mx.concatenate([token.reshape(1).astype(mx.int32), beams.tokens.reshape(-1)])
+    tokens = mx.concatenate([root.reshape(1).astype(mx.int32), beams.tokens.reshape(-1)])
     parents = mx.concatenate([nodes[:1], (first + beams.parents).reshape(-1)])
     above = parents
     ancestors = nodes[:, None] == nodes
@@ -132,7 +132,7 @@ def prune(tree: Tree, beams: Beams, count: int) -> Tree:
     first, accepting it moves nothing in the cache.
 
     Args:
-        tree: from `grow(token, beams)`, N = 1 + W * K nodes.
+        tree: from `grow(root, beams)`, N = 1 + W * K nodes.
         count: how many nodes to keep, the root included, 1 <= count <= N.
     """
     size = tree.tokens.shape[0]
