@@ -553,7 +553,10 @@ class Drafter(BaseDrafter):
         Args:
             head: its own or the target's output matrix.
         """
-        logits = self.make_logits(states, head)
+        logits = head(states).astype(mx.float32) * self.args.output_multiplier
+        cap = self.args.final_logit_softcapping
+        if cap is not None:
+            logits = cap * mx.tanh(logits / cap)
         count = min(self.args.selector_top_k or 1, self.args.n_guesses)
 
         def guess(tokens: mx.array, row: int) -> mx.array:
@@ -567,12 +570,6 @@ class Drafter(BaseDrafter):
             return scatter(scores, candidates, guesses.shape[1])
 
         return guess
-
-    def make_logits(self, states: mx.array, head: Head) -> mx.array:
-        """(D, V') float32 logits of final states, multiplied and capped by the config."""
-        logits = head(states).astype(mx.float32) * self.args.output_multiplier
-        cap = self.args.final_logit_softcapping
-        return logits if cap is None else cap * mx.tanh(logits / cap)
 
     def sample_logits(self) -> mx.array:
         """Logits of at most eight rows of a fixed random block after eight positions.

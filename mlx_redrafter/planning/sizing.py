@@ -36,6 +36,9 @@ MAX_SMALL_VOCABULARY = 16384
 Larger ones omit only tokens that are rare in any text.
 """
 
+TIMED_DEPTH = 4
+"""How many tokens a timed draft has."""
+
 MAX_DRAFTS = 7
 """The most timed drafts of a size."""
 
@@ -119,11 +122,11 @@ def choose_size(
     return SizeChoice(smallest, reason)
 
 
-def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
+def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype) -> float:
     """Milliseconds per step of a chain, drafted by a random drafter of this config and dtype."""
     drafter = make_drafter(args)
     token = mx.zeros((1,), mx.int32)
-    plan = chain_plan(steps)
+    plan = chain_plan(TIMED_DEPTH)
     drafter.set_dtype(dtype)
     source = drafter.open(model)
     hidden = dict.fromkeys(source.capture, mx.zeros((1, args.hidden_size), dtype))
@@ -132,4 +135,4 @@ def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps:
     calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, in_level_order=False))}
     calls["draft"]()
     milliseconds = time_calls(calls, TIMING_SECONDS, max_passes=MAX_DRAFTS)["draft"]
-    return compute_lower_quartile(milliseconds) / steps
+    return compute_lower_quartile(milliseconds) / TIMED_DEPTH
