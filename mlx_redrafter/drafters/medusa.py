@@ -101,20 +101,12 @@ class DrafterArgs(TrainableArgs):
         return self.num_heads
 
     @classmethod
-    def for_training(
-        cls,
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        depth: int,
-        draft_vocab_size: int | None,
-        **sizes: Any,
-    ) -> Self:
+    def for_training(cls, hidden_size: int, vocab_size: int, *, depth: int, **sizes: Any) -> Self:
         """The sizes of heads to train, one head of one block for each guess.
 
         They share an output matrix.
         """
-        return cls(hidden_size, vocab_size, depth, 1, True, draft_vocab_size=draft_vocab_size)
+        return cls(hidden_size, vocab_size, depth, 1, True, **sizes)
 
     def describe_sizes(self) -> str:
         shared = ", one output matrix" if self.tie_output else ""

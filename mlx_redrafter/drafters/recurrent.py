@@ -137,20 +137,9 @@ class DrafterArgs(TrainableArgs):
         return f"exit_dim {self.exit_dim}, blocks {self.num_draft_layers}{cell}"
 
     @classmethod
-    def for_training(
-        cls,
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        depth: int,
-        draft_vocab_size: int | None,
-        **sizes: Any,
-    ) -> Self:
+    def for_training(cls, hidden_size: int, vocab_size: int, *, depth: int, **sizes: Any) -> Self:
         """The sizes of a drafter to train; `exit_dim` must be given."""
-        layers = sizes.get("num_draft_layers", 1)
-        return cls(
-            hidden_size, vocab_size, sizes["exit_dim"], layers, draft_vocab_size=draft_vocab_size
-        )
+        return cls(hidden_size, vocab_size, **({"num_draft_layers": 1} | sizes))
 
     @classmethod
     def sizes_to_try(cls, hidden_size: int) -> list[dict[str, int]]:

@@ -24,21 +24,13 @@ class TrainableArgs(DrafterArgs):
     """The config of a kind that can be trained."""
 
     @classmethod
-    def for_training(
-        cls,
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        depth: int,
-        draft_vocab_size: int | None,
-        **sizes: Any,
-    ) -> Self:
+    def for_training(cls, hidden_size: int, vocab_size: int, *, depth: int, **sizes: Any) -> Self:
         """The sizes of a drafter to train.
 
         Args:
             depth: how many guesses are trained.
-            draft_vocab_size: how many tokens it can guess; None for all.
-            sizes: as in `sizes_to_try`.
+            sizes: as in `sizes_to_try`, and `draft_vocab_size`, how many tokens it can guess or
+                None for all.
         """
         raise NotImplementedError
 
