@@ -12,7 +12,7 @@ from ..engine.plan import MAX_DRAFT_DEPTH
 from .checkpoint import Checkpoint, Config
 from .layers import ACTIVATIONS, get_rope_type
 
-FIELD_TYPES: dict[str, Any] = {
+VALUE_TYPES: dict[str, Any] = {
     "int": int,
     "float": (int, float),
     "str": str,
@@ -163,7 +163,7 @@ class DrafterArgs:
         found = {key: value for key, value in config.items() if key in types and value is not None}
         for key, value in found.items():
             kind = types[key].split(" ")[0].split("[")[0]
-            if not isinstance(value, FIELD_TYPES[kind]) or isinstance(value, bool) != (
+            if not isinstance(value, VALUE_TYPES[kind]) or isinstance(value, bool) != (
                 kind == "bool"
             ):
                 raise ValueError(f"expected {key} as {types[key]}, got {value!r:.40}")

@@ -49,7 +49,7 @@ WARM_UP = 4
 FIRST_PAUSE = 16
 """Plain steps before a probe round while no plan is faster; doubled by each rejected probe."""
 
-MAX_PAUSE = 256
+LONGEST_PAUSE = 256
 """The most plain steps before a probe round."""
 
 PROPOSAL_LENGTHS = (1, 2, 3, 4, 6, 8, 11)
@@ -412,7 +412,7 @@ class AutoPlanner(Planner):
         if chosen is None or is_probe:
             self._pause = self._next_pause
         if is_probe:
-            self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
         return chosen
 
     def _is_context_faster(
