@@ -127,8 +127,9 @@ def convert(
     is_part = from_base is not None
     origin = hf_path if from_base is None else from_base
     if origin is None or (is_part and hf_path is not None):
-        message = "give either a drafter (--hf-path) or a model that contains one (--from-base)"
-        raise RedrafterError(message)
+        raise RedrafterError(
+            "give either a drafter (--hf-path) or a model that contains one (--from-base)"
+        )
     place = expand_path(mlx_path).absolute()
     if os.path.lexists(place):
         raise RedrafterError(f"{place} exists already: delete it, or give another --mlx-path")
@@ -141,8 +142,9 @@ def convert(
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
     if is_quantized and not dequantize and (quantize or not is_part):
-        advice = "--drafter reads it, -d dequantizes it"
-        raise CheckpointError(f"{source.path} is already quantized: {advice}")
+        raise CheckpointError(
+            f"{source.path} is already quantized: --drafter reads it, -d dequantizes it"
+        )
     dtype = choose_dtype(drafter, dtype, source.config.get("dtype") if is_quantized else None)
 
     target = base_model or drafter.args.base_model
@@ -263,21 +265,24 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
             tokens = sorted(tokens, key=lambda token: -tokens[token])
         ids = [int(token) for token in tokens]
     except (OSError, ValueError, TypeError) as error:
-        message = f"cannot read token counts from {path}: {join_lines(error)}"
-        raise RedrafterError(message) from error
+        raise RedrafterError(
+            f"cannot read token counts from {path}: {join_lines(error)}"
+        ) from error
     if len(set(ids)) != len(ids) or not set(ids) <= set(range(vocab_size)):
         raise RedrafterError(f"{path}: expected token ids from 0 to {vocab_size - 1}, each once")
     if not 1 <= count <= len(ids):
-        expected = f"draft_vocab_size must be from 1 to the {len(ids)} tokens in {path}"
-        raise RedrafterError(f"{expected}, got {count}")
+        raise RedrafterError(
+            f"draft_vocab_size must be from 1 to the {len(ids)} tokens in {path}, got {count}"
+        )
     return mx.array(sorted(ids[:count]), mx.int32)
 
 
 def trim_vocabulary(drafter: Drafter, ids: mx.array) -> None:
     """Reduces the head of an unquantized drafter to these tokens."""
     if not drafter.output_layers:
-        message = "the drafter uses the target's output matrix: its vocabulary cannot be trimmed"
-        raise CheckpointError(message)
+        raise CheckpointError(
+            "the drafter uses the target's output matrix: its vocabulary cannot be trimmed"
+        )
     size = drafter.args.draft_vocab_size
     if size is not None:
         raise CheckpointError(f"the drafter already has a draft vocabulary of {size} tokens")

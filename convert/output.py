@@ -66,5 +66,6 @@ def upload(path: Path, repo: str) -> None:
         HfApi().create_repo(repo_id=repo, exist_ok=True)
         HfApi().upload_folder(folder_path=path, repo_id=repo, repo_type="model")
     except Exception as error:  # network and hub errors
-        message = f"{path} is written, but not uploaded to {repo}: {join_lines(error)}"
-        raise RedrafterError(message) from error
+        raise RedrafterError(
+            f"{path} is written, but not uploaded to {repo}: {join_lines(error)}"
+        ) from error

@@ -52,12 +52,14 @@ def read_source(files: CheckpointFiles) -> Checkpoint:
         count = files.config.get("mapping", {}).get("tp_size", len(files.tensors))
         own = unwrap(slices)
         if {len(slices[name]) for name in own} != {count}:
-            missing = f"{files.path} does not hold {count} slices of each tensor"
-            raise CheckpointError(f"incomplete checkpoint: {missing}")
+            raise CheckpointError(
+                f"incomplete checkpoint: {files.path} does not hold {count} slices of each tensor"
+            )
         joined = {name: mx.concatenate(slices[name]) for name in own}
     except (AttributeError, TypeError, ValueError) as error:
-        message = f"{files.path}: the ranks do not fit each other: {join_lines(error)}"
-        raise CheckpointError(message) from error
+        raise CheckpointError(
+            f"{files.path}: the ranks do not fit each other: {join_lines(error)}"
+        ) from error
     return make_checkpoint(files, joined, len(files.tensors))
 
 
@@ -76,8 +78,10 @@ def read_tensors(path: Path) -> dict[str, mx.array]:
         version = "none"
     if version == "none" or tuple(map(int, version.split(".")[:2])) < (2, 10):
         needs = f"reading {path} safely needs torch >= 2.10, got {version}"
-        advice = "pip install 'torch>=2.10' (in a clone: pip install -e '.[torch]')"
-        raise CheckpointError(f"{needs}: {advice}, or save it as safetensors")
+        raise CheckpointError(
+            f"{needs}: pip install 'torch>=2.10' (in a clone: pip install -e '.[torch]'), or save "
+            "it as safetensors"
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about archives before it rejects them

@@ -226,8 +226,10 @@ def describe_verdict(report: Report) -> str:
     if fastest is None:
         chain = min(report["chains"], key=lambda chain: abs(chain["depth"] - 4))
         steps = f"{chain['plain_steps']:.2f}"
-        why = f"a round of 1 x {chain['depth']} takes {steps} plain steps"
-        return f"A drafter pays here from {steps} tokens per round: {why}."
+        return (
+            f"A drafter pays here from {steps} tokens per round: a round of 1 x {chain['depth']} "
+            f"takes {steps} plain steps."
+        )
     made = (
         f"1 x {fastest['depth']} makes {fastest['tokens_per_round']:.2f} tokens in a round of "
         f"{fastest['plain_steps']:.2f} plain steps, {fastest['speedup']:.2f} times plain decoding"

@@ -109,8 +109,10 @@ def run_module(module: str) -> None:
 
     try:
         if size > 1 and module not in LAUNCHABLE_MODULES:
-            only = "only generate, chat and server support ranks"
-            raise RedrafterError(f"this command needs a single process, got {size}: {only}")
+            raise RedrafterError(
+                f"this command needs a single process, got {size}: only generate, chat and server "
+                "support ranks"
+            )
         command = import_module(module)
         if size > 1:
             ranks.compare_flags(vars(command.make_parser().parse_args()))

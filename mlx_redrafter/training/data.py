@@ -72,8 +72,9 @@ def load_examples(
         training, validation, _ = load_dataset(settings, tokenizer)
         return read(training, is_held_out=False), read(validation, is_held_out=True)
     except Exception as error:  # mlx-lm, the hub and tokenizers raise errors of many types
-        reason = f"{type(error).__name__}: {join_lines(error)[:300]}"
-        raise RedrafterError(f"cannot read the data {data}: {reason}") from error
+        raise RedrafterError(
+            f"cannot read the data {data}: {type(error).__name__}: {join_lines(error)[:300]}"
+        ) from error
 
 
 def make_batches(

@@ -67,8 +67,10 @@ def open_run_record(files: RunFiles, args: TrainingArgs, *, resume: bool) -> Run
             raise RedrafterError(f"--output cannot be {files.directory}: {why}")
         names = {path.name for path in files.directory.glob("*")}
         if names - {files.work.name, files.record.name} or files.checkpoint.exists():
-            advice = "give another --output, or --resume to continue its run"
-            raise RedrafterError(f"{files.directory} exists already: {advice}")
+            raise RedrafterError(
+                f"{files.directory} exists already: give another --output, or --resume to "
+                "continue its run"
+            )
         return RunRecord(settings)
     if not files.record.exists():
         raise RedrafterError(f"there is no run to resume in {files.directory}: leave out --resume")
@@ -80,8 +82,9 @@ def open_run_record(files: RunFiles, args: TrainingArgs, *, resume: bool) -> Run
     for name, value in settings.items():
         before = record.settings.get(name)
         if name not in CHANGEABLE_SETTINGS and before != value:
-            change = f"{name} was {before}, got {value}"
-            raise RedrafterError(f"cannot resume with other settings: {change}")
+            raise RedrafterError(
+                f"cannot resume with other settings: {name} was {before}, got {value}"
+            )
     return record
 
 

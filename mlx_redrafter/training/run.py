@@ -316,8 +316,10 @@ def make_learner(run: Run, plan: RunPlan, model: nn.Module) -> Learner:
     training = [example for example in plan.store.examples if not example.is_held_out]
     held_out = [example for example in plan.store.examples if example.is_held_out]
     if len(training) < args.batch_size or not held_out:
-        made = f"{len(plan.store.examples)} of {plan.source.needed} texts were made in time"
-        raise RedrafterError(f"{made}: give the same command more --minutes")
+        raise RedrafterError(
+            f"{len(plan.store.examples)} of {plan.source.needed} texts were made in time: give "
+            "the same command more --minutes"
+        )
     if not args.mask_prompt:
         training = [example._replace(offset=0) for example in training]
 
@@ -456,8 +458,10 @@ def explain_fault(tokens_per_round: float, result: SpeedResult, plan: RunPlan) -
     if tokens_per_round < MIN_LEARNED:
         own = f"{tokens_per_round:.2f} tokens per round in the last validation"
         compared = f"{result.drafter_tokens_per_round:.2f} in the comparison"
-        what = f"the drafter has learned little: alone it makes {own} and {compared}"
-        return f"{what}, where none makes 1: {advise_longer(plan)}"
+        return (
+            f"the drafter has learned little: alone it makes {own} and {compared}, where none "
+            f"makes 1: {advise_longer(plan)}"
+        )
     ratio = result.against_plain
     if ratio is not None and ratio <= 1:
         return (
@@ -492,8 +496,9 @@ def catch_interrupt() -> Iterator[threading.Event]:
         if event.is_set():
             raise KeyboardInterrupt
         event.set()
-        advice = "press Ctrl-C again to stop at once"
-        print(f"\nstopping after this iteration; {advice}", file=sys.stderr)
+        print(
+            "\nstopping after this iteration; press Ctrl-C again to stop at once", file=sys.stderr
+        )
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:

@@ -72,8 +72,9 @@ class TrainingArgs:
         if self.drafter_type != DEFAULT:
             for flag, value in own.items():
                 if value:
-                    kind = f"--drafter-type {self.drafter_type}"
-                    raise RedrafterError(f"{flag} cannot be used with {kind}")
+                    raise RedrafterError(
+                        f"{flag} cannot be used with --drafter-type {self.drafter_type}"
+                    )
         elif not self.exit_dim:
             for flag, value in (own | {"--draft-vocab-size": self.draft_vocab_size}).items():
                 if value:

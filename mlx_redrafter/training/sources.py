@@ -69,8 +69,10 @@ def check_data(data: str, batch_size: int) -> None:
     if not path.exists():
         check_hub_id(data)
         if find_spec("datasets") is None:
-            advice = "a data set on the Hugging Face hub needs pip install datasets"
-            raise RedrafterError(f"there is no folder {data}, and {advice}")
+            raise RedrafterError(
+                f"there is no folder {data}, and a data set on the Hugging Face hub needs pip "
+                "install datasets"
+            )
         return
     file = path / "train.jsonl"
     if not file.is_file():
@@ -100,8 +102,10 @@ def count_objects(file: Path) -> int:
 def check_enough(count: int, needed: int, batch_size: int) -> None:
     """Refuses too few given texts."""
     if count < needed:
-        what = f"expected at least {needed} texts in --data for --batch-size {batch_size}"
-        raise RedrafterError(f"{what}, got {count} that are long enough")
+        raise RedrafterError(
+            f"expected at least {needed} texts in --data for --batch-size {batch_size}, got "
+            f"{count} that are long enough"
+        )
 
 
 def compute_mean_length(examples: Sequence[Example]) -> int:

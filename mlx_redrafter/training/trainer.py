@@ -96,8 +96,10 @@ def train_drafter(
         shown = {key: float(np.array(value)) for key, value in values.items()}
         for key, value in shown.items():
             if not math.isfinite(value):
-                where = f"{key} is {value} at iteration {done}"
-                raise RedrafterError(f"{where}: start again with a lower --learning-rate")
+                raise RedrafterError(
+                    f"{key} is {value} at iteration {done}: start again with a lower "
+                    "--learning-rate"
+                )
         share = progress(done)
         stop = on_iteration is not None and on_iteration(done, share, shown)
         is_due = done % SAVE_EVERY == 0 or time.perf_counter() - saved > SAVE_SECONDS

@@ -76,8 +76,11 @@ class Service:
         """Refuses a name under which the loaded model is not served."""
         known = (DEFAULT_MODEL, self.model_name, self.args.model, *self.names)
         if not self.takes_any_name and name not in known:
-            message = f"expected model {' or '.join(self.names)}, got {name!r:.100}"
-            raise ApiError(message, 404, code="model_not_found")
+            raise ApiError(
+                f"expected model {' or '.join(self.names)}, got {name!r:.100}",
+                404,
+                code="model_not_found",
+            )
 
     def check_text(self, text: str) -> None:
         """Refuses a prompt that is far too long before all of it is encoded.
@@ -156,8 +159,10 @@ class Completion(ABC, Generic[AnyBody]):
         own = self.body.chat_template_kwargs
         reserved = RESERVED & own.keys()
         if reserved:
-            expected = "variables of the model's own template"
-            raise ApiError(f"chat_template_kwargs must be {expected}, got {min(reserved)}")
+            raise ApiError(
+                "chat_template_kwargs must be variables of the model's own template, got "
+                f"{min(reserved)}"
+            )
         if self.tools and not (tokenizer.has_tool_calling or self.forced_tools):
             raise ApiError(
                 "tools are not supported by this model: mlx-lm has no tool parser for its tokenizer"

@@ -358,8 +358,10 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
             return {}, {}
         case "required" | "any":
             if not tools:
-                expected = "tools of type function, custom or namespace"
-                raise ApiError(f"tool_choice {kind!r} needs {expected}, got none")
+                raise ApiError(
+                    f"tool_choice {kind!r} needs tools of type function, custom or namespace, got "
+                    "none"
+                )
             return tools, tools
         case "function" | "custom" | "tool":
             own = choice.get(kind, choice)

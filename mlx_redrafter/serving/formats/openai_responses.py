@@ -198,8 +198,10 @@ def add_item(messages: list[Json], item: Json, where: str) -> None:
         name = item.get("name") or kind.removesuffix("_call")
         namespace = item.get("namespace")
         if not isinstance(name, str) or not isinstance(namespace, str | None):
-            given = f"{name!r:.50} and {namespace!r:.50}"
-            raise ApiError(f"{where}: name and namespace must be strings, got {given}")
+            raise ApiError(
+                f"{where}: name and namespace must be strings, got {name!r:.50} and "
+                f"{namespace!r:.50}"
+            )
         arguments = {"input": item["input"]} if "input" in item else item.get("arguments")
         call = make_call(item["call_id"], join_name(name, namespace), arguments)
         continue_assistant(messages).setdefault("tool_calls", []).append(call)

@@ -203,8 +203,9 @@ async def read_body(request: Request) -> bytes:
             if size <= MAX_BODY_BYTES:
                 body += part
     except TimeoutError:
-        message = f"expected the whole body, got {size} bytes"
-        raise ApiError(message, 408, headers={"Connection": "close"}) from None
+        raise ApiError(
+            f"expected the whole body, got {size} bytes", 408, headers={"Connection": "close"}
+        ) from None
 
     if size > MAX_BODY_BYTES:
         raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
@@ -349,13 +350,19 @@ def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool
         raise ApiError(f"expected {expected}, got {origin!r:.100}", 403)
     if args.api_key is None:
         if not LOOPBACK_HOST.fullmatch(host):  # DNS rebinding: a page's own name may resolve here
-            known = "localhost, 127.0.0.1, [::1] or host.docker.internal"
-            raise ApiError(f"without --api-key the Host must be {known}, got {host!r:.100}", 403)
+            raise ApiError(
+                "without --api-key the Host must be localhost, 127.0.0.1, [::1] or "
+                f"host.docker.internal, got {host!r:.100}",
+                403,
+            )
     elif needs_key:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")
         # Headers are decoded as Latin-1, and `compare_digest` takes bytes or ASCII strings only.
         if not hmac.compare_digest(key.strip().encode("latin-1", "replace"), args.api_key.encode()):
-            expected = "expected the header Authorization: Bearer KEY with this server's key"
-            raise ApiError(expected, 401, headers={"WWW-Authenticate": "Bearer"})
+            raise ApiError(
+                "expected the header Authorization: Bearer KEY with this server's key",
+                401,
+                headers={"WWW-Authenticate": "Bearer"},
+            )

@@ -42,8 +42,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        message = f"cannot listen on {host}, port {port}: {join_lines(error)}"
-        raise RedrafterError(message) from error
+        raise RedrafterError(
+            f"cannot listen on {host}, port {port}: {join_lines(error)}"
+        ) from error
 
 
 def load_service(args: argparse.Namespace) -> Service:
