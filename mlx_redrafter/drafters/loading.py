@@ -173,11 +173,19 @@ def list_files(name: str, revision: str | None) -> list[str]:
     except HfHubHTTPError:  # the hub has answered
         raise
     except Exception as error:
-        try:
-            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        except LocalEntryNotFoundError:
-            raise error from None
+        folder = get_cached_folder(name, revision)
+        if folder is None:
+            raise error
         return list_folder(folder)
+
+
+def get_cached_folder(name: str, revision: str | None = None) -> Path | None:
+    """The local copy of a hub repository, which may lack files; None if there is none."""
+    only = {"allow_patterns": ["config.json"], "local_files_only": True}
+    try:
+        return Path(snapshot_download(name, revision=revision, **only))
+    except LocalEntryNotFoundError:
+        return None
 
 
 def list_folder(folder: Path) -> list[str]:
