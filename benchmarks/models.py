@@ -16,12 +16,13 @@ from mlx_lm.utils import compute_bits_per_weight
 
 from mlx_redrafter import load_demo
 from mlx_redrafter.atomic_files import expand_path
-from mlx_redrafter.checkpoints import load, load_fast_drafter
+from mlx_redrafter.checkpoints import load, load_auto_drafter, load_fast_drafter
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.checkpoint import count_bytes
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.options import AUTO
 from mlx_redrafter.planning.store import digest_tensors, sample_tensors
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training.prompts import encode_prompts, read_prompts
@@ -141,7 +142,7 @@ def add_workload(
     parser.set_defaults(prompts=list(prompts))
     add = parser.add_argument
     add("--model", help="a directory or hub id; the packaged demo if not given")
-    add("--drafter", help="the drafter that was trained for the model")
+    add("--drafter", help="the drafter that was trained for the model; 'auto' finds one")
     if draft_model:
         add(
             "--draft-model",
@@ -177,7 +178,11 @@ def load_workload(args: argparse.Namespace) -> tuple[Workload, Any]:
     """
     if args.model:
         model, tokenizer = load(args.model)
-        drafter = load_fast_drafter(args.drafter, model) if args.drafter else None
+        drafter = None
+        if args.drafter == AUTO:
+            drafter, args.drafter = load_auto_drafter(args.model, model)
+        elif args.drafter:
+            drafter = load_fast_drafter(args.drafter, model)
     else:
         model, tokenizer, drafter = load_demo(args.drafter)
     draft_model = None

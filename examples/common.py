@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_redrafter import load, load_demo, load_drafter
+from mlx_redrafter import load, load_demo
 
 DRAFTED: dict[str, Any] = {"draft_depth": 3}
 """A fixed plan, so that every machine drafts. The default plan drafts only if that is faster."""
@@ -22,7 +22,7 @@ def make_parser(
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", help="the model (default: the packaged demo)")
-    parser.add_argument("--drafter", help="its drafter (default: the context drafts)")
+    parser.add_argument("--drafter", help="its drafter, or 'auto' (default: the context drafts)")
     parser.add_argument("--prompt", default=prompt)
     parser.add_argument("--max-tokens", type=int, default=max_tokens, help="-1 for no limit")
     return parser
@@ -32,5 +32,6 @@ def load_pair(args: argparse.Namespace) -> Sequence[Any]:
     """Loads (model, tokenizer, drafter)."""
     if args.model is None:
         return load_demo()
-    model, tokenizer = load(args.model)
-    return model, tokenizer, load_drafter(args.drafter, model) if args.drafter else None
+    if args.drafter is None:
+        return *load(args.model), None
+    return load(args.model, drafter=args.drafter)

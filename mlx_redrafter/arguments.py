@@ -10,12 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import ranks
+from .auto_drafter import make_hint
 from .checkpoints import (
     DTYPE_NAMES,
     cast,
     get_dtype_name,
     is_quantized,
     load,
+    load_auto_drafter,
     load_demo_target,
     load_draft_model,
     load_fast_drafter,
@@ -44,7 +46,8 @@ def make_parser(command: str, about: str, without_drafter: str) -> Parser:
         help="local directory or Hugging Face repo of the target; the packaged demo if not given",
     )
     drafters = parser.add_mutually_exclusive_group().add_argument
-    drafters("--drafter", help=f"{origin}; {packaged}; {without_drafter} if not given")
+    auto = f"'{AUTO}' finds one for the model"
+    drafters("--drafter", help=f"{origin}; {packaged}; {auto}; {without_drafter} if not given")
     drafters("--draft-model", help="a smaller model with the same tokenizer instead, as in mlx-lm")
     add("--adapter-path", help="path of trained adapter weights and config")
     add(
@@ -171,23 +174,32 @@ def load_models(
     if is_slow and kind != "float32":
         print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
 
+    was_asked = get_drafter_name(args) is not None
     drafter = load_named_drafter(args, model, tokenizer)
     if verbose and args.model is None:
         print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
-    elif verbose and drafter is None and not args.no_drafter:
-        uses_context = args.context is not False and args.plan != OFF
-        if uses_context:
+    elif verbose and not was_asked and not args.no_drafter and args.plan != OFF:
+        if args.context is not False:
             print("no --drafter given: drafting from the context alone", file=sys.stderr)
+        if (hint := make_hint(args.model)) is not None:
+            print(hint, file=sys.stderr)
     return model, tokenizer, drafter
 
 
 def load_named_drafter(args: Any, model: nn.Module, tokenizer: Any) -> Drafter | None:
-    """Loads the drafter that the flags name: by default the demo's for the demo, else none."""
+    """Loads the drafter that the flags name: by default the demo's for the demo, else none.
+
+    Replaces `AUTO` in `args` by the name of the drafter that was found.
+    """
     if getattr(args, "no_drafter", False):
         return None
-    drafter: Drafter
+    if args.drafter == AUTO and args.model is None:
+        args.drafter = None
+    drafter: Drafter | None
     if args.draft_model is not None:
         drafter = load_draft_model(args.draft_model, model, tokenizer)
+    elif args.drafter == AUTO:
+        drafter, args.drafter = load_auto_drafter(args.model, model)
     elif args.drafter is not None:
         drafter = load_fast_drafter(args.drafter, model)
     elif args.model is None:
@@ -196,7 +208,7 @@ def load_named_drafter(args: Any, model: nn.Module, tokenizer: Any) -> Drafter |
         return None
 
     dtype = args.model_dtype or ("float32" if args.model is None else None)
-    if dtype is not None:
+    if dtype is not None and drafter is not None:
         cast(drafter.weights, dtype)
     return drafter
 

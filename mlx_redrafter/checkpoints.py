@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,13 +18,17 @@ from mlx_lm.utils import dequantize_model
 
 from . import ranks
 from .atomic_files import expand_path, replace_file
+from .auto_drafter import list_choices
 from .demo import DIRECTORY as DEMO
 from .drafters.checkpoint import get_not_finite, is_float, list_weights
 from .drafters.draft_model import DraftModel
 from .drafters.loading import (
     PACKAGED,
+    TARGET,
+    CheckpointFiles,
     check_hub_id,
     explain_damage,
+    is_bundle,
     is_drafter,
     locate_files,
     read_checkpoint,
@@ -38,6 +42,7 @@ from .engine.model_checks import explain_chains
 from .engine.patches import MODEL_LOCK
 from .errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
 from .machine.blas import choose_threads, warn_of_slow_blas
+from .options import AUTO
 
 DTYPE_NAMES = ("float16", "bfloat16", "float32")
 """The dtypes of weights and computation."""
@@ -58,11 +63,23 @@ MAX_MESSAGE = 300
 _log = logging.getLogger(__name__)
 
 
-def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
+@overload
+def load(
+    path_or_hf_repo: str | Path, *, drafter: str | Path, **options: Any
+) -> tuple[nn.Module, Any, Drafter | None]: ...
+@overload
+def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]: ...
+
+
+def load(
+    path_or_hf_repo: str | Path, *, drafter: str | Path | None = None, **options: Any
+) -> tuple[nn.Module, Any] | tuple[nn.Module, Any, Drafter | None]:
     """Loads the target and its tokenizer with mlx-lm, and evaluates every array.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
+        drafter: what `load_drafter` takes, or "auto" for one that fits, see docs/checkpoints.md. It
+            is then returned as well, or None if none was found.
         options: see `mlx_lm.load`.
 
     Raises:
@@ -84,7 +101,12 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     if not options.get("lazy"):
         evaluate(model)
     set_blas_threads(model)
-    return model, tokenizer
+    if drafter is None:
+        return model, tokenizer
+    if drafter != AUTO:
+        return model, tokenizer, load_drafter(drafter, model)
+    found, _ = load_auto_drafter(name, model, options.get("revision"))
+    return model, tokenizer, found
 
 
 def locate_model(name: str, revision: str | None = None) -> Path:
@@ -97,7 +119,11 @@ def locate_model(name: str, revision: str | None = None) -> Path:
             raise CheckpointError(NOT_A_MODEL.format(name))
         check_hub_id(name)
     try:
-        return mlx_lm_utils._download(str(path), revision=revision)
+        folder = mlx_lm_utils._download(str(path), revision=revision)
+        if is_bundle(folder):
+            mlx_lm_utils._download(str(path), revision=revision, allow_patterns=[f"{TARGET}/*"])
+            folder /= TARGET
+        return folder
     except Exception as error:  # of the network or the hub
         message = f"cannot load the model {name!r}: {join_lines(error)}"
         raise CheckpointError(message) from error
@@ -238,7 +264,11 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
         CheckpointError: it is missing, damaged or not a drafter, does not fit `model`, or holds
             NaN.
     """
-    files = locate_files(path_or_hf_repo)
+    return load_files(locate_files(path_or_hf_repo), model)
+
+
+def load_files(files: CheckpointFiles, model: nn.Module | None = None) -> Drafter:
+    """See `load_drafter`."""
     # It is written last. `convert` needs none.
     config = files.tensors[0].with_name("config.json")
     if not config.is_file():
@@ -259,9 +289,49 @@ def load_fast_drafter(path_or_hf_repo: str | Path, model: nn.Module) -> Drafter:
     16 bits are four times as slow there.
     """
     drafter = load_drafter(path_or_hf_repo, model)
+    cast_for_cpu(drafter, model)
+    return drafter
+
+
+def cast_for_cpu(drafter: Drafter, model: nn.Module) -> None:
+    """Casts a drafter to float32 for a float32 model on a CPU."""
     if mx.default_device().type == mx.cpu and get_dtype_name(model) == "float32":
         cast(drafter, "float32")
-    return drafter
+
+
+def load_auto_drafter(
+    name: str, model: nn.Module, revision: str | None = None
+) -> tuple[Drafter | None, str | None]:
+    """(a drafter for a target, what it is called), or None twice; see `auto_drafter.py`.
+
+    Logs what it takes, what it skips, and why. The dtype is that of `load_fast_drafter`.
+
+    Args:
+        name: the target's, a directory or a hub id, as it was loaded.
+        model: the target.
+        revision: of a hub id.
+    """
+    drafter = None
+    taken = None
+    for choice in list_choices(name, model, revision):
+        _log.info("note: drafter: %s", choice.about)
+        try:
+            drafter = load_files(choice.locate(), model)
+            cast_for_cpu(drafter, model)
+            drafter.open(model)  # refuses what this device cannot compute
+        except RedrafterError as error:
+            _log.info("note: skipped %s: %s", choice.name, error)
+            continue
+        taken = choice.name
+        break
+
+    if any(other != taken for other in ranks.gather(taken)):
+        raise RedrafterError("the ranks found different drafters: give --drafter its name")
+    if taken is None:
+        train = f"python -m mlx_redrafter.train --model {name} trains one"
+        _log.info("note: no drafter was found for %s: %s; the context still drafts", name, train)
+        return None, None
+    return drafter, taken
 
 
 def load_draft_model(

@@ -38,6 +38,10 @@ INDEX = "model.safetensors.index.json"
 SIDECAR = "mtp.safetensors"
 """A file with the multi-token-prediction layer in an MLX folder, whose index does not name it."""
 
+TARGET = "target"
+ASSISTANT = "assistant"
+"""The folders of a bundle: a model, and a drafter for it."""
+
 HAS_LAYER = (
     "{} is a model that has a multi-token-prediction layer: convert --from-base reads only that"
 )
@@ -147,7 +151,7 @@ def download(name: str, revision: str | None, choose: Choose, is_base: bool) -> 
     check_hub_id(name)
     try:
         present = list_files(name, revision)
-        if is_base and INDEX in present:
+        if is_base:
             wanted = ["config.json", INDEX]
             index = Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
             files = [INDEX, *choose_base_files(index, present, name, choose)]
@@ -229,6 +233,26 @@ def read_index(folder: Path) -> dict[str, str]:
     if not isinstance(placed, dict):
         raise CheckpointError(f"{folder / INDEX} does not say which file holds which tensor")
     return {tensor: str(file) for tensor, file in placed.items()}
+
+
+def is_bundle(folder: Path) -> bool:
+    """Whether a folder holds a model only in `TARGET`."""
+    has_target = (folder / TARGET / "config.json").is_file()
+    return has_target and not (folder / "config.json").is_file()
+
+
+def has_layer(folder: Path) -> bool:
+    """Whether the tensors of a model's folder include a multi-token-prediction layer.
+
+    Not one in `SIDECAR`.
+    """
+    try:
+        names = {*read_index(folder)}
+        for file in folder.glob("model*.safetensors") if not names else ():
+            names.update(read_safetensors(file))
+    except CheckpointError:
+        return False
+    return parse_layers(names) is not None
 
 
 def check_shards(folder: Path, names: Iterable[str]) -> None:

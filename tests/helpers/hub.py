@@ -108,10 +108,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         found = PAGES.fullmatch(url.path)
         repo = found["repo"] if found else ""
-        if found is None or not list(hub.root.glob(f"{repo}*")):
-            self.refuse(401, "RepoNotFound", "Invalid username or password.")
-        elif repo in hub.moved:
+        if repo in hub.moved:
             self.reply(307, Location=self.path.replace(repo, hub.moved[repo]))
+        elif found is None or not list(hub.root.glob(f"{repo}*")):
+            self.refuse(401, "RepoNotFound", "Invalid username or password.")
         elif (folder := hub.get_folder(repo, found["revision"] or "main")) is None:
             self.refuse(404, "RevisionNotFound", f"Invalid rev id: {found['revision']}")
         elif found["file"]:

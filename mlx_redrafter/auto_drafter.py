@@ -1,0 +1,366 @@
+"""`--drafter auto`: the drafters that a model's folder and name suggest, in order.
+
+First drafting layers in the model's own folder, then an `assistant/` folder beside its `target/`,
+then published drafters, see `drafters/published.py`. Of a published one, `config.json` is fetched
+first and compared with the target: numbers decide, not names.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.nn as nn
+from huggingface_hub import HfApi, hf_hub_download, metadata_load, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+
+from .atomic_files import expand_path
+from .drafters.checkpoint import Config
+from .drafters.loading import (
+    ASSISTANT,
+    PACKAGED,
+    SIDECAR,
+    TARGET,
+    CheckpointFiles,
+    choose_files,
+    get_cached_folder,
+    has_layer,
+    is_bundle,
+    list_files,
+    list_folder,
+    locate_files,
+    read_config,
+    read_object,
+)
+from .drafters.published import (
+    QAT,
+    Published,
+    TargetSizes,
+    explain_misfit,
+    list_published,
+    normalize_name,
+    read_target_sizes,
+)
+from .errors import CheckpointError, join_lines
+from .machine.memory import get_free_bytes
+
+NOT_CACHED = "it is not in the cache"
+
+MAX_BASES = 3
+"""How many models are followed from a model card to the card of its base."""
+
+SECONDS = 10.0
+HINT_SECONDS = 3.0
+"""How long the hub may take to describe a repository that is tried, or only named."""
+
+_log = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """A drafter to try.
+
+    Attributes:
+        name: a hub id, a path, or what else to call it.
+        about: what to say before it is loaded.
+        locate: finds its files, and downloads them.
+    """
+
+    name: str
+    about: str
+    locate: Callable[[], CheckpointFiles]
+
+
+class Stored(NamedTuple):
+    """The files of a published drafter, of which only the config is needed.
+
+    Attributes:
+        config: its `config.json`.
+        n_bytes: the size of config and tensors.
+        is_cached: whether they were downloaded before.
+    """
+
+    config: Config
+    n_bytes: int
+    is_cached: bool
+
+    def format_size(self) -> str:
+        """Its size, and whether it has to be downloaded."""
+        return (
+            f"{format_bytes(self.n_bytes)} {'on this machine' if self.is_cached else 'to download'}"
+        )
+
+
+class Examined(NamedTuple):
+    """A published drafter that was compared with a target.
+
+    Attributes:
+        published: its line in the table.
+        stored: its files; None if they are not known.
+        problem: why it cannot be used; None if it fits.
+    """
+
+    published: Published
+    stored: Stored | None
+    problem: str | None
+
+
+def list_choices(name: str, model: nn.Module, revision: str | None = None) -> Iterator[Choice]:
+    """The drafters to try for a target, the best first; logs why others are left out.
+
+    Args:
+        name: the target's, a directory or a hub id; it was loaded before.
+    """
+    folder = get_target_folder(name, revision)
+    yield from list_own(name, folder, revision)
+    published, base = find_published(name, folder)
+    for found in examine(published, model, read_config(folder)):
+        repo = found.published.repo
+        if found.stored is not None and found.problem is None:
+            about = f"{repo}, {found.published.kind}, {found.stored.format_size()}"
+            about += f"; it was trained for {base}" if base else ""
+            yield Choice(repo, about, partial(locate_files, repo))
+        elif found.problem != NOT_CACHED:
+            _log.info("note: skipped %s: %s", repo, found.problem)
+
+
+def make_hint(name: str) -> str | None:
+    """A line on the drafter that `--drafter auto` would try first; None if none is published.
+
+    Nothing is downloaded. Only for a target from the hub, the hub is asked for the drafter's size.
+    """
+    folder = get_target_folder(name)
+    published, _ = find_published(name, folder, may_download=False)
+    if not published:
+        return None
+    if any(True for _ in list_own(name, folder, may_ask=False)):
+        return "a drafter in the model's own folder: --drafter auto takes it"
+    repo = published[0].repo
+    hint = f"a published drafter: --drafter auto takes {repo}"
+    try:
+        stored = read_stored(repo)
+        if stored is None and not expand_path(name).is_dir():
+            n_bytes = sum(fetch_sizes(repo, HINT_SECONDS).values())
+            return f"{hint}, {format_bytes(n_bytes)}"
+    except Exception:  # of the network or the hub, or of what was downloaded
+        return hint
+    return hint if stored is None else f"{hint}, {stored.format_size()}"
+
+
+def get_target_folder(name: str, revision: str | None = None) -> Path:
+    """The folder of a target that was loaded."""
+    folder = expand_path(name)
+    if not folder.is_dir():
+        folder = get_cached_folder(name, revision) or folder
+    return folder / TARGET if is_bundle(folder) else folder
+
+
+def list_own(
+    name: str, folder: Path, revision: str | None = None, *, may_ask: bool = True
+) -> Iterator[Choice]:
+    """The drafters in a target's own folder or repository.
+
+    Args:
+        may_ask: ask the hub for files that loading the target did not download.
+    """
+    is_local = expand_path(name).is_dir()
+    present = {*list_folder(folder)}
+    has_sidecar = SIDECAR in present
+    if may_ask and not is_local:
+        try:
+            present.update(list_files(name, revision))
+        except Exception as error:  # of the network or the hub
+            _log.debug("cannot list the files of %s: %s", name, error)
+    if SIDECAR in present or has_layer(folder):
+        must_download = SIDECAR in present and not has_sidecar
+        origin = name if must_download else folder
+        locate = partial(locate_files, origin, revision, is_base=True)
+        yield Choice(f"{name} (its own layer)", "the model's own drafting layer", locate)
+
+    beside = folder.parent if folder.name == TARGET else folder
+    path = beside / ASSISTANT
+    if (path / "config.json").is_file():
+        label = f"{name}/{ASSISTANT}" if not is_local else str(path)
+        locate = partial(locate_assistant, name, path, revision)
+        yield Choice(label, "the assistant beside the model", locate)
+
+
+def locate_assistant(name: str, path: Path, revision: str | None) -> CheckpointFiles:
+    """The files of the assistant in a bundle, which are downloaded if its name is a hub id."""
+    if not expand_path(name).is_dir():
+        try:
+            snapshot_download(name, revision=revision, allow_patterns=[f"{ASSISTANT}/*"])
+        except Exception as error:  # of the network or the hub
+            raise CheckpointError(join_lines(error)) from error
+    return locate_files(path)
+
+
+def find_published(
+    name: str, folder: Path, *, may_download: bool = True
+) -> tuple[list[Published], str | None]:
+    """(the published drafters for a target, its base if they were trained for that).
+
+    A local folder goes by the base in its model card, else by its own name; a model of the hub by
+    its name, else by its base.
+
+    Args:
+        may_download: model cards.
+    """
+    own = get_own_name(name, folder)
+    drafters = list_published(own)
+    is_local = expand_path(name).is_dir()
+    if drafters and (not is_local or QAT in normalize_name(own)):
+        return drafters, None
+    for base, is_same in list_bases(name, folder, may_download=may_download):
+        found = list_published(base)
+        if found:
+            is_same = is_same or normalize_name(base) == normalize_name(own)
+            return found, None if is_same else base
+    return drafters, None
+
+
+def get_own_name(name: str, folder: Path) -> str:
+    """The name of a target: its hub id, also of a folder in the hub's cache, or its folder's."""
+    if not expand_path(name).is_dir():
+        return name
+    folder = folder.absolute()
+    for part in folder.parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return folder.parent.name if folder.name == TARGET else folder.name
+
+
+def list_bases(name: str, folder: Path, *, may_download: bool) -> Iterator[tuple[str, bool]]:
+    """(the base of a model, whether the model is only another format of it), then its base's."""
+    card = read_card(folder / "README.md")
+    if not card and may_download and not expand_path(name).is_dir():
+        card = fetch_card(name)
+    is_same = True
+    for _ in range(MAX_BASES):
+        base = card.get("base_model")
+        if isinstance(base, list) and len(base) == 1:
+            base = base[0]
+        if not isinstance(base, str):
+            return
+        is_same = is_same and card.get("base_model_relation") == "quantized"
+        yield base, is_same
+        card = fetch_card(base) if may_download else {}
+
+
+def read_card(file: Path) -> dict[str, Any]:
+    """The header of a model card; empty if there is none."""
+    try:
+        return metadata_load(file) or {}
+    except Exception:  # no file, or one of the many errors of YAML
+        return {}
+
+
+def fetch_card(repo: str) -> dict[str, Any]:
+    """The header of a model card on the hub; empty if there is none."""
+    try:
+        return read_card(Path(hf_hub_download(repo, "README.md")))
+    except Exception:  # of the network or the hub, or no hub id
+        return {}
+
+
+def examine(drafters: list[Published], model: nn.Module, config: Config) -> Iterator[Examined]:
+    """Compares published drafters with a target, one after another.
+
+    Downloads their `config.json`. If the hub cannot be reached, those in the cache are compared.
+
+    Args:
+        config: the target's.
+    """
+    is_reachable = True
+    for published in drafters:
+        found = None
+        sizes = read_target_sizes(model, config)
+        if is_reachable:
+            try:
+                found = examine_one(published, sizes, fetch_stored)
+            except Exception as error:  # of the network
+                is_reachable = False
+                why = join_lines(error)
+                if isinstance(error, OfflineModeIsEnabled):
+                    why = "HF_HUB_OFFLINE is set"
+                _log.info("note: only drafters in the cache are tried: %s", why)
+        yield found or examine_one(published, sizes, read_stored)
+
+
+def examine_one(
+    published: Published, sizes: TargetSizes, read: Callable[[str], Stored | None]
+) -> Examined:
+    """Compares a published drafter with a target.
+
+    Args:
+        read: returns its files, or None if there are none.
+    """
+    stored = None
+    try:
+        stored = read(published.repo)
+        problem: str | None = NOT_CACHED
+        if stored is not None:
+            problem = explain_misfit(stored.config, sizes) or explain_memory(stored)
+    except GatedRepoError:
+        problem = f"accept its terms on https://hf.co/{published.repo}, then run 'hf auth login'"
+    except RepositoryNotFoundError:
+        problem = "the hub has no such repository: it was moved or is private"
+    except (HfHubHTTPError, CheckpointError) as error:
+        problem = join_lines(error)
+    except (AttributeError, TypeError, ValueError) as error:
+        problem = f"its config.json cannot be read: {join_lines(error)}"
+    return Examined(published, stored, problem)
+
+
+def explain_memory(stored: Stored) -> str | None:
+    """Why a drafter does not fit into memory; None if it does."""
+    free = get_free_bytes()
+    if stored.n_bytes <= free:
+        return None
+    return f"it takes {format_bytes(stored.n_bytes)} of memory, {format_bytes(free)} are free"
+
+
+def fetch_stored(repo: str) -> Stored | None:
+    """A drafter's config from the hub, and the sizes of its files."""
+    if repo in PACKAGED:
+        return read_folder(PACKAGED[repo])
+    sizes = fetch_sizes(repo, SECONDS)
+    config = Path(hf_hub_download(repo, "config.json"))
+    is_cached = all((config.parent / file).exists() for file in sizes)
+    return Stored(read_object(config), sum(sizes.values()), is_cached)
+
+
+def fetch_sizes(repo: str, seconds: float) -> dict[str, int]:
+    """The bytes of a drafter's config and tensors on the hub, by file."""
+    info = HfApi().model_info(repo, files_metadata=True, timeout=seconds)
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
+    wanted = ["config.json", *choose_files(sizes, repo)]
+    return {file: sizes.get(file, 0) for file in wanted}
+
+
+def read_stored(repo: str) -> Stored | None:
+    """A drafter in the hub's cache, or a packaged one; None if it was not downloaded."""
+    folder = PACKAGED.get(repo) or get_cached_folder(repo)
+    return None if folder is None else read_folder(folder)
+
+
+def read_folder(folder: Path) -> Stored | None:
+    """A drafter in a folder; None if it holds no tensors."""
+    present = list_folder(folder)
+    if not any(file.endswith(".safetensors") for file in present):
+        return None
+    files = ["config.json", *choose_files(present, folder.name)]
+    n_bytes = sum((folder / file).stat().st_size for file in files)
+    return Stored(read_object(folder / "config.json"), n_bytes, is_cached=True)
+
+
+def format_bytes(n_bytes: int) -> str:
+    """A size in GB, or in MB if it is less than one."""
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

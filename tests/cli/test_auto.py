@@ -1,0 +1,92 @@
+"""`--drafter auto` of the commands, and the hint without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.hub import Hub, start_hub
+from helpers.published import publish
+from helpers.small import make_byte_tokenizer, save_target, small_llama
+
+Run = Callable[..., tuple[int, str, str]]
+
+MODEL = "mlx-community/Qwen3-8B-4bit"
+DRAFTER = "z-lab/Qwen3-8B-DFlash-b16"
+FLAGS = ("--model", MODEL, "--prompt", "abc", "-m", "24", "--draft-depth", "3")
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """A hub with a target of the byte vocabulary and a drafter for it."""
+    with start_hub(tmp_path / "hub", tmp_path / "cache") as started:
+        tokenizer = make_byte_tokenizer()
+        vocab = len(tokenizer)
+        model = small_llama(hidden=48, vocab=vocab, layers=12, kv_heads=2)
+        save_target(started.root / MODEL, model, tokenizer, eos_token_id=0)
+        publish("dflash", started.root / DRAFTER, vocab_size=vocab)
+        yield started
+
+
+def test_generate_drafts_with_what_it_finds(
+    hub: Hub, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, out, err = run("generate", *FLAGS, "--drafter", "auto", "--json")
+    assert status == 0, err
+    record = json.loads(out)
+    assert record["settings"]["drafter"] == DRAFTER
+    assert record["drafted"] > 0
+    assert f"note: drafter: {DRAFTER}, dflash, 0.2 MB to download\n" in caplog.text
+    plain = json.loads(run("generate", *FLAGS[:6], "--plan", "off", "--json")[1])
+    assert plain["tokens"] == record["tokens"]
+
+
+def test_one_hint_without_the_flag(hub: Hub, run: Run) -> None:
+    """None in quiet modes, none if the flag or another drafter is given."""
+    hint = "a published drafter: --drafter auto takes deepseek-ai/dspark_qwen3_8b_block7\n"
+    _, _, err = run("generate", *FLAGS[:6])
+    assert err.count(hint) == 1
+    assert not any("z-lab" in file or "deepseek" in file for file in hub.list_downloads())
+    for more in (("--verbose", "F"), ("--no-drafter",), ("--drafter", "auto"), ("--plan", "off")):
+        assert hint not in run("generate", *FLAGS[:6], *more)[2], more
+
+
+def test_nothing_found_drafts_from_the_context(
+    hub: Hub, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    (hub.root / "mlx-community").rename(hub.root / "nobody")
+    (hub.root / "nobody" / "Qwen3-8B-4bit").rename(hub.root / "nobody" / "unknown")
+    flags = ("--model", "nobody/unknown", "--drafter", "auto", "--prompt", "abcabc", "-m", "24")
+    status, out, err = run("generate", *flags, "--json", "--verbose", "F")
+    assert status == 0 and json.loads(out)["settings"]["drafter"] is None
+    assert err == "" and len(caplog.messages) == 1
+    assert "mlx_redrafter.train --model nobody/unknown" in caplog.text
+
+
+def test_auto_is_the_demos_own_for_the_demo(run: Run) -> None:
+    status, out, _ = run("generate", "--drafter", "auto", "-p", "def f(", "-m", "4", "--json")
+    assert status == 0 and json.loads(out)["settings"]["drafter"] == "demo"
+
+
+def test_the_hub_of_the_environment_is_used(hub: Hub, tmp_path: Path) -> None:
+    """In a process of its own, with the client's progress bars."""
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "mlx_redrafter.generate", *FLAGS, "--drafter", "auto"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"note: drafter: {DRAFTER}" in done.stderr
+    assert "Fetching" in done.stderr
+    again = subprocess.run(
+        command,
+        env=os.environ | variables | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert again.stdout == done.stdout
+    assert f"note: drafter: {DRAFTER}, dflash, 0.2 MB on this machine" in again.stderr
