@@ -7,7 +7,6 @@ import platform
 import re
 import subprocess
 from datetime import UTC, datetime
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ def describe_machine() -> dict[str, Any]:
     return found
 
 
-@cache
 def describe_gpu() -> dict[str, Any]:
     """What a Metal kernel's bits and speed depend on: architecture, cores and the macOS build."""
     cores = ask_system(

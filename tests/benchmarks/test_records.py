@@ -91,7 +91,7 @@ def test_damaged_or_unsigned_contributions_are_refused(
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_stamps_satisfy_the_schema(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said = {
-        "system_profiler": '{"SPDisplaysDataType": [{"_name": "screen"}, {"sppci_cores" : "38"}]}',
+        "ioreg": '+-o AGXAcceleratorG14X\n    {\n      "gpu-core-count" = 38\n    }\n',
         "pmset": "Now drawing from 'AC Power'\n -Internal 81%",
     }
 
@@ -99,7 +99,7 @@ def test_stamps_satisfy_the_schema(platform: str, monkeypatch: pytest.MonkeyPatc
         return subprocess.CompletedProcess(command, 0, stdout=said.get(command[0], ""))
 
     monkeypatch.setattr(records.sys, "platform", platform)
-    monkeypatch.setattr(records.subprocess, "run", answer)
+    monkeypatch.setattr(subprocess, "run", answer)
     found = stamp()
     assert explain_invalid(make_speed() | {"machine": found}) is None
     mac = {"gpu_cores": 38, "power": "AC Power"} if platform == "darwin" else {}
