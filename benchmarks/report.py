@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from mlx_redrafter.atomic_files import write_text
+from mlx_redrafter.engine.few_rows import MAX_ROWS
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.costs import interpolate, parse_costs
@@ -54,6 +55,9 @@ SUMMARY = {"context": CONTEXT, "drafter + context": "auto + context"}
 
 DRAFTER_FILES = "smollm2-"
 """Prefix of result files of the chat model; the kind of drafter follows."""
+
+VERDICT_ROWS = tuple(str(count) for count in range(2, MAX_ROWS + 1))
+"""Columns of the table of verdicts."""
 
 RESULTS_BLOCK = re.compile(
     r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL
@@ -317,11 +321,22 @@ def make_forward_lines(records: Iterable[Record]) -> Iterator[Line]:
             }
 
 
-def make_verdict_lines(records: Iterable[Record]) -> Iterator[Line]:
-    """A line for each matmul and row count on which the kernel for a few rows was tried."""
+def make_verdict_lines(records: Iterable[Record]) -> list[Line]:
+    """A line for each matmul on which the kernel for a few rows was tried: MLX's time over the
+    kernel's, by number of rows; with the verdict where it is not used.
+    """
+    lines = dict[tuple[str, str], Line]()
     for record in records:
-        for line in record.get("few_rows", []) if record["kind"] == "costs" else []:
-            yield {"target": record["model"], **line}
+        for each in record.get("few_rows", []) if record["kind"] == "costs" else []:
+            matmul = each["matmul"]
+            line = {"target": record["model"], "kernel over MLX, by rows": matmul}
+            line |= dict.fromkeys(VERDICT_ROWS)
+            speedup = f"{each['MLX, ms'] / each['ms']:.2f}"
+            verdict = each["verdict"]
+            is_used = verdict in ("used", "faster")
+            line = lines.setdefault((record["model"], matmul), line)
+            line[str(each["rows"])] = speedup if is_used else f"{speedup} ({verdict})"
+    return list(lines.values())
 
 
 def format_suite(suite: Record) -> str:
@@ -334,7 +349,7 @@ def format_suite(suite: Record) -> str:
         f"{describe_hardware(machine)}\n{format_machine(machine)}; {machine['when'][:10]}\n",
         format_markdown(list(make_forward_lines(suite["records"]))),
         format_markdown(list(make_size_lines(suite["records"]))),
-        format_markdown(list(make_verdict_lines(suite["records"]))),
+        format_markdown(make_verdict_lines(suite["records"])),
         "".join(f"- skipped: {each['name']}: {each['why']}\n" for each in suite["skipped"]),
     ]
     return "\n".join(filter(None, parts))

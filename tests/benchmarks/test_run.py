@@ -125,7 +125,8 @@ def test_the_suite_has_the_verdicts_on_the_kernel_for_a_few_rows(
     monkeypatch.setattr(run, "QUICK_TOKENS", 4)
     monkeypatch.setattr(run, "QUICK_PLANS", [(1, 1)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    fake_metal(monkeypatch)
+    metal = fake_metal(monkeypatch)
+    metal.ms = lambda matmuls: 2.0 if min(matmuls)[:2] == (3, 192) else 0.25
     model = small_llama(hidden=96, vocab=64)
     nn.quantize(model, group_size=32, bits=4)
     drafter = small_drafter(hidden=96, vocab=64)
@@ -134,8 +135,11 @@ def test_the_suite_has_the_verdicts_on_the_kernel_for_a_few_rows(
     path = tmp_path / "mine.json"
     assert run_suite({"tiny": lambda: workload}, path, 1.0) == 0
     text = capsys.readouterr().out
-    assert "| tiny | 2 | 192 x 96, 4 bits in 32s, float32 | 0.50 | 1.00 | used |\n" in text
+    name = "192 x 96, 4 bits in 32s, float32"
+    speedups = "4.00 | 0.50 (too slow) | 4.00 | 4.00 | 4.00 | 4.00 | 4.00"
+    assert f"| tiny | {name} | {speedups} |\n" in text
+    assert "| tiny | whole forward | 4.00 |  |  |" in text
     assert read_names(path) == ["tiny"] * 4
     costs, *speeds = json.loads(path.read_text())["records"]
-    assert {line["verdict"] for line in costs["few_rows"]} == {"used", "faster"}
+    assert {each["verdict"] for each in costs["few_rows"]} == {"used", "too slow", "faster"}
     assert [each["few_rows"] for each in speeds] == [[], [], [2, 3, 4, 5, 6, 7, 8]]

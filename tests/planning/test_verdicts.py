@@ -62,6 +62,7 @@ def list_used(pair: Pair) -> dict[int, set[tuple[int, int]]]:
 def test_without_metal_nothing_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(store, "measure_verdicts", lambda model: pytest.fail("tried"))
     monkeypatch.setattr(store, "read_saved", lambda file: pytest.fail("read"))
     caplog.set_level(logging.INFO)
