@@ -131,6 +131,13 @@ def list_choices(name: str, model: nn.Module, revision: str | None = None) -> It
             _log.info("note: skipped %s: %s", repo, found.problem)
 
 
+def examine_published(name: str, model: nn.Module) -> Iterator[Examined]:
+    """The published drafters for a target, compared with it; see `list_choices`."""
+    folder = get_target_folder(name)
+    published, _ = find_published(name, folder)
+    return examine(published, model, read_config(folder))
+
+
 def make_hint(name: str) -> str | None:
     """A line on the drafter that `--drafter auto` would try first; None if none is published.
 

@@ -267,22 +267,28 @@ def test_models_trained_to_be_quantized_have_their_own(
     assert all("-qat-" in note for note in notes[:-1]) and len(notes) > 1
 
 
-def save_own(folder: Path, file: str = "model-mtp.safetensors") -> nn.Module:
-    """Saves a model with a multi-token-prediction layer; returns it."""
+def save_own(folder: Path, file: str = "model-mtp.safetensors", prefix: str = "") -> nn.Module:
+    """Saves a model with a multi-token-prediction layer; returns it.
+
+    Args:
+        prefix: of the layer's tensors.
+    """
     model: Any = make_family("qwen3_5")
     save_target(folder, model, make_byte_tokenizer())
     config = mtp.select_layer_config(model.args.text_config, "qwen3_5")
     layer = randomised(mtp.Drafter(mtp.DrafterArgs(64, 64, config)), 0)
-    save_tensors(folder / file, name_as_published(layer))
+    arrays = name_as_published(layer)
+    save_tensors(folder / file, {prefix + name: array for name, array in arrays.items()})
     return model
 
 
+@pytest.mark.parametrize("prefix", ["", "language_model."])
 @pytest.mark.parametrize("file", ["model-mtp.safetensors", "mtp.safetensors"])
 def test_a_layer_of_the_model_comes_first(
-    file: str, hub: Hub, notes: list[str], tmp_path: Path
+    file: str, prefix: str, hub: Hub, notes: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "Qwen3-8B"
-    model = save_own(folder, file)
+    model = save_own(folder, file, prefix)
     drafter, name = load_auto_drafter(str(folder), model)
     assert drafter is not None and drafter.args.model_type == "mtp"
     assert name == f"{folder} (its own layer)"

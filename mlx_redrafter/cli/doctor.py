@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import __version__
-from ..arguments import get_drafter_name, load_models, make_parser
+from ..arguments import get_drafter_name, load_models, load_named_drafter, make_parser
+from ..auto_drafter import examine_published, format_bytes
 from ..checkpoints import format_dtype, is_quantized
 from ..drafters import make_drafter
 from ..drafters.checkpoint import count_bytes
@@ -22,13 +24,15 @@ from ..engine.exactness import format_row_counts
 from ..engine.model_checks import check_draftable
 from ..engine.model_parts import get_compute_dtype, get_module_name
 from ..engine.plan import chain_plan
+from ..errors import RedrafterError
 from ..machine.description import describe_machine
 from ..options import CACHE_OPTIONS, OFF, OPTION_NAMES, Options, add_options
 from ..pair import Pair
+from ..planning.acceptance import compute_cumulative, get_acceptance
 from ..planning.costs import CostTable, is_disturbed
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
-from ..planning.store import read_choice, read_costs_moment
+from ..planning.store import read_choice, read_costs, read_costs_moment, read_hits
 from ..planning.verdicts import Verdicts
 from ..setup import choose_row_counts, get_cache_row_classes
 from ..trials import TRIAL_PROMPTS, try_drafter
@@ -61,6 +65,7 @@ def run() -> int:
     options = Options(**{name: getattr(args, name) for name in names})
     model, tokenizer, drafter = load_models(args)
     report = diagnose(model, tokenizer, drafter, options, refresh=args.refresh)
+    report["published"] = list_published(args, model, options)
     if not args.json:
         print(format_report(report))
         return 0
@@ -124,10 +129,6 @@ def diagnose(
     chains = []
     if not is_disturbed(costs):
         chains = list_chains(costs, drafter.args.max_depth, trial)
-    tried = []
-    for chain in chains:
-        if "speedup" in chain and chain["context"] == costs.contexts[0]:
-            tried.append(chain)
     report: Report = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
         "target": describe_model(model, get_module_name(model), get_compute_dtype(model)),
@@ -152,9 +153,55 @@ def diagnose(
             model, drafter, trees=no_trees is None, few_rows=verdicts.make_few_rows()
         ),
         "chains": chains,
-        "fastest": max(tried, key=lambda chain: chain["speedup"], default=None),
+        "fastest": choose_fastest(chains),
+        "published": [],
     }
     return report | {"notes": list_notes(report)}
+
+
+def list_published(args: Any, model: nn.Module, options: Options) -> list[dict[str, Any]]:
+    """The published drafters for the target that the flags name, and whether they fit.
+
+    Of those that were downloaded and measured, also the chain that is expected to be fastest.
+    """
+    found = []
+    for published, stored, problem in examine_published(args.model, model) if args.model else ():
+        line: dict[str, Any] = {"repo": published.repo, "kind": published.kind}
+        line |= {"bytes": None, "is_downloaded": False, "problem": problem, "fastest": None}
+        found.append(line)
+        if stored is None:
+            continue
+        line |= {"bytes": stored.n_bytes, "is_downloaded": stored.is_cached}
+        if problem is None and stored.is_cached:
+            own = Namespace(**vars(args) | {"drafter": published.repo, "draft_model": None})
+            try:
+                pair = Pair(model, load_named_drafter(own, model, None))
+                line["fastest"] = predict_fastest(pair.with_few_rows(options.few_rows != OFF))
+            except RedrafterError as error:
+                line["problem"] = str(error)
+    return found
+
+
+def predict_fastest(pair: Pair) -> dict[str, Any] | None:
+    """The chain that should be fastest, by saved costs and hits; None if none are saved."""
+    drafter = pair.drafter
+    assert drafter is not None
+    trees = check_draftable(pair.model, tree=True) is None and drafter.explain_chains() is None
+    few_rows = pair.get_or_measure_few_rows()
+    costs = read_costs(pair.model, drafter, trees=trees, few_rows=few_rows)
+    if costs is None or is_disturbed(costs):
+        return None
+    table = read_hits(pair.model, drafter).correct(get_acceptance(drafter))
+    _, *shares = compute_cumulative(table, chain_plan(TRIAL_DEPTH))
+    expected = {"depth": TRIAL_DEPTH, "acceptance_per_depth": shares}
+    return choose_fastest(list_chains(costs, drafter.args.max_depth, expected))
+
+
+def choose_fastest(chains: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The fastest chain at the shorter context length; None if speeds are not known."""
+    shorter = min((chain["context"] for chain in chains), default=0)
+    known = [chain for chain in chains if "speedup" in chain and chain["context"] == shorter]
+    return max(known, key=lambda chain: chain["speedup"], default=None)
 
 
 def _say(text: str) -> None:
@@ -276,9 +323,29 @@ def format_report(report: Report) -> str:
         lines.append(f"Plans: chains only, {report['no_trees']}")
     if report["few_rows"]["tried"] or report["few_rows"]["failure"]:
         lines += format_few_rows(report["few_rows"])
+    if report["published"]:
+        lines += ["", "Published drafters; --drafter auto takes the first that fits:"]
+        lines += map(format_published, report["published"])
     if report["chains"]:
         lines += format_costs(report)
     return "\n".join(lines)
+
+
+def format_published(line: dict[str, Any]) -> str:
+    """A line on a published drafter: kind, size, and whether it fits or what it should gain."""
+    parts = [f"{line['repo']}: {line['kind']}"]
+    if line["bytes"] is not None:
+        place = "on this machine" if line["is_downloaded"] else "to download"
+        parts.append(f"{format_bytes(line['bytes'])} {place}")
+    fastest = line["fastest"]
+    if line["problem"]:
+        parts.append(f"skipped: {line['problem']}")
+    elif fastest:
+        gain = f"{fastest['speedup']:.2f} times plain decoding expected"
+        parts.append(f"fits, {gain} with 1 x {fastest['depth']}")
+    else:
+        parts.append("fits, not measured")
+    return ", ".join(parts)
 
 
 def format_few_rows(few_rows: dict[str, Any]) -> list[str]:

@@ -128,6 +128,16 @@ def doubt_costs(
     return False
 
 
+def read_costs(
+    model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: FewRows = NO_FEW_ROWS
+) -> CostTable | None:
+    """The cost table that was saved for a model and its drafter; None if there is none."""
+    saved = read_saved(make_costs_key(model, drafter, trees=trees, few_rows=few_rows)[1])
+    with suppress(ValueError, TypeError, KeyError):
+        return parse_costs(saved["costs"])
+    return None
+
+
 def read_costs_moment(
     model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: FewRows = NO_FEW_ROWS
 ) -> tuple[str, float | None] | None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.cost_curves import make_costs
 from helpers.hub import Hub, start_hub
 from helpers.published import publish
 from helpers.small import make_byte_tokenizer, save_target, small_llama
+from mlx_redrafter.planning import store
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -67,6 +69,33 @@ def test_nothing_found_drafts_from_the_context(
     assert status == 0 and json.loads(out)["settings"]["drafter"] is None
     assert err == "" and len(caplog.messages) == 1
     assert "mlx_redrafter.train --model nobody/unknown" in caplog.text
+
+
+def test_doctor_lists_published_drafters(
+    hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that do not fit too, and what one that was measured should gain."""
+    costs = make_costs("flat")
+    monkeypatch.setattr(store, "measure_costs", lambda *models, **options: costs)
+    publish("dspark_plain", hub.root / "RedHatAI/Qwen3-8B-speculator.eagle3")
+    status, out, _ = run("doctor", "--model", MODEL)
+    assert status == 0
+    listed = [line for line in out.splitlines() if "Qwen3-8B" in line or "qwen3_8b" in line]
+    assert len(listed) == 5
+    missing = "skipped: the hub has no such repository: it was moved or is private"
+    assert listed[0] == f"deepseek-ai/dspark_qwen3_8b_block7: dspark, {missing}"
+    assert listed[2] == f"{DRAFTER}: dflash, 0.2 MB to download, fits, not measured"
+    assert "it expects hidden size 36, the target has 48" in listed[3]
+    weights = [file for file in hub.list_downloads() if file.endswith(".safetensors")]
+    assert weights == [f"{MODEL}/model.safetensors"]
+
+    report = json.loads(run("doctor", "--model", MODEL, "--drafter", "auto", "--json")[1])
+    assert report["settings"]["drafter"] == DRAFTER
+    line = report["published"][2]
+    assert line["is_downloaded"] and line["bytes"] > 100_000 and line["problem"] is None
+    assert line["fastest"]["depth"] > 1 and line["fastest"]["speedup"] > 1
+    gain = f"{line['fastest']['speedup']:.2f} times plain decoding expected"
+    assert f"0.2 MB on this machine, fits, {gain} with 1 x " in run("doctor", "--model", MODEL)[1]
 
 
 def test_auto_is_the_demos_own_for_the_demo(run: Run) -> None:
