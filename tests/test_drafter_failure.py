@@ -97,10 +97,10 @@ def test_a_session_continues(plan: str, cheap_rounds: None) -> None:
 def test_an_unreadable_state_is_a_drafter_failure(calls: int) -> None:
     class Failing(StepwiseSource):
         @property
-        def state(self) -> Any:
+        def arrays(self) -> Any:
             if next(left, None) is None:
                 raise Broken(f"state {calls}")
-            return super().state
+            return super().arrays
 
     left = iter(range(calls))
     errors = list[Exception]()

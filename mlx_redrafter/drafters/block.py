@@ -666,8 +666,8 @@ class BlockSource(CachedSource):
         return advance
 
     @property
-    def state(self) -> Any:
-        return *super().state, self._positions
+    def arrays(self) -> Any:
+        return *super().arrays, self._positions
 
 
 def make_mask(

@@ -216,11 +216,11 @@ class CachedSource(StepwiseSource):
                 mine.keys = mx.array(cache.keys)
                 mine.values = mx.array(cache.values)
             other._caches.append(mine)
-        mx.eval(other.state)  # the copy may be used by another thread
+        mx.eval(other.arrays)  # the copy may be used by another thread
         return other
 
     @property
-    def state(self) -> Any:
+    def arrays(self) -> Any:
         """The caches and the buffered states."""
         caches = [(cache.keys, cache.values) for cache in self._caches if cache.keys is not None]
         return caches, self._waiting

@@ -192,7 +192,7 @@ class DraftModelSource(Source):
         return other
 
     @property
-    def state(self) -> Any:
+    def arrays(self) -> Any:
         """The arrays of its cache."""
         return [vars(c) for c in kv_cache.leaves(self._cache)]
 

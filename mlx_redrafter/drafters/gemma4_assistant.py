@@ -399,6 +399,6 @@ class AssistantSource(StepwiseSource):
         return rows
 
     @property
-    def state(self) -> Any:
+    def arrays(self) -> Any:
         """The last hidden state and its position."""
         return self._hidden, self._position

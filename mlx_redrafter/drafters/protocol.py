@@ -212,6 +212,6 @@ class StepwiseSource(Source):
         return draft(advance, root, plan, adjust, in_level_order=in_level_order)
 
     @property
-    def state(self) -> Any:
+    def arrays(self) -> Any:
         """The last hidden state."""
         return self._hidden

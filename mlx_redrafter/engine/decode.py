@@ -195,7 +195,7 @@ class Decoder:
                 if reads_all:
                     self._call_drafter("keep", Kept(piece, hidden, None, size, position))
                 self.target.evaluate()
-                mx.eval(self._drafter_state())
+                mx.eval(self._drafter_arrays())
             done += size
             report(done, total)
             mx.clear_cache()
@@ -210,7 +210,7 @@ class Decoder:
                 self._context.read(tokens)
             outcome = self._ahead.outcome
             pending_arrays = self.target.list_pending_arrays()
-            mx.eval(outcome.packed, outcome.logprobs, pending_arrays, self._drafter_state())
+            mx.eval(outcome.packed, outcome.logprobs, pending_arrays, self._drafter_arrays())
             report(total, total)
 
     def finish(self, length: int, last_token: int) -> None:
@@ -224,7 +224,7 @@ class Decoder:
             hidden = self.target.forward(token).hidden
             self._call_drafter("keep", Kept(token, hidden, None, 1, held))
         self.target.finish(length, last_token)
-        mx.eval(self._drafter_state())
+        mx.eval(self._drafter_arrays())
         if drafter is not None:  # a fork of it would keep this cache alive
             drafter.read_rows = None
 
@@ -294,7 +294,7 @@ class Decoder:
             with attend_by_row():
                 tree = drafter.propose(root, plan, given, in_level_order=in_level_order)
             self._draft = Draft(tree, draws)
-            mx.async_eval(self._draft, drafter.state)
+            mx.async_eval(self._draft, drafter.arrays)
         except Exception as error:
             self._drop_drafter(error)
 
@@ -390,11 +390,13 @@ class Decoder:
 
     def _enqueue(self, outcome: Outcome, more: Any) -> None:
         pending_arrays = self.target.list_pending_arrays()
-        mx.async_eval(outcome.packed, outcome.logprobs, more, pending_arrays, self._drafter_state())
+        mx.async_eval(
+            outcome.packed, outcome.logprobs, more, pending_arrays, self._drafter_arrays()
+        )
 
-    def _drafter_state(self) -> Any:
+    def _drafter_arrays(self) -> Any:
         try:
-            return None if self._drafter is None else self._drafter.state
+            return None if self._drafter is None else self._drafter.arrays
         except Exception as error:
             self._drop_drafter(error)
             return None

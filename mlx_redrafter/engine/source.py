@@ -119,7 +119,7 @@ class Source:
         return copy.copy(self)
 
     @property
-    def state(self) -> Any:
+    def arrays(self) -> Any:
         """Its arrays, as a tree.
 
         They are evaluated in each round, as another thread may run the next one.

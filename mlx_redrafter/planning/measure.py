@@ -118,7 +118,7 @@ def read_zeros(
     source.read([0] * (length + 1))
     if source.proposes_after_read:  # it reads the text in its first draft
         mx.eval(source.propose(mx.array(0), chain_plan(1), None, in_level_order=False))
-    mx.eval(source.state)
+    mx.eval(source.arrays)
 
     for cache in kv_cache.leaves(target.cache):
         if isinstance(cache, kv_cache.TRIMMABLE) and cache.keys is not None:
@@ -195,7 +195,7 @@ def time_parts(
                 source.confirm([0])
                 draft(1, 1)
             source.confirm([0])
-            mx.eval(source.state)
+            mx.eval(source.arrays)
 
     def take_rounds() -> None:
         for _ in range(steps_per_call):

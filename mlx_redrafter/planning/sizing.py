@@ -131,7 +131,7 @@ def time_draft_step(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype) -> flo
     source = drafter.open(model)
     hidden = dict.fromkeys(source.capture, mx.zeros((1, args.hidden_size), dtype))
     source.keep(Kept(token, hidden, None, 1, 0))
-    mx.eval(drafter.parameters(), source.state)
+    mx.eval(drafter.parameters(), source.arrays)
     calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, in_level_order=False))}
     calls["draft"]()
     milliseconds = time_calls(calls, TIMING_SECONDS, max_passes=MAX_DRAFTS)["draft"]

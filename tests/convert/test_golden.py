@@ -163,7 +163,7 @@ def test_drafts_of_blocks_match_the_original(name: str, tmp_path: Path) -> None:
     if "context_keys" in golden:
         n = len(golden["context_hidden"])
         for what, cached in zip(
-            ("keys", "values"), zip(*source.state[0], strict=True), strict=True
+            ("keys", "values"), zip(*source.arrays[0], strict=True), strict=True
         ):
             wanted = golden[f"context_{what}"]
             got = [array[0, :, n - wanted.shape[1] : n].swapaxes(0, 1) for array in cached]

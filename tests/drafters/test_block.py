@@ -82,7 +82,7 @@ def test_a_window_bounds_the_cache(kind: str) -> None:
         model, make_prompt(2 * MAX_EXCESS), source, max_tokens=6, plan=(2, 3), prefill_step_size=100
     )
     assert ids(steps) == ids(run(model, make_prompt(2 * MAX_EXCESS), max_tokens=6))
-    n_rows = source.state[0][0][0].shape[2]
+    n_rows = source.arrays[0][0][0].shape[2]
     assert (n_rows < 2 * MAX_EXCESS) == (kind == "dflash 2")
 
 

@@ -164,7 +164,7 @@ def test_rows_fill_no_more_than_the_window(kind: str, is_known: bool) -> None:
     else:
         for at in range(size):
             reading.feed(source, at, at + 1, known=False)
-    caches, waiting, *_ = source.state
+    caches, waiting, *_ = source.arrays
     assert all(keys.shape[2] <= 20 + MAX_EXCESS for keys, _ in caches)
     assert is_known or sum(len(rows.tokens) for rows in waiting) <= 66
     assert len(draft(source, 0, Plan(1, 2, 3))) == 3

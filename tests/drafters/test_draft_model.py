@@ -285,7 +285,7 @@ def test_max_kv_size_bounds_its_cache() -> None:
     steps = run(model, prompt, source, max_tokens=40, max_kv_size=16, plan=(1, 3))
     assert ids(steps) == ids(plain)
     assert steps[-1].stats.accepted > 15
-    assert all(cache["keys"].shape[2] <= 16 + 8 for cache in source.state)
+    assert all(cache["keys"].shape[2] <= 16 + 8 for cache in source.arrays)
 
 
 def test_mlx_lms_keywords() -> None:

@@ -348,7 +348,7 @@ class CachingSource(Source):
         return tree if in_level_order else prune(tree, beams, plan.size)
 
     @property
-    def state(self) -> Any:
+    def arrays(self) -> Any:
         """The rows and their number."""
         return self._rows, self._length
 
