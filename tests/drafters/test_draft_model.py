@@ -345,7 +345,9 @@ def test_auto_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         store,
         "measure_costs",
-        lambda *pair, trees: reads.append(trees) or (flat if trees else flat.restrict_to_chains()),
+        lambda *pair, trees, few_rows: (
+            reads.append(trees) or (flat if trees else flat.restrict_to_chains())
+        ),
     )
     prompt = make_prompt(12)
     plain = run(target, prompt, max_tokens=120)

@@ -87,7 +87,7 @@ def test_doctor_prints_and_renews_the_choice(
     assert examine(refresh=False) == [], "a choice is kept, so not in a busy moment"
     machine.costs = [BUSY]
     pair = machine.start()
-    pair.measure_costs(trees=True, refresh=True)
+    pair.get_or_measure_costs(trees=True, refresh=True)
     (line,) = examine(refresh=False)
     when = r"0.0 hours ago at load [\d.]+ on \d+ cores; --refresh chooses again"
     assert re.fullmatch(rf"Chosen for --exact: 1 \(nothing drafts\), {when}", line)
