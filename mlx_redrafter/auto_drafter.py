@@ -149,16 +149,21 @@ def make_hint(name: str) -> str | None:
         return None
     if any(True for _ in list_own(name, folder, may_ask=False)):
         return "a drafter in the model's own folder: --drafter auto takes it"
-    repo = published[0].repo
-    hint = f"a published drafter: --drafter auto takes {repo}"
-    try:
-        stored = read_stored(repo)
-        if stored is None and not expand_path(name).is_dir():
+    for repo, *_ in published:
+        hint = f"a published drafter: --drafter auto takes {repo}"
+        try:
+            stored = read_stored(repo)
+            if stored is not None:
+                return f"{hint}, {stored.format_size()}"
+            if expand_path(name).is_dir():
+                return hint
             n_bytes = sum(fetch_sizes(repo, HINT_SECONDS).values())
-            return f"{hint}, {format_bytes(n_bytes)}"
-    except Exception:  # of the network or the hub, or of what was downloaded
-        return hint
-    return hint if stored is None else f"{hint}, {stored.format_size()}"
+        except (HfHubHTTPError, CheckpointError):
+            continue  # `examine` would skip it, too
+        except Exception:  # of the network
+            return hint
+        return f"{hint}, {format_bytes(n_bytes)}"
+    return None
 
 
 def get_target_folder(name: str, revision: str | None = None) -> Path:

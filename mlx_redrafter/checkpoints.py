@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any, overload
 
 import mlx.core as mx
@@ -328,7 +329,7 @@ def load_auto_drafter(
     if any(other != taken for other in ranks.gather(taken)):
         raise RedrafterError("the ranks found different drafters: give --drafter its name")
     if taken is None:
-        train = f"python -m mlx_redrafter.train --model {name} trains one"
+        train = f"python -m mlx_redrafter.train --model {quote(name)} trains one"
         _log.info("note: no drafter was found for %s: %s; the context still drafts", name, train)
         return None, None
     return drafter, taken

@@ -51,7 +51,7 @@ def test_generate_drafts_with_what_it_finds(
 
 def test_one_hint_without_the_flag(hub: Hub, run: Run) -> None:
     """None in quiet modes, none if the flag or another drafter is given."""
-    hint = "a published drafter: --drafter auto takes deepseek-ai/dspark_qwen3_8b_block7\n"
+    hint = f"a published drafter: --drafter auto takes {DRAFTER}, 0.2 MB\n"
     _, _, err = run("generate", *FLAGS[:6])
     assert err.count(hint) == 1
     assert not any("z-lab" in file or "deepseek" in file for file in hub.list_downloads())

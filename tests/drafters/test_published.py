@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drafter_table import PAGE, insert_table
 
+from helpers.assistants import TARGETS, make_assistant, make_gemma4, publish_assistant
 from helpers.checkpoints import load_golden
 from helpers.published import list_golden, read_golden
 from mlx_redrafter.drafters import KINDS
 from mlx_redrafter.drafters.loading import PACKAGED
 from mlx_redrafter.drafters.published import (
+    SAME_AS_TARGET,
     TargetSizes,
     explain_misfit,
     list_published,
     normalize_name,
     read_table,
+    read_target_sizes,
 )
 
 OTHER_NAMES = {"dflash2": "dflash", "eagle3": "eagle", "recurrent": "recurrent_drafting_drafter"}
@@ -113,30 +118,20 @@ def test_each_published_config_shows_whether_it_fits(name: str, tmp_path: Path) 
         assert str(max(layers)) in str(explain_misfit(config, fewer))
 
 
-GEMMA = {
-    "model_type": "gemma4_assistant",
-    "backbone_hidden_size": 48,
-    "text_config": {
-        "hidden_size": 16,
-        "vocab_size": 97,
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "num_key_value_heads": 2,
-        "num_global_key_value_heads": None,
-        "sliding_window": 8,
-    },
-}
-
-
-@pytest.mark.parametrize(
-    "key", ["head_dim", "global_head_dim", "num_key_value_heads", "sliding_window"]
-)
-def test_a_drafter_that_reads_the_cache_needs_the_same_heads(key: str) -> None:
-    own: dict[str, int] = dict(GEMMA["text_config"])  # type: ignore[arg-type]
-    target = TargetSizes(48, 97, 6, {"text_config": own | {"hidden_size": 48}})
-    assert explain_misfit(GEMMA, target) is None
-    other = target._replace(config={"text_config": own | {key: own[key] * 2}})
-    assert explain_misfit(GEMMA, other) == (
-        f"it expects {key} {own[key]}, the target has {own[key] * 2}"
-    )
-    assert "hidden size 48" in str(explain_misfit(GEMMA, target._replace(hidden_size=40)))
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_assistant_needs_the_heads_and_window_of_its_target(name: str, tmp_path: Path) -> None:
+    model: Any = make_gemma4(name)
+    text = vars(model.get("language_model", model).args)
+    folder = publish_assistant(make_assistant("assistant", model), tmp_path / "assistant")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    target = read_target_sizes(model, {"text_config": text} if name != "gemma4_text" else text)
+    assert explain_misfit(config, target) is None
+    for key in SAME_AS_TARGET:
+        own = config["text_config"][key]
+        if own is None:
+            continue
+        other = {"text_config": text | {key: 2 * own}}
+        said = explain_misfit(config, target._replace(config=other))
+        assert said == f"it expects {key} {own}, the target has {2 * own}"
+    said = explain_misfit(config, target._replace(hidden_size=40))
+    assert said == f"it expects hidden size {text['hidden_size']}, the target has 40"
