@@ -187,6 +187,7 @@ def load_shards(
             raise CheckpointError(NOT_A_MODEL.format(name))
         if (damage := explain_damage(folder)) is not None:
             raise CheckpointError(f"cannot load {name!r}: {damage}")
+        name = str(folder)
     group = mx.distributed.init()
     groups = (group, None) if pipeline else (None, group)
     try:

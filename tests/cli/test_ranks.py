@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,20 @@ def test_mlx_launch_generates_what_one_process_does(
     assert together["tokens"] == alone["tokens"]
     assert together["text"] == alone["text"]
     assert together["drafted"] == alone["drafted"] > 0
+
+
+def test_ranks_find_the_same_drafter(pair: tuple[str, str], tmp_path: Path) -> None:
+    """In the bundle that they load."""
+    shutil.copytree(pair[0], tmp_path / "bundle" / "target")
+    shutil.copytree(pair[1], tmp_path / "bundle" / "assistant")
+    flags = ["--model", str(tmp_path / "bundle"), "--drafter", "auto", *FLAGS, "--prompt", "abc"]
+    command = ["-m", "mlx_redrafter.generate", *flags, "--json"]
+    first, second = wait_for_ranks(start_ranks(2, *command, XDG_CACHE_HOME=str(tmp_path)))
+    assert (first.status, second.status) == (0, 0), (first, second)
+    record = json.loads(first.out)
+    assert record["settings"]["drafter"] == str(tmp_path / "bundle" / "assistant")
+    assert record["drafted"] > 0
+    assert "note: drafter: the assistant beside the model" in first.err
 
 
 def test_rank_0_reads_the_input_for_all_ranks(run: Run, flags: list[str], chat_target: str) -> None:
