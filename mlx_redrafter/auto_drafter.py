@@ -93,9 +93,8 @@ class Stored(NamedTuple):
 
     def format_size(self) -> str:
         """Its size, and whether it has to be downloaded."""
-        return (
-            f"{format_bytes(self.n_bytes)} {'on this machine' if self.is_cached else 'to download'}"
-        )
+        place = "on this machine" if self.is_cached else "to download"
+        return f"{format_bytes(self.n_bytes)} {place}"
 
 
 class Examined(NamedTuple):
@@ -155,7 +154,7 @@ def make_hint(name: str) -> str | None:
             stored = read_stored(repo)
             if stored is not None:
                 return f"{hint}, {stored.format_size()}"
-            if expand_path(name).is_dir():
+            if is_local(name):
                 return hint
             n_bytes = sum(fetch_sizes(repo, HINT_SECONDS).values())
         except (HfHubHTTPError, CheckpointError):
@@ -164,6 +163,11 @@ def make_hint(name: str) -> str | None:
             return hint
         return f"{hint}, {format_bytes(n_bytes)}"
     return None
+
+
+def is_local(name: str) -> bool:
+    """Whether a target's name is a directory, not a hub id."""
+    return expand_path(name).is_dir()
 
 
 def get_target_folder(name: str, revision: str | None = None) -> Path:
@@ -182,31 +186,29 @@ def list_own(
     Args:
         may_ask: ask the hub for files that loading the target did not download.
     """
-    is_local = expand_path(name).is_dir()
-    present = {*list_folder(folder)}
-    has_sidecar = SIDECAR in present
-    if may_ask and not is_local:
+    origin: str | Path | None = None
+    if SIDECAR in list_folder(folder) or has_layer(folder):
+        origin = folder
+    elif may_ask and not is_local(name):
         try:
-            present.update(list_files(name, revision))
+            origin = name if SIDECAR in list_files(name, revision) else None
         except Exception as error:  # of the network or the hub
             _log.debug("cannot list the files of %s: %s", name, error)
-    if SIDECAR in present or has_layer(folder):
-        must_download = SIDECAR in present and not has_sidecar
-        origin = name if must_download else folder
+    if origin is not None:
         locate = partial(locate_files, origin, revision, is_base=True)
         yield Choice(f"{name} (its own layer)", "the model's own drafting layer", locate)
 
     beside = folder.parent if folder.name == TARGET else folder
     path = beside / ASSISTANT
     if (path / "config.json").is_file():
-        label = f"{name}/{ASSISTANT}" if not is_local else str(path)
+        label = str(path) if is_local(name) else f"{name}/{ASSISTANT}"
         locate = partial(locate_assistant, name, path, revision)
         yield Choice(label, "the assistant beside the model", locate)
 
 
 def locate_assistant(name: str, path: Path, revision: str | None) -> CheckpointFiles:
     """The files of the assistant in a bundle, which are downloaded if its name is a hub id."""
-    if not expand_path(name).is_dir():
+    if not is_local(name):
         try:
             snapshot_download(name, revision=revision, allow_patterns=[f"{ASSISTANT}/*"])
         except Exception as error:  # of the network or the hub
@@ -227,8 +229,7 @@ def find_published(
     """
     own = get_own_name(name, folder)
     drafters = list_published(own)
-    is_local = expand_path(name).is_dir()
-    if drafters and (not is_local or QAT in normalize_name(own)):
+    if drafters and (not is_local(name) or QAT in normalize_name(own)):
         return drafters, None
     for base, is_same in list_bases(name, folder, may_download=may_download):
         found = list_published(base)
@@ -240,7 +241,7 @@ def find_published(
 
 def get_own_name(name: str, folder: Path) -> str:
     """The name of a target: its hub id, also of a folder in the hub's cache, or its folder's."""
-    if not expand_path(name).is_dir():
+    if not is_local(name):
         return name
     folder = folder.absolute()
     for part in folder.parts:
@@ -252,7 +253,7 @@ def get_own_name(name: str, folder: Path) -> str:
 def list_bases(name: str, folder: Path, *, may_download: bool) -> Iterator[tuple[str, bool]]:
     """(the base of a model, whether the model is only another format of it), then its base's."""
     card = read_card(folder / "README.md")
-    if not card and may_download and not expand_path(name).is_dir():
+    if not card and may_download and not is_local(name):
         card = fetch_card(name)
     is_same = True
     for _ in range(MAX_BASES):
@@ -290,10 +291,10 @@ def examine(drafters: list[Published], model: nn.Module, config: Config) -> Iter
     Args:
         config: the target's.
     """
+    sizes = read_target_sizes(model, config)
     is_reachable = True
     for published in drafters:
         found = None
-        sizes = read_target_sizes(model, config)
         if is_reachable:
             try:
                 found = examine_one(published, sizes, fetch_stored)
