@@ -83,7 +83,7 @@ def test_ranks_are_joined_without_padding(size: int, padding: int, tmp_path: Pat
         ranks(tmp_path / "in", tensors(drafter), size, padding=padding), tmp_path / "out"
     )
     assert is_identical(done, drafter)
-    assert any(f"the last {padding} rows" in note for note in done.notes) == bool(padding)
+    assert any(f"the last {padding} outputs" in note for note in done.notes) == bool(padding)
 
 
 def test_an_unused_norm_is_dropped(tmp_path: Path) -> None:
