@@ -66,8 +66,6 @@ TIMED_BYTES = 2**26
 
 MAX_TIMED_CALLS = 64
 
-DTYPES_BY_NAME = {str(dtype).removeprefix("mlx.core."): dtype for dtype in DTYPES}
-
 Weights = tuple[mx.array, mx.array, mx.array]
 """Packed weights, scales and biases of a layer."""
 
@@ -130,48 +128,42 @@ class Verdicts(NamedTuple):
     def list_lines(self) -> list[dict[str, Any]]:
         """What was found in words and milliseconds, as lines of a table."""
         used = self.make_few_rows().used
-        lines = list[dict[str, Any]]()
+        found = list[tuple[int, str, float, float, str]]()
         for matmul, ms, mlx_ms, is_equal in sorted(self.matmuls, key=lambda each: each.matmul[:3]):
+            n_rows, n_outputs, n_inputs, bits, group_size, dtype = matmul
+            name = f"{n_outputs} x {n_inputs}, {bits} bits in {group_size}s, {_name_dtype(dtype)}"
             verdict = "used" if matmul in used else "the forward gains nothing"
             if not is_equal:
                 verdict = "too slow" if is_equal is None else "other bits"
-            shape = f"{matmul.n_outputs} x {matmul.n_inputs}"
-            name = (
-                f"{shape}, {matmul.bits} bits in {matmul.group_size}s, {_name_dtype(matmul.dtype)}"
-            )
-            lines.append(_make_line(matmul.n_rows, name, ms, mlx_ms, verdict))
+            found.append((n_rows, name, ms, mlx_ms, verdict))
         for each in self.forwards:
-            verdict = "faster" if each.is_faster else "too slow"
-            lines.append(_make_line(each.n_rows, "whole forward", each.ms, each.mlx_ms, verdict))
-        return lines
+            found.append(
+                (each[0], "whole forward", *each[1:], "faster" if each.is_faster else "too slow")
+            )
+        columns = ("rows", "matmul", "ms", "MLX, ms", "verdict")
+        return [dict(zip(columns, cells, strict=True)) for cells in found]
 
     def to_json(self) -> dict[str, Any]:
         """As an object that `parse_verdicts` reads."""
         matmuls = []
-        for matmul, ms, mlx_ms, is_equal in self.matmuls:
-            described = matmul._asdict() | {"dtype": _name_dtype(matmul.dtype)}
-            matmuls.append(described | {"ms": ms, "mlx_ms": mlx_ms, "is_equal": is_equal})
-        forwards = [each._asdict() for each in self.forwards]
-        return {"matmuls": matmuls, "forwards": forwards, "failure": self.failure}
+        for matmul, *found in self.matmuls:
+            *sizes, dtype = matmul
+            matmuls.append([*sizes, _name_dtype(dtype), *found])
+        return {"matmuls": matmuls, "forwards": self.forwards, "failure": self.failure}
 
 
 def parse_verdicts(value: Any) -> Verdicts:
     """Verdicts as read from JSON; raises a ValueError, TypeError or KeyError for anything else."""
+    dtypes = {_name_dtype(dtype): dtype for dtype in DTYPES}
     matmuls = []
-    for each in value["matmuls"]:
-        fields = {name: each[name] for name in Matmul._fields}
-        matmul = Matmul(**fields | {"dtype": DTYPES_BY_NAME[fields["dtype"]]})
-        matmuls.append(Verdict(matmul, each["ms"], each["mlx_ms"], each["is_equal"]))
-    forwards = tuple(ForwardTimes(**each) for each in value["forwards"])
+    for *sizes, dtype, ms, mlx_ms, is_equal in value["matmuls"]:
+        matmuls.append(Verdict(Matmul._make([*sizes, dtypes[dtype]]), ms, mlx_ms, is_equal))
+    forwards = tuple(ForwardTimes(*each) for each in value["forwards"])
     return Verdicts(tuple(matmuls), forwards, value["failure"])
 
 
-def _make_line(n_rows: int, name: str, ms: float, mlx_ms: float, verdict: str) -> dict[str, Any]:
-    return {"rows": n_rows, "matmul": name, "ms": ms, "MLX, ms": mlx_ms, "verdict": verdict}
-
-
 def _name_dtype(dtype: mx.Dtype) -> str:
-    return next(name for name, each in DTYPES_BY_NAME.items() if each == dtype)
+    return str(dtype).removeprefix("mlx.core.")
 
 
 def has_metal() -> bool:
@@ -192,16 +184,18 @@ def digest_kernels() -> list[str | None]:
 
 def measure_verdicts(model: nn.Module) -> Verdicts:
     """Races and compares the kernel in about `VERDICT_SECONDS`; warns if it cannot run."""
-    _log.info(
-        "racing a kernel for a few rows with MLX's, once for this model: at most %g seconds",
-        VERDICT_SECONDS,
-    )
     end = perf_counter() + VERDICT_SECONDS
     with wired_limit(model), mx.stream(generation_stream):
+        layers = list_layers(model)
+        if layers:
+            about = (
+                "racing a kernel for a few rows with MLX's, once for this model: %g seconds at most"
+            )
+            _log.info(about, VERDICT_SECONDS)
         tried = list[Verdict]()
         failure = None
         try:
-            for verdict in try_matmuls(list_layers(model), end - FORWARD_SECONDS):
+            for verdict in try_matmuls(layers, end - FORWARD_SECONDS):
                 tried.append(verdict)
         except RuntimeError as error:  # it does not compile
             failure = join_lines(error)[:200]
@@ -257,7 +251,7 @@ def try_matmuls(layers: dict[Matmul, list[Weights]], end: float) -> Iterator[Ver
     Args:
         end: value of `perf_counter` after which nothing new is tried.
     """
-    one_row = _OneRow()
+    computed = dict[Matmul, tuple[mx.array, mx.array]]()
     for n_rows in TRIED_ROW_COUNTS:
         for matmul, weights in layers.items():
             if perf_counter() >= end:
@@ -265,7 +259,9 @@ def try_matmuls(layers: dict[Matmul, list[Weights]], end: float) -> Iterator[Ver
             tried = matmul._replace(n_rows=n_rows)
             verdict = Verdict(tried, *race_matmul(tried, weights), None)
             if verdict.is_faster:
-                verdict = verdict._replace(is_equal=one_row.is_equal(tried, *weights[0]))
+                verdict = verdict._replace(
+                    is_equal=compare_with_one_row(tried, weights[0], computed)
+                )
             yield verdict
 
 
@@ -298,43 +294,37 @@ def _multiply_with_mlx(
     return mx.quantized_matmul(x, w, scales, biases, group_size=matmul.group_size, bits=matmul.bits)
 
 
-class _OneRow:
-    """Compares with MLX's outputs of one row, which are computed once for a matmul."""
+def compare_with_one_row(
+    matmul: Matmul, weights: Weights, computed: dict[Matmul, tuple[mx.array, mx.array]]
+) -> bool:
+    """Whether `COMPARED_OUTPUTS` of random inputs have the bits of one row.
 
-    def __init__(self) -> None:
-        self._computed: dict[Matmul, tuple[mx.array, mx.array]] = {}
+    In float32, too, as rounding to 16 bits hides most other orders of sums.
 
-    def is_equal(self, matmul: Matmul, w: mx.array, scales: mx.array, biases: mx.array) -> bool:
-        """Whether `COMPARED_OUTPUTS` of random inputs have the bits of one row.
-
-        In float32, too, as rounding to 16 bits hides most other orders of sums.
-        """
-        for dtype in dict.fromkeys((matmul.dtype, mx.float32)):
-            own = matmul._replace(dtype=dtype)
-            weights = (w, scales.astype(dtype), biases.astype(dtype))
-            x, expected = self._compute(own, *weights)
-            same = []
-            for start in range(0, len(x), matmul.n_rows):
-                rows = slice(start, start + matmul.n_rows)
-                if rows.stop > len(x):  # the last rows, some of them again
-                    rows = slice(len(x) - matmul.n_rows, len(x))
-                y = few_rows.multiply(own, x[rows], *weights)
-                same.append(mx.array_equal(y.view(mx.uint8), expected[rows].view(mx.uint8)))
-            if not mx.all(mx.stack(same)).item():
-                return False
-        return True
-
-    def _compute(self, matmul: Matmul, *weights: mx.array) -> tuple[mx.array, mx.array]:
-        """(inputs, outputs of each row alone)."""
-        key = matmul._replace(n_rows=1)
-        if key not in self._computed:
+    Args:
+        computed: (inputs, outputs of each row alone) by matmul of one row; what is missing is
+            added.
+    """
+    w, scales, biases = weights
+    for dtype in dict.fromkeys((matmul.dtype, mx.float32)):
+        own = (w, scales.astype(dtype), biases.astype(dtype))
+        one_row = matmul._replace(n_rows=1, dtype=dtype)
+        if one_row not in computed:
             n_compared = max(MAX_ROWS, math.ceil(COMPARED_OUTPUTS / matmul.n_outputs))
-            x = make_inputs(n_compared, matmul.n_inputs, matmul.dtype)
-            rows = mx.split(x, n_compared)
-            y = mx.concatenate([_multiply_with_mlx(key, row, *weights) for row in rows])
-            mx.eval(x, y)
-            self._computed[key] = (x, y)
-        return self._computed[key]
+            x = make_inputs(n_compared, matmul.n_inputs, dtype)
+            alone = [_multiply_with_mlx(one_row, row, *own) for row in mx.split(x, n_compared)]
+            computed[one_row] = (x, mx.concatenate(alone))
+        x, expected = computed[one_row]
+
+        same = []
+        for start in range(0, len(x), matmul.n_rows):
+            first = min(start, len(x) - matmul.n_rows)
+            rows = slice(first, first + matmul.n_rows)
+            y = few_rows.multiply(matmul._replace(dtype=dtype), x[rows], *own)
+            same.append(mx.array_equal(y.view(mx.uint8), expected[rows].view(mx.uint8)))
+        if not mx.all(mx.stack(same)).item():
+            return False
+    return True
 
 
 def make_inputs(n_rows: int, n_inputs: int, dtype: mx.Dtype) -> mx.array:
