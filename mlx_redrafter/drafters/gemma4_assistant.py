@@ -112,6 +112,9 @@ def read_fields(config: Config) -> Config:
             raise ValueError(f"{key} {text[key]!r:.40} is not supported")
     names = {each.name for each in fields(ModelArgs)}
     layer_config = {key: value for key, value in text.items() if key in names}
+    for own in get_object(text, "per_layer_config").values():  # of full attention, newer configs
+        layer_config["global_head_dim"] = own.get("head_dim", text["head_dim"])
+        layer_config["num_global_key_value_heads"] = own.get("num_key_value_heads")
     has_centroids = config.get("use_ordered_embeddings") is True
     return {
         "model_type": config.get("model_type"),

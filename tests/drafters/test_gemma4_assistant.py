@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
 
-from helpers.assistants import load_golden_target
-from helpers.checkpoints import load_golden
+from helpers.assistants import (
+    ASSISTANT_KINDS,
+    TARGETS,
+    load_golden_target,
+    make_assistant,
+    make_gemma4,
+    publish_assistant,
+)
+from helpers.checkpoints import load_golden, same, tensors
 from helpers.published import Arrays, list_golden, read_golden
-from mlx_redrafter import generate_step
-from mlx_redrafter.drafters.gemma4_assistant import Drafter, find_read_layers
+from helpers.sessions import chat_tokenizer
+from helpers.small import small_llama
+from helpers.toys import assert_same_steps, ids, make_prompt, run
+from mlx_redrafter import RedrafterError, Session, generate_step, load_drafter
+from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.drafters.checkpoint import MODES
+from mlx_redrafter.drafters.gemma4_assistant import (
+    MODEL_TYPES,
+    AssistantSource,
+    Drafter,
+    find_read_layers,
+)
+from mlx_redrafter.drafters.protocol import StepwiseSource
+from mlx_redrafter.engine.beam_search import Adjust
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.source import Source
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.tree import chain
-from mlx_redrafter.engine.types import Kept
+from mlx_redrafter.engine.types import Kept, Tree
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.pair import Pair
 
-GOLDEN = list_golden("shared_cache/*")
+PAIRS = ("gemma4_assistant",)
+"""Golden files with a target."""
+
+ALONE = tuple(name for name in list_golden("shared_cache/*") if name not in PAIRS)
+"""Golden files with given rows."""
 PROMPTS = ("short", "long")
 
 
@@ -70,7 +104,7 @@ def assert_near(got: mx.array, expected: mx.array) -> None:
     np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0)
 
 
-@pytest.fixture(scope="module", params=GOLDEN)
+@pytest.fixture(scope="module", params=PAIRS)
 def golden(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[nn.Module, Drafter, Arrays]:
@@ -145,6 +179,32 @@ def test_rounds_match_the_original(prompt: str, golden: tuple[nn.Module, Drafter
     assert accepted == expected["accepted"].tolist()
 
 
+@pytest.mark.parametrize("name", ALONE)
+def test_logits_match_the_original(name: str, tmp_path: Path) -> None:
+    """The tokens of clusters that are not chosen have the original's lowest logit."""
+    drafter: Any = load_golden(name, tmp_path)
+    arrays = read_golden(name)[1]
+    rows = {
+        f"{kind}_attention": (arrays[f"{kind}_keys"][None], arrays[f"{kind}_values"][None])
+        for kind in ("sliding", "full")
+    }
+    fewer = {kind: (keys[..., 1:, :], values[..., 1:, :]) for kind, (keys, values) in rows.items()}
+    state = arrays["hidden"]
+    for step, expected in enumerate(arrays["logits"]):
+        read = partial(drafter.read_tokens, arrays["embedded"][step : step + 1], state)
+        normed = read(rows, arrays["position"])
+        logits = drafter.guess(normed)[0]
+        is_chosen = expected > expected.min()
+        assert is_chosen.sum().item() == 36
+        assert mx.array_equal(mx.isfinite(logits), is_chosen)
+        assert_near(mx.where(is_chosen, logits, expected), expected)
+        # Negative controls.
+        assert not mx.allclose(read(fewer, arrays["position"]), normed, atol=1e-2)
+        assert not mx.allclose(read(rows, arrays["position"] + 1), normed, atol=1e-2)
+        state = drafter.post_projection(normed)
+        assert_near(state[0], arrays["fed_back"][step])
+
+
 def test_other_rows_states_and_positions_change_the_logits(
     golden: tuple[nn.Module, Drafter, Arrays],
 ) -> None:
@@ -175,3 +235,258 @@ def test_other_rows_states_and_positions_change_the_logits(
         found = text.compute_logits(expected["root"], path)
         far = mx.abs(found - expected["last.logits"]).max().item()
         assert far < 1e-4 if name == "none" else far > 1e-2, name  # type: ignore[operator]
+
+
+FEW = 8
+"""Small enough that random drafters are often right."""
+
+PLANS = chain_plan(4), Plan(3, 3, 7)
+
+
+def draft_afresh(model: nn.Module, drafter: Drafter, tokens: list[int], plan: Plan) -> list[int]:
+    """A draft after the target has read all tokens but the last one at once."""
+    text = Text(model, drafter)
+    text.read(mx.array(tokens[:-1]))
+    return draft(text.source, mx.array(tokens[-1]), plan)
+
+
+class Watched(Drafter):
+    """An assistant whose drafts are noted, and replaced by partly right chains.
+
+    Args:
+        text: a prompt and its plain continuation, longer than the decoded text.
+    """
+
+    def __init__(self, drafter: Drafter, text: list[int]) -> None:
+        super().__init__(drafter.args)
+        self.update(drafter.parameters())
+        self.text = text
+        self.drafts: list[tuple[int, Plan, list[int]]] = []
+
+    def open(self, model: nn.Module) -> AssistantSource:
+        return WatchedSource(self, model)
+
+
+class WatchedSource(AssistantSource):
+    """The source of `Watched`."""
+
+    drafter: Watched
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self._end = len(tokens)
+
+    def confirm(self, tokens: Sequence[int]) -> None:
+        self._end += len(tokens)
+
+    def propose(
+        self, root: mx.array, plan: Plan, adjust: Adjust | None, *, in_level_order: bool
+    ) -> Tree:
+        end = self._end
+        for own in PLANS:
+            tree = super().propose(root, own, None, in_level_order=False)
+            self.drafter.drafts.append((end, own, tree.tokens.tolist()[1:]))  # type: ignore[arg-type,index]
+        tokens = self.drafter.text[end : end + plan.depth]
+        wrong_from = end % 5
+        tokens[wrong_from:] = [(token + 1) % FEW for token in tokens[wrong_from:]]
+        return chain(root, mx.array(tokens))
+
+
+@pytest.mark.parametrize(("name", "kind"), [*product(TARGETS, ASSISTANT_KINDS)])
+def test_drafts_do_not_depend_on_how_the_text_was_read(name: str, kind: str) -> None:
+    """Pieces of the prompt, plain steps and rounds give the drafts of a single read.
+
+    The rings of 8 rows wrap; steps of one row turn them, steps of several make them longer.
+    """
+    model = make_gemma4(name, FEW)
+    drafter = make_assistant(kind, model)
+    prompt = make_prompt(6, vocab=FEW)
+    options: dict[str, Any] = {"prefill_step_size": 3}
+    plain = ids(run(model, prompt, max_tokens=50, **options))
+    watched = Watched(drafter, [*prompt, *plain])
+    steps = run(model, prompt, watched, plan=(1, 4), max_tokens=40, **options, context=False)
+    assert ids(steps) == plain[:40]
+    assert 10 < steps[-1].stats.accepted < 30
+    assert len(watched.drafts) > 20
+    for end, plan, tokens in watched.drafts:
+        assert tokens == draft_afresh(model, drafter, watched.text[:end], plan)
+    # Negative control: without the first token.
+    end, plan, tokens = watched.drafts[0]
+    text = watched.text[1:end]
+    assert tokens != draft_afresh(model, drafter, text, plan)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_greedy_drafts_compute_no_logits_of_other_clusters(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the drafts from the logits of all tokens."""
+    model = make_gemma4("gemma4_text")
+    drafter = make_assistant("assistant with centroids", model, hidden_size=48)
+    tokens = make_prompt(12)
+    text = Text(model, drafter)
+    text.read(mx.array(tokens))
+    full = StepwiseSource.propose(text.source, mx.array(3), plan, None, in_level_order=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafter, "guess", None)
+        few = text.source.propose(mx.array(3), plan, None, in_level_order=False)
+    for one, other in zip(full, few, strict=True):
+        assert mx.array_equal(one, other)
+    levels = text.source.propose(mx.array(3), plan, None, in_level_order=True)
+    assert len(levels.tokens) == 1 + plan.width * plan.depth
+
+
+def test_chosen_clusters_match_a_numpy_computation() -> None:
+    drafter: Any = make_assistant("assistant with centroids", make_gemma4("gemma4_text"))
+    normed = mx.random.normal((3, 32), key=mx.random.key(1))
+    weights = {name: np.array(array) for name, array in tree_flatten(drafter.parameters())}
+    clusters = weights["token_ordering"].reshape(4, -1)
+    for row, logits in zip(np.array(normed), drafter.guess(normed), strict=True):
+        best = np.argsort(weights["centroids.weight"] @ row)[-2:]
+        expected = np.full(64, -np.inf, np.float32)
+        chosen = clusters[best].reshape(-1)
+        expected[chosen] = weights["output.weight"][chosen] @ row
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_targets_of_other_sizes_are_refused() -> None:
+    """Both numbers are named: of mixed pairs, and of each size that the cache must have."""
+    model = make_gemma4("gemma4_text")
+    for sizes, reason in (
+        ({"hidden_size": 96}, "expects hidden size 64, the target has 96"),
+        ({"sliding_window": 4}, "expects sliding_window 8, the target has 4"),
+        ({"num_key_value_heads": 1}, "n_kv_heads 2 in sliding_attention, the target has 1 in"),
+        ({"global_head_dim": 32}, "head_dim 64 in full_attention, the target has 32 in layer 3"),
+        ({"layer_types": ["sliding_attention"] * 6}, "a full_attention layer .* has none"),
+    ):
+        other = make_gemma4("gemma4_text", **sizes)
+        with pytest.raises(CheckpointError, match=reason):
+            Pair(other, make_assistant("assistant", model))
+    with pytest.raises(CheckpointError, match=r"a target of Gemma 4 .*, got llama"):
+        llama = small_llama(hidden=64, vocab=64)
+        Pair(llama, make_assistant("assistant", model))
+
+
+@pytest.mark.parametrize("kind", ASSISTANT_KINDS)
+def test_published_assistants_load(kind: str, tmp_path: Path) -> None:
+    """Dense ones name centroids that they lack; a copy of the embedding beside `lm_head` is unused.
+
+    The tokens of clusters must be a permutation.
+    """
+    model = make_gemma4("gemma4")
+    drafter = make_assistant(kind, model)
+    for model_type in MODEL_TYPES:
+        folder = publish_assistant(drafter, tmp_path / model_type, model_type=model_type)
+        loaded: Any = load_drafter(folder, model)
+        assert loaded.args.model_type == model_type
+        assert same(tensors(loaded), tensors(drafter))
+
+    file = folder / "model.safetensors"
+    arrays: Any = mx.load(str(file))
+    untied = arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"]}
+    untied["model.embed_tokens.weight"] = mx.zeros((64, 32))
+    mx.save_safetensors(str(file), untied)
+    assert same(tensors(load_drafter(folder)), tensors(drafter))
+
+    name = "masked_embedding.token_ordering"
+    if name in arrays:
+        mx.save_safetensors(str(file), arrays | {name: mx.zeros((64,), mx.int64)})
+        with pytest.raises(CheckpointError, match="token_ordering to have each token once"):
+            load_drafter(folder)
+
+
+@pytest.mark.parametrize("key", ["enable_moe_block", "attention_bias"])
+def test_configs_that_change_the_computation_are_refused(key: str, tmp_path: Path) -> None:
+    drafter = make_assistant("assistant", make_gemma4("gemma4"))
+    folder = publish_assistant(drafter, tmp_path / "it")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"][key] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{key} True is not supported"):
+        load_drafter(folder)
+
+
+@pytest.mark.parametrize("kind", ASSISTANT_KINDS)
+@pytest.mark.parametrize(("mode", "bits"), [
+    ("affine", 4), ("affine", 5), ("affine", 6), ("affine", 8), ("mxfp4", 4), ("mxfp8", 8),
+    ("nvfp4", 4),
+])  # fmt: skip
+def test_quantized_assistants_draft(mode: str, bits: int, kind: str, tmp_path: Path) -> None:
+    model = make_gemma4("gemma4_text")
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    drafter = make_assistant(kind, model, **sizes)
+    how = {"group_size": MODES[mode][0], "bits": bits, "mode": mode}
+    nn.quantize(drafter, **how)  # type: ignore[arg-type]
+    folder = publish_assistant(drafter, tmp_path / "it", quantization=how)
+    loaded: Any = load_drafter(folder, model)
+    assert loaded.output.bits == loaded.pre_projection.bits == bits
+    assert same(tensors(loaded), tensors(drafter))
+    prompt = make_prompt(11)
+    for options in ({}, {"temp": 0.9, "seed": 2}):
+        steps = run(model, prompt, loaded, plan=(1, 3), max_tokens=12, **options)  # type: ignore[arg-type]
+        assert ids(steps) == ids(run(model, prompt, max_tokens=12, **options))  # type: ignore[arg-type]
+        assert steps[-1].stats.drafted
+
+    plain = load_drafter(convert(folder, tmp_path / "plain", dequantize=True).path)
+    assert mx.allclose(plain.sample_logits(), loaded.sample_logits(), atol=1e-3)
+
+
+def test_a_trained_pair_keeps_the_text(golden: tuple[nn.Module, Drafter, Arrays]) -> None:
+    """Sampled, with processors, forks, early ends and further turns; most drafts are right."""
+    model, drafter, arrays = golden
+    prompt: Any = arrays["long.tokens"].tolist()
+    for options in (
+        {"temp": 0.8, "seed": 1},
+        {"temp": 1.0, "top_p": 0.9, "min_p": 0.05, "seed": 2},
+        {"logits_processors": make_logits_processors(repetition_penalty=1.1)},
+    ):
+        for plan in ((1, 4), (3, 3)):
+            steps = run(model, prompt, drafter, plan=plan, max_tokens=40, **options)  # type: ignore[arg-type]
+            assert_same_steps(steps, run(model, prompt, max_tokens=40, **options))  # type: ignore[arg-type]
+            assert steps[-1].stats.accepted > 5, (options, plan)
+
+    for count in (1, 3, 8, 12):
+        cache = make_prompt_cache(model)
+        source = drafter.open(model)
+        steps = run(model, prompt, source, plan=(1, 4), max_tokens=count, prompt_cache=cache)
+        text = [*prompt, *ids(steps)]
+        for each, own in ((source.fork(), copy.deepcopy(cache)), (source, cache)):
+            turn = [3, 1, 2]
+            more = run(model, turn, each, plan=(1, 4), max_tokens=9, prompt_cache=own, history=text)
+            assert ids(more) == ids(run(model, [*text, *turn], max_tokens=9))
+
+
+@pytest.mark.parametrize("name", TARGETS[:2])
+def test_sessions_continue_after_forks_and_saving(name: str, tmp_path: Path) -> None:
+    model = make_gemma4(name)
+    drafter = make_assistant("assistant", model)
+    options: dict[str, Any] = {"max_tokens": 9, "beam_width": 1, "draft_depth": 3}
+    session = Session(model, chat_tokenizer(), drafter, **options)
+    plain = Session(model, chat_tokenizer(), plan="off", max_tokens=9)
+    for turn in ("abc", "de"):
+        assert session.send(turn).tokens == plain.send(turn).tokens
+    session.save(tmp_path / "it.safetensors")
+    loaded = Session.load(tmp_path / "it.safetensors", model, chat_tokenizer(), drafter, **options)
+    fork = session.fork()
+    expected = plain.send("fghij").tokens
+    for each in (fork, loaded, session):
+        answer = each.send("fghij")
+        assert answer.tokens == expected
+        assert answer.last is not None and answer.last.drafted
+
+
+def test_exact_texts_are_the_same_to_the_bit() -> None:
+    model = make_gemma4("gemma4_unified", sliding_window=512)
+    drafter = make_assistant("assistant", model)
+    prompt = make_prompt(9)
+    plain = run(model, prompt, max_tokens=50, exact=True)
+    watched = Watched(drafter, [*prompt, *ids(plain)])
+    steps = run(model, prompt, watched, plan=(1, 4), max_tokens=40, context=False, exact=True)
+    assert steps[-1].stats.accepted > 5
+    for one, other in zip(steps, plain, strict=False):
+        assert one.token == other.token and mx.array_equal(one.logprobs, other.logprobs)
+
+
+def test_a_quantized_cache_is_refused() -> None:
+    model = make_gemma4("gemma4")
+    with pytest.raises(RedrafterError, match="mlx-lm cannot quantize a RotatingKVCache"):
+        run(model, [1, 2], make_assistant("assistant", model), kv_bits=8)
