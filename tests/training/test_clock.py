@@ -33,7 +33,7 @@ PHASES = [
     ("sources.encode_prompts", 1, UNFINISHED),
     ("store.ExampleStore.add", 1, None),
     ("store.ExampleStore.add", 3, None),
-    ("store.ExampleStore.add", 9, None),
+    ("store.ExampleStore.add", 6, None),
     ("run.make_learner", 1, None),
     ("trainer.make_targets", 5, None),
     ("run.measure_guesses", 1, None),
@@ -53,7 +53,9 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
     place = tmp_path_factory.mktemp("chatty")
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = CHAT
-    save_target(place, small_llama(vocab=len(tokenizer), layers=1), tokenizer, eos_token_id=0)
+    model = small_llama(vocab=len(tokenizer), layers=1)
+    ends = list(range(0, len(tokenizer), 8))  # most prompts end, so that few have to be written
+    save_target(place, model, tokenizer, eos_token_id=ends)
     return str(place)
 
 
@@ -87,6 +89,7 @@ def pass_time(train: Any, monkeypatch: pytest.MonkeyPatch) -> PassTime:
     for module in (run, plan):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
     monkeypatch.setattr(prompts, "is_good", lambda text: True)  # a random target writes noise
+    monkeypatch.setattr(prompts, "QUESTION_TOKENS", 4)
     for kind in PROMPT_KINDS.values():
         monkeypatch.setitem(kind, "most", 4)
         monkeypatch.setitem(kind, "least", 1)
