@@ -24,7 +24,9 @@ from helpers.cost_curves import make_costs
 from helpers.small import small_drafter, small_llama
 from helpers.toys import ScriptedContext, ids, make_model, make_prompt, run
 from mlx_redrafter import setup
+from mlx_redrafter.engine import exactness
 from mlx_redrafter.engine.exactness import (
+    COMPARED_OUTPUTS,
     MAX_COMPARED_ROWS,
     compare_row_counts,
     format_row_counts,
@@ -130,6 +132,12 @@ def test_cached_rows_are_compared() -> None:
     assert compare_row_counts(model) == ((1,), ALL[1:])
 
 
+@pytest.fixture
+def all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares as many outputs as commands do."""
+    monkeypatch.setattr(exactness, "COMPARED_OUTPUTS", COMPARED_OUTPUTS)
+
+
 class TwoSums(nn.Module):
     """A projection in float32 of 16-bit rows, whose sums have two parts if there are several."""
 
@@ -151,6 +159,7 @@ class TwoSums(nn.Module):
         return mx.concatenate(rows, axis=1).astype(x.dtype)
 
 
+@pytest.mark.usefixtures("all_outputs")
 def test_sums_that_16_bits_hide_are_found() -> None:
     """About one row in 400 shows them."""
     model = small_llama(hidden=128, max_position_embeddings=4096)
@@ -198,6 +207,7 @@ def test_row_counts_in_words() -> None:
     assert format_row_counts((16,)) == "16"
 
 
+@pytest.mark.usefixtures("all_outputs")
 @pytest.mark.parametrize("name", sorted({*TREES, *CHAINS})[::5])
 def test_drafts_change_no_bit(name: str) -> None:
     """In each class of this machine, with contexts that cross 1,024 tokens.
