@@ -98,9 +98,8 @@ def test_a_quantized_head_guesses_nearly_the_same(kind: str, tmp_path: Path) -> 
     save_drafter(tmp_path / "in", drafter)
     done = convert(tmp_path / "in", tmp_path / "out", True, 32, 8)
     difference, largest = done.difference
-    assert (
-        0 < difference < (0.3 if kind.startswith("mtp") else 0.1) * largest
-    )  # other experts may be selected
+    # Other experts may be selected.
+    assert 0 < difference < (0.3 if kind.startswith("mtp") else 0.1) * largest
     packed = load_drafter(done.path)
     found = {key.removesuffix(".scales") for key in tensors(packed) if key.endswith(".scales")}
     skipped = {note.split()[0] for note in done.notes}

@@ -68,9 +68,8 @@ def load_golden(name: str, directory: Path, **config: Any) -> AnyDrafter:
         return load_drafter(convert(from_base=source, mlx_path=out).path)
     if name.endswith(("_mlx", "_4bit")):
         return load_drafter(source)
-    dtype = (
-        "float32" if name == "glm4_moe_lite_mtp_mlxvlm" else None
-    )  # the experts are stored in bfloat16
+    # The experts are stored in bfloat16.
+    dtype = "float32" if name == "glm4_moe_lite_mtp_mlxvlm" else None
     done = convert(source, out, dtype=dtype)
     assert done.notes == ()
     return load_drafter(done.path)

@@ -195,9 +195,8 @@ def test_disk_usage_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             kept.store(*make_text(model, token))
             kept.save_next()
             assert sum(path.stat().st_size for path in files_of(tmp_path)) <= most
-        assert (
-            model is other or kept.fetch([2] * 21)[1] == 20
-        )  # used now, before the next one needs room
+        # Used now, before the next one needs room.
+        assert model is other or kept.fetch([2] * 21)[1] == 20
         kept.store(*make_text(model, 5))
         kept.close()
     assert find(open_folder(tmp_path, most), 1, 2, 3, 4, 5) == [0, 20, 0, 20, 20]

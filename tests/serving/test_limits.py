@@ -397,9 +397,8 @@ def test_metrics_count_answers(demo: Running) -> None:
         assert ask(demo, TEXT, {"prompt": "class Stack:\n", "max_tokens": 9}).status == 200
     assert ask(demo, TEXT, {"prompt": [5000]}).error == "token ids must be from 0 to 4095, got 5000"
     assert ask(demo, "/no/such/path").status == 404
-    until(
-        lambda: len(demo.service.worker.scheduler.running) == 0
-    )  # a request is counted when it has ended
+    # A request is counted when it has ended.
+    until(lambda: len(demo.service.worker.scheduler.running) == 0)
     found = {name: value - before.get(name, 0) for name, value in read_metrics(demo).items()}
     assert found['requests_total{endpoint="/v1/completions",status="200"}'] == 2
     assert found['requests_total{endpoint="/v1/completions",status="400"}'] == 1

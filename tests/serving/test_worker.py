@@ -330,9 +330,8 @@ def test_a_schema_on_the_demo_matches_plain_decoding(
         "properties": {"name": {"type": "string"}, "amount": {"type": "integer"}},
     }
     schema = {"type": "array", "items": item | {"required": ["name", "amount"]}, "minItems": 9}
-    worker = Worker(
-        model, tokenizer, drafter, options=Options(draft_depth=3)
-    )  # what `auto` drafts depends on times
+    # What `auto` drafts depends on times.
+    worker = Worker(model, tokenizer, drafter, options=Options(draft_depth=3))
     worker.start()
     grammar = GrammarCompiler(tokenizer, worker.vocab_size).compile(schema)
     long = ask(tokenizer.encode("items = "), 80, grammar=grammar, **sampling)

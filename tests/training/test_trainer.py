@@ -86,9 +86,8 @@ def test_resuming_changes_nothing(
             checkpoint=checkpoint,
             on_iteration=on_iteration,
         )
-    resumed.update(
-        {"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}}
-    )  # all weights must come from the checkpoint
+    # All weights must come from the checkpoint.
+    resumed.update({"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}})
     train_drafter(embedding, resumed, watched, in_eight, **HOW, checkpoint=checkpoint)
     assert seen == list(range(4, 8)) and load_checkpoint(checkpoint) == 8
     assert same(tensors(resumed), tensors(whole)) and not same(tensors(resumed), tensors(stopped))
