@@ -153,16 +153,21 @@ def load_target(args: Any, tokenizer_config: dict[str, Any] | None = None) -> tu
 
 
 def load_models(
-    args: Any, tokenizer_config: dict[str, Any] | None = None, *, verbose: bool = False
+    args: Any,
+    tokenizer_config: dict[str, Any] | None = None,
+    *,
+    verbose: bool = False,
+    hints: bool = False,
 ) -> tuple[nn.Module, Any, Drafter | None]:
     """Loads the (model, tokenizer, drafter or None) that a command's flags name.
 
     A line on stderr warns if they will be slow.
 
     Args:
-        args: see `make_parser`, or `make_text_parser` if `verbose`.
+        args: see `make_parser`, or `make_text_parser` if `verbose` or `hints`.
         tokenizer_config: see `load_target`.
         verbose: also tells on stderr if defaults are used.
+        hints: also names a published drafter there, if none is given.
     """
     model, tokenizer = load_target(args, tokenizer_config)
     is_slow = args.model is not None and mx.default_device().type == mx.cpu
@@ -176,10 +181,11 @@ def load_models(
 
     was_asked = get_drafter_name(args) is not None
     drafter = load_named_drafter(args, model, tokenizer)
-    if verbose and args.model is None:
-        print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
-    elif verbose and not was_asked and not args.no_drafter and args.plan != OFF:
-        if args.context is not False:
+    if args.model is None:
+        if verbose:
+            print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
+    elif not was_asked and (verbose or hints) and not args.no_drafter and args.plan != OFF:
+        if verbose and args.context is not False:
             print("no --drafter given: drafting from the context alone", file=sys.stderr)
         if (hint := make_hint(args.model)) is not None:
             print(hint, file=sys.stderr)

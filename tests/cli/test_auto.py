@@ -14,6 +14,7 @@ import pytest
 from helpers.cost_curves import make_costs
 from helpers.hub import Hub, start_hub
 from helpers.published import publish
+from helpers.servers import read_metrics, start_demo
 from helpers.small import make_byte_tokenizer, save_target, small_llama
 from mlx_redrafter.planning import store
 
@@ -57,6 +58,12 @@ def test_one_hint_without_the_flag(hub: Hub, run: Run) -> None:
     assert not any("z-lab" in file or "deepseek" in file for file in hub.list_downloads())
     for more in (("--verbose", "F"), ("--no-drafter",), ("--drafter", "auto"), ("--plan", "off")):
         assert hint not in run("generate", *FLAGS[:6], *more)[2], more
+
+
+def test_the_server_hints_too(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    with start_demo("--model", MODEL) as server:
+        assert read_metrics(server)
+    assert f"--drafter auto takes {DRAFTER}, 0.2 MB\n" in capsys.readouterr().err
 
 
 def test_nothing_found_drafts_from_the_context(
