@@ -22,6 +22,7 @@ from helpers.small import make_byte_tokenizer, randomised, save_target, small_ll
 from mlx_redrafter import auto_drafter, load
 from mlx_redrafter.checkpoints import load_auto_drafter
 from mlx_redrafter.drafters import mtp
+from mlx_redrafter.drafters.published import TargetSizes, list_published
 
 MODEL = "mlx-community/Qwen3-8B-4bit"
 DSPARK = "deepseek-ai/dspark_qwen3_8b_block7"
@@ -325,6 +326,21 @@ def test_an_assistant_beside_the_target_comes_next(
     for name in [MODEL] if on_hub else [root, root / "target"]:
         assert load_auto(name).model_type == "dflash"
         assert notes[-1] == "drafter: the assistant beside the model"
+
+
+def test_a_packaged_drafter_needs_no_hub(hub: Hub) -> None:
+    (published,) = list_published("HuggingFaceTB/SmolLM2-135M-Instruct")
+    sizes = TargetSizes(576, 49152, 30, {})
+    found = auto_drafter.examine_one(published, sizes, auto_drafter.fetch_stored)
+    assert found.problem is None and found.stored is not None and found.stored.is_cached
+    assert hub.requests == []
+
+
+def test_a_folder_of_the_hubs_cache_has_its_models_name(tmp_path: Path) -> None:
+    folder = tmp_path / "models--mlx-community--Qwen3-8B-4bit" / "snapshots" / "0a2da236"
+    save_model(folder)
+    drafters, base = auto_drafter.find_published(str(folder), folder)
+    assert drafters[0].repo == DSPARK and base is None
 
 
 def test_a_hint_downloads_nothing(hub: Hub, tmp_path: Path) -> None:

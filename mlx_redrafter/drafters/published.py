@@ -123,7 +123,7 @@ def explain_misfit(config: Config, target: TargetSizes) -> str | None:
         "number of layers": sizes.get("num_target_layers"),
     }
     for (what, number), got in zip(expected.items(), target, strict=False):
-        if number not in (None, got):
+        if number not in (None, -1, got):  # -1 in Apple's format: not given
             return f"it expects {what} {number}, the target has {got}"
 
     layers = get_read_layers(flat)
