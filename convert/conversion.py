@@ -281,7 +281,8 @@ def trim_vocabulary(drafter: Drafter, ids: mx.array) -> None:
     """Reduces the head of an unquantized drafter to these tokens."""
     if not drafter.output_layers:
         raise CheckpointError(
-            "the drafter uses the target's output matrix: its vocabulary cannot be trimmed"
+            "the drafter computes its logits with the target's output matrix, or of some tokens "
+            "only: its vocabulary cannot be trimmed"
         )
     size = drafter.args.draft_vocab_size
     if size is not None:

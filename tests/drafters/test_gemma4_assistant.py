@@ -31,6 +31,7 @@ from helpers.published import Arrays, list_golden, read_golden
 from helpers.sessions import chat_tokenizer
 from helpers.small import small_llama
 from helpers.toys import assert_same_steps, ids, make_prompt, run
+from helpers.workers import ask, count_tokens, generate, plain, running, tokens_of
 from mlx_redrafter import RedrafterError, Session, generate_step, load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.checkpoint import MODES
@@ -490,3 +491,46 @@ def test_a_quantized_cache_is_refused() -> None:
     model = make_gemma4("gemma4")
     with pytest.raises(RedrafterError, match="mlx-lm cannot quantize a RotatingKVCache"):
         run(model, [1, 2], make_assistant("assistant", model), kv_bits=8)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_server_keeps_the_text(name: str) -> None:
+    """Requests draft from a kept prompt, one after the other, at once, and while others decode."""
+    model = make_gemma4(name, FEW)
+    drafter = make_assistant("assistant", model)
+    prompt = make_prompt(20, vocab=FEW)
+    with running(model, drafter, options={"plan": (1, 3)}) as worker:
+        for rest in ([1], [1, 2, 3], [4]):
+            request = ask([*prompt, *rest], 18)
+            (events,) = generate(worker, request)
+            assert tokens_of(events) == plain(request, model)
+        requests = [ask([*prompt, first], 24, temp=0.9, seed=first) for first in range(3)]
+        for request, events in zip(requests, generate(worker, *requests), strict=True):
+            assert tokens_of(events) == plain(request, model)
+        assert count_tokens(worker, "cached") > 0
+        assert count_tokens(worker, "drafted") > 20
+
+
+def test_converting_trims_and_quantizes(tmp_path: Path) -> None:
+    """Centroids stay as they are, as routers do; chosen clusters are a draft vocabulary already."""
+    model = make_gemma4("gemma4_text")
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    dense, small = (make_assistant(kind, model, **sizes) for kind in ASSISTANT_KINDS)
+    counts = tmp_path / "counts.json"
+    counts.write_text(json.dumps([*range(0, 64, 2)]))
+    trim: dict[str, Any] = {"draft_vocab_size": 20, "token_counts": counts}
+    folder = publish_assistant(dense, tmp_path / "dense")
+    trimmed: Any = load_drafter(convert(folder, tmp_path / "trimmed", **trim).path, model)
+    normed = mx.random.normal((1, 64), key=mx.random.key(1))
+    logits = trimmed.guess(normed)[0]
+    assert mx.array_equal(mx.isfinite(logits), mx.array([i < 40 and i % 2 == 0 for i in range(64)]))
+    assert mx.allclose(logits[:40:2], dense.guess(normed)[0, :40:2], atol=1e-5)
+    prompt = make_prompt(9)
+    steps = run(model, prompt, trimmed, plan=(2, 2), max_tokens=9)
+    assert ids(steps) == ids(run(model, prompt, max_tokens=9))
+
+    folder = publish_assistant(small, tmp_path / "small")
+    with pytest.raises(CheckpointError, match="its vocabulary cannot be trimmed"):
+        convert(folder, tmp_path / "no", **trim)
+    packed: Any = load_drafter(convert(folder, tmp_path / "packed", quantize=True).path, model)
+    assert hasattr(packed.output, "bits") and not hasattr(packed.centroids, "bits")
