@@ -273,9 +273,9 @@ class Decoder:
     def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
         """Enqueues the drafter's tree below `root`; the token after `root` is at `position`.
 
-        A drafter that proposes after the read is a language model that has read the text, so logits
-        processors apply to it as to the target. A head's logits have a different offset and scale:
-        penalties would make its guesses worse.
+        A drafter that proposes after the read computes a language model's logits from the whole
+        text, so logits processors apply to them as to the target's. A head's logits have a
+        different offset and scale: penalties would make its guesses worse.
         """
         sampler = self._chooser.sampler
         drafter = self._drafter
