@@ -80,24 +80,25 @@ def run() -> int:
     done = convert(**vars(args))
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(describe(done))
+    print(describe_conversion(done))
     return 0
 
 
-def describe(done: Conversion) -> str:
+def describe_conversion(done: Conversion) -> str:
     """The report to print."""
     args = done.args
-    kind = f"{args.model_type}, hidden size {args.hidden_size}, vocabulary {args.vocab_size}"
-    sizes = f"{done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after"
     difference, largest = done.difference
-    error = f"at most {difference:.3g} (largest logit {largest:.3g})"
     lines = [
-        f"{done.path}: {kind}, {args.describe_sizes()}; reads {args.describe_states()}",
-        f"size: {sizes}, {done.bits_per_weight:.3f} bits per weight",
-        f"outputs: differ by {error} on random inputs",
+        f"{done.path}: {args.model_type}, hidden size {args.hidden_size}, vocabulary "
+        f"{args.vocab_size}, {args.describe_sizes()}; reads {args.describe_states()}",
+        f"size: {done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after, "
+        f"{done.bits_per_weight:.3f} bits per weight",
+        f"outputs: differ by at most {difference:.3g} (largest logit {largest:.3g}) on random "
+        "inputs",
     ]
     if done.tokens_per_round:
         before, after = done.tokens_per_round
-        tokens = f"{before:.2f} before, {after:.2f} after"
-        lines.append(f"tokens per round: {tokens}, greedy, {args.base_model}")
+        lines.append(
+            f"tokens per round: {before:.2f} before, {after:.2f} after, greedy, {args.base_model}"
+        )
     return "\n".join(lines)

@@ -209,10 +209,11 @@ class Screen(ChatUI):
         """Prints mlx-lm's line of counts and speeds, and one about rounds if any drafted."""
         super().end_turn(response)
         if response is not None and response.drafted:
-            rounds = f"{response.tokens_per_round:.2f} tokens per round · {response.rounds} rounds"
-            accepted = f"{response.accepted} of {response.drafted} drafted accepted"
-            context = f"{response.context_accepted} of them from the context"
-            self._console.print(f"  [ui.muted]{rounds} · {accepted}, {context}[/ui.muted]")
+            self._console.print(
+                f"  [ui.muted]{response.tokens_per_round:.2f} tokens per round · "
+                f"{response.rounds} rounds · {response.accepted} of {response.drafted} drafted "
+                f"accepted, {response.context_accepted} of them from the context[/ui.muted]"
+            )
 
     def say(self, what: str, text: str) -> None:
         """Prints a line for the user."""

@@ -166,10 +166,11 @@ def format_results(results: Sequence[SpeedResult]) -> str:
     lines = [f"{'held-out prompts':<24}  tokens/round  drafter alone  against plain  same"]
     for result in results:
         ratio = "busy" if result.against_plain is None else f"{result.against_plain:.2f}"
-        name = f"{result.kind}, {result.prompts}"
         same = "yes" if result.same_tokens else "NO"
-        numbers = f"{result.tokens_per_round:>12.2f}  {result.drafter_tokens_per_round:>13.2f}"
-        lines.append(f"{name:<24}  {numbers}  {ratio:>13}  {same:>4}")
+        lines.append(
+            f"{f'{result.kind}, {result.prompts}':<24}  {result.tokens_per_round:>12.2f}  "
+            f"{result.drafter_tokens_per_round:>13.2f}  {ratio:>13}  {same:>4}"
+        )
     if any(result.against_plain is None for result in results):
         lines.append("busy: not measured, as other work on the machine disturbed the times")
     if not results[-1].same_tokens:

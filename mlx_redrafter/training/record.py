@@ -109,7 +109,7 @@ def write_card(
     card = f"""{make_card_header(args.model)}
 # A drafter for {settings.model or "the demo of mlx_redrafter"}
 
-Sizes: {describe_sizes(sizes)}. Trained by mlx_redrafter for {iterations} iterations on the output
+Sizes: {describe_drafter(sizes)}. Trained by mlx_redrafter for {iterations} iterations on the output
 of its target. Measured where it was trained:
 
 ```text
@@ -123,7 +123,7 @@ of its target. Measured where it was trained:
     write_text(directory / "README.md", card)
 
 
-def describe_sizes(sizes: DrafterArgs) -> str:
+def describe_drafter(sizes: DrafterArgs) -> str:
     """A drafter's kind and sizes in a few words."""
     count = sizes.draft_vocab_size
     guesses = "" if count is None else f", draft vocabulary {count}"

@@ -51,7 +51,7 @@ from .plan import (
     measure_making,
 )
 from .prompts import read_prompts
-from .record import RunFiles, RunRecord, describe_sizes, make_command, open_run_record, write_card
+from .record import RunFiles, RunRecord, describe_drafter, make_command, open_run_record, write_card
 from .settings import TrainingArgs
 from .sources import HELD_OUT_EVERY, MAX_HELD_OUT, ExampleSource, check_data, open_source
 from .store import ExampleStore, get_folder_name
@@ -209,7 +209,7 @@ def plan_run(run: Run, model: nn.Module, tokenizer: Any) -> RunPlan:
 
     sizes = choose_sizes(run, model)
     run.record.args = sizes.to_dict()
-    clock.say(f"drafter: {describe_sizes(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
+    clock.say(f"drafter: {describe_drafter(sizes)}, {count_weights(sizes) / 1e6:.2f} M parameters")
     embedding = get_parts(model).embedding
     learning = measure_learning(embedding, sizes, length, args.draft_depth, args.batch_size)
     times = ExampleTimes(making, learning)
@@ -456,11 +456,10 @@ def explain_fault(tokens_per_round: float, result: SpeedResult, plan: RunPlan) -
             has learned nothing.
     """
     if tokens_per_round < MIN_LEARNED:
-        own = f"{tokens_per_round:.2f} tokens per round in the last validation"
-        compared = f"{result.drafter_tokens_per_round:.2f} in the comparison"
         return (
-            f"the drafter has learned little: alone it makes {own} and {compared}, where none "
-            f"makes 1: {advise_longer(plan)}"
+            f"the drafter has learned little: alone it makes {tokens_per_round:.2f} tokens per "
+            f"round in the last validation and {result.drafter_tokens_per_round:.2f} in the "
+            f"comparison, where none makes 1: {advise_longer(plan)}"
         )
     ratio = result.against_plain
     if ratio is not None and ratio <= 1:

@@ -65,8 +65,7 @@ class ExampleStore:
         """Stores an example that the target has read."""
         assert example.states is not None
         number = f"{len(self.examples):05}"
-        name = f"{number}-{example.offset}-{example.is_held_out:d}-{example.kind}"
-        path = self.folder / name
+        path = self.folder / f"{number}-{example.offset}-{example.is_held_out:d}-{example.kind}"
         with replace_file(path) as partial_file:
             tokens = example.tokens.astype("<i4").tobytes()
             partial_file.write_bytes(tokens + example.states.tobytes())
