@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.request import Request, urlopen
 
 import pytest
@@ -25,28 +25,36 @@ ENDLESS = {"stream": True, "max_tokens": 1800, "logit_bias": {"0": -100}}
 
 
 @contextmanager
-def start(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Starts a command over the demo; yields (process, URL) and kills it at the end."""
-    given = [
-        sys.executable,
-        "-m",
-        *command,
-        "--port",
-        "0",
-        "--log-level",
-        "ERROR",
-        "--draft-depth",
-        "2",
-    ]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(given, env=variables, stderr=subprocess.PIPE, text=True) as running:
+def start(*command: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], TextIO]]:
+    """Starts a module; yields (process, its standard error) and kills it at the end."""
+    given = [sys.executable, "-m", *command]
+    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **own, **variables}
+    with subprocess.Popen(given, env=environment, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
         try:
-            assert running.stderr is not None
-            line = running.stderr.readline()
-            assert line.startswith("serving on http://127.0.0.1:"), line + running.stderr.read()
-            yield running, line.split()[-1]
+            yield running, running.stderr
         finally:
             running.kill()
+
+
+@contextmanager
+def serve(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Starts a server of the demo; yields (process, URL) and kills it at the end."""
+    own = ("--port", "0", "--log-level", "ERROR", "--draft-depth", "2")
+    with start("mlx_redrafter.server", *flags, *own) as (running, stderr):
+        line = stderr.readline()
+        if not line.startswith("serving on http://127.0.0.1:"):
+            running.kill()  # a server that lives does not end its standard error
+            pytest.fail(line + stderr.read())
+        yield running, line.split()[-1]
+
+
+def end(running: subprocess.Popen[str], signal_number: signal.Signals) -> None:
+    """Waits for a process that has got a signal, and asserts that it ended without a message."""
+    assert running.wait(PATIENCE) == -signal_number
+    assert running.stderr is not None
+    assert running.stderr.read() == ""
 
 
 def post(url: str, **fields: Any) -> Any:
@@ -58,7 +66,7 @@ def post(url: str, **fields: Any) -> Any:
 
 
 def test_a_signal_lets_answers_finish() -> None:
-    with start("mlx_redrafter.server") as (running, url):
+    with serve() as (running, url):
         with post(url, **ENDLESS | {"max_tokens": 100}) as stream:
             assert stream.readline().startswith(b"data: ")
             running.send_signal(signal.SIGTERM)
@@ -69,30 +77,23 @@ def test_a_signal_lets_answers_finish() -> None:
         assert (
             json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         )
-        assert running.wait(PATIENCE) == -signal.SIGTERM
-        assert running.stderr is not None
-        assert running.stderr.read() == ""
+        end(running, signal.SIGTERM)
 
 
 def test_a_signal_saves_the_prompt_cache(tmp_path: Path) -> None:
     prompt = "def add(first, second):\n    return first"
     found = list[int]()
     for _ in range(2):
-        with start("mlx_redrafter.server", "--prompt-cache-dir", str(tmp_path / "caches")) as (
-            running,
-            url,
-        ):
+        with serve("--prompt-cache-dir", str(tmp_path / "caches")) as (running, url):
             with post(url, prompt=prompt, max_tokens=8) as reply:
                 found.append(json.load(reply)["usage"]["prompt_tokens_details"]["cached_tokens"])
             running.send_signal(signal.SIGTERM)
-            assert running.wait(PATIENCE) == -signal.SIGTERM
-            assert running.stderr is not None
-            assert running.stderr.read() == ""
+            end(running, signal.SIGTERM)
     assert found[0] == 0 < found[1]
 
 
 def test_answers_are_cut_off_after_the_drain_timeout() -> None:
-    with start("mlx_redrafter.server", "--drain-timeout", "1") as (running, url):
+    with serve("--drain-timeout", "1") as (running, url):
         with closing(HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)) as whole:
             whole.request(
                 "POST",
@@ -106,32 +107,23 @@ def test_answers_are_cut_off_after_the_drain_timeout() -> None:
             reply = whole.getresponse()
             assert reply.status == 503
             assert "shutting down" in json.load(reply)["error"]["message"]
-        assert running.wait(PATIENCE) == -signal.SIGINT
-        assert running.stderr is not None
-        assert running.stderr.read() == ""
+        end(running, signal.SIGINT)
 
 
 def test_a_signal_during_measuring(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    given = [sys.executable, "-m", "mlx_redrafter.server", "--port", str(port)]
-    variables = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-        "XDG_CACHE_HOME": str(tmp_path),
-    }
-    with subprocess.Popen(given, env=variables, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stderr is not None
-        assert any("measuring this machine" in line for line in running.stderr)
+    flags = ("--port", str(port))
+    caches = str(tmp_path)
+    with start("mlx_redrafter.server", *flags, XDG_CACHE_HOME=caches) as (running, stderr):
+        assert any("measuring this machine" in line for line in stderr)
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
         running.send_signal(signal.SIGINT)
-        assert running.wait(PATIENCE) == -signal.SIGINT
-        assert running.stderr.read() == ""
+        end(running, signal.SIGINT)
 
 
 def test_a_second_signal_exits_at_once() -> None:
-    with start("mlx_redrafter.server") as (running, url), post(url, **ENDLESS) as stream:
+    with serve() as (running, url), post(url, **ENDLESS) as stream:
         assert stream.readline()
         running.send_signal(signal.SIGTERM)
         with pytest.raises(OSError):
