@@ -180,10 +180,9 @@ def test_a_target_with_too_few_layers_is_refused(
 
 @pytest.mark.parametrize("name", ["eagle3_speculators", "eagle3_speculators_31"])
 def test_unspecified_settings_are_false(name: str, tmp_path: Path) -> None:
-    silent = load_drafter(
-        publish(name, tmp_path / "silent", norm_before_residual=None, norm_output=None)
-    )
-    assert (silent.args.norm_before_residual, silent.args.norm_output) == (False, False)  # type: ignore[attr-defined]
+    source = publish(name, tmp_path / "silent", norm_before_residual=None, norm_output=None)
+    silent: Any = load_drafter(source)
+    assert (silent.args.norm_before_residual, silent.args.norm_output) == (False, False)
 
 
 def test_ernie_heads_work_with_and_without_the_final_norm(tmp_path: Path) -> None:

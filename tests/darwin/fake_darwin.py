@@ -128,7 +128,8 @@ def hide_packages() -> None:
     proxies = types.ModuleType("_scproxy")  # urllib reads proxy settings from it
     proxies._get_proxy_settings = proxies._get_proxies = dict  # type: ignore[attr-defined]
     certificates = types.ModuleType("truststore._macos")  # httpcore2 reads certificates from it
-    certificates._configure_context = certificates._verify_peercerts_impl = None  # type: ignore[attr-defined]
+    certificates._configure_context = None  # type: ignore[attr-defined]
+    certificates._verify_peercerts_impl = None  # type: ignore[attr-defined]
     sys.modules |= {"_scproxy": proxies, "truststore._macos": certificates}
     sys.modules["trio"] = None  # type: ignore[assignment]  # it needs kqueue
     os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # trio registers one

@@ -63,7 +63,8 @@ class Watched:
 
 def draft(source: Source, root: int, plan: Plan) -> list[int]:
     """The tokens of a draft."""
-    return source.propose(mx.array(root), plan, None, in_level_order=False).tokens.tolist()  # type: ignore[return-value]
+    tokens: Any = source.propose(mx.array(root), plan, None, in_level_order=False).tokens
+    return list(tokens.tolist())
 
 
 def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> list[int]:

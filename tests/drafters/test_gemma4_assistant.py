@@ -81,7 +81,8 @@ class Text:
         hidden = self.target.verify(chain(tokens[0], tokens[1:]), is_tree=False).hidden
         kept = Kept(tokens, hidden, path, mx.array(n_accepted + 1), position)
         self.source.keep(kept)
-        self.target.keep_path([*range(n_accepted + 1)], tokens[: n_accepted + 1].tolist())  # type: ignore[arg-type]
+        accepted: Any = tokens[: n_accepted + 1].tolist()
+        self.target.keep_path([*range(n_accepted + 1)], accepted)
         return kept.last_hidden("after_norm")
 
     def compute_logits(self, root: mx.array, path: mx.array) -> mx.array:
@@ -138,7 +139,8 @@ def test_drafts_match_the_original(prompt: str, golden: tuple[nn.Module, Drafter
     forced = expected["forced_tokens"]
     assert_near(text.compute_logits(root, forced), expected["last.forced_logits"])
     for part in ("second.", "third.", "fourth."):
-        state = text.verify(expected[f"{part}verified_tokens"], expected[f"{part}accepted"].item())  # type: ignore[arg-type]
+        n_accepted: Any = expected[f"{part}accepted"].item()
+        state = text.verify(expected[f"{part}verified_tokens"], n_accepted)
         assert text.target.length == expected[f"{part}length"].item()
         assert_near(state, expected[f"{part}hidden"])
         check(part, expected[f"{part}root"])
@@ -285,7 +287,8 @@ class WatchedSource(AssistantSource):
         end = self._end
         for own in PLANS:
             tree = super().propose(root, own, None, in_level_order=False)
-            self.drafter.drafts.append((end, own, tree.tokens.tolist()[1:]))  # type: ignore[arg-type,index]
+            drafted: Any = tree.tokens[1:].tolist()
+            self.drafter.drafts.append((end, own, drafted))
         tokens = self.drafter.text[end : end + plan.depth]
         wrong_from = end % 5
         tokens[wrong_from:] = [(token + 1) % FEW for token in tokens[wrong_from:]]
@@ -422,9 +425,10 @@ def test_quantized_assistants_draft(mode: str, bits: int, kind: str, tmp_path: P
     assert loaded.output.bits == loaded.pre_projection.bits == bits
     assert same(tensors(loaded), tensors(drafter))
     prompt = make_prompt(11)
-    for options in ({}, {"temp": 0.9, "seed": 2}):
-        steps = run(model, prompt, loaded, plan=(1, 3), max_tokens=12, **options)  # type: ignore[arg-type]
-        assert ids(steps) == ids(run(model, prompt, max_tokens=12, **options))  # type: ignore[arg-type]
+    settings: list[dict[str, Any]] = [{}, {"temp": 0.9, "seed": 2}]
+    for options in settings:
+        steps = run(model, prompt, loaded, plan=(1, 3), max_tokens=12, **options)
+        assert ids(steps) == ids(run(model, prompt, max_tokens=12, **options))
         assert steps[-1].stats.drafted
 
     plain = load_drafter(convert(folder, tmp_path / "plain", dequantize=True).path)
@@ -435,14 +439,15 @@ def test_a_trained_pair_keeps_the_text(golden: tuple[nn.Module, Drafter, Arrays]
     """Sampled, with processors, forks, early ends and further turns; most drafts are right."""
     model, drafter, arrays = golden
     prompt: Any = arrays["long.tokens"].tolist()
-    for options in (
+    settings: list[dict[str, Any]] = [
         {"temp": 0.8, "seed": 1},
         {"temp": 1.0, "top_p": 0.9, "min_p": 0.05, "seed": 2},
         {"logits_processors": make_logits_processors(repetition_penalty=1.1)},
-    ):
+    ]
+    for options in settings:
         for plan in ((1, 4), (3, 3)):
-            steps = run(model, prompt, drafter, plan=plan, max_tokens=40, **options)  # type: ignore[arg-type]
-            assert_same_steps(steps, run(model, prompt, max_tokens=40, **options))  # type: ignore[arg-type]
+            steps = run(model, prompt, drafter, plan=plan, max_tokens=40, **options)
+            assert_same_steps(steps, run(model, prompt, max_tokens=40, **options))
             assert steps[-1].stats.accepted > 5, (options, plan)
 
     for count in (1, 3, 8, 12):

@@ -263,7 +263,7 @@ class ScriptedWorker:
                 else [part]
             )
         end: int = next(iter(self.tokenizer.eos_token_ids))
-        events: list[TokenEvent | Exception | threading.Event] = []
+        events: list[Any] = []
         for at, token in enumerate([*ids, end][: asked.get("max_tokens")]):
             if not isinstance(token, int):
                 events.append(token)
@@ -272,7 +272,7 @@ class ScriptedWorker:
             last = (
                 "stop" if token == end else "length" if at + 1 == asked.get("max_tokens") else None
             )
-            events.append(TokenEvent(token, -0.5, top, finish_reason=last))  # type: ignore[arg-type]
+            events.append(TokenEvent(token, -0.5, top, finish_reason=last))
         self.requests.append(ScriptedRequest(asked, prompt, events, self.gate))
         return self.requests[-1]
 

@@ -174,7 +174,8 @@ def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
                 yield each
 
         monkeypatch.setattr(prompts, "decode_batch", decode)
-        return PromptWriter(None, chatty, 0, 4, 64).write(lambda tokens: False)  # type: ignore[arg-type]
+        model: Any = None
+        return PromptWriter(model, chatty, 0, 4, 64).write(lambda tokens: False)
 
     return write
 
