@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
-from huggingface_hub import HfApi, hf_hub_download, metadata_load, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, metadata_load, snapshot_download
 from huggingface_hub.errors import (
-    GatedRepoError,
+    DisabledRepoError,
+    EntryNotFoundError,
     HfHubHTTPError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
 
@@ -31,6 +31,7 @@ from .drafters.loading import (
     TARGET,
     CheckpointFiles,
     choose_files,
+    explain_hub,
     get_cached_folder,
     has_layer,
     is_bundle,
@@ -57,9 +58,8 @@ NOT_CACHED = "it is not in the cache"
 MAX_BASES = 3
 """How many models are followed from a model card to the card of its base."""
 
-SECONDS = 10.0
 HINT_SECONDS = 3.0
-"""How long the hub may take to describe a repository that is tried, or only named."""
+"""How long the hub may take to describe a repository that is only named."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,16 +84,16 @@ class Stored(NamedTuple):
     Attributes:
         config: its `config.json`.
         n_bytes: the size of config and tensors.
-        is_cached: whether they were downloaded before.
+        folder: where they are; None if they have to be downloaded.
     """
 
     config: Config
     n_bytes: int
-    is_cached: bool
+    folder: Path | None
 
     def format_size(self) -> str:
         """Its size, and whether it has to be downloaded."""
-        place = "on this machine" if self.is_cached else "to download"
+        place = "on this machine" if self.folder is not None else "to download"
         return f"{format_bytes(self.n_bytes)} {place}"
 
 
@@ -125,7 +125,7 @@ def list_choices(name: str, model: nn.Module, revision: str | None = None) -> It
         if found.stored is not None and found.problem is None:
             about = f"{repo}, {found.published.kind}, {found.stored.format_size()}"
             about += f"; it was trained for {base}" if base else ""
-            yield Choice(repo, about, partial(locate_files, repo))
+            yield Choice(repo, about, partial(locate_files, found.stored.folder or repo))
         elif found.problem != NOT_CACHED:
             _log.info("note: skipped %s: %s", repo, found.problem)
 
@@ -240,14 +240,22 @@ def find_published(
 
 
 def get_own_name(name: str, folder: Path) -> str:
-    """The name of a target: its hub id, also of a folder in the hub's cache, or its folder's."""
+    """The name of a target: its hub id, also of a folder in the hub's cache, or its folder's.
+
+    A linked folder has its own name if that is in the table.
+    """
     if not is_local(name):
         return name
-    folder = folder.absolute()
-    for part in folder.parts:
-        if part.startswith("models--"):
-            return part.removeprefix("models--").replace("--", "/")
-    return folder.parent.name if folder.name == TARGET else folder.name
+    if folder.name == TARGET:
+        folder = folder.parent
+    for path in (folder.absolute(), folder.resolve()):
+        found = path.name
+        for part in path.parts:
+            if part.startswith("models--"):
+                found = part.removeprefix("models--").replace("--", "/")
+        if list_published(found):
+            break
+    return found
 
 
 def list_bases(name: str, folder: Path, *, may_download: bool) -> Iterator[tuple[str, bool]]:
@@ -276,10 +284,17 @@ def read_card(file: Path) -> dict[str, Any]:
 
 
 def fetch_card(repo: str) -> dict[str, Any]:
-    """The header of a model card on the hub; empty if there is none."""
+    """The header of a model card on the hub, or in its cache; empty if there is none."""
     try:
-        return read_card(Path(hf_hub_download(repo, "README.md")))
-    except Exception:  # of the network or the hub, or no hub id
+        HfApi().model_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        is_reachable = True
+    except Exception:  # of the network or the hub, for which a download would wait for minutes
+        is_reachable = False
+    try:
+        return read_card(
+            Path(hf_hub_download(repo, "README.md", local_files_only=not is_reachable))
+        )
+    except Exception:  # no such file, or no hub id
         return {}
 
 
@@ -298,11 +313,9 @@ def examine(drafters: list[Published], model: nn.Module, config: Config) -> Iter
         if is_reachable:
             try:
                 found = examine_one(published, sizes, fetch_stored)
-            except Exception as error:  # of the network
+            except Exception as error:  # of the network, or of another server
                 is_reachable = False
-                why = join_lines(error)
-                if isinstance(error, OfflineModeIsEnabled):
-                    why = "HF_HUB_OFFLINE is set"
+                why = explain_hub(published.repo, error)
                 _log.info("note: only drafters in the cache are tried: %s", why)
         yield found or examine_one(published, sizes, read_stored)
 
@@ -315,18 +328,19 @@ def examine_one(
     Args:
         read: returns its files, or None if there are none.
     """
-    stored = None
     try:
         stored = read(published.repo)
-        problem: str | None = NOT_CACHED
-        if stored is not None:
-            problem = explain_misfit(stored.config, sizes) or explain_memory(stored)
-    except GatedRepoError:
-        problem = f"accept its terms on https://hf.co/{published.repo}, then run 'hf auth login'"
-    except RepositoryNotFoundError:
-        problem = "the hub has no such repository: it was moved or is private"
-    except (HfHubHTTPError, CheckpointError) as error:
-        problem = join_lines(error)
+    except (
+        CheckpointError,
+        DisabledRepoError,
+        EntryNotFoundError,
+        RepositoryNotFoundError,
+    ) as error:
+        return Examined(published, None, explain_hub(published.repo, error))
+    if stored is None:
+        return Examined(published, None, NOT_CACHED)
+    try:
+        problem = explain_misfit(stored.config, sizes) or explain_memory(stored)
     except (AttributeError, TypeError, ValueError) as error:
         problem = f"its config.json cannot be read: {join_lines(error)}"
     return Examined(published, stored, problem)
@@ -344,15 +358,18 @@ def fetch_stored(repo: str) -> Stored | None:
     """A drafter's config from the hub, and the sizes of its files."""
     if repo in PACKAGED:
         return read_folder(PACKAGED[repo])
-    sizes = fetch_sizes(repo, SECONDS)
+    sizes = fetch_sizes(repo)
     config = Path(hf_hub_download(repo, "config.json"))
     is_cached = all((config.parent / file).exists() for file in sizes)
-    return Stored(read_object(config), sum(sizes.values()), is_cached)
+    folder = config.parent if is_cached else None
+    return Stored(read_object(config), sum(sizes.values()), folder)
 
 
-def fetch_sizes(repo: str, seconds: float) -> dict[str, int]:
+def fetch_sizes(repo: str, seconds: float | None = None) -> dict[str, int]:
     """The bytes of a drafter's config and tensors on the hub, by file."""
-    info = HfApi().model_info(repo, files_metadata=True, timeout=seconds)
+    info = HfApi().model_info(
+        repo, files_metadata=True, timeout=seconds or constants.HF_HUB_ETAG_TIMEOUT
+    )
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
     wanted = ["config.json", *choose_files(sizes, repo)]
     return {file: sizes.get(file, 0) for file in wanted}
@@ -371,7 +388,7 @@ def read_folder(folder: Path) -> Stored | None:
         return None
     files = ["config.json", *choose_files(present, folder.name)]
     n_bytes = sum((folder / file).stat().st_size for file in files)
-    return Stored(read_object(folder / "config.json"), n_bytes, is_cached=True)
+    return Stored(read_object(folder / "config.json"), n_bytes, folder)
 
 
 def format_bytes(n_bytes: int) -> str:

@@ -29,6 +29,7 @@ from .drafters.loading import (
     CheckpointFiles,
     check_hub_id,
     explain_damage,
+    explain_hub,
     is_bundle,
     is_drafter,
     locate_files,
@@ -124,10 +125,12 @@ def locate_model(name: str, revision: str | None = None) -> Path:
         if is_bundle(folder):
             mlx_lm_utils._download(str(path), revision=revision, allow_patterns=[f"{TARGET}/*"])
             folder /= TARGET
-        return folder
     except Exception as error:  # of the network or the hub
-        message = f"cannot load the model {name!r}: {join_lines(error)}"
-        raise CheckpointError(message) from error
+        why = f"cannot be downloaded from the hub: {explain_hub(name, error)}"
+        raise CheckpointError(f"{name!r} is not a directory, and {why}") from error
+    if not folder.is_dir():  # nothing was downloaded
+        raise CheckpointError(f"{name} has no config.json: expected a model for MLX, not GGUF")
+    return folder
 
 
 def check_layer_count(folder: Path) -> None:

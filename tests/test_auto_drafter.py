@@ -23,6 +23,7 @@ from mlx_redrafter import auto_drafter, load
 from mlx_redrafter.checkpoints import load_auto_drafter
 from mlx_redrafter.drafters import mtp
 from mlx_redrafter.drafters.published import TargetSizes, list_published
+from mlx_redrafter.errors import CheckpointError
 
 MODEL = "mlx-community/Qwen3-8B-4bit"
 DSPARK = "deepseek-ai/dspark_qwen3_8b_block7"
@@ -179,6 +180,28 @@ def test_a_second_start_downloads_nothing(hub: Hub, notes: list[str]) -> None:
     assert notes[-1] == f"drafter: {DFLASH}, dflash, 0.2 MB on this machine"
 
 
+@pytest.mark.parametrize("failure", ["silent", "error", "page"])
+def test_a_hub_that_fails_is_asked_once(
+    failure: str, hub: Hub, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its cache, drafters and cards are used without it."""
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+    publish("dflash", hub.root / DFLASH)
+    save_model(hub.root / "someone" / "Story", {"base_model": "Qwen/Qwen3-8B"})
+    folder = save_model(tmp_path / "story-4bit", {"base_model": "someone/Story"})
+    load_auto(folder)
+    notes.clear()
+    hub.requests.clear()
+    hub.failure = failure
+    assert load_auto(folder).model_type == "dflash"
+    expected = {"silent": "timed out", "error": "Server error", "page": "the hub's answer is not"}
+    assert notes[0].startswith(f"only drafters in the cache are tried: {expected[failure]}")
+    assert notes[1].startswith(f"drafter: {DFLASH}, dflash, 0.2 MB on this machine; it was trained")
+    assert len(notes) == 2
+    first = list_published("Qwen3-8B")[0].repo
+    assert hub.requests == [f"GET /api/models/{repo}" for repo in ("someone/Story", first)]
+
+
 @pytest.mark.parametrize("how", ["HF_HUB_OFFLINE", "no network"])
 def test_without_the_hub_the_cache_is_used(
     how: str, hub: Hub, notes: list[str], monkeypatch: pytest.MonkeyPatch
@@ -332,7 +355,7 @@ def test_a_packaged_drafter_needs_no_hub(hub: Hub) -> None:
     (published,) = list_published("HuggingFaceTB/SmolLM2-135M-Instruct")
     sizes = TargetSizes(576, 49152, 30, {})
     found = auto_drafter.examine_one(published, sizes, auto_drafter.fetch_stored)
-    assert found.problem is None and found.stored is not None and found.stored.is_cached
+    assert found.problem is None and found.stored is not None and found.stored.folder is not None
     assert hub.requests == []
 
 
@@ -341,6 +364,15 @@ def test_a_folder_of_the_hubs_cache_has_its_models_name(tmp_path: Path) -> None:
     save_model(folder)
     drafters, base = auto_drafter.find_published(str(folder), folder)
     assert drafters[0].repo == DSPARK and base is None
+
+
+def test_a_linked_folder_has_its_own_name_or_that_of_its_place(tmp_path: Path) -> None:
+    linked = tmp_path / "linked"
+    linked.symlink_to(save_model(tmp_path / "Qwen3-8B-4bit"))
+    assert auto_drafter.find_published(str(linked), linked)[0][0].repo == DSPARK
+    named = tmp_path / "Qwen3-8B"
+    named.symlink_to(save_model(tmp_path / "a"))
+    assert auto_drafter.find_published(str(named), named)[0][0].repo == DSPARK
 
 
 def test_a_hint_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
@@ -356,3 +388,25 @@ def test_a_hint_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
     assert auto_drafter.make_hint(local) == hint
     assert len(hub.requests) == 1
     assert auto_drafter.make_hint(str(save_model(tmp_path / "unknown"))) is None
+
+
+def test_a_model_that_the_hub_does_not_have_is_one_short_line(hub: Hub) -> None:
+    (hub.root / "Qwen" / "Qwen3-8B-GGUF").mkdir(parents=True)
+    (hub.root / "Qwen" / "Qwen3-8B-GGUF" / "q4.gguf").write_bytes(b"GGUF")
+    save_model(hub.root / MODEL)
+    hub.gated.add(MODEL)
+
+    def explain(name: str) -> str:
+        with pytest.raises(CheckpointError) as raised:
+            load(name)
+        found = str(raised.value)
+        return found.removeprefix(f"{name!r} is not a directory, and cannot be downloaded from the")
+
+    assert explain("no/such") == " hub: the hub has no such repository: it was moved or is private"
+    assert explain(MODEL).startswith(f" hub: accept its terms on https://hf.co/{MODEL}")
+    assert explain("Qwen/Qwen3-8B-GGUF").endswith("expected a model for MLX, not GGUF")
+    with mock.patch.object(constants, "HF_HUB_OFFLINE", True):
+        assert explain("no/such") == " hub: HF_HUB_OFFLINE is set"
+    hub.failure = "error"
+    assert explain("no/such").startswith(" hub: Server error '503")
+    assert len(explain("no/such")) < 150

@@ -171,9 +171,9 @@ def list_published(args: Any, model: nn.Module, options: Options) -> list[dict[s
         found.append(line)
         if stored is None:
             continue
-        line |= {"bytes": stored.n_bytes, "is_downloaded": stored.is_cached}
-        if problem is None and stored.is_cached:
-            own = Namespace(**vars(args) | {"drafter": published.repo, "draft_model": None})
+        line |= {"bytes": stored.n_bytes, "is_downloaded": stored.folder is not None}
+        if problem is None and stored.folder is not None:
+            own = Namespace(**vars(args) | {"drafter": str(stored.folder), "draft_model": None})
             try:
                 pair = Pair(model, load_named_drafter(own, model, None))
                 line["fastest"] = predict_fastest(pair.with_few_rows(options.few_rows != OFF))

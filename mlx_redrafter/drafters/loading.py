@@ -15,8 +15,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 
 from ..atomic_files import expand_path
@@ -162,8 +168,25 @@ def download(name: str, revision: str | None, choose: Choose, is_base: bool) -> 
     except CheckpointError:
         raise
     except Exception as error:  # of the network or the hub
-        why = f"cannot be downloaded from the hub: {join_lines(error)}"
+        why = f"cannot be downloaded from the hub: {explain_hub(name, error)}"
         raise CheckpointError(f"{name!r} is not a file or directory, and {why}") from error
+
+
+def explain_hub(name: str, error: BaseException) -> str:
+    """Why a repository could not be downloaded, on one short line."""
+    if isinstance(error, LocalEntryNotFoundError):
+        error = error.__cause__ or error
+    if isinstance(error, GatedRepoError):
+        return f"accept its terms on https://hf.co/{name}, then run 'hf auth login'"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has no such repository: it was moved or is private"
+    if isinstance(error, json.JSONDecodeError):
+        return "the hub's answer is not JSON: does the network ask for a login?"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    if isinstance(error, HfHubHTTPError):  # its other lines are advice
+        return str(error).partition("\n")[0]
+    return join_lines(error)
 
 
 def list_files(name: str, revision: str | None) -> list[str]:
@@ -172,7 +195,7 @@ def list_files(name: str, revision: str | None) -> list[str]:
     If the hub cannot be reached, those that were downloaded before.
     """
     try:  # unlike `list_repo_files` this does not retry without a network
-        info = HfApi().repo_info(name, revision=revision)
+        info = HfApi().repo_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         return [file.rfilename for file in info.siblings or []]
     except HfHubHTTPError:  # the hub has answered
         raise

@@ -24,6 +24,7 @@ FILE = Path(__file__).with_name("published.json")
 FORMATS = re.compile(
     r"""[-_.](?:
         (?:mixed[-_])?\d(?:[-_.]\d)*[-_]?bits?   # 4bit, 8-bit, mixed-3-4-bit
+        | mixed(?:_\d)+ | (?:unsloth[-_])?bnb
         | (?:bf|fp|f)(?:4|8|16|32) | float(?:16|32) | int[48] | w\d+a\d+
         | (?:mx|nv)fp[48](?:a16)? | q\d(?:_\w+)? | qx\d\w* | g(?:s|roup)?\d{2,3}
         | dwq(?:[-_]\w+)? | awq | gptq | optiq | dynamic | quantized | unquantized

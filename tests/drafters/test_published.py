@@ -60,6 +60,7 @@ def test_the_page_shows_the_table() -> None:
         "mlx-community/Qwen3-8B-8-bit",
         "mlx-community/Qwen3-8B-4.5bit",
         "mlx-community/Qwen3-8B-mixed-3-4-bit",
+        "mlx-community/Qwen3-8B-mixed_3_6",
         "mlx-community/Qwen3-8B-4bit-DWQ-053125",
         "mlx-community/Qwen3-8B-4bit-g32",
         "mlx-community/Qwen3-8B-mxfp4",
@@ -68,6 +69,7 @@ def test_the_page_shows_the_table() -> None:
         "Qwen/Qwen3-8B-FP8",
         "RedHatAI/Qwen3-8B-quantized.w4a16",
         "unsloth/Qwen3-8B-UD-MLX-4bit",
+        "unsloth/Qwen3-8B-unsloth-bnb-4bit",
     ],
 )
 def test_formats_and_owners_do_not_matter(name: str) -> None:

@@ -33,6 +33,8 @@ class Hub(ThreadingHTTPServer):
         gated: repositories whose files need an accepted licence.
         moved: old names of repositories -> new names.
         cut: (repository, file) -> after how many bytes its next downloads break off.
+        failure: "silent" to answer nothing, "error" or "page" to answer everything with a server
+            error or a web page; None to work.
         requests: method and path of each request.
     """
 
@@ -44,6 +46,8 @@ class Hub(ThreadingHTTPServer):
         self.gated = set[str]()
         self.moved = dict[str, str]()
         self.cut = dict[tuple[str, str], list[int]]()
+        self.failure: str | None = None
+        self.is_closed = threading.Event()
         self.requests = list[str]()
 
     @property
@@ -103,6 +107,9 @@ class Handler(BaseHTTPRequestHandler):
         hub = self.server
         url = urlsplit(self.path)
         hub.requests.append(f"{self.command} {url.path}")
+        if hub.failure is not None:
+            self.fail(hub.failure)
+            return
         if url.path.startswith("/storage/"):
             self.send_file(*url.path.removeprefix("/storage/").split("/", 1))
             return
@@ -125,6 +132,12 @@ class Handler(BaseHTTPRequestHandler):
             )
         else:
             self.describe(repo, folder, with_sizes="blobs" in parse_qs(url.query))
+
+    def fail(self, failure: str) -> None:
+        if failure == "silent":
+            self.server.is_closed.wait()
+        else:
+            self.reply(200 if failure == "page" else 503, b"<html></html>")
 
     def describe(self, repo: str, folder: Path, *, with_sizes: bool) -> None:
         """Sends what the API says about a repository."""
@@ -207,6 +220,7 @@ def start_hub(root: Path, cache: Path) -> Iterator[Hub]:
     finally:
         enable_progress_bars()
         close_session()
+        hub.is_closed.set()
         hub.shutdown()
         hub.server_close()
         thread.join()
