@@ -156,6 +156,11 @@ def read(model: Any, tokens: list[int], few_rows: FewRows) -> mx.array:
     return target.verify(chain(mx.array(tokens[0]), mx.array(tokens[1:])), is_tree=False).logits
 
 
+def is_close(y: mx.array, expected: mx.array) -> bool:
+    """Whether both are the same but for the order of sums: some chips' is another for one row."""
+    return mx.allclose(y, expected, rtol=1e-3, atol=1e-3).item()
+
+
 @pytest.mark.parametrize("n_rows", [2, 5, 8])
 def test_all_layers_of_a_forward_are_replaced(
     model: Any, few_rows: FewRows, one_by_one: OneByOne, n_rows: int
@@ -163,8 +168,7 @@ def test_all_layers_of_a_forward_are_replaced(
     tokens = list(range(20, 20 + n_rows))
     expected = read(model, tokens, FewRows())
     assert one_by_one.matmuls == []
-    logits = read(model, tokens, few_rows)
-    assert mx.array_equal(logits, expected)
+    assert is_close(read(model, tokens, few_rows), expected)
     assert len(one_by_one.matmuls) == 15
     assert {matmul.n_rows for matmul in one_by_one.matmuls} == {n_rows}
     assert {(matmul.n_outputs, matmul.n_inputs) for matmul in one_by_one.matmuls} == {*SHAPES}
@@ -216,7 +220,7 @@ def test_outputs_have_the_shape_of_inputs(
     expected = layer(x)
     with few_rows.replace_matmul(3):
         y = layer(x)
-    assert y.shape == (*shape[:-1], 48) and mx.array_equal(y, expected)
+    assert y.shape == (*shape[:-1], 48) and is_close(y, expected)
     assert len(one_by_one.matmuls) == 1
 
 
@@ -244,7 +248,7 @@ def test_wrapped_layers_are_replaced(few_rows: FewRows, one_by_one: OneByOne) ->
         with few_rows.replace_matmul(3):
             y = layer(x)
         assert len(one_by_one.matmuls) == 1, name
-        assert mx.array_equal(y, layer(x)), name
+        assert is_close(y, layer(x)), name
 
 
 def test_quantized_attention_goes_to_mlx(few_rows: FewRows, one_by_one: OneByOne) -> None:
