@@ -112,7 +112,8 @@ def test_auto_is_the_demos_own_for_the_demo(run: Run) -> None:
 
 def test_the_hub_of_the_environment_is_used(hub: Hub, tmp_path: Path) -> None:
     """In a process of its own, with the client's progress bars."""
-    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    home = str(tmp_path / "home")
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-m", "mlx_redrafter.generate", *FLAGS, "--drafter", "auto"]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
