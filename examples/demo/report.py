@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
-from benchmarks.acceptance import measure
+from benchmarks.acceptance import measure_plan
 from mlx_redrafter.demo.sources import get_library_name, split_files
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.generation import stream_generate
@@ -118,7 +118,7 @@ def measure_texts(
     """Lines of `benchmarks.acceptance` on held-out prompts, greedy and sampled, with two plans."""
     ids = [encode(tokenizer, text) for text in choose_prompts(tokenizer).values()]
     return [
-        {"temp": temp} | measure(model, drafter, ids, plan, max_tokens=NEW_TOKENS, temp=temp)
+        {"temp": temp} | measure_plan(model, drafter, ids, plan, max_tokens=NEW_TOKENS, temp=temp)
         for temp in (0.0, 0.8)
         for plan in ((1, 4), (4, 5))
     ]
