@@ -44,7 +44,6 @@ from .drafters.loading import (
 from .drafters.published import (
     QAT,
     Published,
-    TargetSizes,
     explain_misfit,
     list_published,
     normalize_name,
@@ -54,6 +53,9 @@ from .errors import CheckpointError, join_lines
 from .machine.memory import get_free_bytes
 
 NOT_CACHED = "it is not in the cache"
+
+OF_REPOSITORY = (CheckpointError, DisabledRepoError, EntryNotFoundError, RepositoryNotFoundError)
+"""Errors after which the hub is asked about other repositories."""
 
 MAX_BASES = 3
 """How many models are followed from a model card to the card of its base."""
@@ -104,11 +106,13 @@ class Examined(NamedTuple):
         published: its line in the table.
         stored: its files; None if they are not known.
         problem: why it cannot be used; None if it fits.
+        base: the target's base, if it was trained for that.
     """
 
     published: Published
     stored: Stored | None
     problem: str | None
+    base: str | None
 
 
 def list_choices(name: str, model: nn.Module, revision: str | None = None) -> Iterator[Choice]:
@@ -117,24 +121,50 @@ def list_choices(name: str, model: nn.Module, revision: str | None = None) -> It
     Args:
         name: the target's, a directory or a hub id; it was loaded before.
     """
-    folder = get_target_folder(name, revision)
-    yield from list_own(name, folder, revision)
-    published, base = find_published(name, folder)
-    for found in examine(published, model, read_config(folder)):
-        repo = found.published.repo
-        if found.stored is not None and found.problem is None:
-            about = f"{repo}, {found.published.kind}, {found.stored.format_size()}"
+    yield from list_own(name, get_target_folder(name, revision), revision)
+    for published, stored, problem, base in examine_published(name, model, revision):
+        repo = published.repo
+        if stored is not None and problem is None:
+            about = f"{repo}, {published.kind}, {stored.format_size()}"
             about += f"; it was trained for {base}" if base else ""
-            yield Choice(repo, about, partial(locate_files, found.stored.folder or repo))
-        elif found.problem != NOT_CACHED:
-            _log.info("note: skipped %s: %s", repo, found.problem)
+            yield Choice(repo, about, partial(locate_files, stored.folder or repo))
+        elif problem != NOT_CACHED:
+            _log.info("note: skipped %s: %s", repo, problem)
 
 
-def examine_published(name: str, model: nn.Module) -> Iterator[Examined]:
-    """The published drafters for a target, compared with it; see `list_choices`."""
-    folder = get_target_folder(name)
-    published, _ = find_published(name, folder)
-    return examine(published, model, read_config(folder))
+def examine_published(
+    name: str, model: nn.Module, revision: str | None = None
+) -> Iterator[Examined]:
+    """Compares the published drafters for a target with it, one after another.
+
+    Downloads their `config.json`. If the hub cannot be reached, those in the cache are compared.
+
+    Args:
+        name: see `list_choices`.
+    """
+    folder = get_target_folder(name, revision)
+    drafters, base = find_published(name, folder)
+    sizes = read_target_sizes(model, read_config(folder))
+    read = fetch_stored
+    for published in drafters:
+        stored = None
+        problem: str | None = NOT_CACHED
+        try:
+            stored = read(published.repo)
+        except OF_REPOSITORY as error:
+            problem = explain_hub(published.repo, error)
+        except Exception as error:  # of the network, or of another server
+            why = explain_hub(published.repo, error)
+            _log.info("note: only drafters in the cache are tried: %s", why)
+            read = read_stored
+            stored = read(published.repo)
+
+        if stored is not None:
+            try:
+                problem = explain_misfit(stored.config, sizes) or explain_memory(stored)
+            except (AttributeError, TypeError, ValueError) as error:
+                problem = f"its config.json cannot be read: {join_lines(error)}"
+        yield Examined(published, stored, problem, base)
 
 
 def make_hint(name: str) -> str | None:
@@ -298,54 +328,6 @@ def fetch_card(repo: str) -> dict[str, Any]:
         return {}
 
 
-def examine(drafters: list[Published], model: nn.Module, config: Config) -> Iterator[Examined]:
-    """Compares published drafters with a target, one after another.
-
-    Downloads their `config.json`. If the hub cannot be reached, those in the cache are compared.
-
-    Args:
-        config: the target's.
-    """
-    sizes = read_target_sizes(model, config)
-    is_reachable = True
-    for published in drafters:
-        found = None
-        if is_reachable:
-            try:
-                found = examine_one(published, sizes, fetch_stored)
-            except Exception as error:  # of the network, or of another server
-                is_reachable = False
-                why = explain_hub(published.repo, error)
-                _log.info("note: only drafters in the cache are tried: %s", why)
-        yield found or examine_one(published, sizes, read_stored)
-
-
-def examine_one(
-    published: Published, sizes: TargetSizes, read: Callable[[str], Stored | None]
-) -> Examined:
-    """Compares a published drafter with a target.
-
-    Args:
-        read: returns its files, or None if there are none.
-    """
-    try:
-        stored = read(published.repo)
-    except (
-        CheckpointError,
-        DisabledRepoError,
-        EntryNotFoundError,
-        RepositoryNotFoundError,
-    ) as error:
-        return Examined(published, None, explain_hub(published.repo, error))
-    if stored is None:
-        return Examined(published, None, NOT_CACHED)
-    try:
-        problem = explain_misfit(stored.config, sizes) or explain_memory(stored)
-    except (AttributeError, TypeError, ValueError) as error:
-        problem = f"its config.json cannot be read: {join_lines(error)}"
-    return Examined(published, stored, problem)
-
-
 def explain_memory(stored: Stored) -> str | None:
     """Why a drafter does not fit into memory; None if it does."""
     free = get_free_bytes()
@@ -357,7 +339,7 @@ def explain_memory(stored: Stored) -> str | None:
 def fetch_stored(repo: str) -> Stored | None:
     """A drafter's config from the hub, and the sizes of its files."""
     if repo in PACKAGED:
-        return read_folder(PACKAGED[repo])
+        return read_stored(repo)
     sizes = fetch_sizes(repo)
     config = Path(hf_hub_download(repo, "config.json"))
     is_cached = all((config.parent / file).exists() for file in sizes)
@@ -378,17 +360,15 @@ def fetch_sizes(repo: str, seconds: float | None = None) -> dict[str, int]:
 def read_stored(repo: str) -> Stored | None:
     """A drafter in the hub's cache, or a packaged one; None if it was not downloaded."""
     folder = PACKAGED.get(repo) or get_cached_folder(repo)
-    return None if folder is None else read_folder(folder)
-
-
-def read_folder(folder: Path) -> Stored | None:
-    """A drafter in a folder; None if it holds no tensors."""
-    present = list_folder(folder)
-    if not any(file.endswith(".safetensors") for file in present):
+    if folder is None:
         return None
-    files = ["config.json", *choose_files(present, folder.name)]
-    n_bytes = sum((folder / file).stat().st_size for file in files)
-    return Stored(read_object(folder / "config.json"), n_bytes, folder)
+    try:
+        config = read_object(folder / "config.json")
+        files = choose_files(list_folder(folder), repo)
+    except CheckpointError:  # not all of it was downloaded
+        return None
+    n_bytes = sum((folder / file).stat().st_size for file in ["config.json", *files])
+    return Stored(config, n_bytes, folder)
 
 
 def format_bytes(n_bytes: int) -> str:

@@ -22,7 +22,7 @@ from helpers.small import make_byte_tokenizer, randomised, save_target, small_ll
 from mlx_redrafter import auto_drafter, load
 from mlx_redrafter.checkpoints import load_auto_drafter
 from mlx_redrafter.drafters import mtp
-from mlx_redrafter.drafters.published import TargetSizes, list_published
+from mlx_redrafter.drafters.published import list_published
 from mlx_redrafter.errors import CheckpointError
 
 MODEL = "mlx-community/Qwen3-8B-4bit"
@@ -351,10 +351,10 @@ def test_an_assistant_beside_the_target_comes_next(
         assert notes[-1] == "drafter: the assistant beside the model"
 
 
-def test_a_packaged_drafter_needs_no_hub(hub: Hub) -> None:
-    (published,) = list_published("HuggingFaceTB/SmolLM2-135M-Instruct")
-    sizes = TargetSizes(576, 49152, 30, {})
-    found = auto_drafter.examine_one(published, sizes, auto_drafter.fetch_stored)
+def test_a_packaged_drafter_needs_no_hub(hub: Hub, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "SmolLM2-135M-Instruct")
+    model = small_llama(hidden=576, vocab=49152, layers=30)
+    (found,) = auto_drafter.examine_published(str(folder), model)
     assert found.problem is None and found.stored is not None and found.stored.folder is not None
     assert hub.requests == []
 

@@ -165,7 +165,7 @@ def list_published(args: Any, model: nn.Module, options: Options) -> list[dict[s
     Of those that were downloaded and measured, also the chain that is expected to be fastest.
     """
     found = []
-    for published, stored, problem in examine_published(args.model, model) if args.model else ():
+    for published, stored, problem, _ in examine_published(args.model, model) if args.model else ():
         line: dict[str, Any] = {"repo": published.repo, "kind": published.kind}
         line |= {"bytes": None, "is_downloaded": False, "problem": problem, "fastest": None}
         found.append(line)
