@@ -19,7 +19,7 @@ from helpers.families import make_family
 from helpers.hub import Hub, start_hub
 from helpers.published import publish
 from helpers.small import make_byte_tokenizer, randomised, save_target, small_llama
-from mlx_redrafter import auto_drafter, load
+from mlx_redrafter import auto_drafter, load, load_drafter
 from mlx_redrafter.checkpoints import load_auto_drafter
 from mlx_redrafter.drafters import mtp
 from mlx_redrafter.drafters.published import list_published
@@ -349,6 +349,8 @@ def test_an_assistant_beside_the_target_comes_next(
     for name in [MODEL] if on_hub else [root, root / "target"]:
         assert load_auto(name).model_type == "dflash"
         assert notes[-1] == "drafter: the assistant beside the model"
+    if not on_hub:
+        assert load_drafter(root).args.model_type == "dflash"
 
 
 def test_a_packaged_drafter_needs_no_hub(hub: Hub, tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ def locate_files(
         return CheckpointFiles(path, (path,), read_config(path.parent), is_base)
     if not name or not path.is_dir():
         path = PACKAGED.get(name) or download(name, revision, choose, is_base)
+    if is_bundle(path):
+        path /= ASSISTANT
     present = list_folder(path)
     files = choose_base_files(path, present, name, choose) if is_base else choose(present, name)
     shards = {*read_index(path).values()}

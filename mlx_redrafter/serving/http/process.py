@@ -126,8 +126,9 @@ def serve(
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
     logging.captureWarnings(True)
     logging.getLogger("mlx_redrafter").setLevel(logging.NOTSET)  # leave it to --log-level
-    # Without uvicorn's start and shutdown messages.
-    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
+    # Without uvicorn's start and shutdown messages, and the requests to the hub.
+    for name in ("uvicorn.error", "httpx", "httpx2"):
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
     with bind(args.host, args.port) as bound:
         service = load_service(args)
         server = GracefulServer(make(service), service)
