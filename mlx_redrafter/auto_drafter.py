@@ -18,7 +18,6 @@ from huggingface_hub import HfApi, constants, hf_hub_download, metadata_load, sn
 from huggingface_hub.errors import (
     DisabledRepoError,
     EntryNotFoundError,
-    HfHubHTTPError,
     RepositoryNotFoundError,
 )
 
@@ -187,8 +186,8 @@ def make_hint(name: str) -> str | None:
             if is_local(name):
                 return hint
             n_bytes = sum(fetch_sizes(repo, HINT_SECONDS).values())
-        except (HfHubHTTPError, CheckpointError):
-            continue  # `examine` would skip it, too
+        except OF_REPOSITORY:
+            continue
         except Exception:  # of the network
             return hint
         return f"{hint}, {format_bytes(n_bytes)}"
@@ -217,7 +216,7 @@ def list_own(
         may_ask: ask the hub for files that loading the target did not download.
     """
     origin: str | Path | None = None
-    if SIDECAR in list_folder(folder) or has_layer(folder):
+    if (folder / SIDECAR).is_file() or has_layer(folder):
         origin = folder
     elif may_ask and not is_local(name):
         try:
@@ -228,8 +227,7 @@ def list_own(
         locate = partial(locate_files, origin, revision, is_base=True)
         yield Choice(f"{name} (its own layer)", "the model's own drafting layer", locate)
 
-    beside = folder.parent if folder.name == TARGET else folder
-    path = beside / ASSISTANT
+    path = (folder.parent if folder.name == TARGET else folder) / ASSISTANT
     if (path / "config.json").is_file():
         label = str(path) if is_local(name) else f"{name}/{ASSISTANT}"
         locate = partial(locate_assistant, name, path, revision)
@@ -296,8 +294,7 @@ def list_bases(name: str, folder: Path, *, may_download: bool) -> Iterator[tuple
     is_same = True
     for _ in range(MAX_BASES):
         base = card.get("base_model")
-        if isinstance(base, list) and len(base) == 1:
-            base = base[0]
+        base = base[0] if isinstance(base, list) and len(base) == 1 else base
         if not isinstance(base, str):
             return
         is_same = is_same and card.get("base_model_relation") == "quantized"
@@ -321,11 +318,10 @@ def fetch_card(repo: str) -> dict[str, Any]:
     except Exception:  # of the network or the hub, for which a download would wait for minutes
         is_reachable = False
     try:
-        return read_card(
-            Path(hf_hub_download(repo, "README.md", local_files_only=not is_reachable))
-        )
+        file = hf_hub_download(repo, "README.md", local_files_only=not is_reachable)
     except Exception:  # no such file, or no hub id
         return {}
+    return read_card(Path(file))
 
 
 def explain_memory(stored: Stored) -> str | None:

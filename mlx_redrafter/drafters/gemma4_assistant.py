@@ -310,24 +310,18 @@ def find_read_layers(drafter: Drafter, model: nn.Module, name: str) -> dict[str,
     found: dict[str, int] = {}
     for layer in drafter.layers:
         kind = layer.layer_type
-        numbers = [i for i, each in enumerate(text.layers) if has_cache(each, kind)]
-        if not numbers:
+        cached = {i: each for i, each in enumerate(text.layers) if each.self_attn.has_kv}
+        number = max((i for i, each in cached.items() if each.layer_type == kind), default=None)
+        if number is None:
             raise CheckpointError(f"{name} reads a {kind} layer with a cache, the target has none")
-        found[kind] = numbers[-1]
-        own = layer.self_attn
-        others = text.layers[numbers[-1]].self_attn
+        found[kind] = number
         for what in ("n_kv_heads", "head_dim"):
-            expected = getattr(own, what)
-            got = getattr(others, what)
+            expected = getattr(layer.self_attn, what)
+            got = getattr(cached[number].self_attn, what)
             if expected != got:
-                where = f"the target has {got} in layer {numbers[-1]}"
+                where = f"the target has {got} in layer {number}"
                 raise CheckpointError(f"{name} expects {what} {expected} in {kind}, {where}")
     return found
-
-
-def has_cache(layer: Any, kind: str) -> bool:
-    """Whether a layer of the target is of this type and has its own cache."""
-    return layer.layer_type == kind and layer.self_attn.has_kv
 
 
 class AssistantSource(StepwiseSource):
