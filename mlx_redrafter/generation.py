@@ -154,8 +154,13 @@ def stream_responses(
     options: Options,
     source: Source | None,
     stop_strings: StopStrings,
+    piece_ends: Sequence[int] = (),
 ) -> Generator[GenerationResponse, None, None]:
-    """`stream_generate` with a pair and parsed options; for `source` see `open_generation`."""
+    """`stream_generate` with a pair and parsed options.
+
+    Args:
+        source, piece_ends: see `open_generation`.
+    """
     tokens = encode(tokenizer, prompt)
     detokenizer = tokenizer.detokenizer
     seed = ranks.draw_seed() if options.seed is None else options.seed
@@ -183,7 +188,11 @@ def stream_responses(
     end_tokens = tokenizer.eos_token_ids
     with (
         wired_limit(pair.model),
-        closing(open_generation(pair, tokens, parsed, source, end_tokens=end_tokens)) as generation,
+        closing(
+            open_generation(
+                pair, tokens, parsed, source, end_tokens=end_tokens, piece_ends=piece_ends
+            )
+        ) as generation,
     ):
         for count, each in enumerate(generation, 1):
             if count == 1:

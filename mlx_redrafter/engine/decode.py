@@ -6,6 +6,7 @@ the next forward.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
@@ -105,7 +106,7 @@ class Decoder:
         on_drafter_failure: see `Options`.
         may_run_ahead: called in each round; if it returns False, no plain step is enqueued before
             the read, and the cache then ends before the round's last token. None means always True.
-        piece_ends: text lengths at which a piece of the prompt must end.
+        piece_ends: text lengths, ascending, at which a piece of the prompt must end.
 
     Attributes:
         target: its `length` is the length of the text in its cache.
@@ -187,7 +188,8 @@ class Decoder:
         report(done, total)
         while total - done > 1:
             position = self.target.length
-            sizes = [end - position for end in self._piece_ends if end > position]
+            next_end = bisect_right(self._piece_ends, position)
+            sizes = [end - position for end in self._piece_ends[next_end : next_end + 1]]
             size = min(prefill_step_size, total - done - 1, *sizes)
             piece = prompt[done : done + size]
             with on_stream():

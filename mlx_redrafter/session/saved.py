@@ -33,12 +33,14 @@ class Conversation(NamedTuple):
         tokens: the prompts' and answers'.
         messages: the same as messages.
         template: the chat template arguments that the messages were rendered with.
+        decoded: the lengths of `tokens` before and after each token that was decoded.
     """
 
     cache: kv_cache.Cache
     tokens: list[int]
     messages: list[Message]
     template: dict[str, Any]
+    decoded: list[int]
 
 
 def write_conversation(path: str | Path, model: nn.Module, conversation: Conversation) -> None:
@@ -85,6 +87,7 @@ def read_conversation(path: str | Path, model: nn.Module) -> Conversation:
         tokens = content["tokens"]
         messages = parse_messages(content["messages"])
         template = content["template"]
+        decoded = [int(length) for length in content.get("decoded", [])]  # new in 0.5
         check_tokens(check_prompt(tokens), get_vocab_size(model))
         check_cache(model, cache, KVQuantization())
         length = kv_cache.length(cache)
@@ -93,4 +96,4 @@ def read_conversation(path: str | Path, model: nn.Module) -> Conversation:
         mx.eval([layer.state for layer in cache])
     except Exception as error:  # damaged files raise errors of many types
         raise RedrafterError(f"cannot read the session {file}: {join_lines(error)}") from error
-    return Conversation(cache, tokens, messages, template)
+    return Conversation(cache, tokens, messages, template, decoded)

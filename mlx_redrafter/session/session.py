@@ -264,7 +264,7 @@ class Session:
                     "there is no conversation yet, or its cache was discarded: nothing to save"
                 )
             conversation = Conversation(
-                self._cache, self._tokens, self._messages, self._rendered_with
+                self._cache, self._tokens, self._messages, self._rendered_with, self._decoded
             )
             write_conversation(path, self.model, conversation)
 
@@ -293,11 +293,13 @@ class Session:
         session._tokens = saved.tokens
         session._messages = saved.messages
         session._rendered_with = saved.template
+        session._decoded = saved.decoded
         return session
 
     def _clear(self) -> None:
         self._tokens: list[int] = []
         self._messages: list[Message] = []
+        self._decoded: list[int] = []  # lengths before and after each decoded token
         self._cache: kv_cache.Cache | None = None  # of all tokens; None if they must be prefilled
         self._source = self._open_source()  # of all tokens
 
@@ -386,7 +388,7 @@ class Session:
         """Yields the responses of a turn, and adds those that were yielded to the conversation.
 
         After an exception the cache is undefined: it is discarded, and the next turn prefills all
-        tokens again.
+        tokens again; with `exact` earlier answers one token at a time, as they were decoded.
         """
         history = turn.old if self._cache is not None else []
         if history and self._cache:
@@ -421,7 +423,16 @@ class Session:
             on_drafter_failure=on_failure,
         )
         prompt = [*turn.old[len(history) :], *turn.new]
-        stream = stream_responses(self._pair, self.tokenizer, prompt, options, source, stop_strings)
+        decoded = self._decoded if turn.old else []
+        stream = stream_responses(
+            self._pair,
+            self.tokenizer,
+            prompt,
+            options,
+            source,
+            stop_strings,
+            decoded if options.exact else (),
+        )
         try:
             with closing(stream) as responses:
                 for response in responses:
@@ -446,6 +457,9 @@ class Session:
             if tokens:
                 self._messages = [*turn.messages, *sent, {"role": "assistant", "content": text}]
                 self._tokens = [*turn.old, *turn.new, *tokens]
+                # The prompt's last token is read like those of the answer.
+                start = len(turn.old) + len(turn.new) - 1
+                self._decoded = [*decoded, *range(start, len(self._tokens) + 1)]
                 self._rendered_with = template
             # A turn in another thread cannot evaluate pending arrays. Some forwards also store new
             # arrays in the model.

@@ -507,7 +507,8 @@ def snapshot(model: nn.Module) -> tuple[Any, ...]:
     return modules, parameters, keys, model(mx.array([[1, 2, 3, 4, 5]])).tolist()
 
 
-ALPHABET = "\n" + string.ascii_letters
+ALPHABET = "\n" + string.ascii_letters + "".join(map(chr, range(0x400, 0x500)))
+"""Latin and Cyrillic letters, one for each token."""
 
 
 def make_tokenizer(eos: Sequence[int] = (), vocab: int = VOCAB) -> TokenizerWrapper:

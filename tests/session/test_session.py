@@ -22,8 +22,9 @@ from helpers.sessions import (
     make_session,
     plain_session,
 )
-from helpers.small import save_target
+from helpers.small import save_target, small_drafter, small_llama
 from helpers.threads import workers
+from helpers.toys import make_tokenizer
 from mlx_redrafter import RedrafterError, Session, load, load_demo, stream_generate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
@@ -277,3 +278,31 @@ def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path: Path) -> None
             other.submit(Session, unevaluated, tokenizer).result()
         session = one.submit(Session, unevaluated, tokenizer, max_tokens=4).result()
         assert other.submit(session.send, "hello").result().tokens
+
+
+@pytest.mark.parametrize("vocab", [257, 101])
+@pytest.mark.parametrize("plan", ["off", (1, 4)])
+def test_exact_turns_have_the_same_bits_after_a_failure(vocab: int, plan: Any) -> None:
+    """A failure drops the cache; earlier answers are then read as they were decoded."""
+    model = small_llama(vocab=vocab, layers=2, seed=3)
+    drafter = small_drafter(vocab=vocab)
+
+    def fail(done: int, total: int) -> None:
+        raise ValueError("a bug of the caller")
+
+    def open_session() -> Session:
+        options: dict[str, Any] = {"plan": plan, "exact": True, "max_tokens": 20}
+        return Session(model, make_tokenizer(vocab=vocab), drafter, **options)
+
+    def take_turn(session: Session, text: str) -> tuple[list[int], list[Any]]:
+        found = list(session.stream(text))
+        return [each.token for each in found], [each.logprobs.tolist() for each in found]
+
+    disturbed = open_session()
+    undisturbed = open_session()
+    for text in ("abcde", "fgh"):
+        assert take_turn(disturbed, text) == take_turn(undisturbed, text)
+    with pytest.raises(ValueError, match="a bug of the caller"):
+        disturbed.send("ij", prompt_progress_callback=fail)
+    for text in ("ij", "klm"):
+        assert take_turn(disturbed, text) == take_turn(undisturbed, text)
