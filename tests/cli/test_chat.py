@@ -120,42 +120,40 @@ def test_a_terminal_tints_accepted_tokens() -> None:
     assert "tok/s" in rounds
 
 
-@pytest.mark.parametrize("end", ["\n", ""], ids=["ended", "open"])
-def test_lines_pasted_together_are_one_turn(end: str) -> None:
+def test_lines_pasted_together_are_one_turn() -> None:
     """An open last line waits for Enter; Ctrl-D typed behind the lines still leaves."""
+    answer = demo_session(max_tokens=9).send("class A:\n    x = 1\n    y = 2")
     with open_terminal(*FIXED, "-m", "9", TERM="dumb") as terminal:
-        terminal.read_until("> ")
-        os.write(terminal.master, b"class A:\n    x = 1\n    y = 2" + end.encode())
-        if not end:
-            terminal.read_until("y = 2$")
-            os.write(terminal.master, b"\n")
-        shown = terminal.read_until(COUNTS)
-        terminal.read_until("\n> ")
+        for is_ended in (True, False):
+            terminal.read_until("> ")
+            os.write(terminal.master, b"class A:\n    x = 1\n    y = 2" + b"\n" * is_ended)
+            if not is_ended:
+                terminal.read_until("y = 2$")
+                os.write(terminal.master, b"\n")
+            assert answer.text in terminal.read_until(COUNTS)
+            terminal.read_until("\n> ")
+            if is_ended:
+                os.write(terminal.master, b"/reset\n")
+                terminal.read_until("context cleared")
+
         os.write(terminal.master, b"def f(\n\x04")
         rest = terminal.read_until("\nbye")
-    answer = demo_session(max_tokens=9).send("class A:\n    x = 1\n    y = 2")
-    assert answer.text in shown
     assert rest.count(" tokens · ") == 1, "only the turn after it"
 
 
-def test_a_command_is_not_joined_with_what_follows() -> None:
-    with open_terminal(*FIXED, "-m", "9", TERM="dumb") as terminal:
-        terminal.read_until("> ")
-        os.write(terminal.master, b"/reset\n/quit\n")
-        shown = terminal.read_until("\nbye")
-    assert "context cleared" in shown
-    assert "tok/s" not in shown
-
-
 def test_a_dumb_terminal_gets_no_escape_sequences() -> None:
+    """Nor is a command joined with what follows."""
     with open_terminal(*FIXED, "-m", "9", "--show-accepted", TERM="dumb") as terminal:
-        terminal.read_until("> ")
+        shown = terminal.read_until("> ")
         os.write(terminal.master, b"def main(\n")
-        shown = terminal.read_until(COUNTS)
-        os.write(terminal.master, b"/quit\n")
-        shown += terminal.read_until("\nbye")
-    assert demo_session(max_tokens=9).send("def main(").text in shown
-    assert "\x1b" not in shown
+        answer = terminal.read_until(COUNTS)
+        shown += answer + terminal.read_until("\n> ")
+        os.write(terminal.master, b"/reset\n/quit\n")
+        rest = terminal.read_until("\nbye")
+    assert demo_session(max_tokens=9).send("def main(").text in answer
+    assert "context cleared" in rest
+    assert "tok/s" not in rest
+    assert "\x1b" not in shown + rest
 
 
 def test_a_terminal_that_is_not_utf_8_shows_what_it_can() -> None:
