@@ -100,14 +100,14 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
     # chunks of 8.
     scripts_of_long = [("right", 2, 3), ("wrong", 1, 4), ("caching", 2, 3)]
     cases: list[tuple[int, int, dict[str, Any], list[tuple[str, int, int]]]] = [
-        (3, 14, {"temp": 0.9}, [("mixed", 2, 3)]),
-        (19, 14, {"temp": 0.0, "prefill_step_size": 7}, scripts_of_long),
+        (3, 11, {"temp": 0.9}, [("mixed", 2, 3)]),
+        (19, 12, {"temp": 0.0, "prefill_step_size": 7}, scripts_of_long),
         (7, 8, {"temp": 0.7}, [("random", 2, 3)]),
     ]
     for size, count, options, scripts in cases:
         prompt = [generator.randrange(vocab) for _ in range(size)]
         options["seed"] = 3
-        plain, tokens, recorded, expected = decode_recorded(model, prompt, count, 6, **options)
+        plain, tokens, recorded, expected = decode_recorded(model, prompt, count, 4, **options)
         for script, width, depth in scripts:
             case = (name, size, script, width, options)
             if script == "caching":
@@ -232,16 +232,18 @@ def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
-def test_every_node_sees_only_its_path(name: str) -> None:
+def test_every_node_sees_only_its_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After prefixes within and beyond windows and chunks of 8.
 
     Trees across their edges; kept and rejected nodes.
     """
+    # It rounds keys and values to 8 bits: a difference of 1e-6 may become one of 0.1.
+    monkeypatch.setattr("mlx_lm.models.afm7.fake_8bit_quant", lambda x, scale: x)
     model = make_family(name)
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     generator = random.Random(2)
     for size in (1, 6, 13, 46):
-        parents = [0] + [generator.randrange(max(0, node - 4), node) for node in range(1, 14)]
+        parents = [0] + [generator.randrange(max(0, node - 4), node) for node in range(1, 10)]
         tree = make_tree([generator.randrange(vocab) for _ in parents], parents)
         target = Target(model)
         prompt = mx.array([generator.randrange(vocab) for _ in range(size)])
