@@ -161,7 +161,7 @@ def examine_published(
         if stored is not None:
             try:
                 problem = explain_misfit(stored.config, sizes) or explain_memory(stored)
-            except (AttributeError, TypeError, ValueError) as error:
+            except Exception as error:  # nonsense may raise any type
                 problem = f"its config.json cannot be read: {join_lines(error)}"
         yield Examined(published, stored, problem, base)
 

@@ -128,6 +128,29 @@ def test_a_gated_and_a_damaged_one_are_skipped(hub: Hub, notes: list[str]) -> No
     assert taken == FIRST_NOTE
 
 
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (b"<html>", "cannot read {}: it is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b'{"eagle_config": {"eagle_aux_hidden_state_layer_ids": {"a": 1}}}', ""),
+        (b'{"hidden_size": "x"}', "it expects hidden size x, the target has 48"),
+        (None, "404 Client Error. Entry Not Found for url: {}"),
+    ],
+)
+def test_a_nonsensical_config_is_skipped(
+    config: bytes | None, problem: str, hub: Hub, notes: list[str], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "Qwen3-8B")
+    file = publish("dflash", hub.root / DSPARK) / "config.json"
+    file.unlink()
+    if config is not None:
+        file.write_bytes(config)
+    publish("dflash", hub.root / DFLASH)
+    assert load_auto(folder).model_type == "dflash"
+    before, _, after = f"skipped {DSPARK}: {problem}".partition("{}")
+    assert notes[0].startswith(before) and after in notes[0]
+
+
 def test_a_moved_repository_is_followed(hub: Hub, notes: list[str]) -> None:
     save_model(hub.root / MODEL)
     publish("dflash", hub.root / "new-owner" / "new-name")

@@ -186,9 +186,7 @@ def explain_hub(name: str, error: BaseException) -> str:
         return "the hub's answer is not JSON: does the network ask for a login?"
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
-    if isinstance(error, HfHubHTTPError):  # its other lines are advice
-        return str(error).partition("\n")[0]
-    return join_lines(error)
+    return join_lines(str(error).partition("\nFor more information")[0] or error)
 
 
 def list_files(name: str, revision: str | None) -> list[str]:
@@ -230,7 +228,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
-        return parse_object(file.read_bytes(), str(file))
+        return parse_object(file.read_bytes(), "it")
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name} in {file.parent}") from None
     except (OSError, RedrafterError) as error:
