@@ -185,9 +185,9 @@ def test_all_pages_may_send_requests_if_told_so(
     assert caplog.text.count("Any web page that is open on this machine may use the server") == 1
 
 
-@pytest.mark.parametrize(("flags", "most"), [((), 150), (("--max-tokens", "7"), 7)])
+@pytest.mark.parametrize(("flags", "most"), [((), 80), (("--max-tokens", "7"), 7)])
 def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], most: int) -> None:
-    with start_demo("--context-length", "150", "--log-level", "WARNING", *flags) as server:
+    with start_demo("--context-length", "80", "--log-level", "WARNING", *flags) as server:
         for path, body in BODIES.items():
             endless = {"max_tokens": -1} if path == "/v1/messages" else {}
             reply = ask(server, path, body | endless | {"logit_bias": {"0": -100}})
@@ -198,7 +198,7 @@ def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], mos
                 usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0),
             )
             made = usage.get("completion_tokens", usage.get("output_tokens"))
-            assert made == (7 if most == 7 and not endless else 150 - read), path
+            assert made == (7 if most == 7 and not endless else 80 - read), path
         reply = ask(server, TEXT, {"prompt": "x " * 200})
         assert reply.status == 400
         assert reply.json["error"]["code"] == "context_length_exceeded"
