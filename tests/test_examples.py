@@ -320,7 +320,7 @@ def test_two_sessions_continue_one_conversation(capsys: pytest.CaptureFixture[st
 
 
 def test_timer_ends_each_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    timer.main(["--seconds", "0.5"])
+    timer.main(["--seconds", "1"])
     found = re.findall(r"cancelled after (\d+) tokens; (\d+) in the", capsys.readouterr().out)
     (first, _), (second, held) = ((int(made), int(held)) for made, held in found)
     assert first > 0 < second
