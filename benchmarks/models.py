@@ -166,7 +166,8 @@ def open_workload(args: argparse.Namespace) -> Workload:
     workload, tokenizer = load_workload(args)
     prompts = load_prompts(args.prompts, tokenizer)
     if getattr(args, "quick", False):
-        prompts = list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]
+        first = {prompt.category: prompt for prompt in reversed(prompts)}
+        prompts = list(first.values())[::-1]
     return replace(workload, prompts=prompts)
 
 

@@ -47,7 +47,8 @@ def make_figure(lines: Sequence[Line], label: str, *, has_line: bool) -> Figure:
     except ImportError as error:
         raise RedrafterError("plots need matplotlib: pip install '.[bench]'") from error
     groups, *names = lines[0]
-    figure = Figure(figsize=(1.5 * len(lines) + 1, 3.6), layout="constrained", facecolor="white")
+    size = (1.5 * len(lines) + 1, 3.6)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     width = 0.8 / len(names)

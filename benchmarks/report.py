@@ -322,12 +322,16 @@ def make_forward_lines(records: Iterable[Record]) -> Iterator[Line]:
 
 
 def make_verdict_lines(records: Iterable[Record]) -> list[Line]:
-    """A line for each matmul on which the kernel for a few rows was tried: MLX's time over the
-    kernel's, by number of rows; with the verdict where it is not used.
+    """A line for each matmul on which the kernel for a few rows was tried.
+
+    It has MLX's time over the kernel's by number of rows, and the verdict where it is not used.
     """
     lines = dict[tuple[str, str], Line]()
     for record in records:
-        for each in record.get("few_rows", []) if record["kind"] == "costs" else []:
+        if record["kind"] != "costs":
+            continue
+
+        for each in record.get("few_rows", []):
             matmul = each["matmul"]
             line = {"target": record["model"], "kernel over MLX, by rows": matmul}
             line |= dict.fromkeys(VERDICT_ROWS)

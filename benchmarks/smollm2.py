@@ -156,7 +156,8 @@ def make_model(file: Path, output: Path) -> None:
     dequantize_model(model)
     evaluate(model)
     save_model(output, model)
-    (output / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
+    text = json.dumps(config | {"dtype": "float32"}, indent=2)
+    (output / "config.json").write_text(text + "\n")
     write_tokenizer(output, metadata)
 
 

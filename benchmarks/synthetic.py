@@ -210,8 +210,10 @@ class Oracle(Sampler):
         left = math.log(max(1.0 - sum(chances), least) / vocab_size)
         rest = mx.clip(logits, left - 1e-3, left)
         shape = (logits.shape[0], len(chances))
-        named = mx.broadcast_to(mx.log(mx.maximum(mx.array(chances), least)), shape)
-        return mx.put_along_axis(rest, mx.broadcast_to(guesses, shape), named, axis=-1)
+        logprobs = mx.log(mx.maximum(mx.array(chances), least))
+        guesses = mx.broadcast_to(guesses, shape)
+        named = mx.broadcast_to(logprobs, shape)
+        return mx.put_along_axis(rest, guesses, named, axis=-1)
 
 
 def make_acceptance(rate: float) -> AcceptanceTable:
