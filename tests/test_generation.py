@@ -62,6 +62,7 @@ def stream_plainly(
     """Plain decoding's stream up to one of two stop strings, the other of which never comes."""
     return stream(
         eos,
+        plan="off",
         stop=[] if stop is None else [stop, "never said"],
         max_tokens=max_tokens,
         **CHOICES[choice],
