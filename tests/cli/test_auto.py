@@ -61,9 +61,11 @@ def test_one_hint_without_the_flag(hub: Hub, run: Run) -> None:
 
 
 def test_the_server_hints_too(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    with start_demo("--model", MODEL) as server:
-        assert read_metrics(server)
-    assert f"--drafter auto takes {DRAFTER}, 0.2 MB\n" in capsys.readouterr().err
+    for flags, count in (((), 1), (("--log-level", "ERROR"), 0)):
+        with start_demo("--model", MODEL, *flags) as server:
+            assert read_metrics(server)
+        hint = f"--drafter auto takes {DRAFTER}, 0.2 MB\n"
+        assert capsys.readouterr().err.count(hint) == count
 
 
 def test_nothing_found_drafts_from_the_context(

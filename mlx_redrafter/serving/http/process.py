@@ -50,7 +50,8 @@ def bind(host: str, port: int) -> socket.socket:
 def load_service(args: argparse.Namespace) -> Service:
     """Loads the models that the flags name, and starts a worker."""
     template = {"chat_template": args.chat_template} if args.chat_template else {}
-    model, tokenizer, drafter = load_models(args, template, hints=True)
+    hints = args.log_level in ("DEBUG", "INFO")
+    model, tokenizer, drafter = load_models(args, template, hints=hints)
     names = getfullargspec(Worker).kwonlyargs
     worker = Worker(model, tokenizer, drafter, **{name: getattr(args, name) for name in names})
     worker.start()
