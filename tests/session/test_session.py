@@ -282,17 +282,24 @@ def test_a_model_must_be_evaluated_in_its_loading_thread(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("vocab", [257, 101])
 @pytest.mark.parametrize("plan", ["off", (1, 4)])
-def test_exact_turns_have_the_same_bits_after_a_failure(vocab: int, plan: Any) -> None:
-    """A failure drops the cache; earlier answers are then read as they were decoded."""
+def test_exact_turns_have_the_same_bits_after_a_failure(
+    vocab: int, plan: Any, tmp_path: Path
+) -> None:
+    """A failure drops the cache; earlier answers are then read as they were decoded.
+
+    Also in a session that was saved and loaded.
+    """
     model = small_llama(vocab=vocab, layers=2, seed=3)
     drafter = small_drafter(vocab=vocab)
 
     def fail(done: int, total: int) -> None:
         raise ValueError("a bug of the caller")
 
+    tokenizer = make_tokenizer(vocab=vocab)
+    options: dict[str, Any] = {"plan": plan, "exact": True, "max_tokens": 20}
+
     def open_session() -> Session:
-        options: dict[str, Any] = {"plan": plan, "exact": True, "max_tokens": 20}
-        return Session(model, make_tokenizer(vocab=vocab), drafter, **options)
+        return Session(model, tokenizer, drafter, **options)
 
     def take_turn(session: Session, text: str) -> tuple[list[int], list[Any]]:
         found = list(session.stream(text))
@@ -302,7 +309,13 @@ def test_exact_turns_have_the_same_bits_after_a_failure(vocab: int, plan: Any) -
     undisturbed = open_session()
     for text in ("abcde", "fgh"):
         assert take_turn(disturbed, text) == take_turn(undisturbed, text)
-    with pytest.raises(ValueError, match="a bug of the caller"):
-        disturbed.send("ij", prompt_progress_callback=fail)
+    file = tmp_path / "session.safetensors"
+    disturbed.save(file)
+    loaded = Session.load(file, model, tokenizer, drafter, **options)
+    for session in (disturbed, loaded):
+        with pytest.raises(ValueError, match="a bug of the caller"):
+            session.send("ij", prompt_progress_callback=fail)
     for text in ("ij", "klm"):
-        assert take_turn(disturbed, text) == take_turn(undisturbed, text)
+        expected = take_turn(undisturbed, text)
+        assert take_turn(disturbed, text) == expected
+        assert take_turn(loaded, text) == expected
