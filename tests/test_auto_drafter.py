@@ -148,7 +148,8 @@ def test_a_nonsensical_config_is_skipped(
     publish("dflash", hub.root / DFLASH)
     assert load_auto(folder).model_type == "dflash"
     before, _, after = f"skipped {DSPARK}: {problem}".partition("{}")
-    assert notes[0].startswith(before) and after in notes[0]
+    assert notes[0].startswith(before)
+    assert after in notes[0]
 
 
 def test_a_moved_repository_is_followed(hub: Hub, notes: list[str]) -> None:
@@ -186,7 +187,8 @@ def test_a_connection_that_stays_broken(hub: Hub, notes: list[str]) -> None:
     publish("dflash", hub.root / DFLASH)
     hub.cut[OTHER_DSPARK, "model.safetensors"] = [0] * 6
     assert load_auto(MODEL).model_type == "dflash"
-    assert notes[2].startswith(f"skipped {OTHER_DSPARK}: ") and notes[3] == FIRST_NOTE
+    assert notes[2].startswith(f"skipped {OTHER_DSPARK}: ")
+    assert notes[3] == FIRST_NOTE
     notes.clear()
     load_auto(MODEL)
     assert notes[-1] == f"drafter: {OTHER_DSPARK}, dspark, 0.2 MB to download"
@@ -311,7 +313,8 @@ def test_models_trained_to_be_quantized_have_their_own(
 ) -> None:
     card = {"base_model": "google/gemma-4-12B-it"}
     assert load_auto(save_model(tmp_path / "gemma-4-12b-it-qat-4bit", card)) is None
-    assert all("-qat-" in note for note in notes[:-1]) and len(notes) > 1
+    assert all("-qat-" in note for note in notes[:-1])
+    assert len(notes) > 1
 
 
 def save_own(folder: Path, file: str = "model-mtp.safetensors", prefix: str = "") -> nn.Module:
@@ -337,9 +340,11 @@ def test_a_layer_of_the_model_comes_first(
     folder = tmp_path / "Qwen3-8B"
     model = save_own(folder, file, prefix)
     drafter, name = load_auto_drafter(str(folder), model)
-    assert drafter is not None and drafter.args.model_type == "mtp"
+    assert drafter is not None
+    assert drafter.args.model_type == "mtp"
     assert name == f"{folder} (its own layer)"
-    assert notes == ["drafter: the model's own drafting layer"] and hub.requests == []
+    assert notes == ["drafter: the model's own drafting layer"]
+    assert hub.requests == []
 
 
 def test_a_layer_beside_a_model_on_the_hub_is_downloaded(hub: Hub, notes: list[str]) -> None:
@@ -348,7 +353,8 @@ def test_a_layer_beside_a_model_on_the_hub_is_downloaded(hub: Hub, notes: list[s
     load(MODEL)
     assert f"{MODEL}/mtp.safetensors" not in hub.list_downloads()
     drafter, _ = load_auto_drafter(MODEL, model)
-    assert drafter is not None and drafter.args.model_type == "mtp"
+    assert drafter is not None
+    assert drafter.args.model_type == "mtp"
     assert f"{MODEL}/mtp.safetensors" in hub.list_downloads()
 
 
@@ -359,7 +365,8 @@ def test_a_layer_that_does_not_load_is_skipped(hub: Hub, notes: list[str], tmp_p
     config["text_config"]["model_type"] = config["model_type"] = "other"
     configure(folder, **config)
     assert load_auto_drafter(str(folder), model) == (None, None)
-    assert notes[1].startswith(f"skipped {folder} (its own layer): ") and len(notes) == 3
+    assert notes[1].startswith(f"skipped {folder} (its own layer): ")
+    assert len(notes) == 3
 
 
 @pytest.mark.parametrize("on_hub", [True, False])
@@ -380,7 +387,9 @@ def test_a_packaged_drafter_needs_no_hub(hub: Hub, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "SmolLM2-135M-Instruct")
     model = small_llama(hidden=576, vocab=49152, layers=30)
     (found,) = auto_drafter.examine_published(str(folder), model)
-    assert found.problem is None and found.stored is not None and found.stored.folder is not None
+    assert found.problem is None
+    assert found.stored is not None
+    assert found.stored.folder is not None
     assert hub.requests == []
 
 
@@ -388,7 +397,8 @@ def test_a_folder_of_the_hubs_cache_has_its_models_name(tmp_path: Path) -> None:
     folder = tmp_path / "models--mlx-community--Qwen3-8B-4bit" / "snapshots" / "0a2da236"
     save_model(folder)
     drafters, base = auto_drafter.find_published(str(folder), folder)
-    assert drafters[0].repo == DSPARK and base is None
+    assert drafters[0].repo == DSPARK
+    assert base is None
 
 
 def test_a_linked_folder_has_its_own_name_or_that_of_its_place(tmp_path: Path) -> None:

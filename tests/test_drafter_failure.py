@@ -128,6 +128,7 @@ def test_exact_turns_keep_their_row_counts(monkeypatch: pytest.MonkeyPatch) -> N
     )
     for text in ("ab", "c", "d"):
         last = session.send(text).last
-        assert last is not None and last.row_counts == classes[1]
+        assert last is not None
+        assert last.row_counts == classes[1]
     assert [str(error) for error in errors] == ["call 3"]
     assert session.fork().send("e").last.row_counts == classes[1]  # type: ignore[union-attr]

@@ -164,7 +164,8 @@ show()"""
     libraries = {"transformers", "mlx_lm", "mlx", "numpy"}
     with pytest.raises(AttributeError, match="module 'mlx_redrafter' has no attribute 'generat'"):
         mlx_redrafter.generat  # noqa: B018
-    assert "mlx_redrafter" in alone and not libraries & set(alone)
+    assert "mlx_redrafter" in alone
+    assert not libraries & set(alone)
     # Negative control: using the package imports these.
     assert libraries <= set(used)
 
@@ -203,7 +204,8 @@ print(train.__name__)"""
     result = python("-W", "error", "-c", script)
     advice, also, missing, name = result.stdout.splitlines()
     assert "from mlx_redrafter import generate" in advice, result.stderr
-    assert "from mlx_redrafter import train" in also and name == "train"
+    assert "from mlx_redrafter import train" in also
+    assert name == "train"
     assert missing.startswith("generate() missing 3 required positional arguments: 'model'")
 
 
@@ -247,9 +249,11 @@ def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
 def test_a_missing_backend_is_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_BACKEND)
     result = python("-m", "mlx_redrafter.generate", "--prompt", "the", path=tmp_path)
-    assert result.returncode != 0 and result.stdout == ""
+    assert result.returncode != 0
+    assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1, result.stderr
-    assert "[cpu]" in result.stderr and "[cuda]" in result.stderr
+    assert "[cpu]" in result.stderr
+    assert "[cuda]" in result.stderr
 
 
 def test_help_needs_no_extra() -> None:

@@ -49,6 +49,7 @@ def test_a_plot_without_matplotlib_is_refused_by_the_parser(
 def test_an_unknown_name_is_a_one_line_error() -> None:
     words = [sys.executable, "-m", "benchmarks", "acceptance", "--prompts", "poetry"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 1
+    assert done.stdout == ""
     assert done.stderr.startswith("error: no prompt, category or file is called 'poetry'")
     assert done.stderr.count("\n") == 1

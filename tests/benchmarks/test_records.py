@@ -77,12 +77,19 @@ def test_damaged_records_are_refused_with_their_line(
 def test_damaged_or_unsigned_contributions_are_refused(
     tmp_path: Path, more: dict[str, Any], message: str
 ) -> None:
-    suite = {"schema": 1, "kind": "suite", "machine": MACHINE, "contributor": "Ada", "skipped": []}
+    suite = {
+        "schema": 1,
+        "kind": "suite",
+        "machine": MACHINE,
+        "contributor": "Ada",
+        "skipped": [],
+    }
     suite["records"] = [make_speed(), make_costs()]
     path = tmp_path / CONTRIBUTED / "ada.json"
     path.parent.mkdir()
     path.write_text(json.dumps(suite))
-    assert explain_invalid(suite) is None and read_results(tmp_path).contributed == [suite]
+    assert explain_invalid(suite) is None
+    assert read_results(tmp_path).contributed == [suite]
     path.write_text(json.dumps(suite | more))
     with pytest.raises(RedrafterError, match=message):
         read_results(tmp_path)

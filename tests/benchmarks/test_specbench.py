@@ -77,9 +77,11 @@ def test_a_second_turn_follows_the_plain_first_answer(file: Path, tokenizer: Any
         "writing/81/2",
         "coding/95/1",
     ]
-    assert second.category == "chat" and second.ids[: len(first.ids)] == first.ids
+    assert second.category == "chat"
+    assert second.ids[: len(first.ids)] == first.ids
     text = tokenizer.decode(second.ids)
-    assert text.startswith("<user>Write.<assistant>") and text.endswith("<user>Again.")
+    assert text.startswith("<user>Write.<assistant>")
+    assert text.endswith("<user>Again.")
     assert len(second.ids) > len(tokenizer.encode("<user>Write.<assistant><user>Again."))
 
 

@@ -477,7 +477,8 @@ def test_sessions_continue_after_forks_and_saving(name: str, tmp_path: Path) -> 
     for each in (fork, loaded, session):
         answer = each.send("fghij")
         assert answer.tokens == expected
-        assert answer.last is not None and answer.last.drafted
+        assert answer.last is not None
+        assert answer.last.drafted
 
 
 def test_exact_texts_are_the_same_to_the_bit() -> None:
@@ -489,7 +490,8 @@ def test_exact_texts_are_the_same_to_the_bit() -> None:
     steps = run(model, prompt, watched, plan=(1, 4), max_tokens=40, context=False, exact=True)
     assert steps[-1].stats.accepted > 5
     for one, other in zip(steps, plain, strict=False):
-        assert one.token == other.token and mx.array_equal(one.logprobs, other.logprobs)
+        assert one.token == other.token
+        assert mx.array_equal(one.logprobs, other.logprobs)
 
 
 def test_a_quantized_cache_is_refused() -> None:
@@ -538,4 +540,5 @@ def test_converting_trims_and_quantizes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="its vocabulary cannot be trimmed"):
         convert(folder, tmp_path / "no", **trim)
     packed: Any = load_drafter(convert(folder, tmp_path / "packed", quantize=True).path, model)
-    assert hasattr(packed.output, "bits") and not hasattr(packed.centroids, "bits")
+    assert hasattr(packed.output, "bits")
+    assert not hasattr(packed.centroids, "bits")

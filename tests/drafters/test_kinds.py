@@ -72,7 +72,13 @@ def decode_plainly(
     prompt = make_prompt(size, vocab=min(50, get_model_sizes(model)[1]))
     expected = make_prompt_cache(model)
     count = 24 if name.endswith("few tokens") else 16
-    options = {"max_tokens": count, "temp": temp, "top_p": 0.95, "seed": 3, "prefill_step_size": 8}
+    options = {
+        "max_tokens": count,
+        "temp": temp,
+        "top_p": 0.95,
+        "seed": 3,
+        "prefill_step_size": 8,
+    }
     return prompt, options, run(model, prompt, prompt_cache=expected, **options), expected
 
 

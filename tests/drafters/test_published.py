@@ -95,7 +95,8 @@ def test_drafters_are_found_by_name() -> None:
     assert list_published("mlx-community/gemma-4-e4b-it-4bit")[0].kind == "gemma4_assistant"
     # Models that were trained to be quantized have their own.
     own = list_published("mlx-community/gemma-4-12b-it-qat-4bit")
-    assert own and all("-qat-" in each.repo for each in own)
+    assert own
+    assert all("-qat-" in each.repo for each in own)
     assert list_published("google/gemma-4-12B-it-qat-q4_0-unquantized") == own
     assert list_published("nobody/no-such-model-4bit") == []
 

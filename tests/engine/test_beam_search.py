@@ -25,7 +25,8 @@ def draw_scores(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
 
 def check_top(values: np.ndarray, chosen: np.ndarray) -> None:
     """Asserts that `chosen` are distinct indices of the largest values, in order."""
-    assert chosen.min() >= 0 and chosen.max() < len(values)
+    assert chosen.min() >= 0
+    assert chosen.max() < len(values)
     assert len(set(chosen.tolist())) == len(chosen)
     assert values[chosen].tolist() == (-np.sort(-values))[: len(chosen)].tolist()
 
@@ -71,7 +72,8 @@ def test_logits_are_adjusted_before_they_are_ranked() -> None:
     forced = [3, 1, 4, 1]
 
     def adjust(logits: mx.array, level: int, paths: mx.array) -> mx.array:
-        assert paths.shape[1] == level + 1 and paths[0].tolist() == [5, *forced[:level]]
+        assert paths.shape[1] == level + 1
+        assert paths[0].tolist() == [5, *forced[:level]]
         return mx.where(mx.arange(50) == forced[level], 100.0, logits)
 
     assert hypotheses(search(advance, mx.array(5), 3, 4, adjust=adjust))[0] == forced

@@ -82,7 +82,8 @@ def test_every_module_is_in_exactly_one_list() -> None:
     assert len(lists) == len(set(lists))
     assert set(lists) == set(CONFIGS)
     assert set(lists) <= set(modules())
-    assert len(RUNNING) >= 110 and len(TREES) >= 85
+    assert len(RUNNING) >= 110
+    assert len(TREES) >= 85
 
 
 def test_docs_list_every_module() -> None:
@@ -208,7 +209,8 @@ def test_max_kv_size_makes_rings_of_layers_that_keep_every_row(name: str) -> Non
     assert steps[-1].stats.accepted > 3
     used = [c for c, is_ring in zip(cache, kept, strict=True) if is_ring and c.keys is not None]
     # Only the rows of the last forward may exceed the ring.
-    assert used and max(c.keys.shape[-2] for c in used) < 12 + len(prompt)
+    assert used
+    assert max(c.keys.shape[-2] for c in used) < 12 + len(prompt)
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -225,7 +227,12 @@ def test_a_quantized_cache_gives_the_plain_text(name: str) -> None:
     width = 2 if name in TREES else 1
     drafter = make_follower(model, tokens, recorded, "mixed", width)
     cache = make_prompt_cache(model)
-    options |= {"max_tokens": count, "prompt_cache": cache, "plan": (width, 3), "seed": 3}
+    options |= {
+        "max_tokens": count,
+        "prompt_cache": cache,
+        "plan": (width, 3),
+        "seed": 3,
+    }
     assert ids(run(model, prompt, drafter, **options)) == ids(plain)
     # Every quantizable layer is quantized.
     assert not [c for c in cache if type(c) is KVCache and c.keys is not None]

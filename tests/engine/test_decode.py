@@ -84,7 +84,8 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     steps.close()
     assert tokens[:COUNT] == ids(plain)
     assert [(each.tokens, each.is_prompt) for each in rounds[:3]] == [([], True)] * 3
-    assert rounds[3].is_prompt and len(rounds[3].tokens) == 1
+    assert rounds[3].is_prompt
+    assert len(rounds[3].tokens) == 1
     assert [each.plan for each in planner.observed] == planner.chosen[: len(planner.observed)]
     length = len(PROMPT)
     for (before, each), observed in zip(pairwise(rounds[3:]), planner.observed, strict=True):
@@ -172,5 +173,6 @@ def test_freed_buffers_are_released_as_often_as_in_plain_decoding(
     options = Options(context=False, max_tokens=count, plan=(1, depth) if depth else "off")
     for step in decode_steps(PROMPT, model, drafter if depth else None, options):
         made.append(step.token)
-    assert made == ids(plain) and round(step.stats.tokens_per_round) == depth + 1
+    assert made == ids(plain)
+    assert round(step.stats.tokens_per_round) == depth + 1
     assert max(after - before for before, after in pairwise([*releases, count])) <= CLEAR_EVERY + 16

@@ -256,7 +256,8 @@ def test_every_forward_has_an_allowed_number_of_rows(
     ):
         own = make_prompt_cache(model)
         steps = run(model, prompt, drafter, prompt_cache=own, **options | more)
-        assert ids(steps) == ids(plain) and own[0].offset == len(prompt) + len(steps)
+        assert ids(steps) == ids(plain)
+        assert own[0].offset == len(prompt) + len(steps)
         assert seen <= {19, *counts}, more
         seen.clear()
 
@@ -285,7 +286,9 @@ def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> 
     only = Pair(model)
     assert choose_row_counts(only, options) == (1,)
     choice = choose_setup(only, options)
-    assert choice.row_counts == (1,) and not choice.sources and "nothing drafts" in choice.notes[0]
+    assert choice.row_counts == (1,)
+    assert not choice.sources
+    assert "nothing drafts" in choice.notes[0]
     steps = run(model, prompt, exact=True, context=True, max_tokens=8)
     assert ids(steps) == ids(run(model, prompt, max_tokens=8))
 
@@ -315,7 +318,8 @@ def test_classes_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("mlx_redrafter.planning.store.compare_row_counts", find)
     model = small_llama()
-    assert get_cache_row_classes(Pair(model), Options(), measure=False) == () and not calls
+    assert get_cache_row_classes(Pair(model), Options(), measure=False) == ()
+    assert not calls
     for _ in range(2):
         one = Pair(model)
         for _ in range(2):
@@ -411,7 +415,8 @@ def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.Monkey
     options: dict[str, Any] = {"exact": True, "context": True, "max_tokens": 6}
     drafter = small_drafter(seed=8)
     steps = run(model, [1, 2, 3], drafter, on_drafter_failure=failures.append, **options)
-    assert ids(steps) == ids(run(model, [1, 2, 3], max_tokens=6)) and len(failures) == 1
+    assert ids(steps) == ids(run(model, [1, 2, 3], max_tokens=6))
+    assert len(failures) == 1
     with pytest.raises(OSError, match="no costs"):
         run(model, [1, 2, 3], drafter, **options)
 
@@ -427,7 +432,8 @@ def test_a_failure_while_planning_keeps_the_row_counts(monkeypatch: pytest.Monke
     assert choose_row_counts(pair, options) == classes[1]
     monkeypatch.delattr(Pair, "get_or_measure_costs")
     choice = choose_setup(pair, options, pair.open_source())
-    assert choice.row_counts == classes[1] and len(failures) == 1
+    assert choice.row_counts == classes[1]
+    assert len(failures) == 1
     assert all(source.drafter is None for source in choice.sources)
 
 
@@ -450,10 +456,12 @@ def test_a_chain_within_a_ring_is_computed_as_single_rows() -> None:
     tokens = mx.array(make_prompt(20))
     target = Target(model, make_prompt_cache(model, 24), row_counts=(1, 2, 3, 4))
     target.forward(tokens)
-    assert target.has_room(4) and not target.has_room(5)
+    assert target.has_room(4)
+    assert not target.has_room(5)
     target.verify(chain(tokens[0], tokens[1:3]), is_tree=False)
     target.keep_path([0, 1], tokens[:2].tolist())
-    assert target.has_room(2) and not target.has_room(3)
+    assert target.has_room(2)
+    assert not target.has_room(3)
 
 
 def test_mlx_keeps_its_graphs_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

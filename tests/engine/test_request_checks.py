@@ -78,9 +78,12 @@ def test_bad_requests_are_refused_before_prefill(options: dict[str, Any], reason
     }
     with pytest.raises(RedrafterError, match=reason) as raised:
         decode(**({"prompt_cache": cache} | report | options))
-    assert "\n" not in str(raised.value) and progress == [] and cache[0].offset == 0
+    assert "\n" not in str(raised.value)
+    assert progress == []
+    assert cache[0].offset == 0
     # Negative control: a valid request succeeds and reports progress.
-    assert len(decode(**report)) == 4 and progress[-1] == (3, 3)
+    assert len(decode(**report)) == 4
+    assert progress[-1] == (3, 3)
 
 
 def test_drafters_of_another_size_are_refused() -> None:

@@ -110,7 +110,8 @@ def test_reads_within_a_round_are_counted(events: list[str]) -> None:
         return mx.array([int(mx.argmax(logprobs, axis=-1))])
 
     run_rounds(start(CHAIN, sampler=choose), 4, events)
-    assert events.count("__int__") == 20 and len(reads(events)) == 24
+    assert events.count("__int__") == 20
+    assert len(reads(events)) == 24
 
 
 @pytest.mark.parametrize("plan", ["off", CHAIN, TREE], ids=str)
@@ -121,7 +122,8 @@ def test_the_next_forward_is_enqueued_before_reading(plan: Any, events: list[str
     if plan == "off":
         first = ["async_eval"]  # the second token, enqueued during prefill
         enqueued = ["async_eval"]
-    assert events[-1] in READS and events == first + [*enqueued, events[-1]] * 5
+    assert events[-1] in READS
+    assert events == first + [*enqueued, events[-1]] * 5
 
 
 # On the accepted path, logits processors see exactly the histories of plain decoding.
@@ -136,7 +138,9 @@ class Recorder:
         self.histories: list[tuple[int, ...]] = []
 
     def __call__(self, history: mx.array, logits: mx.array) -> mx.array:
-        assert history.ndim == 1 and logits.shape[0] == 1 and logits.ndim == 2
+        assert history.ndim == 1
+        assert logits.shape[0] == 1
+        assert logits.ndim == 2
         seen = tuple(history.tolist())
         self.histories.append(seen)
         frequency = 1 + seen[-1] + 2 * sum(seen[-4:]) + len(seen)
@@ -165,15 +169,18 @@ def test_each_node_sees_the_history_of_its_path(
         drafter = scripted(model, tokens, "mixed", width=shape[0], seed=1)
         options |= {"logits_processors": [ours], "prompt_cache": other, "plan": shape}
         steps = run(model, prompt, drafter, **options)
-        assert ids(steps) == expected and steps[-1].stats.accepted > 0
+        assert ids(steps) == expected
+        assert steps[-1].stats.accepted > 0
         turn = tokens[before:]
         needed = [tuple(turn[: len(prompt) + n]) for n in range(count)]
-        assert theirs.histories[:count] == needed and set(needed) <= set(ours.histories)
+        assert theirs.histories[:count] == needed
+        assert set(needed) <= set(ours.histories)
         for history in set(ours.histories) - set(needed):
             # The text so far, then drafted tokens.
             pairs = enumerate(zip(history, turn, strict=False))
             same = next((n for n, (one, other_one) in pairs if one != other_one), len(turn))
-            assert same >= len(prompt) and len(history) - same <= shape[1]
+            assert same >= len(prompt)
+            assert len(history) - same <= shape[1]
         nodes = 1 + shape[0] * shape[1]
         # Each node of each round once.
         assert len(ours.histories) == 1 + steps[-1].stats.rounds * nodes

@@ -89,4 +89,5 @@ def test_drafted_forwards_attend_by_row(recorded: list[mx.Dtype], plan: Any) -> 
     model.set_dtype(mx.bfloat16)
     steps = generate_step([1, 2, 3, 4], model, small_drafter(), plan=plan, max_tokens=8)
     assert len(list(steps)) == 8
-    assert mx.float32 in recorded and mx.fast.scaled_dot_product_attention is attention
+    assert mx.float32 in recorded
+    assert mx.fast.scaled_dot_product_attention is attention

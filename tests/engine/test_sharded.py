@@ -26,7 +26,8 @@ def test_ranks_decode_what_one_process_decodes(count: int, texts: set[str], tmp_
     assert [each.pop("rank") for each in decoded] == list(range(count))
     measured = [each.pop("measured", None) for each in decoded]
     written, *others = [each.pop("files") for each in decoded]
-    assert written == (["costs"] if count == 2 else []) and not any(others)
+    assert written == (["costs"] if count == 2 else [])
+    assert not any(others)
     assert decoded == [decoded[0]] * count
     assert decoded[0]["error"].startswith("the ranks decode different texts: rank 0 reads [")
     assert f"rank {count - 1} reads [" in decoded[0]["error"]
@@ -36,4 +37,5 @@ def test_ranks_decode_what_one_process_decodes(count: int, texts: set[str], tmp_
             assert each["together"] == each["alone"] and each["accepted"] > 0, decoded[0]
     assert sum(found["greedy"]["of the context"] for found in decoded[0]["texts"].values()) > 0
     if count == 2:
-        assert measured[0] == measured[1] and measured[0]["texts"] == [measured[0]["alone"]] * 2
+        assert measured[0] == measured[1]
+        assert measured[0]["texts"] == [measured[0]["alone"]] * 2

@@ -99,7 +99,12 @@ def measure_together() -> dict[str, Any]:
     alone = ids(run(whole, PROMPT, max_tokens=12))
     costs = Pair(model, drafter).get_or_measure_costs(trees=True)
     unseeded = ids(run(model, PROMPT, max_tokens=8, temp=1.0))
-    return {"costs": costs._asdict(), "texts": texts, "alone": alone, "unseeded": unseeded}
+    return {
+        "costs": costs._asdict(),
+        "texts": texts,
+        "alone": alone,
+        "unseeded": unseeded,
+    }
 
 
 def decide_otherwise() -> str:

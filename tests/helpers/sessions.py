@@ -57,7 +57,8 @@ def plain_session(family: str = "qwen3", **options: Any) -> Session:
 
 def assert_fresh(session: Session, answer: Answer, **options: Any) -> None:
     """Asserts that the last answer is plain decoding's, from an empty cache and the same tokens."""
-    assert answer.tokens and session.tokens[-len(answer.tokens) :] == answer.tokens
+    assert answer.tokens
+    assert session.tokens[-len(answer.tokens) :] == answer.tokens
     read = session.tokens[: -len(answer.tokens)]
     steps = generate_step(
         read, session.model, max_tokens=len(answer.tokens), context=False, **options

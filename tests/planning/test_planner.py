@@ -54,7 +54,12 @@ from mlx_redrafter.planning.planner import (
 from mlx_redrafter.planning.store import save_hits
 
 LOSS = MAX_LOSS * MIN_TOKENS / 256
-BOUNDS = {0.7: 1 - LOSS - 0.005, 1.0: 1 - LOSS - 0.005, 1.3: 0.965, 2.0: 0.94}
+BOUNDS = {
+    0.7: 1 - LOSS - 0.005,
+    1.0: 1 - LOSS - 0.005,
+    1.3: 0.965,
+    2.0: 0.94,
+}
 """Minimum speed relative to plain decoding, by actual round time divided by the table's."""
 
 
@@ -214,7 +219,8 @@ def test_the_pause_between_probes_doubles() -> None:
         planner.observe(ObservedRound(plans[-1], 1, START + at))
     probes = [at for at, plan in enumerate(plans) if plan is not None and at > 100]
     pauses = [later - earlier for earlier, later in pairwise(probes)]
-    assert pauses == sorted(pauses) and 2 * FIRST_PAUSE < pauses[0] < pauses[-1] < 20 * FIRST_PAUSE
+    assert pauses == sorted(pauses)
+    assert 2 * FIRST_PAUSE < pauses[0] < pauses[-1] < 20 * FIRST_PAUSE
     planner.observe(ObservedRound(plans[probes[-1]], 2, START + 3000))
     assert planner.next_plan(START + 3000) is not None, "a successful probe is followed by another"
 

@@ -440,7 +440,12 @@ def test_turns_are_joined_if_the_template_rejects_them(tmp_path: Any) -> None:
 
 
 def test_failures_of_tools_are_told(scripted: Scripted) -> None:
-    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    call = {
+        "type": "tool_use",
+        "id": "c",
+        "name": "f",
+        "input": {},
+    }
     for given in ("No.", [{"type": "text", "text": "No."}]):
         result = {"type": "tool_result", "tool_use_id": "c", "content": given}
         for told in (True, False, None):

@@ -239,7 +239,12 @@ def test_most_of_a_prompt_far_too_long_is_not_encoded(
 def test_the_engine_stops_when_a_client_disconnects(demo: Running, stream: bool) -> None:
     engine = demo.service.worker
     cancelled = count(engine, "generations", end="cancelled")
-    fields = {"max_tokens": 1900, "logit_bias": {"0": -100}, "stream": stream, "draft_model": None}
+    fields = {
+        "max_tokens": 1900,
+        "logit_bias": {"0": -100},
+        "stream": stream,
+        "draft_model": None,
+    }
     with send_request(demo, TEXT, **fields) as connection:
         until(lambda: len(engine.scheduler.running) == 1)
         assert not stream or connection.recv(15) == b"HTTP/1.1 200 OK"

@@ -119,7 +119,13 @@ def test_model_names_on_the_page_are_escaped(page_server: Scripted, chat_tokeniz
     reply = ask(page_server[0], "/?prompt=x&go=1")
     assert reply.status == 200
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
-    expected = {"model": "demo", "demo": True, "drafter": "demo", "chat": True, "plan": "plan auto"}
+    expected = {
+        "model": "demo",
+        "demo": True,
+        "drafter": "demo",
+        "chat": True,
+        "plan": "plan auto",
+    }
     expected["example"] = demo_prompts("edits")[0]
     assert read_about(reply.body.decode()) == expected
     with start_scripted(chat_tokenizer, make=make_race_app, model_name=NASTY) as (server, _):

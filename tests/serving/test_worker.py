@@ -43,7 +43,13 @@ from mlx_redrafter.serving.scheduling.request import Request, TokenEvent
 from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler
 from mlx_redrafter.serving.scheduling.worker import Worker
 
-SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "seed": 7}
+SAMPLED: dict[str, Any] = {
+    "temp": 0.9,
+    "top_p": 0.95,
+    "top_k": 20,
+    "min_p": 0.01,
+    "seed": 7,
+}
 PENALTIES: dict[str, Any] = {
     "repetition_penalty": 1.4,
     "presence_penalty": 0.5,

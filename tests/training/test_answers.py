@@ -93,7 +93,8 @@ def test_states_are_those_of_a_second_reading(name: str) -> None:
     waiting.append(Continuation([5, 3, 8, 2, 9], 6, first_learned=4))
     waiting.append(Continuation([7, 7, 2], 5))
     found = decode(model, waiting, make_sampler(1.0), {3})
-    assert len(found) == 11 and sum(each.states is None for each in found) == 1
+    assert len(found) == 11
+    assert sum(each.states is None for each in found) == 1
     for each in found:
         if each.states is not None and len(each.tokens) >= 3:
             check_states(model, each)
@@ -120,7 +121,8 @@ def test_stopping_ends_all_answers_where_they_are() -> None:
     found = decode(model, waiting, steps=5)
     assert [len(each.tokens) for each in found] == [3 + 5] * 4, "two were not begun"
     for each in found:
-        assert each.states is not None and len(each.states) == len(each.tokens) - 1
+        assert each.states is not None
+        assert len(each.states) == len(each.tokens) - 1
 
 
 def test_what_has_not_begun_when_stopped_is_left_out() -> None:

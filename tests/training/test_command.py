@@ -19,7 +19,8 @@ def test_every_setting_is_a_flag() -> None:
         ["--minutes", "9", "--learning-rate", "1e-3", "--mask-prompt", "--resume"]
     )
     assert (args.minutes, args.learning_rate) == (9.0, 1e-3)
-    assert args.mask_prompt and flags.resume
+    assert args.mask_prompt
+    assert flags.resume
     assert parse_args([])[0] == TrainingArgs()
     shown = make_parser().format_help()
     assert all(f"--{each.name.replace('_', '-')}" in shown for each in fields(TrainingArgs))

@@ -56,7 +56,8 @@ def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path) -> Non
         assert said == "<user>add two numbers\n<assistant>return a + b\n"
         masked, _ = load_examples(str(tmp_path), chatty, mask_prompt=True)
         answer = masked[0].tokens[masked[0].offset :]
-        assert masked[0].offset > 0 and len(answer) > 0
+        assert masked[0].offset > 0
+        assert len(answer) > 0
         assert chatty.decode(answer.tolist()).endswith("return a + b\n")
 
 

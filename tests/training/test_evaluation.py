@@ -51,7 +51,8 @@ def test_acceptance_is_measured_per_rank(model: Any, examples: list[Example]) ->
                 rank = int((guess > guess[wanted]).sum().item())
                 tried[k - 1] += 1
                 hits[k - 1, rank : rank + 1] += rank < 8
-    assert np.allclose(shares, hits / tried[:, None]) and loss > 0
+    assert np.allclose(shares, hits / tried[:, None])
+    assert loss > 0
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -78,7 +79,8 @@ def test_counted_rounds_match_decoding(depth: int) -> None:
         tokens = np.array([*prompt, *run.tokens[0]], np.int32)
         (example,) = add_hidden_states(model, [Example(tokens, 3)])
         stats = count_rounds(embedding, drafter, example, depth)
-        assert stats.rounds == run.stats.rounds and stats.accepted == 32 - stats.rounds
+        assert stats.rounds == run.stats.rounds
+        assert stats.accepted == 32 - stats.rounds
         accepted += run.stats.accepted
     assert 10 < accepted < 6 * 32 * depth / (depth + 1)
 
@@ -99,7 +101,8 @@ def test_each_kind_is_compared_with_plain_decoding() -> None:
 def test_what_a_comparison_does_not_show_is_named() -> None:
     """A ratio above the tokens per round, and other tokens than plain decoding's."""
     good, busy = (SpeedResult("code", 2, 1.5, ratio, same_tokens=True) for ratio in (1.2, None))
-    assert "busy" not in format_results([good]) and "NO" not in format_results([good])
+    assert "busy" not in format_results([good])
+    assert "NO" not in format_results([good])
     assert "busy: not measured" in format_results([busy, good])
     assert "NO: a token differs" in format_results([good._replace(same_tokens=False)])
 

@@ -55,6 +55,7 @@ def test_the_clock_keeps_time_for_the_comparison() -> None:
     clock.reserve = 80.0
     clock.say("one")
     clock.show("texts: 3")
-    assert said == ["one"] and 0 < clock.left_to_train <= 920 < clock.left <= 1000
+    assert said == ["one"]
+    assert 0 < clock.left_to_train <= 920 < clock.left <= 1000
     clock.close()
     assert Clock(0.0, said.append).left_to_train == 0

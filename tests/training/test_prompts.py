@@ -136,7 +136,8 @@ def test_a_prompt_without_tokens_is_refused(demo: Any, tmp_path: Path) -> None:
 
 def test_the_template_is_cut_at_the_users_words(chatty: Any) -> None:
     head, tail = split_template(chatty)
-    assert chatty.decode(head) == "<user>" and chatty.decode(tail) == "<assistant>"
+    assert chatty.decode(head) == "<user>"
+    assert chatty.decode(tail) == "<assistant>"
     writer = PromptWriter(None, chatty, 0, 4, 64)  # type: ignore[arg-type]
     assert writer.decode_prompt(encode_chat(chatty, "add two numbers")) == "add two numbers\n"
     chatty._tokenizer.chat_template = CHAT.replace("message.content", "message.content | lower")
@@ -183,7 +184,8 @@ def write(chatty: Any, monkeypatch: pytest.MonkeyPatch) -> Write:
 def test_prompts_of_all_kinds_are_written(write: Write) -> None:
     count = iter(range(1000))
     found = write(lambda kind, begun: (f" the {next(count)} things of {kind}", True))
-    assert {kind for kind, _ in found} == set(PROMPT_KINDS) and len(found) == 64
+    assert {kind for kind, _ in found} == set(PROMPT_KINDS)
+    assert len(found) == 64
     for kind, text in found:
         about = PROMPT_KINDS[kind]
         assert text.startswith(tuple(opening.strip() for opening in about["openings"]))

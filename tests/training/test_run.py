@@ -123,14 +123,17 @@ def test_the_finished_directory(whole: tuple[Path, str], target: str) -> None:
     summary = json.loads((place / "training.json").read_text())
     assert config["base_model"] == Path(target).name
     shares = np.array(config["acceptance"])
-    assert shares.shape == (3, 8) and shares.max() > 0
-    assert (shares >= 0).all() and (shares.sum(axis=1) <= 1).all()
+    assert shares.shape == (3, 8)
+    assert shares.max() > 0
+    assert (shares >= 0).all()
+    assert (shares.sum(axis=1) <= 1).all()
     assert [entry["iteration"] for entry in summary["validations"]] == [4, ITERATIONS]
     assert [result["kind"] for result in summary["measured"]] == ["given", "all"]
     assert all(result["same_tokens"] for result in summary["measured"])
     assert summary["settings"]["batch_size"] == 2
     card = (place / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: mlx\n") and "base_model:" not in card
+    assert card.startswith("---\nlibrary_name: mlx\n")
+    assert "base_model:" not in card
     for file in ("config.json", "training.json", "README.md"):
         assert str(place.parent) not in (place / file).read_text(), "no local paths"
 
@@ -169,7 +172,8 @@ def test_a_stopped_run_resumes_to_the_same_drafter(
     with pytest.raises(RedrafterError, match=advice):
         train(place, *flags, *SIZE)
     status, messages = train(place, *flags, *SIZE, resume=True)
-    assert status == 0 and any("about 0 texts besides 16" in line for line in messages)
+    assert status == 0
+    assert any("about 0 texts besides 16" in line for line in messages)
     assert same(tensors(load_drafter(whole[0])), tensors(load_drafter(place)))
     one, other = (read_last_validation(folder) for folder in (whole[0], place))
     assert one == other
@@ -195,7 +199,8 @@ ExampleStore.add = add
     files = {path: path.stat().st_mtime_ns for path in (place / "training").glob("texts-*/*")}
     assert len(files) == 6
     status, messages = train(place, *flags, *SIZE, resume=True)
-    assert status == 0 and any("about 10 texts besides 6" in line for line in messages)
+    assert status == 0
+    assert any("about 10 texts besides 6" in line for line in messages)
     assert all(path.stat().st_mtime_ns == changed for path, changed in files.items())
     assert len(list((place / "training").glob("texts-*/*"))) == 16
 
@@ -208,7 +213,8 @@ def test_training_from_python(target: str, prompts: str, tmp_path: Path) -> None
     settings |= {"max_tokens": 10, "draft_depth": 3, "output": str(tmp_path / "drafter")}
     with ThreadPoolExecutor(1) as threads:
         place = threads.submit(mlx_redrafter.train, say=said.append, **settings).result()
-    assert place == tmp_path / "drafter" and any("iteration 4: " in line for line in said)
+    assert place == tmp_path / "drafter"
+    assert any("iteration 4: " in line for line in said)
     assert load_drafter(place, load(target)[0]).args.acceptance is not None
     with pytest.raises(TypeError, match="minuts"):
         mlx_redrafter.train(minuts=3)
@@ -223,7 +229,8 @@ def test_more_minutes_make_more_texts(
     monkeypatch.setattr(sources, "MAX_EXAMPLES", 30)
     before = read_last_validation(copied)
     status, said = train(copied, "--prompts", prompts, *SIZE, "--minutes", "30", resume=True)
-    assert status == 0 and any("about 14 texts besides 16" in line for line in said)
+    assert status == 0
+    assert any("about 14 texts besides 16" in line for line in said)
     assert f"so far the drafter makes {before['tokens_per_round']:.2f} tokens per round" in said
     assert read_last_validation(copied)["iteration"] > before["iteration"]
 
@@ -266,10 +273,12 @@ def test_a_draft_vocabulary_and_given_texts(
     given = Path(shutil.copytree(data, tmp_path / "data"))
     flags = ("--data", given, *SIZE, "--draft-vocab-size", "100", "--dtype", "float16")
     status, said = train(tmp_path / "drafter", *flags)
-    assert status == 0 and any("draft vocabulary: 100 tokens" in line for line in said)
+    assert status == 0
+    assert any("draft vocabulary: 100 tokens" in line for line in said)
     model, tokenizer = load(target)
     drafter: Any = load_drafter(tmp_path / "drafter", model)
-    assert drafter.args.draft_vocab_size == 100 and drafter.dtype == mx.float16
+    assert drafter.args.draft_vocab_size == 100
+    assert drafter.dtype == mx.float16
     frequent = encode(tokenizer, "".join(text[:80] for text in demo_prompts()))
     assert max(set(frequent), key=frequent.count) in np.array(drafter.draft_ids)
     (given / "train.jsonl").write_text((given / "train.jsonl").read_text().replace("def", "fed"))
@@ -298,7 +307,8 @@ def test_texts_are_reused_with_other_settings(
     for folder in (copied / "training").glob("texts-*"):
         shutil.copytree(folder, tmp_path / "other" / "training" / folder.name)
     status, said = train(tmp_path / "other", "--prompts", prompts, *SIZE, "--learning-rate", "1e-3")
-    assert status == 0 and any("about 0 texts besides 16" in line for line in said)
+    assert status == 0
+    assert any("about 0 texts besides 16" in line for line in said)
 
 
 def test_a_run_resumes_with_its_own_settings_only(train: Any, prompts: str, copied: Path) -> None:
@@ -366,7 +376,8 @@ def test_a_drafter_that_learned_little_is_named(
     monkeypatch.setattr(run, "MIN_LEARNED", least)
     status, said = train(tmp_path / "new", "--prompts", prompts, *SIZE)
     notes = [line for line in said if line.startswith("note: ")]
-    assert status == 0 and len(notes) == (note is not None)
+    assert status == 0
+    assert len(notes) == (note is not None)
     if note is not None:
         assert re.search(note, notes[0])
         assert re.search(r"--resume with --minutes \d+ learns the 16 texts again", notes[0])
@@ -439,7 +450,8 @@ def test_a_drafter_is_saved_at_each_validation(
 
     monkeypatch.setattr(run, "validate", validate)
     assert train(tmp_path / "new", "--prompts", prompts, *SIZE)[0] == 0
-    assert len(found) == 2 and all(np.array(shares).shape == (3, 8) for shares in found)
+    assert len(found) == 2
+    assert all(np.array(shares).shape == (3, 8) for shares in found)
 
 
 @pytest.mark.parametrize(

@@ -79,19 +79,22 @@ def test_given_texts_are_read_in_any_order(
     args = settings(data=str(tmp_path), max_seq_length=40)
     source: Any = open_source(args, tokenizer, [])
     assert source.describe() == "the model reads 90 texts"
-    assert source.count == 90 and 20 < source.length <= 41
+    assert source.count == 90
+    assert 20 < source.length <= 41
 
     examples = make(source, model, 1000)
     assert source.has_held_out
     assert sum(example.is_held_out for example in examples) == 10
     assert max(len(example.tokens) for example in examples) == 41
     for example in examples:
-        assert example.states is not None and len(example.states) == len(example.tokens) - 1
+        assert example.states is not None
+        assert len(example.states) == len(example.tokens) - 1
     lengths = [len(example.tokens) for example in examples if not example.is_held_out]
     assert sorted(lengths) != lengths, "not in the order of the file"
 
     again: Any = open_source(args, tokenizer, examples[:30])
-    assert again.count == 60 and not list_texts(examples[:30]) & list_texts(again.unread)
+    assert again.count == 60
+    assert not list_texts(examples[:30]) & list_texts(again.unread)
     deeper = open_source(settings(data=str(tmp_path), draft_depth=20), tokenizer, [])
     assert deeper.count < 90, "some are too short"
     monkeypatch.setattr(sources, "MAX_HELD_OUT", 3)
@@ -116,7 +119,8 @@ def test_given_prompts_come_first_and_once(model: Any, tokenizer: Any, tmp_path:
     assert all(0 < len(example.tokens) - example.offset <= 8 for example in own)
     left: Any = open_source(args, tokenizer, own)
     assert not {str(np.array(prompt)) for prompt in left.prompts} & list_prompts(own)
-    assert source.count == MAX_EXAMPLES and source.length > 8
+    assert source.count == MAX_EXAMPLES
+    assert source.length > 8
 
 
 def test_without_a_template_texts_are_free(model: Any, tokenizer: Any) -> None:
@@ -153,11 +157,14 @@ def test_the_target_writes_its_own_prompts(
     source = open_source(args, chatty, [])
     assert source.describe() == "the model answers its own prompts"
     examples = make(source, model, 6)
-    assert len(begun) % 7 == 0 and len(begun) % sources.MAX_WRITTEN
-    assert len(examples) >= 6 and {example.kind for example in examples} <= set(PROMPT_KINDS)
+    assert len(begun) % 7 == 0
+    assert len(begun) % sources.MAX_WRITTEN
+    assert len(examples) >= 6
+    assert {example.kind for example in examples} <= set(PROMPT_KINDS)
     for example in examples:
         said = chatty.decode(example.tokens[: example.offset].tolist())
-        assert said.startswith("<user>") and said.endswith("\n<assistant>")
+        assert said.startswith("<user>")
+        assert said.endswith("\n<assistant>")
         assert (
             example.states is not None and bool(example.states["probs"][2].any()) is not is_masked
         )

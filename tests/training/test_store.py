@@ -35,7 +35,8 @@ def check_same(found: list[Example], expected: list[Example]) -> None:
     for example, given in zip(found, expected, strict=True):
         assert np.array_equal(example.tokens, given.tokens)
         assert np.array_equal(np.array(example.states), np.array(given.states))
-        assert example[3:] == given[3:] and example.offset == given.offset
+        assert example[3:] == given[3:]
+        assert example.offset == given.offset
 
 
 def test_texts_are_found_again(read: list[Example], tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def test_padding_and_masked_prompts_are_not_learned(model: Any) -> None:
         Example(np.arange(size, dtype=np.int32), offset) for size, offset in ((5, 0), (8, 3))
     ]
     targets = make_targets(model.model.embed_tokens, add_hidden_states(model, examples))
-    assert targets.tokens.shape == (2, 32) and targets.positions.shape == (128,)
+    assert targets.tokens.shape == (2, 32)
+    assert targets.positions.shape == (128,)
     positions = np.array(targets.positions)
     assert positions[positions >= 0].tolist() == [1, 2, 3, *(32 + np.array([2, 3, 4, 5, 6]))]
     assert np.array(targets.tokens)[0, :5].tolist() == [0, 1, 2, 3, 0]
@@ -86,7 +87,8 @@ def test_a_draft_vocabulary_restricts_the_labels(model: Any, read: list[Example]
         known = np.isin(wanted, GUESSED)
         chosen = np.where(choices < 0, -1, GUESSED[choices])
         assert np.array_equal(chosen, np.where(known, wanted, -1))
-        assert known.any() and not known.all()
+        assert known.any()
+        assert not known.all()
 
 
 def test_only_the_likeliest_tokens_are_learned(
@@ -113,6 +115,7 @@ def test_a_new_head_starts_from_the_embeddings_components(
     _, values, _ = mx.linalg.svd(vectors, stream=mx.cpu)
     assert head.shape == (len(vectors), exit_dim)
     assert mx.allclose(mx.linalg.norm(components, axis=0), values[: components.shape[1]], rtol=1e-2)
-    assert drafter.axes is not None and mx.allclose(components, vectors @ drafter.axes, atol=1e-4)
+    assert drafter.axes is not None
+    assert mx.allclose(components, vectors @ drafter.axes, atol=1e-4)
     if exit_dim > HIDDEN:
         assert mx.allclose(components @ components.T, vectors @ vectors.T, atol=1e-4)

@@ -67,7 +67,8 @@ def test_resuming_changes_nothing(
         return batches(iteration)
 
     def on_iteration(done: int, share: float, shown: dict[str, float]) -> bool:
-        assert share == done / 8 and set(shown) == {"loss", "first", "gradient"}
+        assert share == done / 8
+        assert set(shown) == {"loss", "first", "gradient"}
         if done == 6:
             raise Stopped
         return False
@@ -89,8 +90,10 @@ def test_resuming_changes_nothing(
     # All weights must come from the checkpoint.
     resumed.update({"rnn_w": {"weight": mx.zeros((HIDDEN, HIDDEN))}})
     train_drafter(embedding, resumed, watched, in_eight, **HOW, checkpoint=checkpoint)
-    assert seen == list(range(4, 8)) and load_checkpoint(checkpoint) == 8
-    assert same(tensors(resumed), tensors(whole)) and not same(tensors(resumed), tensors(stopped))
+    assert seen == list(range(4, 8))
+    assert load_checkpoint(checkpoint) == 8
+    assert same(tensors(resumed), tensors(whole))
+    assert not same(tensors(resumed), tensors(stopped))
     assert [file.name for file in tmp_path.iterdir()] == [checkpoint.name]
 
 
@@ -148,7 +151,8 @@ def test_a_full_disk_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(trainer, "save_arrays", write_half)
     with pytest.raises(RedrafterError, match=r"cannot save .*checkpoint.safetensors: "):
         save_checkpoint(path, drafter, optimizer, 2)
-    assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_another_drafters_checkpoint_is_refused(
