@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import cycle, islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,10 +24,10 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import ranks
+from ..checkpoints import format_dtype
 from ..engine import few_rows
 from ..engine.exactness import COMPARED_OUTPUTS
 from ..engine.few_rows import DTYPES, MAX_ROWS, NO_FEW_ROWS, QUANTIZED_MATMUL, FewRows, Matmul
-from ..engine.model_parts import get_vocab_size
 from ..engine.patches import replace_functions
 from ..engine.target import Target
 from ..engine.tree import chain
@@ -58,16 +56,22 @@ MIN_FORWARD_SPEEDUP = 1.02
 MIN_OUTPUTS = 64
 """Smaller matmuls take no time that could be saved, and many calls to compare."""
 
-RACE_PASSES = 3
-"""How often each side of a race runs; its fastest run counts."""
+RACE_PASSES = 4
+"""How often each side of a race runs at most; the fastest counts. The first compiles kernels."""
 
 TIMED_BYTES = 2**26
 """Of the weights that one run reads, so that its time is not that of waiting for the GPU."""
 
 MAX_TIMED_CALLS = 64
 
+NOT_USED = {None: "too slow", False: "other bits", True: "the forward gains nothing"}
+"""Why a matmul goes to MLX, by `Verdict.is_equal`."""
+
 Weights = tuple[mx.array, mx.array, mx.array]
 """Packed weights, scales and biases of a layer."""
+
+Reference = tuple[mx.array, mx.array]
+"""Rows, and what each of them makes alone, with MLX."""
 
 
 class Verdict(NamedTuple):
@@ -83,11 +87,6 @@ class Verdict(NamedTuple):
     ms: float
     mlx_ms: float
     is_equal: bool | None
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether the kernel is worth comparing."""
-        return self.mlx_ms >= MIN_SPEEDUP * self.ms
 
 
 class ForwardTimes(NamedTuple):
@@ -119,51 +118,47 @@ class Verdicts(NamedTuple):
 
     def make_few_rows(self) -> FewRows:
         """The matmuls for which the kernel is used."""
-        used = set[Matmul]()
-        for least in [each.n_rows for each in self.forwards if each.is_faster]:
-            won = [each.matmul for each in self.matmuls if each.is_equal]
-            used |= {matmul for matmul in won if matmul.n_rows >= least}
-        return FewRows(frozenset(used), few_rows.multiply) if used else NO_FEW_ROWS
+        if not self.forwards or not self.forwards[-1].is_faster:
+            return NO_FEW_ROWS
+        least = self.forwards[-1].n_rows
+        used = frozenset(matmul for matmul in self.list_equal() if matmul.n_rows >= least)
+        return FewRows(used, few_rows.multiply)
+
+    def list_equal(self) -> list[Matmul]:
+        """The matmuls in which the kernel is faster, and has the bits of one row."""
+        return [each.matmul for each in self.matmuls if each.is_equal]
 
     def list_lines(self) -> list[dict[str, Any]]:
-        """What was found in words and milliseconds, as lines of a table."""
+        """What was found in words and milliseconds, as lines of a table, by number of rows."""
         used = self.make_few_rows().used
         found = list[tuple[int, str, float, float, str]]()
-        for matmul, ms, mlx_ms, is_equal in sorted(self.matmuls, key=lambda each: each.matmul[:3]):
-            n_rows, n_outputs, n_inputs, bits, group_size, dtype = matmul
-            name = f"{n_outputs} x {n_inputs}, {bits} bits in {group_size}s, {_name_dtype(dtype)}"
-            verdict = "used" if matmul in used else "the forward gains nothing"
-            if not is_equal:
-                verdict = "too slow" if is_equal is None else "other bits"
-            found.append((n_rows, name, ms, mlx_ms, verdict))
+        for matmul, ms, mlx_ms, is_equal in self.matmuls:
+            packed = f"{matmul.bits} bits in {matmul.group_size}s, {format_dtype(matmul.dtype)}"
+            name = f"{matmul.n_outputs} x {matmul.n_inputs}, {packed}"
+            verdict = "used" if matmul in used else NOT_USED[is_equal]
+            found.append((matmul.n_rows, name, ms, mlx_ms, verdict))
         for each in self.forwards:
-            found.append(
-                (each[0], "whole forward", *each[1:], "faster" if each.is_faster else "too slow")
-            )
+            verdict = "faster" if each.is_faster else "too slow"
+            found.append((each.n_rows, "whole forward", each.ms, each.mlx_ms, verdict))
         columns = ("rows", "matmul", "ms", "MLX, ms", "verdict")
-        return [dict(zip(columns, cells, strict=True)) for cells in found]
+        return [dict(zip(columns, cells, strict=True)) for cells in sorted(found)]
 
     def to_json(self) -> dict[str, Any]:
         """As an object that `parse_verdicts` reads."""
         matmuls = []
-        for matmul, *found in self.matmuls:
-            *sizes, dtype = matmul
-            matmuls.append([*sizes, _name_dtype(dtype), *found])
-        return {"matmuls": matmuls, "forwards": self.forwards, "failure": self.failure}
+        for (*sizes, dtype), *found in self.matmuls:
+            matmuls.append([*sizes, format_dtype(dtype), *found])
+        return self._asdict() | {"matmuls": matmuls}
 
 
 def parse_verdicts(value: Any) -> Verdicts:
     """Verdicts as read from JSON; raises a ValueError, TypeError or KeyError for anything else."""
-    dtypes = {_name_dtype(dtype): dtype for dtype in DTYPES}
+    dtypes = {format_dtype(dtype): dtype for dtype in DTYPES}
     matmuls = []
     for *sizes, dtype, ms, mlx_ms, is_equal in value["matmuls"]:
         matmuls.append(Verdict(Matmul._make([*sizes, dtypes[dtype]]), ms, mlx_ms, is_equal))
-    forwards = tuple(ForwardTimes(*each) for each in value["forwards"])
-    return Verdicts(tuple(matmuls), forwards, value["failure"])
-
-
-def _name_dtype(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
+    forwards = map(ForwardTimes._make, value["forwards"])
+    return Verdicts(tuple(matmuls), tuple(forwards), value["failure"])
 
 
 def has_metal() -> bool:
@@ -188,37 +183,30 @@ def measure_verdicts(model: nn.Module) -> Verdicts:
     with wired_limit(model), mx.stream(generation_stream):
         layers = list_layers(model)
         if layers:
-            about = (
-                "racing a kernel for a few rows with MLX's, once for this model: %g seconds at most"
-            )
+            about = "racing a kernel for a few rows with MLX's, once for this model: %g seconds"
             _log.info(about, VERDICT_SECONDS)
-        tried = list[Verdict]()
-        failure = None
         try:
-            for verdict in try_matmuls(layers, end - FORWARD_SECONDS):
-                tried.append(verdict)
+            own = Verdicts(tuple(try_matmuls(layers, end - FORWARD_SECONDS)))
         except RuntimeError as error:  # it does not compile
-            failure = join_lines(error)[:200]
+            own = Verdicts(failure=join_lines(error)[:200])
 
-        found = join_ranks(Verdicts(tuple(tried), failure=failure))
-        if found.failure is not None:
-            warn(f"the kernel for a few rows is not used: {found.failure}")
-            return Verdicts(failure=found.failure)
-        forwards = race_forwards(model, found.matmuls, end)
-        return found._replace(forwards=tuple(forwards))
+        found = join_ranks(own)
+        if found.failure is None:
+            return found._replace(forwards=tuple(race_forwards(model, found.list_equal(), end)))
+    warn(f"the kernel for a few rows is not used: {found.failure}")
+    return found
 
 
 def join_ranks(own: Verdicts) -> Verdicts:
     """The verdicts of all ranks, for each matmul the worst; a failure of one is one of all."""
-    all_found = [own]
-    if ranks.count_ranks() > 1:
-        all_found = [parse_verdicts(each) for each in ranks.gather(own.to_json())]
-    worst = dict[Matmul, Verdict]()
-    for verdict in (each for found in all_found for each in found.matmuls):
-        other = worst.get(verdict.matmul, verdict)
-        worst[verdict.matmul] = other if not other.is_equal else verdict
-    failures = [found.failure for found in all_found if found.failure is not None]
-    return Verdicts(tuple(worst.values()), failure=next(iter(failures), None))
+    all_found = [parse_verdicts(each) for each in ranks.gather(own.to_json())]
+    for found in all_found:
+        if found.failure is not None:
+            return found
+    verdicts = [each for found in all_found for each in found.matmuls]
+    verdicts.sort(key=lambda each: not each.is_equal)
+    worst = {each.matmul: each for each in verdicts}  # the last one of each
+    return Verdicts(tuple(worst.values()))
 
 
 def list_layers(model: nn.Module) -> dict[Matmul, list[Weights]]:
@@ -230,13 +218,12 @@ def list_layers(model: nn.Module) -> dict[Matmul, list[Weights]]:
         x: mx.array,
         w: mx.array,
         scales: mx.array,
-        biases: mx.array | None = None,
+        biases: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> mx.array:
         matmul = few_rows.get_matmul(x, w, scales, biases, *args, **kwargs)
         if matmul is not None and matmul.n_rows == 2 and matmul.n_outputs >= MIN_OUTPUTS:
-            assert biases is not None
             layers.setdefault(matmul, []).append((w, scales, biases))
         return original(x, w, scales, biases, *args, **kwargs)
 
@@ -251,18 +238,19 @@ def try_matmuls(layers: dict[Matmul, list[Weights]], end: float) -> Iterator[Ver
     Args:
         end: value of `perf_counter` after which nothing new is tried.
     """
-    computed = dict[Matmul, tuple[mx.array, mx.array]]()
+    references = {}
+    for matmul, weights in layers.items():
+        references[matmul] = list(make_references(matmul, weights[0]))
     for n_rows in TRIED_ROW_COUNTS:
         for matmul, weights in layers.items():
             if perf_counter() >= end:
                 return
             tried = matmul._replace(n_rows=n_rows)
-            verdict = Verdict(tried, *race_matmul(tried, weights), None)
-            if verdict.is_faster:
-                verdict = verdict._replace(
-                    is_equal=compare_with_one_row(tried, weights[0], computed)
-                )
-            yield verdict
+            ms, mlx_ms = race_matmul(tried, weights)
+            is_equal = None
+            if mlx_ms >= MIN_SPEEDUP * ms:
+                is_equal = all(has_bits_of(tried, weights[0], *each) for each in references[matmul])
+            yield Verdict(tried, ms, mlx_ms, is_equal)
 
 
 def race_matmul(matmul: Matmul, weights: list[Weights]) -> tuple[float, float]:
@@ -271,100 +259,83 @@ def race_matmul(matmul: Matmul, weights: list[Weights]) -> tuple[float, float]:
     Each run calls with the weights of several layers, as many as a forward would hardly find in a
     cache.
     """
-    count = TIMED_BYTES // weights[0][0].nbytes
-    chosen = list(islice(cycle(weights), min(max(count, 1), MAX_TIMED_CALLS)))
+    count = min(TIMED_BYTES // weights[0][0].nbytes + 1, MAX_TIMED_CALLS)
+    chosen = (weights * count)[:count]
     x = mx.ones((1, matmul.n_rows, matmul.n_inputs), matmul.dtype)
 
     def run(multiply: Callable[..., mx.array]) -> None:
-        mx.eval([multiply(x, *each) for each in chosen])
+        mx.eval([multiply(matmul, x, *each) for each in chosen])
 
-    calls = {
-        "kernel": partial(run, partial(few_rows.multiply, matmul)),
-        "MLX": partial(run, partial(_multiply_with_mlx, matmul)),
-    }
-    for call in calls.values():  # the first run compiles kernels
-        call()
+    calls = {"kernel": partial(run, few_rows.multiply), "MLX": partial(run, _multiply_with_mlx)}
     times = time_calls(calls, 0.0, min_passes=RACE_PASSES, max_passes=RACE_PASSES)
-    return min(times["kernel"]) / len(chosen), min(times["MLX"]) / len(chosen)
+    return min(times["kernel"]) / count, min(times["MLX"]) / count
 
 
-def _multiply_with_mlx(
-    matmul: Matmul, x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
-) -> mx.array:
-    return mx.quantized_matmul(x, w, scales, biases, group_size=matmul.group_size, bits=matmul.bits)
+def _multiply_with_mlx(matmul: Matmul, x: mx.array, *weights: Any) -> mx.array:
+    w, scales, biases = weights
+    return mx.quantized_matmul(x, w, scales, biases, True, matmul.group_size, matmul.bits)
 
 
-def compare_with_one_row(
-    matmul: Matmul, weights: Weights, computed: dict[Matmul, tuple[mx.array, mx.array]]
-) -> bool:
-    """Whether `COMPARED_OUTPUTS` of random inputs have the bits of one row.
+def make_references(matmul: Matmul, weights: Weights) -> Iterator[Reference]:
+    """`COMPARED_OUTPUTS` and more of random inputs; computed when they are first used.
 
     In float32, too, as rounding to 16 bits hides most other orders of sums.
-
-    Args:
-        computed: (inputs, outputs of each row alone) by matmul of one row; what is missing is
-            added.
     """
-    w, scales, biases = weights
-    for dtype in dict.fromkeys((matmul.dtype, mx.float32)):
-        own = (w, scales.astype(dtype), biases.astype(dtype))
-        one_row = matmul._replace(n_rows=1, dtype=dtype)
-        if one_row not in computed:
-            n_compared = max(MAX_ROWS, math.ceil(COMPARED_OUTPUTS / matmul.n_outputs))
-            x = make_inputs(n_compared, matmul.n_inputs, dtype)
-            alone = [_multiply_with_mlx(one_row, row, *own) for row in mx.split(x, n_compared)]
-            computed[one_row] = (x, mx.concatenate(alone))
-        x, expected = computed[one_row]
+    n_rows = COMPARED_OUTPUTS // matmul.n_outputs + MAX_ROWS
+    for dtype in {matmul.dtype, mx.float32}:
+        own = _cast(weights, dtype)
+        x = make_inputs(n_rows, matmul.n_inputs, dtype)
+        alone = [_multiply_with_mlx(matmul, row, *own) for row in mx.split(x, n_rows)]
+        yield x, mx.concatenate(alone)
 
-        same = []
-        for start in range(0, len(x), matmul.n_rows):
-            first = min(start, len(x) - matmul.n_rows)
-            rows = slice(first, first + matmul.n_rows)
-            y = few_rows.multiply(matmul._replace(dtype=dtype), x[rows], *own)
-            same.append(mx.array_equal(y.view(mx.uint8), expected[rows].view(mx.uint8)))
-        if not mx.all(mx.stack(same)).item():
-            return False
-    return True
+
+def _cast(weights: Weights, dtype: mx.Dtype) -> Weights:
+    w, scales, biases = weights
+    return w, scales.astype(dtype), biases.astype(dtype)
+
+
+def has_bits_of(matmul: Matmul, weights: Weights, x: mx.array, y: mx.array) -> bool:
+    """Whether the kernel computes a reference, bit for bit, but for left-over rows."""
+    n_calls = len(x) // matmul.n_rows
+    end = n_calls * matmul.n_rows
+    matmul = matmul._replace(dtype=x.dtype)
+    own = _cast(weights, x.dtype)
+    outs = [few_rows.multiply(matmul, rows, *own) for rows in mx.split(x[:end], n_calls)]
+    return bool(mx.array_equal(mx.concatenate(outs).view(mx.uint8), y[:end].view(mx.uint8)))
 
 
 def make_inputs(n_rows: int, n_inputs: int, dtype: mx.Dtype) -> mx.array:
     """Random rows; the numbers of every second one are of any size, down to denormals."""
-    keys = mx.random.split(mx.random.key(0))
-    x = mx.random.normal((n_rows, n_inputs), key=keys[0])
+    x = mx.random.normal((n_rows, n_inputs), key=mx.random.key(0))
     least = -26 if dtype == mx.float16 else -126
-    exponents = mx.random.randint(least, 4, x.shape, key=keys[1])
-    scaled = x * mx.power(2.0, exponents.astype(mx.float32))
-    is_scaled = mx.arange(n_rows)[:, None] % 2 == 1
-    return mx.where(is_scaled, scaled, x).astype(dtype)
+    exponents = mx.random.randint(least, 4, x.shape, key=mx.random.key(1))
+    is_scaled = mx.arange(n_rows)[:, None] % 2
+    return (x * mx.power(2.0, exponents * is_scaled)).astype(dtype)
 
 
-def race_forwards(
-    model: nn.Module, matmuls: tuple[Verdict, ...], end: float
-) -> Iterator[ForwardTimes]:
+def race_forwards(model: nn.Module, won: list[Matmul], end: float) -> Iterator[ForwardTimes]:
     """Times of whole forwards, see `Verdicts.forwards`.
 
     Args:
+        won: the matmuls of the kernel.
         end: value of `perf_counter` after which no other number of rows is tried.
     """
-    won = frozenset(each.matmul for each in matmuls if each.is_equal)
-    targets = {"kernel": Target(model, few_rows=FewRows(won, few_rows.multiply))}
+    targets = {"kernel": Target(model, few_rows=FewRows(frozenset(won), few_rows.multiply))}
     targets["MLX"] = Target(model)
     for target in targets.values():
         target.forward(mx.zeros((1,), mx.int32), want_hidden=False)
+
+    def run(target: Target, tree: Tree) -> None:
+        mx.eval(target.verify(tree, is_tree=False).logits)
+        target.keep_path([], [])
+
     for n_rows in sorted({matmul.n_rows for matmul in won}):
-        tokens = (mx.arange(n_rows) * 7919) % get_vocab_size(model)
-        tree = chain(tokens[0], tokens[1:])
-
-        def run(target: Target, tree: Tree = tree) -> None:
-            mx.eval(target.verify(tree, is_tree=False).logits)
-            target.keep_path([], [])
-
-        calls = {name: partial(run, target) for name, target in targets.items()}
+        tree = chain(mx.array(0), mx.arange(1, n_rows))
+        calls = {name: partial(run, target, tree) for name, target in targets.items()}
         seconds = compute_seconds_left(end)
         times = time_calls(calls, seconds, min_passes=2, max_passes=RACE_PASSES)
         fastest = [min(times[name]) for name in targets]
-        slowest_rank = map(max, zip(*ranks.gather(fastest), strict=True))
-        forward = ForwardTimes(n_rows, *slowest_rank)
+        forward = ForwardTimes(n_rows, *map(max, zip(*ranks.gather(fastest), strict=True)))
         yield forward
         if forward.is_faster or compute_seconds_left(end) <= 0:
             return

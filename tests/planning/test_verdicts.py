@@ -16,6 +16,7 @@ import pytest
 from helpers.few_rows import FakeMetal, fake_metal
 from helpers.small import small_drafter, small_llama
 from helpers.toys import assert_same_steps, decode_steps, ids
+from mlx_redrafter import setup
 from mlx_redrafter.engine.few_rows import NO_FEW_ROWS, Matmul
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
@@ -103,7 +104,7 @@ def test_enough_outputs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict.is_equal
     for dtype in (mx.float16, mx.float32):
         own = [each for each in metal.matmuls if each == matmul._replace(dtype=dtype)]
-        n_timed = 2 if dtype == mx.float16 else 0
+        n_timed = 1 if dtype == mx.float16 else 0
         assert (len(own) - n_timed) * 2 * 4096 >= 100_000
 
 
@@ -140,7 +141,7 @@ def test_what_is_hardly_faster_is_neither_compared_nor_used(metal: FakeMetal) ->
     pair = Pair(make_model())
     assert list_used(pair) == dict.fromkeys(ROW_COUNTS[1:], SHAPES)
     n_rows = [matmul.n_rows for matmul in metal.matmuls]
-    assert n_rows.count(2) == 2 * len(SHAPES) < n_rows.count(8)
+    assert n_rows.count(2) == len(SHAPES) < n_rows.count(8)
 
 
 def test_it_is_used_from_the_first_forward_that_gains(metal: FakeMetal) -> None:
@@ -232,8 +233,9 @@ def test_the_worst_verdict_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) 
         both = [own.to_json(), other.to_json()]
         monkeypatch.setattr(verdicts.ranks, "count_ranks", lambda: 2)
         monkeypatch.setattr(verdicts.ranks, "gather", lambda value, both=both: both)
-        expected = slow if slow in other.matmuls else good
-        assert join_ranks(own) == Verdicts((expected, own_only), failure=other.failure)
+        worst = slow if slow in other.matmuls else good
+        expected = Verdicts((worst, own_only))
+        assert join_ranks(own) == (other if other.failure else expected)
 
 
 def test_costs_and_row_classes_are_measured_with_it(
@@ -277,6 +279,7 @@ def test_drafts_use_it_and_leave_the_text_unchanged(
     metal: FakeMetal, monkeypatch: pytest.MonkeyPatch, exact: bool
 ) -> None:
     monkeypatch.setattr(verdicts, "MIN_OUTPUTS", 48)  # all layers
+    monkeypatch.setattr(setup, "load_row_counts", lambda *of, refresh: of[2][0])  # not by costs
     model = make_model()
     prompt = [5, 6, 7, 8, 5, 6, 7]
     shared = {"max_tokens": 24, "exact": exact}
@@ -284,9 +287,10 @@ def test_drafts_use_it_and_leave_the_text_unchanged(
     expected = ids(list(plain))
     assert plain.few_rows == (ROW_COUNTS if exact else ())
     for few_rows in ("auto", "off"):
-        options = Options(context=True, few_rows=few_rows, **shared)
+        drafter = small_drafter(hidden=96, vocab=64)
+        options = Options(plan=(1, 3), few_rows=few_rows, **shared)
         metal.matmuls.clear()
-        drafted = decode_steps(prompt, model, None, options)
+        drafted = decode_steps(prompt, model, drafter, options)
         assert ids(list(drafted)) == expected
         # Without it, MLX may compute no other number of rows as one row.
         assert drafted.output.stats.drafted > 0 or (exact and few_rows == "off")
@@ -306,6 +310,7 @@ def test_exact_drafts_where_mlx_sums_several_rows_in_another_order(
 
     monkeypatch.setattr(mx, "quantized_matmul", multiply)
     monkeypatch.setattr(verdicts, "MIN_OUTPUTS", 48)  # all layers
+    monkeypatch.setattr(setup, "load_row_counts", lambda *of, refresh: of[2][0])  # not by costs
     pair = Pair(make_model())
     shared = {"max_tokens": 24, "exact": True}
     assert get_cache_row_classes(pair, Options(few_rows="off"))[0] == (1,)
@@ -313,6 +318,7 @@ def test_exact_drafts_where_mlx_sums_several_rows_in_another_order(
 
     prompt = [5, 6, 7, 8, 5, 6, 7]
     plain = list(decode_steps(prompt, pair.model, None, Options(plan="off", **shared)))
-    drafted = decode_steps(prompt, pair.model, None, Options(context=True, **shared))
+    drafter = small_drafter(hidden=96, vocab=64)
+    drafted = decode_steps(prompt, pair.model, drafter, Options(plan=(1, 3), **shared))
     assert_same_steps(list(drafted), plain, tolerance=1e-38)
     assert drafted.output.stats.drafted > 0
