@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+from helpers.tables import replace_between
 from mlx_redrafter.drafters.published import read_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
@@ -29,8 +30,7 @@ def make_table() -> str:
 
 def insert_table(text: str) -> str:
     """The page's text with the table in its place."""
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + make_table() + END + rest.split(END)[1]
+    return replace_between(text, BEGIN, END, make_table())
 
 
 if __name__ == "__main__":

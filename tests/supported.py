@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from helpers.families import modules
+from helpers.tables import replace_between
 from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -50,8 +51,7 @@ def table() -> str:
 
 def insert_table(text: str) -> str:
     """Inserts the table into the page."""
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + table() + END + rest.split(END)[1]
+    return replace_between(text, BEGIN, END, table())
 
 
 if __name__ == "__main__":

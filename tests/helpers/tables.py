@@ -1,0 +1,9 @@
+"""Tables of docs that scripts make."""
+
+from __future__ import annotations
+
+
+def replace_between(text: str, begin: str, end: str, table: str) -> str:
+    """The text with `table` between the lines `begin` and `end`, which stay."""
+    head, rest = text.split(begin)
+    return head + begin + table + end + rest.split(end)[1]
