@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,8 +80,9 @@ class TargetSizes(NamedTuple):
     config: Config
 
 
+@cache
 def read_table() -> dict[str, list[Published]]:
-    """Names of targets -> their drafters, in the order in which they are tried."""
+    """Names of targets -> their drafters, in the order in which they are tried; read once."""
     table: dict[str, list[dict[str, str]]] = json.loads(FILE.read_bytes())
     return {name: [Published(**each) for each in drafters] for name, drafters in table.items()}
 
