@@ -235,7 +235,7 @@ def test_stop_strings_end_reasoning_and_calls_too(scripted: Scripted) -> None:
     body = {"messages": USER, "tools": [WEATHER], "stop": "me s"}
     made = ask(server, "/v1/chat/completions", body).json["choices"][0]
     reasoning = {"reasoning": "Let ", "reasoning_content": "Let "}
-    assert made["message"] == {"role": "assistant", "content": None, **reasoning}
+    assert made["message"] == {"role": "assistant", "content": None, "refusal": None, **reasoning}
     until_cancelled = engine.requests[-1]
     assert made["finish_reason"] == "stop"
     assert until_cancelled.cancelled
@@ -283,7 +283,24 @@ def test_logprobs_have_the_bytes_of_whole_characters(scripted: Scripted) -> None
     made = ask(server, TEXT, {"prompt": "x", "logprobs": True}).json["choices"][0]["logprobs"][
         "content"
     ]
-    assert [each["bytes"] for each in made[:-1]] == [[ord("a")], None, None, None]
+    assert [each["bytes"] for each in made] == [[ord("a")], None, None, None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_say_where_the_tokens_of_the_text_begin(
+    scripted: Scripted, scripted_openai: openai.OpenAI, stream: bool
+) -> None:
+    scripted[1].texts = [["one", " two"], ["three"]]
+    made: Any = scripted_openai.completions.create(
+        model="demo", prompt="x", logprobs=0, n=2, stream=stream
+    )
+    choices = [each for chunk in (made if stream else [made]) for each in chunk.choices]
+    for at, text in enumerate(["one two", "three"]):
+        found = [each.logprobs for each in choices if each.index == at]
+        tokens = [token for each in found for token in each.tokens]
+        offsets = [offset for each in found for offset in each.text_offset]
+        assert "".join(tokens) == text, "the end token is not listed"
+        assert offsets == [len("".join(tokens[:n])) for n in range(len(tokens))]
 
 
 def test_models_are_listed(demo: Running, openai_client: openai.OpenAI) -> None:

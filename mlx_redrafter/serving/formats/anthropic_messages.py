@@ -31,6 +31,9 @@ ERROR_TYPES = {
 BILLING_PREFIX = "x-anthropic-billing-header:"
 """Prefix of a text in Claude Code's system prompt that differs in every request."""
 
+ENDED: Json = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
+"""The fields of a message that say how it ended; null before."""
+
 STOP_REASONS: dict[str | None, str] = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -65,8 +68,7 @@ class Messages(Completion[CountTokensBody]):
             "role": "assistant",
             "content": self._content,
             "model": service.names[0],
-            "stop_reason": None,
-            "stop_sequence": None,
+            **ENDED,
         }
 
     async def render_events(self, answer: SubmittedAnswer) -> AsyncIterator[Json]:
@@ -87,15 +89,14 @@ class Messages(Completion[CountTokensBody]):
         stopped_by = answer.texts[0].stopped_by
         if stopped_by is not None:
             reason = "stop_sequence"
-        ended = {"stop_reason": reason, "stop_sequence": stopped_by}
+        ended = ENDED | {"stop_reason": reason, "stop_sequence": stopped_by}
         usage = describe_usage(answer)
         self.reply |= {**ended, "usage": usage}
         yield {"type": "message_delta", "delta": ended, "usage": usage}
         yield {"type": "message_stop"}
 
     def make_empty_event(self, answer: SubmittedAnswer) -> Json:
-        ended = {"stop_reason": None, "stop_sequence": None}
-        return {"type": "message_delta", "delta": ended, "usage": {"output_tokens": 0}}
+        return {"type": "message_delta", "delta": ENDED, "usage": {"output_tokens": 0}}
 
     def _make_block_event(self, what: str, **fields: Any) -> Json:
         return {"type": f"content_block_{what}", "index": len(self._content) - 1, **fields}
@@ -125,7 +126,8 @@ class Messages(Completion[CountTokensBody]):
         """An error in Anthropic's format."""
         default = "invalid_request_error" if error.status < 500 else "api_error"
         kind = ERROR_TYPES.get(error.status, default)
-        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+        described = {"type": kind, "message": str(error)}
+        return {"type": "error", "error": described, "request_id": None}
 
 
 class CountTokens(Messages):
@@ -142,6 +144,8 @@ def describe_usage(answer: SubmittedAnswer) -> Json:
         "cache_read_input_tokens": request.cached_tokens,
         "cache_creation_input_tokens": 0,
         "output_tokens": answer.n_tokens,
+        "output_tokens_details": {"thinking_tokens": answer.n_reasoning},
+        **dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier")),
         **answer.count_drafts(),
     }
 
@@ -152,7 +156,7 @@ def make_block(segment: Segment) -> Json:
         return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": {}}
     if segment.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
+    return {"type": "text", "text": "", "citations": None}
 
 
 def read_messages(body: CountTokensBody, tools: Tools, hidden: set[str]) -> list[Json]:

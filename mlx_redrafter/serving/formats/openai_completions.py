@@ -7,7 +7,9 @@ import math
 import time
 import uuid
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from typing import ClassVar, TypeVar, cast
 
 from ...text.encoding import encode
@@ -27,10 +29,11 @@ AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
 class OpenAICompletions(Completion[AnyOpenAIBody]):
     """Base class of both APIs.
 
-    `kinds` are the values of `object` in a whole reply and in a chunk.
+    `kinds` are the values of `object` in a whole reply and in a chunk, `prefix` begins the id.
     """
 
     kinds: ClassVar[tuple[str, str]]
+    prefix: ClassVar[str]
     last_line = "data: [DONE]\n\n"
 
     def __init__(self, service: Service, body: AnyOpenAIBody) -> None:
@@ -39,19 +42,21 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
             body.max_tokens = body.max_completion_tokens
         self.choices = body.n
         self.reply = {
-            "id": f"chatcmpl-{uuid.uuid4()}",
+            "id": f"{self.prefix}-{uuid.uuid4()}",
             "object": self.kinds[body.stream],
             "model": service.names[0],
             "created": int(time.time()),
         }
+        if body.stream_options.get("include_usage"):
+            self.reply["usage"] = None
 
     @abstractmethod
     def describe_text(self, choice: int, segments: list[Segment]) -> Json:
         """The field that holds the text of a choice or a chunk."""
 
-    def describe_logprobs(self, tokens: list[Json]) -> Json:
-        """The field `logprobs` of a choice."""
-        return {"content": tokens}
+    def describe_logprobs(self, choice: int, tokens: list[Json]) -> Json:
+        """The field `logprobs` of a choice or a chunk."""
+        return {"content": tokens, "refusal": None}
 
     async def render_events(self, answer: SubmittedAnswer) -> AsyncIterator[Json]:
         """Yields the chunks of a stream; without a stream, puts whole choices into the reply."""
@@ -61,7 +66,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         drafts: Json = {}
         async for event in answer.read_events():
             segments += event.segments
-            if self.top_logprobs is not None:
+            if self.top_logprobs is not None and event.token.finish_reason != "stop":
                 logprobs.append(self._describe_token(event.token))
             if self.service.shows_drafts:
                 self._note_drafts(drafts, event, answer.requests[answer.choice])
@@ -69,8 +74,9 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
                 continue
             choice: Json = {"index": answer.choice, "finish_reason": event.finish_reason}
             choice |= self.describe_text(answer.choice, segments)
-            if logprobs:
-                choice["logprobs"] = self.describe_logprobs(logprobs)
+            choice["logprobs"] = None
+            if self.top_logprobs is not None:
+                choice["logprobs"] = self.describe_logprobs(answer.choice, logprobs)
             choices.append(choice)
             if self.body.stream:
                 yield self.reply | {"choices": choices} | ({"redrafter": drafts} if drafts else {})
@@ -84,7 +90,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
             yield self.reply
 
     def make_empty_event(self, answer: SubmittedAnswer) -> Json:
-        choice = {"index": answer.choice, "finish_reason": None}
+        choice = {"index": answer.choice, "finish_reason": None, "logprobs": None}
         return self.reply | {"choices": [choice | self.describe_text(answer.choice, [])]}
 
     def _describe_token(self, event: TokenEvent) -> Json:
@@ -124,6 +130,7 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
 
     body_type = ChatBody
     kinds = ("chat.completion", "chat.completion.chunk")
+    prefix = "chatcmpl"
 
     def __init__(self, service: Service, body: ChatBody) -> None:
         super().__init__(service, body)
@@ -165,7 +172,7 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
             message["reasoning_content"] = texts["reasoning"]
         if calls:
             message["tool_calls"] = calls
-        return {"delta" if self.body.stream else "message": message}
+        return {"delta": message} if self.body.stream else {"message": message | {"refusal": None}}
 
     def _describe_call(self, choice: int, segment: Segment) -> Json:
         tool = self.get_tool(segment)
@@ -181,12 +188,14 @@ class Completions(OpenAICompletions[CompletionBody]):
 
     body_type = CompletionBody
     kinds = ("text_completion", "text_completion")
+    prefix = "cmpl"
 
     def __init__(self, service: Service, body: CompletionBody) -> None:
         super().__init__(service, body)
         if body.logprobs is not False or body.top_logprobs > 0:
             is_flag = isinstance(body.logprobs, bool)
             self.top_logprobs = max(0, body.top_logprobs) if is_flag else body.logprobs
+        self._lengths = Counter[int]()  # choice -> length of the tokens so far
 
     def encode_prompt(self) -> EncodedPrompt:
         """Encodes the prompt without the chat template."""
@@ -199,16 +208,19 @@ class Completions(OpenAICompletions[CompletionBody]):
     def describe_text(self, choice: int, segments: list[Segment]) -> Json:
         return {"text": "".join(segment.text for segment in segments)}
 
-    def describe_logprobs(self, tokens: list[Json]) -> Json:
+    def describe_logprobs(self, choice: int, tokens: list[Json]) -> Json:
         """OpenAI's legacy format if `logprobs` is a number, as its clients send it."""
         if isinstance(self.body.logprobs, bool):
-            return super().describe_logprobs(tokens)
+            return super().describe_logprobs(choice, tokens)
+        lengths = (len(each["token"]) for each in tokens)
+        offsets = list(accumulate(lengths, initial=self._lengths[choice]))
+        self._lengths[choice] = offsets.pop()
         tops = [each["top_logprobs"] for each in tokens]
         return {
             "tokens": [each["token"] for each in tokens],
             "token_logprobs": [each["logprob"] for each in tokens],
             "top_logprobs": [{each["token"]: each["logprob"] for each in top} for top in tops],
-            "text_offset": None,
+            "text_offset": offsets,
         }
 
 

@@ -24,6 +24,14 @@ SEALED = "reasoning.encrypted_content"
 MAX_ITEMS = 1000
 """How many items are kept for `item_reference`."""
 
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
+"""Type of an item -> what its id begins with; OpenAI's API refuses items with other ids."""
+
 ITEMS: dict[str, Json] = {
     "text": {"type": "message", "role": "assistant", "content": []},
     "reasoning": {"type": "reasoning", "summary": [], "content": []},
@@ -33,6 +41,8 @@ PARTS: dict[str, Json] = {
     "reasoning": {"type": "reasoning_text", "text": ""},
 }
 """Kind of a segment -> the item that it starts, and the part in the item's content."""
+TOOLS: dict[str, Json] = {"function": {"parameters": None, "strict": None}}
+"""Type of a tool -> fields that a reply shows even if the request does not have them."""
 
 
 class Responses(Completion[ResponsesBody]):
@@ -64,7 +74,7 @@ class Responses(Completion[ResponsesBody]):
             "temperature": body.temp,
             "top_p": body.top_p,
             "tool_choice": body.tool_choice,
-            "tools": body.tools,
+            "tools": [TOOLS.get(str(tool.get("type")), {}) | tool for tool in body.tools],
             "usage": None,
         }
 
@@ -98,11 +108,9 @@ class Responses(Completion[ResponsesBody]):
         return self._make_event("failed", response=self.reply)
 
     def _begin_item(self, segment: Segment) -> Iterator[Json]:
-        item: Json = {"id": f"item_{uuid.uuid4().hex}", "status": "in_progress"}
-        if segment.kind == "tool_call":
-            item |= self._begin_call(segment)
-        else:
-            item |= ITEMS[segment.kind]
+        is_call = segment.kind == "tool_call"
+        item: Json = self._begin_call(segment) if is_call else dict(ITEMS[segment.kind])
+        item |= {"id": f"{ID_PREFIXES[item['type']]}_{uuid.uuid4().hex}", "status": "in_progress"}
         self._output.append(item)
         yield self._make_item_event("output_item.added", item=item)
         if segment.kind != "tool_call":

@@ -152,6 +152,7 @@ async def list_models(service: Service, request: Request) -> Response:
 
 def describe_served_name(service: Service, name: str) -> Json:
     """A model with the fields of both OpenAI and Anthropic."""
+    length = service.worker.context_length
     return {
         "id": name,
         "object": "model",
@@ -160,8 +161,10 @@ def describe_served_name(service: Service, name: str) -> Json:
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
-        "context_length": service.worker.context_length,
-        "max_model_len": service.worker.context_length,
+        "lifecycle": "active",
+        "capabilities": None,
+        "max_tokens": length if service.args.max_tokens == -1 else service.args.max_tokens,
+        **dict.fromkeys(("context_length", "max_model_len", "max_input_tokens"), length),
     }
 
 
