@@ -133,11 +133,15 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [answer({"type": "thinking", "thinking": 5})]},
         "messages[0].content must",
     ),
-    ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].name must"),
+    (
+        "chat/completions",
+        {"tools": [{"type": "function", "function": {}}]},
+        "tools[0].function.name must",
+    ),
     (
         "chat/completions",
         {"tools": [{"function": {"name": "f", "parameters": 1}}]},
-        "tools[0] must",
+        "tools[0].function.parameters must",
     ),
     ("chat/completions", {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice must"),
     ("chat/completions", {"tool_choice": "required"}, "tool_choice 'required' needs tools"),
@@ -172,7 +176,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (
         "responses",
         {"tools": [{"type": "function", "name": "f", "parameters": {"x": math.inf}}]},
-        "tools.0.parameters",
+        "tools[0].parameters",
     ),
     ("responses", {"input": []}, "input"),
     ("responses", {"text": {"format": "json"}}, "text.format must"),
@@ -188,13 +192,31 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (
         "messages",
         {"messages": [answer({"type": "tool_use", "name": 5})]},
-        "messages[0].tool_calls must",
+        "messages[0].content[0].name must",
     ),
     (
         "messages",
         {"messages": [answer({"type": "tool_result", "content": 5})]},
-        "messages[0].content must",
+        "messages[0].content[0].content must",
     ),
+    (
+        "messages",
+        {"messages": [answer({"type": "document", "content": 5})]},
+        "messages[0].content: document.content must",
+    ),
+    ("messages", {"system": "x", "messages": [*USER, {"role": 5}]}, "messages[1].role must"),
+    ("messages", {"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema must"),
+    ("messages", {"system": 5}, "system must"),
+    ("messages", {"max_tokens": "x"}, "max_tokens must"),
+    ("messages", {"stop_sequences": [""]}, "stop_sequences must"),
+    ("messages", {"stop_sequences": ["a", 5]}, "stop_sequences[1] must"),
+    ("responses", {"instructions": "x", "input": [*USER, {"role": 5}]}, "input[1].role must"),
+    ("responses", {"tool_choice": {"type": "web_search"}}, "tool_choice must"),
+    ("responses", {"max_output_tokens": "x"}, "max_output_tokens must"),
+    ("chat/completions", {"tool_choice": 5}, "tool_choice must"),
+    ("chat/completions", {"temperature": "hot"}, "temperature must"),
+    ("completions", {"logprobs": "x"}, "logprobs must"),
+    ("completions", {"response_format": {}, "reasoning": {"effort": 5}}, "reasoning.effort must"),
 ]
 
 
@@ -250,8 +272,9 @@ def test_any_integer_is_a_seed(demo: Running, seed: int) -> None:
     [
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [1, 4096]}, "token ids must be from 0 to 4095, got 4096"),
-        ({"max_tokens": 0}, "max_tokens must be -1"),
-        ({"temperature": -1}, "temp must be at least 0"),
+        ({"max_tokens": -5}, "max_tokens must be -1"),
+        ({"max_completion_tokens": -5}, "max_completion_tokens must be -1"),
+        ({"temperature": -1}, "temperature must be at least 0"),
         ({"temperature": 1.0, "top_k": 4096}, "top_k must be below the vocabulary's 4096"),
         ({"logit_bias": {"4096": 1.0}}, "logit_bias token ids must be from 0 to 4095, got 4096"),
     ],

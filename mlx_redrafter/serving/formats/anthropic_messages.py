@@ -187,19 +187,24 @@ def read_message(message: Json, where: str, tools: Tools, hidden: set[str]) -> l
     results: list[Json] = []
     calls: list[Json] = []
     rest: list[Json] = []
-    for block in list_parts(message.get("content"), place):
+    for at, block in enumerate(list_parts(message.get("content"), place)):
         kind = block.get("type")
+        own_place = f"{place}[{at}]"
         if kind == "tool_result":
-            parts = list_parts(block.get("content"), place)
-            text = join_parts([show_tools(part, place, tools, hidden) for part in parts], place)
+            inner = f"{own_place}.content"
+            parts = list_parts(block.get("content"), inner)
+            text = join_parts([show_tools(part, inner, tools, hidden) for part in parts], inner)
             if block.get("is_error"):
                 text = f"<error>\n{text}\n</error>"
             answered = block.get("tool_use_id")
             results.append({"role": "tool", "tool_call_id": answered, "content": text})
         elif kind == "tool_use":
-            calls.append(make_call(block.get("id"), block.get("name"), block.get("input")))
+            name = block.get("name")
+            if not isinstance(name, str):
+                raise refuse(f"{own_place}.name", "a string", name)
+            calls.append(make_call(block.get("id"), name, block.get("input")))
         else:
-            rest.append(show_tools(block, place, tools, hidden))
+            rest.append(show_tools(block, own_place, tools, hidden))
     text = join_parts(rest, place)
     reasoning = join_reasoning(rest, place)
     own = {"role": role, "content": text, "reasoning_content": reasoning}
@@ -225,7 +230,7 @@ def show_tools(block: Json, where: str, tools: Tools, hidden: set[str]) -> Json:
     name = named.get("tool_name", named.get("name"))
     definition = named.get("definition")
     if isinstance(definition, dict):
-        added = read_tools([definition], where)
+        added = read_tools([definition], f"{where}.tool.definition")
         tools.update(added)
         hidden.update(added)
         name = next(iter(added), None)

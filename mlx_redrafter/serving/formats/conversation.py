@@ -183,7 +183,7 @@ def join_parts(content: Any, where: str) -> str:
     Parts without text become placeholders.
     """
     parts = list_parts(content, where)
-    texts = [read_part(part) for part in parts if part.get("type") not in REASONING_PARTS]
+    texts = [read_part(part, where) for part in parts if part.get("type") not in REASONING_PARTS]
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(f"{where}: expected texts, got {texts!r:.100}")
     return "".join(texts)
@@ -223,7 +223,7 @@ def open_seal(sealed: Any) -> str:
     return ""
 
 
-def read_part(part: Json) -> Any:
+def read_part(part: Json, where: str) -> Any:
     """The text of a part, or a placeholder."""
     kind = str(part.get("type"))
     if kind in TEXT_PARTS:
@@ -231,7 +231,7 @@ def read_part(part: Json) -> Any:
     if kind in ("document", "search_result"):
         source = part.get("source")
         held = source if isinstance(source, dict) else part
-        text: Any = join_parts(held.get("content"), kind)
+        text: Any = join_parts(held.get("content"), f"{where}: {kind}.content")
         if not text and held.get("type") == "text":
             text = held.get("data")
         if text:
@@ -244,7 +244,8 @@ def read_part(part: Json) -> Any:
 def read_call(call: Json) -> Json:
     """A tool call with parsed arguments; a custom tool's call becomes a function call."""
     if "custom" in call:
-        call = make_call(call.get("id"), call["custom"]["name"], {"input": call["custom"]["input"]})
+        custom = call["custom"]
+        call = make_call(call.get("id"), custom["name"], {"input": custom["input"]})
     function = call["function"]
     if not isinstance(function["name"], str):
         raise TypeError("expected a name")
@@ -277,18 +278,21 @@ def join_name(name: str, namespace: str | None) -> str:
 
 
 def read_tools(
-    given: Iterable[Mapping[str, Any]], where: str = "tools", namespace: str | None = None
+    given: Iterable[Mapping[str, Any]], where: str = "tools[*]", namespace: str | None = None
 ) -> Tools:
-    """The tools of a request of any API, by the name that the model sees."""
+    """The tools of a request of any API, by the name that the model sees.
+
+    `where` has `*` for the index of a tool.
+    """
     tools: Tools = {}
     for at, tool in enumerate(given):
         kind = str(tool.get("type") or "function")
-        place = f"{where}[{at}]"
+        place = where.replace("*", str(at))
         if kind == "namespace":
             inner = tool.get("tools")
             if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
                 raise refuse(f"{place}.tools", "a list of objects", inner)
-            tools |= read_tools(inner, f"{place}.tools", str(tool.get("name")))
+            tools |= read_tools(inner, f"{place}.tools[*]", str(tool.get("name")))
         elif kind in ("function", "custom"):
             read = read_function(tool, kind, place, namespace)
             tools[read.function["name"]] = read
@@ -304,19 +308,23 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
     """
     own: Any = tool
     function: Json = {}
+    schema = "parameters"
     if "input_schema" in tool:  # as in messages
         kind = "function"
-        own = {**tool, "parameters": tool["input_schema"]}
+        schema = "input_schema"
     elif isinstance(tool.get(kind), dict):  # as in chat completions
         own = tool[kind]
+        where = f"{where}.{kind}"
         function = own if kind == "function" else {}
     name = own.get("name")
     description = own.get("description")
-    parameters = own.get("parameters")
+    parameters = own.get(schema)
     if not isinstance(name, str) or not name:
         raise refuse(f"{where}.name", "a string", name)
-    if not isinstance(description, str | None) or not isinstance(parameters, dict | None):
-        raise refuse(where, "a tool with a string as description and an object as parameters", own)
+    if not isinstance(description, str | None):
+        raise refuse(f"{where}.description", "a string", description)
+    if not isinstance(parameters, dict | None):
+        raise refuse(f"{where}.{schema}", "an object", parameters)
     if kind == "custom":
         parameters = CUSTOM_PARAMETERS
     function = function | {
@@ -373,4 +381,4 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
             raise ApiError(
                 f"tool_choice names {name!r:.100}, which is not among the tools: {known:.200}"
             )
-    raise refuse("tool_choice", "auto, none, required or a tool's name", choice)
+    raise refuse("tool_choice", "auto, none, required or a tool that the client runs", choice)

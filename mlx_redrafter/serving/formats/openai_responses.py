@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from ..errors import ApiError, Json, log_once
+from ..errors import ApiError, Json, log_once, refuse
 from .completion import Completion, Service, SubmittedAnswer
 from .conversation import join_name, join_parts, make_call, read_reasoning, read_tools, seal
 from .openai_completions import get_input
@@ -187,12 +187,15 @@ def add_item(messages: list[Json], item: Json, where: str) -> None:
     """Adds an item to the messages."""
     kind = str(item.get("type") or "message")
     content = item.get("content")
+    role = item.get("role")
     if kind == "message":
         text = join_parts(content, f"{where}.content")
-        if item.get("role") == "assistant":
+        if role == "assistant":
             continue_assistant(messages)["content"] += text
+        elif isinstance(role, str):
+            messages.append({"role": role, "content": text})
         else:
-            messages.append({"role": item.get("role"), "content": text})
+            raise refuse(f"{where}.role", "a string", role)
     elif kind == "reasoning":
         text = read_reasoning(item, f"{where}.content")
         messages.append({"role": "assistant", "content": "", "reasoning_content": text})

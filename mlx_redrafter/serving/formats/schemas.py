@@ -244,6 +244,11 @@ class Body(Part):
             return "none"
         return self.reasoning_effort or self.reasoning.effort or self.output_config.effort
 
+    def get_sent_name(self, name: str) -> str:
+        """The client's name of a field, and any other name as it is."""
+        field = type(self).model_fields.get(name)
+        return (field and field.alias) or name
+
     def get_sampling_options(self) -> Json:
         """The given options and penalties, as keywords of `Worker.submit`."""
         names = Body.model_fields.keys() & (OPTION_NAMES | PENALTIES)
@@ -257,6 +262,11 @@ class OpenAIBody(Body):
     n: Annotated[Integer, Field(ge=1, le=16)] = 1
     top_logprobs: Annotated[Integer, Field(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
     stream_options: Json = {}
+
+    def get_sent_name(self, name: str) -> str:
+        """The client's name of a field, and any other name as it is."""
+        is_newer = name == "max_tokens" and self.max_completion_tokens is not None
+        return "max_completion_tokens" if is_newer else super().get_sent_name(name)
 
 
 class ChatBody(OpenAIBody):
@@ -344,14 +354,23 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise ApiError(describe_invalid(error)) from None
+        raise ApiError(describe_invalid(error, body)) from None
 
 
-def describe_invalid(error: ValidationError) -> str:
+def describe_invalid(error: ValidationError, body: Json) -> str:
     """The first error on one line."""
     first = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    if first["type"] == "missing":
+    is_missing = first["type"] == "missing"
+    place = ""
+    held: Any = body
+    for part in first["loc"]:  # types of a union are parts, too
+        if isinstance(held, list) and isinstance(part, int):
+            place += f"[{part}]"
+            held = held[part]
+        elif isinstance(held, dict) and (is_missing or part in held):
+            place += f".{part}" if place else str(part)
+            held = held.get(part)
+    if is_missing:
         return f"{place} is missing"
     message = first["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
     return f"{place:.100} {message[0].lower()}{message[1:]}, got {first['input']!r:.100}"

@@ -179,7 +179,12 @@ async def answer_request(
     prompt = await loop.run_in_executor(service.prompt_thread, make_prompt, completion)
     if api is CountTokens:
         return JSONResponse({"input_tokens": len(prompt.tokens)})
-    answer = SubmittedAnswer(completion, prompt)
+    try:
+        answer = SubmittedAnswer(completion, prompt)
+    except RedrafterError as error:
+        name, space, rest = str(error).partition(" ")
+        error.args = (body.get_sent_name(name) + space + rest,)
+        raise
     if body.stream:
         return EventStream(completion, answer)
     with run_task(cancel_on_disconnect(request, answer)), closing(answer):
