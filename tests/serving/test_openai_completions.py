@@ -97,6 +97,33 @@ def test_choices_have_their_own_seeds(openai_client: openai.OpenAI, demo_models:
     assert ["".join(each.text for each in pieces if each.index == at) for at in range(3)] == texts
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_prompt_gets_its_choices(
+    openai_client: openai.OpenAI, demo_models: Any, stream: bool
+) -> None:
+    prompts = [PROMPT, "# 1\n"]
+    fields: Any = {"model": "demo", "prompt": prompts, "max_tokens": 9, "n": 2, **SAMPLED}
+    made = openai_client.completions.create(**fields)
+    pieces = list(openai_client.completions.create(**fields, stream=True)) if stream else [made]
+    choices = [choice for piece in pieces for choice in piece.choices]
+    options = {"max_tokens": 9, "temp": 0.8, "top_p": 0.95}
+    texts = [
+        expected_text(demo_models, prompt, seed=7 + at, **options)
+        for prompt in prompts
+        for at in range(2)
+    ]
+    assert ["".join(each.text for each in choices if each.index == at) for at in range(4)] == texts
+    usage: Any = made.usage
+    assert usage.prompt_tokens == sum(len(demo_models[1].encode(prompt)) for prompt in prompts)
+    assert usage.completion_tokens == 36
+
+
+def test_a_prompt_that_is_refused_cancels_those_before_it(scripted: Scripted) -> None:
+    reply = ask(scripted[0], TEXT, {"prompt": ["x", []]})
+    assert reply.status == 400
+    assert [request.cancelled for request in scripted[1].requests] == [True]
+
+
 def test_logprobs_match_the_library(
     demo: Running, openai_client: openai.OpenAI, demo_models: Any
 ) -> None:

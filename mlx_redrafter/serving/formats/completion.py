@@ -101,6 +101,7 @@ class EncodedPrompt(NamedTuple):
 
     Attributes:
         tokens: token ids.
+        others: token ids of further prompts.
         initial_state: the state of mlx-lm's text state machine after them; with None the whole
             answer is text.
         grammar: makes the grammar that the answer must follow; None for any answer.
@@ -111,6 +112,7 @@ class EncodedPrompt(NamedTuple):
     initial_state: str | None = None
     grammar: Callable[[], Grammar] | None = None
     piece_ends: Sequence[int] = ()
+    others: Sequence[list[int]] = ()
 
 
 class Completion(ABC, Generic[AnyBody]):
@@ -123,7 +125,7 @@ class Completion(ABC, Generic[AnyBody]):
         shown_tools: the tools at the beginning of the prompt.
         tools, forced_tools: the tools that may be called, and those of which one must be called.
         calls_once: whether an answer may call one tool only.
-        choices: how many answers to make; with a seed, choice i uses seed + i.
+        choices: how many answers to a prompt to make; with a seed, choice i uses seed + i.
         top_logprobs: likeliest tokens to return with each token; None for no log-probabilities.
         reply: the non-streamed reply, complete once `render_events` has ended.
     """
@@ -273,7 +275,7 @@ class AnswerEvent:
 
 
 class SubmittedAnswer:
-    """The submitted requests of a completion, one for each choice, and their texts.
+    """The submitted requests of a completion, one for each choice of each prompt, and their texts.
 
     It must be closed.
 
@@ -307,9 +309,11 @@ class SubmittedAnswer:
         functions = describe_tools(completion.tools.values())
         shown = {tool.function["name"] for tool in completion.shown_tools}
         is_call = bool(completion.forced_tools)
-        for at in range(completion.choices):
+        n = completion.choices
+        prompts = [prompt.tokens, *prompt.others]
+        for at in range(n * len(prompts)):
             if body.seed is not None:
-                asked["seed"] = body.seed + at
+                asked["seed"] = body.seed + at % n
             text = TextStream(
                 service.tokenizer,
                 prompt.initial_state,
@@ -320,7 +324,12 @@ class SubmittedAnswer:
                 calls_once=completion.calls_once,
             )
             self.texts.append(text)
-            self.requests.append(service.worker.submit(prompt.tokens, **asked))
+            try:
+                self.requests.append(service.worker.submit(prompts[at // n], **asked))
+            except Exception:
+                self.close()
+                raise
+        self._firsts = self.requests[::n]
 
     async def read_events(self) -> AsyncIterator[AnswerEvent]:
         """Yields the tokens of one choice after the other, with their text.
@@ -371,12 +380,13 @@ class SubmittedAnswer:
 
     def describe_usage(self, prompt_word: str, answer_word: str) -> Json:
         """The token counts so far in OpenAI's format, with the API's own words."""
-        first = self.requests[0]
-        cached = {"cached_tokens": first.cached_tokens, "cache_write_tokens": 0}
+        n_read = sum(len(request.prompt) for request in self._firsts)
+        n_cached = sum(request.cached_tokens for request in self._firsts)
+        cached = {"cached_tokens": n_cached, "cache_write_tokens": 0}
         return {
-            f"{prompt_word}_tokens": len(first.prompt),
+            f"{prompt_word}_tokens": n_read,
             f"{answer_word}_tokens": self.n_tokens,
-            "total_tokens": len(first.prompt) + self.n_tokens,
+            "total_tokens": n_read + self.n_tokens,
             f"{prompt_word}_tokens_details": cached,
             f"{answer_word}_tokens_details": {"reasoning_tokens": self.n_reasoning},
             **self.count_drafts(),

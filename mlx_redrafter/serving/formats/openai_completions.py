@@ -198,12 +198,14 @@ class Completions(OpenAICompletions[CompletionBody]):
         self._lengths = Counter[int]()  # choice -> length of the tokens so far
 
     def encode_prompt(self) -> EncodedPrompt:
-        """Encodes the prompt without the chat template."""
-        prompt = self.body.prompt
-        if isinstance(prompt, str):
-            self.service.check_text(prompt)
-            prompt = encode(self.service.tokenizer, prompt)
-        return EncodedPrompt(prompt)
+        """Encodes the prompts without the chat template."""
+        encoded = list[list[int]]()
+        for prompt in self.body.prompt:
+            if isinstance(prompt, str):
+                self.service.check_text(prompt)
+                prompt = encode(self.service.tokenizer, prompt)
+            encoded.append(prompt)
+        return EncodedPrompt(encoded[0], others=encoded[1:])
 
     def describe_text(self, choice: int, segments: list[Segment]) -> Json:
         return {"text": "".join(segment.text for segment in segments)}

@@ -44,10 +44,10 @@ REFUSED_FIELDS = (
 """Fields of any API that would change the answer."""
 
 
-def unwrap_prompt(given: Any) -> Any:
-    """The prompt in a list of one prompt, and anything else as it is."""
-    is_alone = isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list)
-    return given[0] if is_alone else given
+def wrap_prompt(given: Any) -> Any:
+    """A single prompt, a text or token ids, in a list, and anything else as it is."""
+    is_list = isinstance(given, list) and any(isinstance(each, str | list) for each in given)
+    return given if is_list else [given]
 
 
 def wrap_stop(given: Any) -> Any:
@@ -68,6 +68,7 @@ def parse_schema(given: Any) -> Any:
 
 
 Integer = Annotated[int, Field(strict=False)]  # some clients send 100.0
+Seed = Annotated[Integer | None, BeforeValidator(lambda given: None if given == -1 else given)]
 TopK = Annotated[Integer, BeforeValidator(lambda given: 0 if given == -1 else given)]
 StopField = Annotated[list[str], BeforeValidator(wrap_stop)]
 JsonSchema = Annotated[Json, BeforeValidator(parse_schema)]
@@ -195,7 +196,7 @@ class Body(Part):
     frequency_penalty: float | None = None
     frequency_context_size: Integer | None = None
     logit_bias: dict[Integer, float] | None = None
-    seed: Integer | None = None
+    seed: Seed = None
     chat_template_kwargs: Json = {}
     reasoning_effort: str | None = None
     reasoning: Reasoning = Reasoning()
@@ -283,10 +284,10 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
-    """POST /v1/completions; `prompt` is a text, token ids, or a list of one of these."""
+    """POST /v1/completions; `prompt` is a text, token ids, or a list of these."""
 
     refused = (*REFUSED_FIELDS, "echo", "suffix")
-    prompt: Annotated[str | list[int], BeforeValidator(unwrap_prompt)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(wrap_prompt)]
     logprobs: bool | Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
     best_of: Literal[1] = 1
 
