@@ -215,6 +215,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"tool_choice": {"type": "web_search"}}, "tool_choice must"),
     ("responses", {"max_output_tokens": "x"}, "max_output_tokens must"),
     ("chat/completions", {"tool_choice": 5}, "tool_choice must"),
+    ("chat/completions", {"messages": [USER[0] | {"prefix": True}]}, "messages[0].prefix needs"),
     ("chat/completions", {"temperature": "hot"}, "temperature must"),
     ("completions", {"logprobs": "x"}, "logprobs must"),
     ("completions", {"response_format": {}, "reasoning": {"effort": 5}}, "reasoning.effort must"),

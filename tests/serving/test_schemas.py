@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from helpers.servers import BODIES, Scripted, ask, events_of
 from mlx_redrafter.serving.errors import GenerationFailed
+from mlx_redrafter.serving.http import app
 
 CHAT, TEXT, RESPONSES, MESSAGES = BODIES
 COUNT = "/v1/messages/count_tokens"
@@ -106,13 +108,20 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "fields", "text"), CASES)
 def test_replies_and_events_follow_the_schemas(
-    scripted: Scripted, path: str, fields: dict[str, Any], text: str
+    scripted: Scripted,
+    path: str,
+    fields: dict[str, Any],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(app, "PROGRESS_SECONDS", 0.02)
     server, engine = scripted
     engine.texts = [[text]]
     reply, event = KINDS[path]
     body = BODIES[path] | fields
     check(reply, ask(server, path, body).json)
+    engine.gate.clear()
+    threading.Timer(0.1, engine.gate.set).start()  # some events that keep the stream alive
     events = events_of(ask(server, path, body | {"stream": True}))
     has_usage = "stream_options" in fields
     for at, data in enumerate(events):
@@ -135,15 +144,20 @@ def test_models_and_counts_follow_the_schemas(scripted: Scripted) -> None:
 
 
 @pytest.mark.parametrize("path", [*BODIES, COUNT])
-@pytest.mark.parametrize("fields", [{"model": "x"}, {"model": 5}, {}])
+@pytest.mark.parametrize("fields", [{"model": "x"}, {"model": 5}, {}, {"stream": True}])
 def test_errors_follow_the_schemas(scripted: Scripted, path: str, fields: dict[str, Any]) -> None:
     server, engine = scripted
     engine.texts = [[GenerationFailed("no memory")]]
     reply = ask(server, path, BODIES.get(path, BODIES[MESSAGES]) | fields)
-    if path != COUNT or fields:
-        is_anthropic = path in (MESSAGES, COUNT)
-        error = reply.json if is_anthropic else reply.json["error"]
-        check(ErrorResponse if is_anthropic else ErrorObject, error)
+    if path == COUNT and reply.status == 200:
+        return
+    data = events_of(reply)[-1] if "stream" in fields else reply.json
+    if data.get("type") == "response.failed":
+        check(ResponseStreamEvent, data)
+    elif path in (MESSAGES, COUNT):
+        check(ErrorResponse, data)
+    else:
+        check(ErrorObject, data["error"])
 
 
 def test_the_check_finds_a_missing_field(scripted: Scripted) -> None:

@@ -136,14 +136,16 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
         super().__init__(service, body)
         self.messages = body.messages
         last = body.messages[-1]
-        marks = (last.get("prefix"), last.get("partial"))
-        self.is_prefilled = body.continue_final_message or True in marks
+        marks = [name for name in ("prefix", "partial") if last.get(name) is True]
+        self.is_prefilled = body.continue_final_message or bool(marks)
         if self.is_prefilled:
             is_begun = last.get("role") == "assistant" and not last.get("tool_calls")
             if not (is_begun and service.tokenizer.has_chat_template):
+                mark = "continue_final_message"
+                if marks:
+                    mark = f"messages[{len(body.messages) - 1}].{marks[0]}"
                 raise ApiError(
-                    "continue_final_message needs a chat template, and a text of the assistant as "
-                    "the last message"
+                    f"{mark} needs a chat template, and a text of the assistant as the last message"
                 )
         elif body.add_generation_prompt is False:
             raise ApiError("add_generation_prompt false needs continue_final_message")
