@@ -250,17 +250,19 @@ def find_published(
     """(the published drafters for a target, its base if they were trained for that).
 
     A local folder goes by the base in its model card, else by its own name; a model of the hub by
-    its name, else by its base.
+    its name, else by its base. If the target is quantized, smaller files of a kind come first.
 
     Args:
         may_download: model cards.
     """
     own = get_own_name(name, folder)
-    drafters = list_published(own)
+    config = read_config(folder)
+    is_small = not config or "quantization" in config or "quantization_config" in config
+    drafters = list_published(own, smallest_first=is_small)
     if drafters and (not is_local(name) or QAT in normalize_name(own)):
         return drafters, None
     for base, is_same in list_bases(name, folder, may_download=may_download):
-        found = list_published(base)
+        found = list_published(base, smallest_first=is_small)
         if found:
             is_same = is_same or normalize_name(base) == normalize_name(own)
             return found, None if is_same else base

@@ -27,7 +27,7 @@ from mlx_redrafter.errors import CheckpointError
 
 MODEL = "mlx-community/Qwen3-8B-4bit"
 DSPARK = "deepseek-ai/dspark_qwen3_8b_block7"
-OTHER_DSPARK = "mgoin/Qwen3-8B-speculator.dspark"
+DFLASH2 = "RedHatAI/Qwen3-8B-speculator.dflash2"
 DFLASH = "z-lab/Qwen3-8B-DFlash-b16"
 EAGLE = "RedHatAI/Qwen3-8B-speculator.eagle3"
 """A model, and the first of its drafters in the table."""
@@ -90,7 +90,7 @@ def test_the_first_that_fits_is_taken(hub: Hub, notes: list[str]) -> None:
     assert load_auto(MODEL).model_type == "dflash"
     assert notes == [
         f"skipped {DSPARK}: it expects hidden size 36, the target has 48",
-        f"skipped {OTHER_DSPARK}: the hub has no such repository: it was moved or is private",
+        f"skipped {DFLASH2}: the hub has no such repository: it was moved or is private",
         FIRST_NOTE,
     ]
     files = [f"{DSPARK}/config.json", f"{DFLASH}/config.json", f"{DFLASH}/model.safetensors"]
@@ -116,15 +116,15 @@ def test_a_gated_and_a_damaged_one_are_skipped(hub: Hub, notes: list[str]) -> No
     save_model(hub.root / MODEL)
     publish("dspark", hub.root / DSPARK, hidden_size=48, vocab_size=101)
     hub.gated.add(DSPARK)
-    publish("dflash", hub.root / OTHER_DSPARK)
-    (hub.root / OTHER_DSPARK / "model.safetensors").write_bytes(b"cut")
+    publish("dflash", hub.root / DFLASH2)
+    (hub.root / DFLASH2 / "model.safetensors").write_bytes(b"cut")
     publish("dflash", hub.root / DFLASH)
     assert load_auto(MODEL).model_type == "dflash"
     gated, _, damaged, taken = notes
     assert gated == (
         f"skipped {DSPARK}: accept its terms on https://hf.co/{DSPARK}, then run 'hf auth login'"
     )
-    assert damaged.startswith(f"skipped {OTHER_DSPARK}: cannot read ")
+    assert damaged.startswith(f"skipped {DFLASH2}: cannot read ")
     assert taken == FIRST_NOTE
 
 
@@ -183,15 +183,15 @@ def test_a_connection_that_breaks_off_is_resumed(hub: Hub, notes: list[str]) -> 
 def test_a_connection_that_stays_broken(hub: Hub, notes: list[str]) -> None:
     """Another drafter is taken; the next start downloads the first again."""
     save_model(hub.root / MODEL)
-    publish("dflash", hub.root / OTHER_DSPARK)
+    publish("dflash", hub.root / DFLASH2)
     publish("dflash", hub.root / DFLASH)
-    hub.cut[OTHER_DSPARK, "model.safetensors"] = [0] * 6
+    hub.cut[DFLASH2, "model.safetensors"] = [0] * 6
     assert load_auto(MODEL).model_type == "dflash"
-    assert notes[2].startswith(f"skipped {OTHER_DSPARK}: ")
+    assert notes[2].startswith(f"skipped {DFLASH2}: ")
     assert notes[3] == FIRST_NOTE
     notes.clear()
     load_auto(MODEL)
-    assert notes[-1] == f"drafter: {OTHER_DSPARK}, dspark, 0.2 MB to download"
+    assert notes[-1] == f"drafter: {DFLASH2}, dflash2, 0.2 MB to download"
 
 
 def test_a_second_start_downloads_nothing(hub: Hub, notes: list[str]) -> None:
@@ -210,13 +210,13 @@ def test_a_hub_that_fails_is_asked_once(
     failure: str, hub: Hub, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of its cache, drafters and cards are used without it."""
-    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
     publish("dflash", hub.root / DFLASH)
     save_model(hub.root / "someone" / "Story", {"base_model": "Qwen/Qwen3-8B"})
     folder = save_model(tmp_path / "story-4bit", {"base_model": "someone/Story"})
     load_auto(folder)
     notes.clear()
     hub.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
     hub.failure = failure
     assert load_auto(folder).model_type == "dflash"
     expected = {"silent": "timed out", "error": "Server error", "page": "the hub's answer is not"}

@@ -68,6 +68,7 @@ NEUTRAL = {
     "attn_logit_softcapping": None,
     "clip_qkv": None,
     "attention_sink_bias": False,
+    "gating": None,
     "partial_rotary_factor": 1,
 }
 """Keys of models' configs that change the computation, and their values without an effect.

@@ -1,8 +1,8 @@
 """The table of published drafters by their targets' names, and whether a drafter's config fits.
 
 `published.json` has a list for each target, in the order in which its drafters are tried: the
-repository, the kind, and where the pair is named. Names are compared as `normalize_name` returns
-them.
+repository, the kind, and where the pair is named. Of a kind, the smaller files come first; drafters
+of single users come last. Names are compared as `normalize_name` returns them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,9 @@ FORMATS = re.compile(
 
 FAMILY = re.compile(r"^meta-(?=llama)")
 """The part of Meta's older names that is left out in newer ones."""
+
+UNREAD = ("attention_sink_bias", "gating")
+"""Keys of block drafters' configs for parts that no drafter here has."""
 
 QAT = "-qat"
 """In names of models that were trained to be quantized, which have their own drafters."""
@@ -87,12 +91,28 @@ def read_table() -> dict[str, list[Published]]:
     return {name: [Published(**each) for each in drafters] for name, drafters in table.items()}
 
 
-def list_published(name: str) -> list[Published]:
-    """The published drafters for a target of this name, a hub id or the name of a folder."""
+def list_published(name: str, *, smallest_first: bool = True) -> list[Published]:
+    """The published drafters for a target of this name, a hub id or the name of a folder.
+
+    Args:
+        smallest_first: of a kind, those in fewer bits come first.
+    """
     wanted = normalize_name(name)
-    return next(
-        (drafters for each, drafters in read_table().items() if normalize_name(each) == wanted), []
-    )
+    table = read_table()
+    found = next((table[each] for each in table if normalize_name(each) == wanted), [])
+    if smallest_first:
+        return found
+    ordered = list[Published]()
+    for _, group in groupby(found, key=lambda each: each.kind):
+        ordered += sorted(group, key=lambda each: -get_bits(each.repo))
+    return ordered
+
+
+def get_bits(name: str) -> int:
+    """The bits of a weight by the format in a name; 16 if it names none."""
+    suffix = FORMATS.search(name.lower())
+    number = re.search(r"\d+", suffix[0]) if suffix else None
+    return int(number[0]) if number else 16
 
 
 def normalize_name(name: str) -> str:
@@ -129,6 +149,9 @@ def explain_misfit(config: Config, target: TargetSizes) -> str | None:
         if number not in (None, -1, got):  # -1 in Apple's format: not given
             return f"it expects {what} {number}, the target has {got}"
 
+    for key in UNREAD:
+        if flat.get(key):
+            return f"{key} {flat[key]!r:.40} is not supported"
     layers = get_read_layers(flat)
     if layers and max(layers) >= target.n_layers:
         return f"it reads the output of layer {max(layers)}, the target has {target.n_layers}"

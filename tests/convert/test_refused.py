@@ -118,6 +118,8 @@ def test_unknown_tensors_and_not_finite_ones_are_refused(
         ("dspark", {"target_layer_ids": [1, 5, 9, 10, 11, 12, 13]}),
         ("dflash", {"architectures": ["DominoDraftModel"]}),
         ("dflash", {"projector_type": "domino"}),
+        ("dflash", {"architectures": ["JetSpecDraftModel"]}),
+        ("dflash", {"gating": "per-head"}),
         ("dflash", {"attention_sink_bias": True}),
         ("dflash", {"layer_types": ["full_attention"]}),
         ("dspark_speculators", {"speculators_model_type": "peagle"}),

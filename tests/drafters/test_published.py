@@ -101,6 +101,32 @@ def test_drafters_are_found_by_name() -> None:
     assert list_published("nobody/no-such-model-4bit") == []
 
 
+def test_smaller_files_of_a_kind_come_first_unless_the_target_is_wide() -> None:
+    """Kinds stay where they are."""
+    for name, drafters in read_table().items():
+        wide = list_published(name, smallest_first=False)
+        assert [each.kind for each in wide] == [each.kind for each in drafters]
+        assert sorted(wide) == sorted(drafters)
+    for name, smaller, wider in [
+        ("Qwen3.6-35B-A3B", "MTP-4bit", "MTP-bf16"),
+        ("gemma-4-12B-it", "assistant-mxfp4", "assistant-8bit"),
+        ("gemma-4-12B-it", "assistant-8bit", "assistant"),
+    ]:
+        for smallest_first in (True, False):
+            order = [each.repo for each in list_published(name, smallest_first=smallest_first)]
+            found = [next(repo for repo in order if repo.endswith(x)) for x in (smaller, wider)]
+            assert (order.index(found[0]) < order.index(found[1])) is smallest_first
+
+
+@pytest.mark.parametrize("key", ["gating", "attention_sink_bias"])
+def test_parts_that_are_not_read_are_found_before_a_download(key: str) -> None:
+    config = read_golden("dflash")[2]
+    sizes = [config[x] for x in ("hidden_size", "vocab_size", "num_target_layers")]
+    assert explain_misfit(config, TargetSizes(*sizes, {})) is None
+    said = explain_misfit(config | {key: "per-head"}, TargetSizes(*sizes, {}))
+    assert said == f"{key} 'per-head' is not supported"
+
+
 @pytest.mark.parametrize("name", list_golden("cached/*"))
 def test_each_published_config_shows_whether_it_fits(name: str, tmp_path: Path) -> None:
     """Widths, vocabulary and layers of all packagings, compared with what the tensors show."""
