@@ -94,6 +94,11 @@ def run() -> int:
     if args.verbose or (verdict and not args.json):
         print(format_summary(decoded.last), file=sys.stderr)
         print_notes(decoded.last, are_wanted=verdict is not None)
+        if decoded.last.finish_reason == "length" and is_in_reasoning(
+            tokenizer, prompt + decoded.tokens
+        ):
+            why = f"--max-tokens {decoded.last.generation_tokens}"
+            print(f"note: {why} ended the text inside its reasoning: give more", file=sys.stderr)
         if verdict:
             print(
                 describe_comparison(verdict, decoded.last, may_advise=args.exact is None),
@@ -217,6 +222,14 @@ def encode_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
         raise RedrafterError("the prompt is not UTF-8")
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=not has_template)
     return tokens
+
+
+def is_in_reasoning(tokenizer: Any, tokens: list[int]) -> bool:
+    """Whether a model's reasoning has begun in these tokens, prompt included, and not ended."""
+    if not tokenizer.has_thinking:
+        return False
+    start: int = tokenizer.rfind_think_start(tokens)
+    return start > tokenizer.rfind_think_end(tokens)
 
 
 def render_prompt(args: argparse.Namespace, tokenizer: Any, text: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
+from helpers.small import make_byte_tokenizer, save_target, small_llama
 from mlx_redrafter import generate_step, load
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import make_parser
@@ -267,6 +268,23 @@ def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, 
     assert run(*chat, "--chat-template-config", '{"end": "e"}', *common, "u") == run(
         *plain, "<user>ue"
     )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_noted"),
+    [("<think>a", True), ("<think>a</think>", False), ("a", False)],
+)
+def test_a_text_that_ends_inside_its_reasoning_is_noted(
+    prompt: str, is_noted: bool, run: Run, tmp_path: Path
+) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    model = small_llama(vocab=len(tokenizer), kv_heads=2)
+    save_target(tmp_path, model, tokenizer, eos_token_id=0)
+    flags = ("generate", "--model", str(tmp_path), "-m", "8", "--plan", "off", "--prompt", prompt)
+    note = "note: --max-tokens 8 ended the text inside its reasoning: give more"
+    assert (note in run(*flags)[2]) is is_noted
+    assert note not in run(*flags, "--verbose", "F")[2]
 
 
 def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(
