@@ -25,6 +25,7 @@ from ..engine.model_checks import check_draftable
 from ..engine.model_parts import get_compute_dtype, get_module_name
 from ..engine.plan import chain_plan
 from ..errors import RedrafterError
+from ..fit import measure_fit
 from ..machine.description import describe_machine
 from ..options import CACHE_OPTIONS, OFF, OPTION_NAMES, Options, add_options
 from ..pair import Pair
@@ -63,9 +64,17 @@ def run() -> int:
     add_options(parser, without=OPTION_NAMES - {*names})
     args = parser.parse_args()
     options = Options(**{name: getattr(args, name) for name in names})
+    fit = measure_fit(args) if args.model else None
+    if fit is not None:
+        if not fit.fits and not fit.is_here:
+            raise RedrafterError(f"{fit}. Nothing was downloaded")
+        _say(str(fit))
     model, tokenizer, drafter = load_models(args)
     report = diagnose(model, tokenizer, drafter, options, refresh=args.refresh)
     report["published"] = list_published(args, model, options)
+    if fit is not None:
+        sizes = {"model": fit.model._asdict(), "drafter": fit.drafter and fit.drafter._asdict()}
+        report["fit"] = fit._asdict() | sizes | {"fits": fit.fits}
     if not args.json:
         print(format_report(report))
         return 0
@@ -155,6 +164,7 @@ def diagnose(
         "chains": chains,
         "fastest": choose_fastest(chains),
         "published": [],
+        "fit": None,
     }
     return report | {"notes": list_notes(report)}
 

@@ -6,16 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import snapshot_download
 
 from helpers.cost_curves import make_costs
 from helpers.hub import Hub, start_hub
 from helpers.published import publish
 from helpers.servers import read_metrics, start_demo
 from helpers.small import make_byte_tokenizer, save_target, small_llama
+from mlx_redrafter import fit
+from mlx_redrafter.auto_drafter import format_bytes
+from mlx_redrafter.cli import doctor
+from mlx_redrafter.drafters.published import list_published
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning import store
 
 Run = Callable[..., tuple[int, str, str]]
@@ -60,6 +67,54 @@ def test_one_hint_without_the_flag(hub: Hub, run: Run) -> None:
         assert hint not in run("generate", *FLAGS[:6], *more)[2], more
 
 
+@pytest.mark.parametrize("flags", [(), ("--drafter", "auto"), ("--drafter", DRAFTER)])
+@pytest.mark.parametrize("is_here", [False, True])
+def test_doctor_says_from_the_hubs_sizes_whether_both_fit(
+    flags: tuple[str, ...], is_here: bool, hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a download. What does not fit is downloaded only if no flag asks for it."""
+
+    def stop(*_: object) -> None:
+        raise RedrafterError("stopped")
+
+    monkeypatch.setattr(doctor, "load_models", stop)
+    if is_here:
+        snapshot_download(MODEL)
+        snapshot_download(DRAFTER)
+    hub.requests.clear()
+    (model,) = (hub.root / MODEL).glob("*.safetensors")
+    (drafter,) = (hub.root / DRAFTER).glob("*.safetensors")
+    both = model.stat().st_size + drafter.stat().st_size
+    for usable, fits in ((both, True), (both - 1, False)):
+        monkeypatch.setattr(fit, "get_usable_bytes", lambda usable=usable: usable)
+        status, _, err = run("doctor", "--model", MODEL, *flags)
+        assert status != 0
+        assert ("stopped" in err) is (fits or is_here or not flags)
+        assert ("Nothing was downloaded" in err) is not ("stopped" in err)
+        place = "on this machine" if is_here else "to download"
+        assert f"weights: {MODEL}, {format_bytes(model.stat().st_size)} {place}" in err
+        assert f"together {format_bytes(both)}: {'fits' if fits else 'does not fit'} into" in err
+    assert hub.list_downloads() == []
+
+
+def test_doctor_takes_the_sizes_of_a_folder_and_of_the_cache(hub: Hub) -> None:
+    folder = hub.root / MODEL
+    n_bytes = (folder / "model.safetensors").stat().st_size
+    (folder / "mtp.safetensors").write_bytes(b"1234")
+    found = fit.measure_fit(Namespace(model=str(folder), drafter="auto", draft_model=None))
+    assert found is not None
+    assert found.model == fit.Size(str(folder), n_bytes, True)
+    assert found.drafter == fit.Size(f"{folder}/mtp.safetensors", 4, True)
+    assert hub.requests == []
+    snapshot_download(MODEL)
+    hub.failure = "error"
+    found = fit.measure_fit(Namespace(model=MODEL, drafter=None, draft_model=str(folder)))
+    assert found is not None
+    assert found.model == fit.Size(MODEL, n_bytes, True)
+    assert found.drafter == fit.Size(str(folder), n_bytes, True)
+    assert fit.measure_fit(Namespace(model="no/such", drafter=None, draft_model=None)) is None
+
+
 def test_the_server_hints_too(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, count in (((), 1), (("--log-level", "ERROR"), 0)):
         with start_demo("--model", MODEL, *flags) as server:
@@ -92,7 +147,7 @@ def test_doctor_lists_published_drafters(
     status, out, _ = run("doctor", "--model", MODEL)
     assert status == 0
     listed = [line for line in out.splitlines() if "Qwen3-8B" in line or "qwen3_8b" in line]
-    assert len(listed) == 5
+    assert len(listed) == len(list_published(MODEL))
     missing = "skipped: the hub has no such repository: it was moved or is private"
     assert listed[0] == f"deepseek-ai/dspark_qwen3_8b_block7: dspark, {missing}"
     assert listed[2] == f"{DRAFTER}: dflash, 0.2 MB to download, fits, not measured"
