@@ -227,16 +227,43 @@ def test_the_api_without_a_backend_ends_in_one_line() -> None:
     assert "During handling" not in result.stderr
 
 
-def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
-    """Type checkers and editors do not follow import hooks."""
-    script = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
-    copy = tmp_path / "copy"
+def copy_sources(folder: Path) -> Path:
+    """What an install needs, with the link to `convert` as in a clone."""
+    copy = folder / "copy"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, copy)
     for name in ("mlx_redrafter", "convert"):
         skipped = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=skipped)
+    return copy
+
+
+def build(kind: str, copy: Path) -> list[str]:
+    """Builds a wheel of a kind; returns the names of its files."""
+    script = f"from setuptools import build_meta; build_meta.build_{kind}({str(copy.parent)!r})"
+    subprocess.run([sys.executable, "-c", script], cwd=copy, check=True, capture_output=True)
+    (wheel,) = copy.parent.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def test_an_install_without_a_clone_has_convert_and_all_data(tmp_path: Path) -> None:
+    """As pip makes it of a repository's URL."""
+    names = build("wheel", copy_sources(tmp_path))
+    files = [*(ROOT / "mlx_redrafter").rglob("*"), *(ROOT / "mlx_redrafter/convert").glob("*")]
+    wanted = {
+        file.relative_to(ROOT).as_posix()
+        for file in files
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert wanted <= {*names}
+
+
+def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
+    """Type checkers and editors do not follow import hooks."""
+    script = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    copy = copy_sources(tmp_path)
     subprocess.run([sys.executable, "-c", script], cwd=copy, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -50,6 +50,15 @@ def test_the_page_shows_the_table() -> None:
     assert insert_table(text) == text, "run 'python tests/drafter_table.py'"
 
 
+def test_the_readmes_drafters_are_those_that_auto_takes() -> None:
+    text = (PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.-]+)` \| `([\w.-]+/[\w.-]+)` \|", text, re.MULTILINE)
+    assert len(rows) == 9
+    for model, repo in rows:
+        first = list_published(f"mlx-community/{model}")[0].repo
+        assert repo == first, model
+
+
 @pytest.mark.parametrize(
     "name",
     [
