@@ -47,14 +47,20 @@ class Outcome(NamedTuple):
             node on it. For a plain step (1,), the choice. It is the only array of a round that the
             host reads.
         logprobs: K + 1 arrays (V,), the log-probabilities of those choices.
-        root: () int32, the last of those choices, the root of the next round.
         kept: the argument of the sources' `keep`.
     """
 
     packed: mx.array
     logprobs: list[mx.array]
-    root: mx.array
     kept: Kept
+
+    @property
+    def root(self) -> mx.array:
+        """() int32, the last of those choices, the root of the next round.
+
+        It is made by the thread that uses it, which need not be the one that enqueued the round.
+        """
+        return self.packed[-1]
 
     def read(self) -> tuple[list[int], list[int]]:
         """(the accepted path, the token chosen after each node on it).
@@ -128,7 +134,7 @@ def verify(
     packed = mx.concatenate([n_accepted.reshape(1), path, on_path])
     path_logprobs = mx.split(logprobs[path].reshape(-1), depth + 1)
     kept = Kept(tree.tokens, hidden, path, n_accepted + 1, position)
-    return Outcome(packed, list(path_logprobs), on_path[-1], kept)
+    return Outcome(packed, list(path_logprobs), kept)
 
 
 def step(
@@ -155,7 +161,7 @@ def step(
     draws = chooser.sampler.draw(mx.array(position + 1), 1, logprobs.shape[-1])
     chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
     kept = Kept(token, hidden, None, 1, position)
-    return Outcome(chosen, [logprobs[0]], chosen[0], kept)
+    return Outcome(chosen, [logprobs[0]], kept)
 
 
 def log_softmax(logits: mx.array) -> mx.array:
