@@ -1,17 +1,23 @@
-"""Every kind of drafter, used from alternating threads: its arrays must not depend on the thread
-that made them.
+"""Every kind of drafter and of text, used from alternating threads: no array must depend on the
+thread that made it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle
+from itertools import count, cycle
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
 
 from helpers.cached import CACHED_KINDS, make_cached
+from helpers.families import make_family
+from helpers.grids import pairs
 from helpers.heads import KINDS, make_head
 from helpers.small import small_llama
 from helpers.threads import workers
@@ -20,20 +26,43 @@ from mlx_redrafter import Session, generate_step
 from mlx_redrafter.checkpoints import evaluate
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.protocol import Drafter
+from mlx_redrafter.engine import kv_cache
+from mlx_redrafter.engine.planner import Planner
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
-EVERY_KIND = (*CACHED_KINDS, *KINDS, "draft model")
+EVERY_KIND = (*CACHED_KINDS, *KINDS, "draft model", "context")
 VOCAB = 40
-PROMPT = [1, 2, 3, 4]
+PROMPT = [1, 2, 3, 4, 1, 2]
+COUNT = 20
+TEXTS: dict[str, dict[str, Any]] = {
+    "chain": {"plan": (1, 3)},
+    "tree, 8 bits": {"plan": (3, 3), "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12},
+    "hybrid": {"plan": (1, 2)},
+}
+SAMPLED = {"temp": 0.9, "top_p": 0.9, "xtc_probability": 0.5, "seed": 2}
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": SAMPLED | {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+}
 
 
-def make_drafter(kind: str) -> Drafter | DraftModel:
+def make_drafter(kind: str) -> Drafter | None:
+    if kind == "context":
+        return None
     if kind == "draft model":
         return DraftModel(small_llama(hidden=32, vocab=VOCAB, seed=2))
     drafter = make_head(kind, vocab=VOCAB) if kind in KINDS else make_cached(kind, vocab=VOCAB)
     evaluate(drafter)  # as after loading
     return drafter
+
+
+def make_target(text: str) -> nn.Module:
+    model = small_llama(hidden=64, vocab=VOCAB)
+    if text == "hybrid":
+        model = make_family("qwen3_5", vocab_size=VOCAB)
+    evaluate(model)
+    return model
 
 
 @pytest.fixture
@@ -43,34 +72,58 @@ def turns() -> Iterator[Iterator[ThreadPoolExecutor]]:
         yield cycle(pools)
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting begins after four plain steps, and pauses again after three rounds."""
+    next_plan = Planner.next_plan
+    places = count()
+
+    def plan(planner: Planner, *given: Any) -> Any:
+        return next_plan(planner, *given) if next(places) % 7 > 3 else None
+
+    monkeypatch.setattr(Planner, "next_plan", plan)
+
+
+@pytest.mark.parametrize(("kind", "text", "choice"), pairs(EVERY_KIND, TEXTS, CHOICES))
 def test_each_token_may_come_from_another_thread(
-    kind: str, turns: Iterator[ThreadPoolExecutor]
+    kind: str, text: str, choice: str, turns: Iterator[ThreadPoolExecutor], pauses: None
 ) -> None:
-    model = small_llama(hidden=64, vocab=VOCAB)
-    drafter = make_drafter(kind)
-    plain = [token for token, *_ in generate_step(PROMPT, model, max_tokens=16, plan="off")]
-    for plan, count in (((1, 3), 16), ((2, 3), 7)):
-        cache = make_prompt_cache(model)
-        options = {"plan": plan, "context": False, "prompt_cache": cache}
-        steps = generate_step(PROMPT, model, drafter, max_tokens=16, **options)
-        assert [next(turns).submit(next, steps).result()[0] for _ in range(count)] == plain[:count]
-        next(turns).submit(steps.close).result()
-        assert cache[0].offset == len(PROMPT) + count
+    model = make_target(text)
+    options = {"max_tokens": COUNT + 4} | TEXTS[text] | CHOICES[choice]
+    plain = generate_step(PROMPT, model, **options | {"plan": "off"})
+    expected = [token for token, *_ in plain][:COUNT]
+    cache = make_prompt_cache(model)
+    rounds = list[Any]()
+    failures = list[Exception]()
+    options |= {"context": kind == "context", "prompt_cache": cache}
+    options |= {"on_round": lambda *made: rounds.append(made)}
+    options |= {"on_drafter_failure": failures.append}
+    steps = generate_step(PROMPT, model, make_drafter(kind), **options)
+    made = [next(turns).submit(next, steps).result() for _ in range(COUNT)]
+    assert [token for token, *_ in made] == expected
+    assert all(mx.isfinite(logprobs).any() for _, logprobs, _ in made), "any thread can read them"
+    assert failures == [] and (rounds or kind == "context")
+    next(turns).submit(steps.close).result()
+    assert kv_cache.length(cache) == len(PROMPT) + COUNT
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_each_turn_and_fork_may_use_another_thread(
-    kind: str, turns: Iterator[ThreadPoolExecutor]
+    kind: str, turns: Iterator[ThreadPoolExecutor], pauses: None
 ) -> None:
-    model = small_llama(hidden=64, vocab=VOCAB)
+    model = make_target("chain")
     tokenizer = make_tokenizer(vocab=VOCAB)
-    plain = Session(model, tokenizer, max_tokens=8, plan="off")
-    session = Session(
-        model, tokenizer, make_drafter(kind), max_tokens=8, plan=(1, 3), context=False
-    )
+    failures = list[Exception]()
+    options: dict[str, Any] = {"max_tokens": 12, "seed": 3, "temp": 0.8}
+    plain = Session(model, tokenizer, plan="off", **options)
+    options |= {"plan": (1, 3), "context": kind == "context"}
+    options |= {"on_drafter_failure": failures.append}
+    session = Session(model, tokenizer, make_drafter(kind), **options)
     for text in ("abcab", "bcab"):
-        assert next(turns).submit(session.send, text).result().tokens == plain.send(text).tokens
+        stream = session.stream(text)
+        made = list(iter(lambda: next(turns).submit(next, stream, None).result(), None))
+        assert [each.token for each in made] == plain.send(text).tokens
     fork = next(turns).submit(session.fork).result()
     for each in (fork, session):
         assert next(turns).submit(each.send, "aa").result().tokens == plain.fork().send("aa").tokens
+    assert failures == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
@@ -13,9 +14,13 @@ from mlx.utils import tree_flatten, tree_map
 
 from helpers.families import make_family
 from helpers.grids import pairs
-from helpers.toys import make_model
+from helpers.threads import workers
+from helpers.toys import decode_steps, ids, make_model
+from mlx_redrafter.checkpoints import evaluate
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.scheduling.batchable import PREFILL_SIZE, measure_prefill_size
+from mlx_redrafter.serving.scheduling.batches import Batch
+from mlx_redrafter.serving.scheduling.request import Request
 
 PRECISIONS = [
     (mx.float32, 0),
@@ -110,3 +115,29 @@ def test_failures_only_in_the_models_dtype_are_found(fails: bool) -> None:
 
     model.__class__ = Fussy
     assert measure_prefill_size(model, Options()) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
+def test_each_step_of_a_batch_may_come_from_another_thread(name: str) -> None:
+    model = make_family(name)
+    evaluate(model)
+    batch = Batch(model, 4, 4, 3)
+    prompts = ([1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6])
+    choices = {"temp": 0.8, "xtc_probability": 0.5, "xtc_special_tokens": (), "seed": 3}
+    choices |= {"repetition_penalty": 1.3}
+    options = Options(max_tokens=10, context=False)
+    requests = [Request(None, options, (), None, each, **choices) for each in prompts]
+    with workers(2) as pools:
+        turn = cycle(pools)
+        for request in requests:
+            batch.add(request, (None, 0))
+            for _ in range(4):  # the second one joins while the first one decodes
+                next(turn).submit(batch.step).result()
+        while not all(each.output.finish_reason for each in requests):
+            ended = [each for each in batch.requests if each.output.finish_reason]
+            next(turn).submit(batch.remove, ended).result()
+            next(turn).submit(batch.step).result()
+        batch.close()
+    for request in requests:
+        plain = decode_steps(request.prompt, model, None, request.options)
+        assert request.output.tokens == ids(list(plain))

@@ -220,6 +220,7 @@ class Batch:
             size = min(size, PIECE // min(n_reading, self._prefill_size))
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
+        self._enqueue_pending()
 
         to_copy = []
         for each in prompts:
@@ -231,6 +232,13 @@ class Batch:
                 to_copy.append(request)
         made = [self._add_token(each.uid, each.token, each.logprobs) for each in tokens]
         return to_copy, made
+
+    def _enqueue_pending(self) -> None:
+        """Enqueues what mlx-lm leaves to the next step, which may come from another thread."""
+        batch = self._generator._generation_batch
+        caches = batch.prompt_cache + self._generator._prompt_batch.prompt_cache
+        layers = [vars(each) for each in kv_cache.leaves(caches)]
+        mx.async_eval(batch._next_tokens, batch._next_logprobs, layers)
 
     def get_cache(self, request: Request) -> Start:
         """The request's cache during its prefill, valid until the next step."""
@@ -249,6 +257,7 @@ class Batch:
         wanted = set(requests)
         uids = [uid for uid, request in self._requests.items() if request in wanted]
         caches = self._generator.remove(uids, return_prompt_caches=keep_caches)
+        self._enqueue_pending()
         removed = {uid: self._requests.pop(uid) for uid in uids}
         # The generator holds the last log-probabilities of all requests.
         if removed and not self._requests:
