@@ -617,7 +617,7 @@ class BlockSource(CachedSource):
         super().__init__(drafter, model, args.capture_layers or [], args.num_layers)
         windows = [window for window, _ in args.layer_masks]
         self._window = max(windows) if all(windows) else None
-        self._positions = mx.zeros((0,), mx.int32)  # of the rows
+        self._positions = mx.array([], mx.int32)  # of the rows; needs no evaluation
         is_gemma = get_module_name(model).startswith("gemma")
         scale = math.sqrt(args.hidden_size) if is_gemma else 1.0
         self._scale = scale if args.embedding_scale is None else args.embedding_scale

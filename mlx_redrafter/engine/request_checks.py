@@ -35,11 +35,13 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
 
 
 def check_tokens(tokens: mx.array, vocab_size: int) -> mx.array:
-    """Token ids (T,) as int32. Refuses those outside the vocabulary."""
+    """Token ids (T,) as int32, evaluated. Refuses those outside the vocabulary."""
     for extreme in (cast(int, tokens.min().item()), cast(int, tokens.max().item())):
         if not 0 <= extreme < vocab_size:
             raise RedrafterError(f"token ids must be from 0 to {vocab_size - 1}, got {extreme}")
-    return tokens.astype(mx.int32)
+    tokens = tokens.astype(mx.int32)
+    mx.eval(tokens)  # another thread may read them
+    return tokens
 
 
 def check_cache(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count, cycle
 from typing import Any
 
@@ -21,13 +22,16 @@ from helpers.grids import pairs
 from helpers.heads import KINDS, make_head
 from helpers.small import small_llama
 from helpers.threads import workers
-from helpers.toys import make_tokenizer
+from helpers.toys import decode_steps, ids, make_tokenizer
 from mlx_redrafter import Session, generate_step
 from mlx_redrafter.checkpoints import evaluate
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.planner import Planner
+from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
+from mlx_redrafter.setup import open_generation
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -108,6 +112,22 @@ def test_each_token_may_come_from_another_thread(
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
+def test_each_round_may_come_from_another_thread_than_the_source(
+    kind: str, turns: Iterator[ThreadPoolExecutor]
+) -> None:
+    """Pieces of the prompt included."""
+    pair = Pair(make_target("chain"), make_drafter(kind))
+    source = next(turns).submit(pair.open_source).result()
+    processors = make_logits_processors(repetition_penalty=1.3)
+    options = Options(max_tokens=12, plan=(1, 3), logits_processors=processors, prefill_step_size=2)
+    generation = next(turns).submit(open_generation, pair, PROMPT, options, source).result()
+    while next(turns).submit(generation.next_round).result() is not None:
+        pass
+    plain = decode_steps(PROMPT, pair.model, None, replace(options, plan="off"))
+    assert generation.output.tokens == ids(list(plain))
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_each_turn_and_fork_may_use_another_thread(
     kind: str, turns: Iterator[ThreadPoolExecutor], pauses: None
 ) -> None:
@@ -121,8 +141,9 @@ def test_each_turn_and_fork_may_use_another_thread(
     session = Session(model, tokenizer, make_drafter(kind), **options)
     for text in ("abcab", "bcab"):
         stream = session.stream(text)
-        made = list(iter(lambda: next(turns).submit(next, stream, None).result(), None))
-        assert [each.token for each in made] == plain.send(text).tokens
+        expected = plain.send(text).tokens
+        assert [next(turns).submit(next, stream).result().token for _ in expected] == expected
+        assert next(turns).submit(next, stream, None).result() is None
     fork = next(turns).submit(session.fork).result()
     for each in (fork, session):
         assert next(turns).submit(each.send, "aa").result().tokens == plain.fork().send("aa").tokens
