@@ -26,10 +26,10 @@ from .planning.acceptance import HitCounts
 from .planning.costs import CostTable
 from .planning.planner import EarlierTexts
 from .planning.store import (
-    doubt_costs,
     load_or_measure_costs,
     load_or_measure_verdicts,
     load_row_classes,
+    make_costs,
     read_hits,
 )
 from .planning.verdicts import Verdicts
@@ -194,7 +194,8 @@ class Pair:
         assert drafter is not None
         trees = trees and drafter.explain_chains() is None
         few_rows = self.get_or_measure_few_rows()
-        if doubt_costs(self.model, drafter, doubt, trees=trees, few_rows=few_rows):
+        costs = make_costs(self.model, drafter, trees=trees, few_rows=few_rows)
+        if costs.doubt(doubt):
             self.findings.forget(("costs", trees, few_rows))
             self.get_earlier_texts(drafted=True).slowdown = None
 

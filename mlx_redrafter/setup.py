@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -36,7 +35,7 @@ from .pair import Pair
 from .planning.acceptance import get_acceptance
 from .planning.costs import is_disturbed
 from .planning.planner import AutoPlanner, choose_fastest_class, make_context_planner
-from .planning.store import load_row_counts, save_hits
+from .planning.store import Choice, Measurement, load_row_counts, make_choice, save_hits
 
 MEASURE_AGAIN = "mlx_redrafter.doctor --refresh measures again"
 
@@ -182,10 +181,9 @@ def choose_setup(
     except Exception as error:  # of the drafter, from measuring
         if options.on_drafter_failure is None:
             raise
-        if source is None:  # row counts cannot be chosen
-            return choose_setup(Pair(pair.model), options, None, cache, grammar)
-        options.on_drafter_failure(error)
-        return choose_setup(pair, options, None, cache, grammar)
+        if source is not None:
+            options.on_drafter_failure(error)
+        return _choose_setup(pair, options, None, cache, grammar, failed=True)
 
 
 def _choose_setup(
@@ -194,9 +192,11 @@ def _choose_setup(
     source: Source | None,
     cache: kv_cache.Cache,
     grammar: Grammar | None,
+    *,
+    failed: bool = False,
 ) -> Setup:
     plan = options.resolve_plan(pair.drafter)
-    row_counts = choose_row_counts(pair, options, cache)
+    row_counts = choose_row_counts(pair, options, cache, failed=failed)
     max_rows = None if row_counts is None else row_counts[-1]
     if options.shape is None or options.max_tokens == 0:
         return Setup([], Planner(None), ["plan is off"], row_counts)
@@ -363,12 +363,25 @@ def get_cache_row_classes(
     Args:
         cache: the prompt cache to decode with; None for a new one.
     """
-    quantization = options.quantization
+    pair = pair.with_few_rows(options.few_rows != OFF)
+    how = (_get_quantization(options, cache), options.max_kv_size)
+    return pair.get_row_classes(*how, measure=measure, refresh=refresh)
+
+
+def make_cache_choice(
+    pair: Pair, options: Options, cache: kv_cache.Cache | None = None
+) -> Measurement[Choice]:
+    """The choice of row counts with a cache, see `choose_row_counts`; the pair has a drafter."""
+    assert pair.drafter is not None
+    how = (_get_quantization(options, cache), options.max_kv_size)
+    return make_choice(pair.model, pair.drafter, *how, uses_few_rows=options.few_rows != OFF)
+
+
+def _get_quantization(options: Options, cache: kv_cache.Cache | None) -> KVQuantization:
     for layer in kv_cache.leaves(cache or []):
         if isinstance(layer, QuantizedKVCache):
-            quantization = KVQuantization(layer.bits, layer.group_size)
-    pair = pair.with_few_rows(options.few_rows != OFF)
-    return pair.get_row_classes(quantization, options.max_kv_size, measure=measure, refresh=refresh)
+            return KVQuantization(layer.bits, layer.group_size)
+    return options.quantization
 
 
 def choose_row_counts(
@@ -377,6 +390,7 @@ def choose_row_counts(
     cache: kv_cache.Cache | None = None,
     *,
     refresh: bool = False,
+    failed: bool = False,
 ) -> RowCounts | None:
     """The row counts of all forwards after the prompt with `exact`, which pads to them.
 
@@ -386,6 +400,8 @@ def choose_row_counts(
     Args:
         cache: from `prepare_cache`; None calls it.
         refresh: choose again, by the costs as they are now.
+        failed: the costs cannot be measured. What was not chosen yet is then the class of 1, for
+            later texts, too: the same request has the same bits.
 
     Returns:
         None without `exact`, or if it is not set and would cost something.
@@ -405,14 +421,22 @@ def choose_row_counts(
     trees = drafter is not None and pair.explain_chains(cache) is None
     if options.exact is None:
         return None if trees or has_ring else classes[0]
-    if drafter is None or has_ring or len(classes) == 1:
+    if drafter is None or has_ring:
         return classes[0]
 
     def choose() -> RowCounts:
+        if failed or len(classes) == 1:
+            return classes[0]
         costs = pair.get_or_measure_costs(trees=trees)
         if is_disturbed(costs):  # a choice is kept for good
             costs = pair.get_or_measure_costs(trees=trees, refresh=True)
         return choose_fastest_class(costs, get_acceptance(drafter), classes)
 
-    load = partial(load_row_counts, pair.model, drafter, classes, choose, refresh=refresh)
-    return pair.findings.get_or_make(("row counts", classes), load, again=refresh)
+    few_rows = pair.get_or_measure_few_rows()
+
+    def load() -> RowCounts:
+        choice = make_cache_choice(pair, options, cache)
+        return load_row_counts(choice, classes, few_rows, choose, refresh=refresh)
+
+    how = (_get_quantization(options, cache), options.max_kv_size, few_rows)
+    return pair.findings.get_or_make(("row counts", classes, *how), load, again=refresh)

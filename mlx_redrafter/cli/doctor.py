@@ -33,9 +33,9 @@ from ..planning.acceptance import compute_cumulative, get_acceptance
 from ..planning.costs import CostTable, is_disturbed
 from ..planning.planner import HYSTERESIS
 from ..planning.sizing import choose_size
-from ..planning.store import read_choice, read_costs, read_costs_moment, read_hits
+from ..planning.store import make_costs, read_hits
 from ..planning.verdicts import Verdicts
-from ..setup import choose_row_counts, get_cache_row_classes
+from ..setup import choose_row_counts, get_cache_row_classes, make_cache_choice
 from ..trials import TRIAL_PROMPTS, try_drafter
 
 TRIAL_DEPTH = 8
@@ -121,10 +121,12 @@ def diagnose(
 
     classes = get_cache_row_classes(pair, options, refresh=refresh)
     choice = None
-    if stand_in is None and len(classes) > 1:
+    if stand_in is None:
         if not is_disturbed(costs):
             choose_row_counts(pair, replace(options, exact=True), refresh=refresh)
-        choice = read_choice(model, drafter, classes)
+        chosen = make_cache_choice(pair, options).read()
+        if chosen and len(classes) > 1 and chosen.value.row_counts in classes:
+            choice = {"row_counts": chosen.value.row_counts} | chosen.moment._asdict()
     trial = None
     if stand_in is None:
         _say(f"trying the drafter on {len(TRIAL_PROMPTS)} prompts")
@@ -135,6 +137,8 @@ def diagnose(
         stats = try_drafter(pair, tokenizer, trial_options)
         trial = {"depth": depth, "acceptance_per_depth": stats.acceptance_per_depth}
 
+    few_rows = verdicts.make_few_rows()
+    kept = make_costs(model, drafter, trees=no_trees is None, few_rows=few_rows).read()
     chains = []
     if not is_disturbed(costs):
         chains = list_chains(costs, drafter.args.max_depth, trial)
@@ -153,14 +157,12 @@ def diagnose(
         "cache": {"kv_bits": options.kv_bits, "max_kv_size": options.max_kv_size},
         "exact": choice,
         "few_rows": {
-            "row_counts": verdicts.make_few_rows().row_counts,
+            "row_counts": few_rows.row_counts,
             "failure": verdicts.failure,
             "tried": verdicts.list_lines(),
         },
         "costs": costs._asdict(),
-        "measured": read_costs_moment(
-            model, drafter, trees=no_trees is None, few_rows=verdicts.make_few_rows()
-        ),
+        "measured": kept and kept.moment,
         "chains": chains,
         "fastest": choose_fastest(chains),
         "published": [],
@@ -198,13 +200,13 @@ def predict_fastest(pair: Pair) -> dict[str, Any] | None:
     assert drafter is not None
     trees = check_draftable(pair.model, tree=True) is None and drafter.explain_chains() is None
     few_rows = pair.get_or_measure_few_rows()
-    costs = read_costs(pair.model, drafter, trees=trees, few_rows=few_rows)
-    if costs is None or is_disturbed(costs):
+    kept = make_costs(pair.model, drafter, trees=trees, few_rows=few_rows).read()
+    if kept is None or is_disturbed(kept.value):
         return None
     table = read_hits(pair.model, drafter).correct(get_acceptance(drafter))
     _, *shares = compute_cumulative(table, chain_plan(TRIAL_DEPTH))
     expected = {"depth": TRIAL_DEPTH, "acceptance_per_depth": shares}
-    return choose_fastest(list_chains(costs, drafter.args.max_depth, expected))
+    return choose_fastest(list_chains(kept.value, drafter.args.max_depth, expected))
 
 
 def choose_fastest(chains: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
 
 from ..engine.plan import Plan, chain_plan
+from ..json_objects import is_number
 
 MEASURED_NODES = 16
 """Nodes of the largest measured forward."""
@@ -164,12 +165,28 @@ def assume_costs(*, replays: bool) -> CostTable:
 
 
 def parse_costs(fields: dict[str, Any]) -> CostTable:
-    """Parses `CostTable._asdict()` as read from JSON."""
+    """`CostTable._asdict()` as read from JSON; raises a ValueError, TypeError or KeyError."""
 
-    def freeze(value: Any) -> Any:
-        return tuple(map(freeze, value)) if isinstance(value, list) else value
+    def parse(value: Any) -> tuple[float, ...]:
+        if not isinstance(value, list) or not all(map(is_number, value)):
+            raise ValueError(f"expected numbers, got {value!r:.100}")
+        return tuple(value)
 
-    return CostTable(**{name: freeze(value) for name, value in dict(fields).items()})
+    given: dict[str, Any] = dict(fields)
+    verify = tuple(map(parse, given.pop("verify")))
+    (replay,) = parse([given.pop("replay_row_ms")])
+    parsed: dict[str, Any] = {name: parse(value) for name, value in given.items()}
+    costs = CostTable(verify=verify, replay_row_ms=replay, **parsed)
+    n_contexts = len(costs.contexts)
+    sizes = [(costs.plain, n_contexts), (costs.verify, n_contexts), (costs.overhead_ms, 2)]
+    sizes += [(each, len(costs.counts)) for each in costs.verify]
+    sizes += [(costs.level, len(costs.widths)), (costs.first or costs.level, len(costs.level))]
+    axes = (costs.contexts, costs.counts, costs.widths)
+    is_ascending = all(axis and list(axis) == sorted({*axis}) for axis in axes)
+    is_positive = min(*costs.plain, *chain(*costs.verify)) > 0
+    if not is_ascending or not is_positive or any(len(each) != size for each, size in sizes):
+        raise ValueError("expected a table of milliseconds")
+    return costs
 
 
 def is_disturbed(costs: CostTable) -> bool:

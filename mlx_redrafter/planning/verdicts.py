@@ -11,12 +11,14 @@ for each shape: 14 times for a model of one kind, float32 included.
 from __future__ import annotations
 
 import hashlib
+import inspect
+import json
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,6 +35,7 @@ from ..engine.target import Target
 from ..engine.tree import chain
 from ..engine.types import Tree
 from ..errors import join_lines, warn
+from ..json_objects import is_number
 from ..machine.wired_limit import wired_limit
 from .measure import compute_seconds_left, time_calls
 
@@ -110,11 +113,20 @@ class Verdicts(NamedTuple):
         forwards: of ascending numbers of rows, up to the first that is faster with the kernel. More
             rows save more, and cost the host the same.
         failure: why the kernel cannot run; None if it can.
+        layers: all matmuls of this rank, with 2 rows, whether they were reached or not.
     """
 
     matmuls: tuple[Verdict, ...] = ()
     forwards: tuple[ForwardTimes, ...] = ()
     failure: str | None = None
+    layers: tuple[Matmul, ...] = ()
+
+    @property
+    def unreached(self) -> set[Matmul]:
+        """The matmuls that this rank has but did not try, so that it proves nothing about them."""
+        tried = {each.matmul for each in self.matmuls}
+        own = {*self.layers, *tried}
+        return {each._replace(n_rows=count) for each in own for count in TRIED_ROW_COUNTS} - tried
 
     def make_few_rows(self) -> FewRows:
         """The matmuls for which the kernel is used."""
@@ -148,17 +160,33 @@ class Verdicts(NamedTuple):
         matmuls = []
         for (*sizes, dtype), *found in self.matmuls:
             matmuls.append([*sizes, format_dtype(dtype), *found])
-        return self._asdict() | {"matmuls": matmuls}
+        layers = [[*sizes, format_dtype(dtype)] for *sizes, dtype in self.layers]
+        return self._asdict() | {"matmuls": matmuls, "layers": layers}
 
 
 def parse_verdicts(value: Any) -> Verdicts:
     """Verdicts as read from JSON; raises a ValueError, TypeError or KeyError for anything else."""
-    dtypes = {format_dtype(dtype): dtype for dtype in DTYPES}
     matmuls = []
-    for *sizes, dtype, ms, mlx_ms, is_equal in value["matmuls"]:
-        matmuls.append(Verdict(Matmul._make([*sizes, dtypes[dtype]]), ms, mlx_ms, is_equal))
-    forwards = map(ForwardTimes._make, value["forwards"])
-    return Verdicts(tuple(matmuls), tuple(forwards), value["failure"])
+    for *matmul, ms, mlx_ms, is_equal in value["matmuls"]:
+        matmuls.append(Verdict(parse_matmul(matmul), ms, mlx_ms, is_equal))
+        if is_equal not in (None, False, True) or not (is_number(ms) and is_number(mlx_ms)):
+            raise ValueError(f"expected a verdict, got {ms!r}, {mlx_ms!r}, {is_equal!r}")
+    forwards = tuple(map(ForwardTimes._make, value["forwards"]))
+    if not all(is_number(each) for times in forwards for each in times):
+        raise ValueError(f"expected times of forwards, got {forwards!r:.100}")
+    layers = tuple(map(parse_matmul, value["layers"]))
+    failure = value["failure"]
+    if not isinstance(failure, str | None):
+        raise TypeError(f"expected a failure in words, got {failure!r:.100}")
+    return Verdicts(tuple(matmuls), forwards, failure, layers)
+
+
+def parse_matmul(value: Any) -> Matmul:
+    """A matmul as read from JSON; raises a ValueError, TypeError or KeyError for anything else."""
+    *sizes, dtype = value
+    if not all(type(size) is int for size in sizes):
+        raise ValueError(f"expected sizes of a matmul, got {sizes!r:.100}")
+    return Matmul._make([*sizes, {format_dtype(each): each for each in DTYPES}[dtype]])
 
 
 def has_metal() -> bool:
@@ -168,8 +196,18 @@ def has_metal() -> bool:
 
 @cache
 def digest_kernels() -> list[str | None]:
-    """Digests of MLX's kernels, None if there is no file of them, and of the text of ours."""
-    own = hashlib.sha256((few_rows.HEADER + few_rows.SOURCE).encode()).hexdigest()
+    """Digests of MLX's kernels, None if there is no file of them, and of ours.
+
+    Ours is its text, and the Python that chooses its matmuls, their order and its grid.
+    """
+    chosen = (few_rows.BITS, few_rows.GROUP_SIZES, few_rows.DTYPES, few_rows.MAX_BYTES)
+    grid = (few_rows.MAX_ROWS, few_rows.N_LANES, few_rows.N_SIMDGROUPS)
+    parts = [few_rows.HEADER, few_rows.SOURCE, str((chosen, grid))]
+    properties = (Matmul.order, Matmul.lane_outputs)
+    python: list[Any] = [each.fget for each in cast(tuple[property, ...], properties)]
+    python += [few_rows.get_matmul, few_rows.multiply]
+    parts += map(inspect.getsource, python)
+    own = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     library = Path(mx.__file__).parent / "lib" / "mlx.metallib"
     if not library.exists():
         return [None, own]
@@ -186,7 +224,8 @@ def measure_verdicts(model: nn.Module) -> Verdicts:
             about = "racing a kernel for a few rows with MLX's, once for this model: %g seconds"
             _log.info(about, VERDICT_SECONDS)
         try:
-            own = Verdicts(tuple(try_matmuls(layers, end - FORWARD_SECONDS)))
+            tried = tuple(try_matmuls(layers, end - FORWARD_SECONDS))
+            own = Verdicts(tried, layers=tuple(layers))
         except RuntimeError as error:  # it does not compile
             own = Verdicts(failure=join_lines(error)[:200])
 
@@ -198,7 +237,10 @@ def measure_verdicts(model: nn.Module) -> Verdicts:
 
 
 def join_ranks(own: Verdicts) -> Verdicts:
-    """The verdicts of all ranks, for each matmul the worst; a failure of one is one of all."""
+    """The verdicts of all ranks, for each matmul the worst; a failure of one is one of all.
+
+    A matmul that a rank has but did not reach has none.
+    """
     all_found = [parse_verdicts(each) for each in ranks.gather(own.to_json())]
     for found in all_found:
         if found.failure is not None:
@@ -206,7 +248,8 @@ def join_ranks(own: Verdicts) -> Verdicts:
     verdicts = [each for found in all_found for each in found.matmuls]
     verdicts.sort(key=lambda each: not each.is_equal)
     worst = {each.matmul: each for each in verdicts}  # the last one of each
-    return Verdicts(tuple(worst.values()))
+    unreached = set().union(*(found.unreached for found in all_found))
+    return Verdicts(tuple(worst[matmul] for matmul in worst if matmul not in unreached))
 
 
 def list_layers(model: nn.Module) -> dict[Matmul, list[Weights]]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from helpers.cost_curves import make_costs
 from helpers.sessions import make_drafter
 from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter.cli.doctor import diagnose, format_report
+from mlx_redrafter.engine.few_rows import FewRows, Matmul
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning import store
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.setup import choose_row_counts, choose_setup
+from mlx_redrafter.setup import choose_row_counts, choose_setup, get_cache_row_classes
 
 BUSY = make_costs("every row")
 IDLE = make_costs("flat")
@@ -29,12 +32,13 @@ class Machine:
 
     Attributes:
         costs: of the next measurements, the last one of all further ones.
+        classes: of row counts.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.costs = [BUSY]
-        classes = ((1,), (2, 3, 4, 5), (6, 7, 8))
-        patch.setattr(store, "compare_row_counts", lambda *args: classes)
+        self.classes: tuple[tuple[int, ...], ...] = ((1,), (2, 3, 4, 5), (6, 7, 8))
+        patch.setattr(store, "compare_row_counts", lambda *args: self.classes)
         patch.setattr(store, "measure_costs", self.measure)
 
     def measure(self, *pair: Any, **how: Any) -> CostTable:
@@ -107,3 +111,44 @@ def test_doctor_prints_and_renews_the_choice(
 def test_a_choice_is_not_made_by_the_first_disturbed_times(machine: Machine) -> None:
     machine.costs = [DISTURBED, IDLE]
     assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
+
+
+@pytest.mark.parametrize("classes", [((1, 2), (6, 7, 8, 9)), ((1, 2, 6, 7, 8),)])
+def test_other_classes_change_the_choice_with_a_warning(
+    machine: Machine, classes: tuple[tuple[int, ...], ...]
+) -> None:
+    machine.costs = [IDLE]
+    assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
+    machine.classes = classes
+    pair = machine.start()
+    get_cache_row_classes(pair, EXACT, refresh=True)
+    with pytest.warns(UserWarning, match="--exact now computes .* rows alike, not 6 to 8: last"):
+        assert choose_row_counts(pair, EXACT) == classes[-1]
+    assert choose_row_counts(machine.start(), EXACT) == classes[-1], "and no warning"
+
+
+def test_other_kernels_change_the_choice_with_a_warning(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.costs = [IDLE]
+    assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
+    matmul = Matmul(7, 96, 64, 5, 32, mx.bfloat16)
+    used = FewRows(frozenset([matmul]))
+    monkeypatch.setattr(Pair, "get_or_measure_few_rows", lambda pair: used)
+    with pytest.warns(UserWarning, match="now computes 6 to 8 rows alike, by other kernels: last"):
+        assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8)
+    assert choose_row_counts(machine.start(), EXACT) == (6, 7, 8), "and no warning"
+
+
+@pytest.mark.parametrize("plan", [(1, 2), "auto", "off"])
+def test_costs_that_cannot_be_measured_keep_the_class_of_one(machine: Machine, plan: Any) -> None:
+    """Later texts have the same bits, whether costs can be measured then or not."""
+    failures = list[Exception]()
+    machine.costs = []  # nothing can be measured
+    options = replace(EXACT, plan=plan, on_drafter_failure=failures.append)
+    pair = machine.start()
+    assert choose_setup(pair, options, pair.open_source()).row_counts == (1,)
+    assert [type(error) for error in failures] == [IndexError], "reported once"
+    machine.costs = [IDLE]
+    for later in (pair, machine.start()):
+        assert choose_setup(later, options, later.open_source()).row_counts == (1,)

@@ -17,7 +17,8 @@ from helpers.few_rows import FakeMetal, fake_metal
 from helpers.small import small_drafter, small_llama
 from helpers.toys import assert_same_steps, decode_steps, ids
 from mlx_redrafter import setup
-from mlx_redrafter.engine.few_rows import NO_FEW_ROWS, Matmul
+from mlx_redrafter.engine import few_rows as kernel
+from mlx_redrafter.engine.few_rows import NO_FEW_ROWS, Matmul, Order
 from mlx_redrafter.options import Options
 from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning import store, verdicts
@@ -65,7 +66,7 @@ def test_without_metal_nothing_is_tried(
 ) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(store, "measure_verdicts", lambda model: pytest.fail("tried"))
-    monkeypatch.setattr(store, "read_saved", lambda file: pytest.fail("read"))
+    monkeypatch.setattr(store.Measurement, "read", lambda kept: pytest.fail("read"))
     caplog.set_level(logging.INFO)
     assert Pair(make_model()).get_or_measure_few_rows() is NO_FEW_ROWS
     assert caplog.messages == []
@@ -206,19 +207,12 @@ def test_verdicts_are_kept_on_disk(metal: FakeMetal, monkeypatch: pytest.MonkeyP
         metal = fake_metal(monkeypatch)
 
 
-@pytest.mark.parametrize("damage", [{}, {"matmuls": [{}]}, {"matmuls": 1}, []])
-def test_damaged_verdicts_are_measured_again(
-    metal: FakeMetal, damage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "read_saved", lambda file: {"verdicts": damage})
-    assert Pair(make_model()).get_or_measure_few_rows().used
-
-
 def test_verdicts_survive_json() -> None:
     matmul = Matmul(3, 96, 64, 5, 32, mx.bfloat16)
     found = Verdicts(
         (Verdict(matmul, 0.5, 1.0, True), Verdict(matmul._replace(n_rows=2), 2.0, 1.0, None)),
         (ForwardTimes(3, 8.0, 9.0),),
+        layers=(matmul._replace(n_rows=2),),
     )
     assert parse_verdicts(found.to_json()) == found
     assert found.make_few_rows().used == {matmul}
@@ -236,6 +230,46 @@ def test_the_worst_verdict_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) 
         worst = slow if slow in other.matmuls else good
         expected = Verdicts((worst, own_only))
         assert join_ranks(own) == (other if other.failure else expected)
+
+
+def test_what_a_rank_has_but_did_not_reach_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = Matmul(2, 96, 64, 5, 32, mx.bfloat16)
+    missed = reached._replace(n_inputs=96)
+
+    def prove(*matmuls: Matmul) -> Verdicts:
+        made = (
+            Verdict(each._replace(n_rows=n), 0.5, 1.0, True) for each in matmuls for n in (2, 4)
+        )
+        return Verdicts(tuple(made), layers=(reached, missed))
+
+    fast = prove(reached, missed)
+    slow = fast._replace(matmuls=fast.matmuls[:1])
+    for others, used in ((fast, {2: 2, 4: 2}), (slow, {2: 1})):
+        gathered = [fast.to_json(), others.to_json()]
+        monkeypatch.setattr(verdicts.ranks, "gather", lambda value, both=gathered: both)
+        rows = [matmul.n_rows for matmul in join_ranks(fast).list_equal()]
+        assert {count: rows.count(count) for count in rows} == used
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "other"),
+    [
+        (Matmul, "order", property(lambda matmul: Order("affine_qmv", 4))),
+        (Matmul, "lane_outputs", property(lambda matmul: 1)),
+        (kernel, "get_matmul", lambda *args, **how: None),
+        (kernel, "multiply", lambda *args, **how: None),
+        (kernel, "N_SIMDGROUPS", 4),
+        (kernel, "SOURCE", ""),
+    ],
+)
+def test_verdicts_on_another_kernel_are_not_kept(
+    of: Any, name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = verdicts.digest_kernels.__wrapped__
+    before = digest()
+    assert digest() == before
+    monkeypatch.setattr(of, name, other)
+    assert digest() != before
 
 
 def test_costs_and_row_classes_are_measured_with_it(
@@ -279,7 +313,7 @@ def test_drafts_use_it_and_leave_the_text_unchanged(
     metal: FakeMetal, monkeypatch: pytest.MonkeyPatch, exact: bool
 ) -> None:
     monkeypatch.setattr(verdicts, "MIN_OUTPUTS", 48)  # all layers
-    monkeypatch.setattr(setup, "load_row_counts", lambda *of, refresh: of[2][0])  # not by costs
+    monkeypatch.setattr(setup, "load_row_counts", lambda *of, refresh: of[1][0])  # not by costs
     model = make_model()
     prompt = [5, 6, 7, 8, 5, 6, 7]
     shared = {"max_tokens": 24, "exact": exact}
@@ -310,7 +344,7 @@ def test_exact_drafts_where_mlx_sums_several_rows_in_another_order(
 
     monkeypatch.setattr(mx, "quantized_matmul", multiply)
     monkeypatch.setattr(verdicts, "MIN_OUTPUTS", 48)  # all layers
-    monkeypatch.setattr(setup, "load_row_counts", lambda *of, refresh: of[2][0])  # not by costs
+    monkeypatch.setattr(setup, "load_row_counts", lambda *of, refresh: of[1][0])  # not by costs
     pair = Pair(make_model())
     shared = {"max_tokens": 24, "exact": True}
     assert get_cache_row_classes(pair, Options(few_rows="off"))[0] == (1,)
