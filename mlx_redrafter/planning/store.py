@@ -337,12 +337,14 @@ def load_row_counts(
         return Choice(row_counts, "" if is_plain else digest_few_rows(few_rows))
 
     kept = measurement.read()
-    before = kept and kept.value
+    before = None if kept is None else kept.value
+    was_plain = before is not None and before.row_counts[0] == 1
     is_valid = before and before.row_counts in classes and before == describe(before.row_counts)
     if before and is_valid and not refresh:
         return before.row_counts
-    row_counts = choose()
-    if before and before != describe(row_counts):
+    row_counts = classes[0] if was_plain and not refresh else choose()
+    is_plain = was_plain and row_counts[0] == 1
+    if before and before != describe(row_counts) and not is_plain:
         chosen = format_row_counts(row_counts)
         earlier = f"not {format_row_counts(before.row_counts)}"
         if before.row_counts == row_counts:

@@ -127,6 +127,15 @@ def test_other_classes_change_the_choice_with_a_warning(
     assert choose_row_counts(machine.start(), EXACT) == classes[-1], "and no warning"
 
 
+def test_the_class_of_one_stays_chosen_whatever_belongs_to_it(machine: Machine) -> None:
+    assert choose_row_counts(machine.start(), EXACT) == (1,)
+    machine.costs = [IDLE]
+    machine.classes = ((1, 3), (6, 7, 8))
+    pair = machine.start()
+    assert get_cache_row_classes(pair, EXACT, refresh=True) == machine.classes
+    assert choose_row_counts(pair, EXACT) == (1, 3), "and no warning, as the bits are the same"
+
+
 def test_other_kernels_change_the_choice_with_a_warning(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
