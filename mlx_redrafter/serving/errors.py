@@ -12,6 +12,9 @@ from ..errors import RedrafterError
 Json = dict[str, Any]
 """A JSON object of a request or a reply."""
 
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""OpenAI's error code of a prompt that is too long."""
+
 
 class ApiError(RedrafterError):
     """A request was refused or failed.

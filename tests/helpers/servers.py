@@ -197,6 +197,7 @@ class ScriptedRequest:
     cached_tokens: int = 1
     output: Any = field(default_factory=lambda: SimpleNamespace(stats=Stats(4, 8, 6)))
     seconds: float = 0.0
+    fills_context: bool = False
     cancelled: bool = False
 
     async def read_events(self) -> AsyncIterator[TokenEvent]:

@@ -185,13 +185,20 @@ def test_all_pages_may_send_requests_if_told_so(
     assert caplog.text.count("Any web page that is open on this machine may use the server") == 1
 
 
+FULL = {
+    "/v1/messages": b'"model_context_window_exceeded"',
+    "/v1/responses": b'"max_output_tokens"',
+}
+"""How an answer says that it was cut off, if not by "length"."""
+
+
 @pytest.mark.parametrize(("flags", "most"), [((), 80), (("--max-tokens", "7"), 7)])
 def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], most: int) -> None:
     with start_demo("--context-length", "80", "--log-level", "WARNING", *flags) as server:
         for path, body in BODIES.items():
             endless = {"max_tokens": -1} if path == "/v1/messages" else {}
             reply = ask(server, path, body | endless | {"logit_bias": {"0": -100}})
-            assert reply.status == 200 and (b"length" in reply.body or b"max_" in reply.body), reply
+            assert reply.status == 200 and FULL.get(path, b'"length"') in reply.body, reply
             usage = reply.json["usage"]
             read = usage.get(
                 "prompt_tokens",
@@ -202,6 +209,10 @@ def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], mos
         reply = ask(server, TEXT, {"prompt": "x " * 200})
         assert reply.status == 400
         assert reply.json["error"]["code"] == "context_length_exceeded"
+        too_long = {"input": "x " * 200, "stream": True}
+        created, failed = events_of(ask(server, "/v1/responses", too_long))
+        assert created["type"] == "response.created"
+        assert failed["response"]["error"]["code"] == "context_length_exceeded"
 
 
 LONG = "it goes on " * 50_000
@@ -354,6 +365,9 @@ def test_any_body_is_bounded(scripted: Scripted, monkeypatch: pytest.MonkeyPatch
         reply = ask(scripted[0], TEXT, data)
         assert reply.status == 413
         assert reply.error == f"the body has more than {limit} bytes"
+        assert reply.json["error"]["code"] == "request_too_large"
+    refused = ask(scripted[0], "/v1/messages", fits * 2).json["error"]
+    assert refused["type"] == "request_too_large"
     assert len(scripted[1].requests) == 1
 
 

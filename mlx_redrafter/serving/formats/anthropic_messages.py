@@ -26,6 +26,7 @@ ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    413: "request_too_large",
     503: "overloaded_error",
 }
 BILLING_PREFIX = "x-anthropic-billing-header:"
@@ -86,6 +87,8 @@ class Messages(Completion[CountTokensBody]):
                     yield self._make_block_event("delta", delta=self._sign())
                 yield self._make_block_event("stop")
         reason = STOP_REASONS.get(answer.finish_reason)
+        if reason == "max_tokens" and answer.requests[0].fills_context:
+            reason = "model_context_window_exceeded"
         stopped_by = answer.texts[0].stopped_by
         if stopped_by is not None:
             reason = "stop_sequence"

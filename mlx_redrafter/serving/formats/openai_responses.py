@@ -104,8 +104,14 @@ class Responses(Completion[ResponsesBody]):
 
     def describe_failure(self, error: ApiError) -> Json:
         """The last event of a stream that failed, with the response so far."""
-        self.reply |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
+        failed = {"code": error.code or "server_error", "message": str(error)}
+        self.reply |= {"status": "failed", "error": failed}
         return self._make_event("failed", response=self.reply)
+
+    def refuse_in_stream(self, error: ApiError) -> Iterator[Json]:
+        """The events of a stream that is refused."""
+        yield self._make_event("created", response=self.reply)
+        yield self.describe_failure(error)
 
     def _begin_item(self, segment: Segment) -> Iterator[Json]:
         is_call = segment.kind == "tool_call"

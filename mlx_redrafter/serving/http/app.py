@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import RedrafterError
-from ..errors import ApiError, GenerationFailed, Json
+from ..errors import CONTEXT_EXCEEDED, ApiError, GenerationFailed, Json
 from ..formats.anthropic_messages import CountTokens, Messages
 from ..formats.completion import Completion, Service, SubmittedAnswer, make_prompt
 from ..formats.openai_completions import ChatCompletions, Completions
@@ -176,11 +176,18 @@ async def answer_request(
     service.check_model(body.model)
     completion = api(service, body)
     loop = asyncio.get_running_loop()
-    prompt = await loop.run_in_executor(service.prompt_thread, make_prompt, completion)
-    if api is CountTokens:
-        return JSONResponse({"input_tokens": len(prompt.tokens)})
     try:
+        prompt = await loop.run_in_executor(service.prompt_thread, make_prompt, completion)
+        if api is CountTokens:
+            return JSONResponse({"input_tokens": len(prompt.tokens)})
         answer = SubmittedAnswer(completion, prompt)
+    except ApiError as error:
+        is_expected = body.stream and isinstance(completion, Responses)
+        if error.code != CONTEXT_EXCEEDED or not is_expected:
+            raise
+        # As OpenAI's API: Codex compacts after this event, not after a 400.
+        events = map(format_event, completion.refuse_in_stream(error))
+        return StreamingResponse(events, media_type="text/event-stream")
     except RedrafterError as error:
         name, space, rest = str(error).partition(" ")
         error.args = (body.get_sent_name(name) + space + rest,)
@@ -216,7 +223,7 @@ async def read_body(request: Request) -> bytes:
         ) from None
 
     if size > MAX_BODY_BYTES:
-        raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
+        raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413, "request_too_large")
     return bytes(body) if coding == "identity" else decompress(bytes(body), coding)
 
 
@@ -228,7 +235,7 @@ def decompress(data: bytes, coding: str) -> bytes:
     except zlib.error:
         raise ApiError(f"the body is not compressed with {coding}") from None
     if decoder.unconsumed_tail:
-        raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413)
+        raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", 413, "request_too_large")
     if not decoder.eof:
         raise ApiError(f"the body's {coding} data is incomplete")
     return body

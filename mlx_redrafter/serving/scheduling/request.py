@@ -73,6 +73,7 @@ class Request:
 
     Attributes:
         options: the request's sampling, logits processors and cache settings.
+        fills_context: whether `room` ends the answer before `max_tokens` does.
         output: the generated tokens and their statistics; in a batch each token is a plain step.
         prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is
             always prefilled.
@@ -117,7 +118,9 @@ class Request:
         given = {name: value for name, value in sampling.items() if name not in penalties}
         processors = make_logits_processors(**penalties)
         options = replace(defaults, logits_processors=processors, **given).require_tokens()
+        self.fills_context = False
         if room is not None and not 0 < options.max_tokens <= room:
+            self.fills_context = True
             options = replace(options, max_tokens=room)
         self.options = options
         self.output = Output(options.max_tokens, end_tokens)

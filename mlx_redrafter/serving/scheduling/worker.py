@@ -36,7 +36,7 @@ from ...machine.memory import get_prompt_cache_bytes
 from ...machine.wired_limit import wired_limit
 from ...options import Options
 from ...pair import Pair
-from ..errors import ApiError, GenerationFailed
+from ..errors import CONTEXT_EXCEEDED, ApiError, GenerationFailed
 from .cache_folder import CacheFolder
 from .metrics import Metrics
 from .prompt_cache import PromptCache
@@ -339,5 +339,5 @@ def check_length(size: int, context_length: int | None, *, is_exact: bool = True
         raise ApiError(
             f"prompt is too long: {bound}{size} tokens > {context_length} maximum; the model's "
             f"maximum context length is {context_length} tokens, including the answer",
-            code="context_length_exceeded",
+            code=CONTEXT_EXCEEDED,
         )
