@@ -29,7 +29,7 @@ from helpers.servers import (
     start_scripted,
     until,
 )
-from helpers.workers import count
+from helpers.workers import count, count_tokens
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.errors import GenerationFailed
@@ -213,6 +213,29 @@ def test_an_answer_without_a_limit_fills_the_context(flags: tuple[str, ...], mos
         created, failed = events_of(ask(server, "/v1/responses", too_long))
         assert created["type"] == "response.created"
         assert failed["response"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_no_tokens_fill_the_cache(demo: Running, path: str) -> None:
+    text = f"{path} reads this before anyone asks: {'word ' * 50}"
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    messages = [{"role": "user", "content": text}]
+    given = {TEXT: {"prompt": text, "logprobs": 1}, "/v1/responses": {"input": text}}
+    body = given.get(path, {"messages": messages})
+    made = ask(demo, path, body | {limit: 0}).json
+    choice = made.get("choices", [made])[0]
+    held = choice.get("message", choice)
+    assert not (held.get("text") or held.get("content") or held.get("output"))
+    assert choice.get("logprobs") is None
+    ends = {choice.get(name) for name in ("finish_reason", "stop_reason", "status")}
+    assert ends & {"length", "max_tokens", "incomplete"}
+    assert 0 in (made["usage"].get("completion_tokens"), made["usage"].get("output_tokens"))
+
+    worker = demo.service.worker
+    before = count_tokens(worker, "cached")
+    assert len(events_of(ask(demo, path, body | {limit: 0, "stream": True}))) < 5
+    until(lambda: not worker.scheduler.running)
+    assert count_tokens(worker, "cached") - before > 50
 
 
 LONG = "it goes on " * 50_000

@@ -298,6 +298,9 @@ class SubmittedAnswer:
             "piece_ends": prompt.piece_ends,
             **body.get_sampling_options(),
         }
+        self._is_empty = body.max_tokens == 0
+        if self._is_empty:
+            asked["max_tokens"] = 1  # its token is dropped
         marks = list(service.tokenizer.tool_call_start_tokens or ())
         may_call = completion.tools or not completion.shown_tools
         if len(marks) == 1 and not may_call:
@@ -339,6 +342,10 @@ class SubmittedAnswer:
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
             self.choice = choice
             async for token in request.read_events():
+                if self._is_empty:
+                    self.finish_reason = "length"
+                    yield AnswerEvent(token, "", [], "length")
+                    break
                 self.n_tokens += 1
                 self.n_reasoning += text.is_reasoning
                 reason: ApiFinishReason | None = token.finish_reason

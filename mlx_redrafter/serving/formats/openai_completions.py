@@ -66,7 +66,8 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         drafts: Json = {}
         async for event in answer.read_events():
             segments += event.segments
-            if self.top_logprobs is not None and event.token.finish_reason != "stop":
+            is_text = answer.n_tokens > 0 and event.token.finish_reason != "stop"
+            if self.top_logprobs is not None and is_text:
                 logprobs.append(self._describe_token(event.token))
             if self.service.shows_drafts:
                 self._note_drafts(drafts, event, answer.requests[answer.choice])

@@ -181,14 +181,12 @@ async def answer_request(
         if api is CountTokens:
             return JSONResponse({"input_tokens": len(prompt.tokens)})
         answer = SubmittedAnswer(completion, prompt)
-    except ApiError as error:
-        is_expected = body.stream and isinstance(completion, Responses)
-        if error.code != CONTEXT_EXCEEDED or not is_expected:
-            raise
-        # As OpenAI's API: Codex compacts after this event, not after a 400.
-        events = map(format_event, completion.refuse_in_stream(error))
-        return StreamingResponse(events, media_type="text/event-stream")
     except RedrafterError as error:
+        is_full = isinstance(error, ApiError) and error.code == CONTEXT_EXCEEDED
+        if is_full and body.stream and isinstance(completion, Responses):
+            # As OpenAI's API: Codex compacts after this event, not after a 400.
+            events = map(format_event, completion.refuse_in_stream(error))
+            return StreamingResponse(events, media_type="text/event-stream")
         name, space, rest = str(error).partition(" ")
         error.args = (body.get_sent_name(name) + space + rest,)
         raise
