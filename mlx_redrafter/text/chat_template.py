@@ -203,6 +203,9 @@ def render(
         ) from error
     if not isinstance(text, str):
         raise RedrafterError(f"expected a string from the chat template, got {type(text).__name__}")
+    begun = messages[-1]["content"] if prefilled else ""
+    if begun.strip():  # a template may have removed the whitespace after it
+        text = text.rstrip() + begun[len(begun.rstrip()) :]
     return text
 
 

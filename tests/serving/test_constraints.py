@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.servers import BODIES, USER, Scripted, ask, events_of
+from helpers.servers import (
+    BODIES,
+    CHAT_TEMPLATE,
+    USER,
+    Scripted,
+    ask,
+    events_of,
+    save_tokenizer,
+    start_scripted,
+)
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NAMED: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
@@ -186,6 +197,40 @@ def test_a_begun_answer_is_continued(scripted: Scripted, fields: dict[str, Any])
     path = "/v1/chat/completions"
     assert ask(scripted[0], path, {"messages": messages, **fields}).status == 200
     assert scripted[1].prompt == "<user>Hi<assistant>I am"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_a_continued_text_keeps_its_first_space(
+    scripted: Scripted, path: str, stream: bool
+) -> None:
+    scripted[1].texts = [[" a", "  b"]]
+    begun = {"messages": [*USER, {"role": "assistant", "content": "I am"}], "max_tokens": 99}
+    body = BODIES[path] | begun | {"continue_final_message": True, "stream": stream}
+    reply = ask(scripted[0], path, body)
+    made = events_of(reply) if stream else [reply.json]
+    assert "".join(find_texts(made)) == " a  b"
+
+
+def find_texts(part: Any) -> Iterator[str]:
+    """Yields the texts of an answer in any API's form."""
+    if isinstance(part, list):
+        for each in part:
+            yield from find_texts(each)
+    elif isinstance(part, dict):
+        for name, value in part.items():
+            if name in ("text", "content") and isinstance(value, str):
+                yield value
+            else:
+                yield from find_texts(value)
+
+
+def test_whitespace_that_the_template_removes_still_ends_the_prompt(tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE.replace("m.content", "(m.content | trim)")
+    messages = [*USER, {"role": "assistant", "content": "def f():\n    "}]
+    with start_scripted(save_tokenizer(tmp_path, template)) as (server, worker):
+        assert ask(server, "/v1/messages", {"messages": messages, "max_tokens": 9}).status == 200
+    assert worker.prompt == "<user>Hi<assistant>def f():\n    "
 
 
 @pytest.mark.parametrize("mark", ["prefix", "partial"])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm import tokenizer_utils
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
-from mlx_redrafter.serving.formats.text_stream import TextStream
+from mlx_redrafter.serving.formats.text_stream import TextStream, decode_inside
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
@@ -153,3 +157,63 @@ def test_without_tools_a_call_marker_is_text(chat_tokenizer: Any) -> None:
         for kind in ("reasoning", "text")
     }
     assert texts == {"reasoning": "A <tool_call> is", "text": "42"}
+
+
+PIECES = [
+    "<unk>",
+    "</s>",
+    "a",
+    "▁a",
+    "▁",
+    "▁▁▁",
+    "▁so",
+    "re",
+    "turn",
+    *(f"<0x{n:02X}>" for n in range(256)),
+]
+STRIP = decoders.Strip(" ", 1, 0)
+REPLACE = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+DECODERS = {
+    "SentencePiece": decoders.Sequence([*REPLACE, STRIP]),
+    "SentencePiece without a prefix": decoders.Sequence(REPLACE),
+    "Metaspace": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+}
+"""mlx-lm has a detokenizer for the first two, and decodes the last line by line."""
+
+
+def make_spaced(name: str, folder: Path) -> Any:
+    """mlx-lm's wrapper of a tokenizer with one of the decoders."""
+    vocab = {piece: at for at, piece in enumerate(PIECES)}
+    tokenizer = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = DECODERS[name]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.save_pretrained(folder)
+    return tokenizer_utils.load(folder)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "bytes"])
+def test_a_text_that_continues_another_keeps_its_spaces(
+    name: str, tmp_path: Path, chat_tokenizer: Any
+) -> None:
+    if name == "bytes":
+        tokenizer = chat_tokenizer
+        ids = tokenizer.encode(" so\n   return é", add_special_tokens=False)
+    else:
+        tokenizer = make_spaced(name, tmp_path)
+        pieces = ["▁so", "<0x0A>", "▁▁▁", "re", "turn", "▁", "<0xC3>", "<0xA9>"]
+        ids = [PIECES.index(piece) for piece in pieces]
+    texts = []
+    for continues in (True, False):
+        stream = TextStream(tokenizer, None, (), (), continues=continues)
+        texts.append("".join(stream.add(token)[0] for token in ids))
+        texts[-1] += stream.add(None, is_last=True)[0]
+    plain = tokenizer.detokenizer
+    for token in ids:
+        plain.add_token(token)
+        assert plain.last_segment is not None
+    plain.finalize()
+    assert texts == [" so\n   return é", plain.text]
+    assert decode_inside(tokenizer, ids[:1])[0] == " "

@@ -325,6 +325,7 @@ class SubmittedAnswer:
                 is_call=is_call,
                 forbidden=shown - completion.tools.keys(),
                 calls_once=completion.calls_once,
+                continues=completion.is_prefilled or prompt.initial_state is None,
             )
             self.texts.append(text)
             try:

@@ -18,7 +18,7 @@ from ..scheduling.request import Request, TokenEvent
 from .completion import AnswerEvent, Completion, EncodedPrompt, Service, SubmittedAnswer
 from .conversation import Tool, read_tools
 from .schemas import ChatBody, CompletionBody, OpenAIBody
-from .text_stream import Segment
+from .text_stream import Segment, decode_inside
 
 IMPOSSIBLE_LOGPROB = -9999.0
 """Log-probability of an impossible token, as in OpenAI's API: JSON has no infinity."""
@@ -95,10 +95,8 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         return self.reply | {"choices": [choice | self.describe_text(answer.choice, [])]}
 
     def _describe_token(self, event: TokenEvent) -> Json:
-        tokenizer = self.service.tokenizer
-
         def describe(token: int, logprob: float) -> Json:
-            text = tokenizer.decode([token])
+            text = decode_inside(self.service.tokenizer, [token])
             known = None if "\ufffd" in text else list(text.encode())  # a part of a character
             if not math.isfinite(logprob):
                 logprob = IMPOSSIBLE_LOGPROB

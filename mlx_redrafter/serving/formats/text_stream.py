@@ -7,10 +7,12 @@ import logging
 import re
 import uuid
 from collections.abc import Container, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 
 from ...errors import join_lines
 from ...text.stop_strings import StopStrings
@@ -23,6 +25,9 @@ SEGMENT_KINDS: dict[str | None, Literal["text", "reasoning"]] = {
 
 In state "tool" it is a tool call, in all others markup.
 """
+
+ANCHOR = "a"
+"""A text after which a space stays."""
 
 JSON_START = re.compile(r'[^<"{]*[\[{]')
 JSON_PIECE = re.compile(
@@ -59,6 +64,7 @@ class TextStream:
         tools: the tools that the model may call, in OpenAI's format. Without tools, calls are text.
         is_call: whether the whole text is one call: an object of `name` and `arguments`.
         forbidden: names of tools whose calls are text.
+        continues: whether the text follows another one and keeps the space that begins it.
         calls_once: whether the text ends with its first call.
 
     Attributes:
@@ -75,6 +81,7 @@ class TextStream:
         is_call: bool = False,
         forbidden: Container[str] = (),
         calls_once: bool = False,
+        continues: bool = False,
     ) -> None:
         self._forbidden = forbidden
         self._calls_once = calls_once
@@ -83,6 +90,8 @@ class TextStream:
         self._tools = list(tools)
         self._stops = StopStrings(stop_strings)
         self._detokenizer = tokenizer.detokenizer
+        if continues:
+            continue_text(self._detokenizer, tokenizer)
         machine = TextStateMachine()
         if initial_state is not None:
             machine = make_state_machine(tokenizer, calls=bool(tools))
@@ -189,6 +198,22 @@ class TextStream:
             if call.name in self._forbidden:
                 raise ValueError(f"the tool {call.name} may not be called")
         return calls
+
+
+def decode_inside(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of tokens inside a text: tokenizers may drop the space that begins one."""
+    front = tokenizer.encode(ANCHOR, add_special_tokens=False)
+    return str(tokenizer.decode([*front, *tokens]))[len(tokenizer.decode(front)) :]
+
+
+def continue_text(detokenizer: Any, tokenizer: Any) -> None:
+    """Makes a new detokenizer of mlx-lm keep the space that begins its text."""
+    if isinstance(detokenizer, NaiveStreamingDetokenizer):  # it decodes every line as a text
+        detokenizer._tokenizer = SimpleNamespace(decode=partial(decode_inside, tokenizer))
+        return
+    for token in tokenizer.encode(ANCHOR, add_special_tokens=False):
+        detokenizer.add_token(token)
+    detokenizer.offset = len(detokenizer.text)
 
 
 def repair_json(text: str) -> str:
