@@ -5,6 +5,7 @@ This happens on the host while the model computes the logits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Self, cast
 
@@ -20,9 +21,14 @@ class Grammar(Protocol):
 
     Attributes:
         length: how many tokens it has taken.
+        fallback: the token that is chosen instead of a token that is not allowed; None chooses the
+            likeliest allowed one.
     """
 
     length: int
+
+    @property
+    def fallback(self) -> int | None: ...
 
     def fork(self) -> Self:
         """A copy, to try tokens."""
@@ -43,8 +49,23 @@ class Grammar(Protocol):
 def mask_root(grammar: Grammar, logits: mx.array) -> mx.array:
     """Logits (1, V) after the text, set to minus infinity for tokens that are not allowed."""
     mx.async_eval(logits)
-    mask = grammar.compute_mask()
-    return logits if mask is None else mx.where(mx.array(mask), logits, -mx.inf)
+    return _mask(logits, [grammar.compute_mask()], [grammar.fallback])
+
+
+def _mask(
+    logits: mx.array, masks: Sequence[NDArray[np.bool_] | None], fallbacks: Sequence[int | None]
+) -> mx.array:
+    if all(mask is None for mask in masks):
+        return logits
+    everything = np.ones(logits.shape[1], bool)
+    allowed = mx.array(np.stack([everything if mask is None else mask for mask in masks]))
+    masked = mx.where(allowed, logits, -mx.inf)
+    if any(fallback is not None for fallback in fallbacks):
+        refused = mx.where(allowed, -mx.inf, logits).max(axis=1, keepdims=True)
+        chosen = mx.array([[-1 if each is None else each] for each in fallbacks])
+        is_chosen = mx.arange(logits.shape[1]) == chosen
+        masked = mx.where(is_chosen, mx.maximum(masked, refused), masked)
+    return masked
 
 
 def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array, Tree]:
@@ -62,6 +83,7 @@ def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array,
     tokens: Any = tree.tokens.tolist()
     parents: Any = tree.parents.tolist()
     masks = [grammar.compute_mask()]
+    fallbacks = [grammar.fallback]
     reached = [cast(Grammar | None, grammar)]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         above = reached[parent]
@@ -73,13 +95,10 @@ def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array,
                 mask = fork.compute_mask()
                 after = fork
         masks.append(mask)
+        fallbacks.append(after.fallback if after else None)
         reached.append(after)
 
     if not all(reached):
         checked = [token if after else -1 for token, after in zip(tokens, reached, strict=True)]
         tree = tree._replace(tokens=mx.array(checked, mx.int32))
-    if any(mask is not None for mask in masks):
-        everything = np.ones(logits.shape[1], bool)
-        allowed = np.stack([everything if mask is None else mask for mask in masks])
-        logits = mx.where(mx.array(allowed), logits, -mx.inf)
-    return logits, tree
+    return _mask(logits, masks, fallbacks), tree

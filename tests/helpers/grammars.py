@@ -33,6 +33,11 @@ def list_allowed(answer: Sequence[int], vocab: int) -> list[int]:
     return [token for token in range(vocab) if place == 7 or (token + total) % 2]
 
 
+def find_fallback(answer: Sequence[int], vocab: int) -> int | None:
+    """The token that replaces tokens that are not allowed, in one of eight places."""
+    return list_allowed(answer, vocab)[0] if len(answer) % 8 == 1 else None
+
+
 class ToyGrammar:
     """A `Grammar` that follows `list_allowed`.
 
@@ -48,6 +53,10 @@ class ToyGrammar:
     @property
     def length(self) -> int:
         return len(self._answer)
+
+    @property
+    def fallback(self) -> int | None:
+        return find_fallback(self._answer, self._vocab)
 
     def fork(self) -> ToyGrammar:
         other = ToyGrammar(self._vocab, self._stuck_at)
@@ -76,8 +85,15 @@ def mask_history(size: int, vocab: int = VOCAB) -> Any:
     """The same grammar as a stateless logits processor, for a prompt of `size` tokens."""
 
     def mask(history: mx.array, logits: mx.array) -> mx.array:
-        allowed = list_allowed(cast(list[int], history[size:].tolist()), vocab)
-        return mx.where(mx.array([token in allowed for token in range(vocab)]), logits, -mx.inf)
+        answer = cast(list[int], history[size:].tolist())
+        allowed = list_allowed(answer, vocab)
+        is_allowed = mx.array([token in allowed for token in range(vocab)])
+        masked = mx.where(is_allowed, logits, -mx.inf)
+        fallback = find_fallback(answer, vocab)
+        if fallback is not None:
+            refused = mx.where(is_allowed, -mx.inf, logits)
+            masked[:, fallback] = mx.maximum(masked[:, fallback], refused.max(axis=1))
+        return masked
 
     return mask
 

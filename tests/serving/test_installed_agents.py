@@ -58,6 +58,8 @@ after it."""
 class Script:
     """A `Grammar` that allows one text only."""
 
+    fallback = None
+
     def __init__(self, tokens: Sequence[int], vocab: int, length: int = 0) -> None:
         self._tokens = tokens
         self._vocab = vocab

@@ -8,8 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
+from mlx_redrafter.engine.grammar import mask_root
 from mlx_redrafter.serving.errors import ApiError, log_once
 from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler, SchemaGrammar
 
@@ -49,9 +51,18 @@ def test_a_schema_holds_after_the_reasoning(
     chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any
 ) -> None:
     grammar = compiler.compile({"type": "boolean"}, "reasoning")()
+    end, *_ = chat_tokenizer.eos_token_ids
+    (begin,) = encode("</think>")
+    size = len(chat_tokenizer) + 3
     for token in encode("Hm. true? </think>"):
-        assert find_allowed(grammar) is None
+        assert set(range(size)) - set(find_allowed(grammar) or []) == {end}
         assert grammar.compute_forced() == []
+        logits = mx.zeros((1, size))
+        logits[:, end] = 2.0
+        logits[:, token] = 1.0
+        assert mask_root(grammar, logits).argmax().item() == begin  # instead of the end
+        logits[:, token] = 3.0
+        assert mask_root(grammar, logits).argmax().item() == token
         take(grammar, [token])
     starts = [chat_tokenizer.decode([token]) for token in find_allowed(grammar) or []]
     assert starts

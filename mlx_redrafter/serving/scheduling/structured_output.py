@@ -187,6 +187,9 @@ class SchemaGrammar:
         # The first tokens of the grammar, at most one more than `unless`.
         self._start: tuple[int, ...] = ()
         self._is_free = False  # whether any token is allowed from here on
+        # The mask before the grammar begins: the answer must not end inside its reasoning.
+        self._reasoning = np.ones(tokenizer.vocab_size, bool)
+        self._reasoning[list(tokenizer.eos_tokens)] = False
         self.length = 0
 
     def fork(self) -> Self:
@@ -195,6 +198,14 @@ class SchemaGrammar:
         return other
 
     __call__ = fork
+
+    @property
+    def fallback(self) -> int | None:
+        """In reasoning, the next token of what ends it, in place of an end-of-text token."""
+        end = self._begins_after
+        counts = range(len(end) - 1, -1, -1)
+        begun = (n for n in counts if self._tail[len(self._tail) - n :] == end[:n])
+        return next((end[n] for n in begun), None)
 
     def take(self, token: int) -> bool:
         self.length += 1
@@ -214,7 +225,9 @@ class SchemaGrammar:
 
     def compute_mask(self) -> NDArray[np.bool_] | None:
         """(V,) the mask of allowed tokens; None if all are allowed."""
-        if self._is_free or self._begins_after:
+        if self._begins_after:
+            return self._reasoning
+        if self._is_free:
             return None
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         if self.matcher.is_error():
