@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import openai
+import pytest
 
-from helpers.servers import Scripted
+from helpers.servers import USER, Scripted, ask
 
 SHELL = {
     "type": "function",
@@ -77,6 +78,67 @@ def test_events_come_in_order(scripted: Scripted, scripted_openai: openai.OpenAI
     assert json.loads(call.arguments) == {"command": ["ls"]}
     assert call.status == "completed"
     assert last.response.usage.output_tokens > 0
+
+
+SAID = [
+    {"type": "input_text", "text": "Sender: /root\n"},
+    {"type": "encrypted_content", "encrypted_content": "Count."},
+]
+LOGS = [{"type": "logs", "logs": "4"}]
+SHELL_OUTPUT = [{"stdout": "a.py", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+LOADED = {"type": "function", "name": "load", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("item", "shown"),
+    [
+        (
+            {"type": "agent_message", "author": "/root", "content": SAID},
+            "<user>Sender: /root\nCount.",
+        ),
+        ({"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}}, '["ls"]'),
+        ({"type": "apply_patch_call", "call_id": "c", "operation": {"diff": "+x"}}, '"diff": "+x"'),
+        ({"type": "mcp_call", "id": "m", "name": "f", "arguments": "{}", "output": "y"}, "<tool>y"),
+        (
+            {"type": "mcp_call", "id": "m", "name": "f", "arguments": "{}", "error": "no"},
+            "<tool>no",
+        ),
+        ({"type": "code_interpreter_call", "id": "i", "code": "2+2", "outputs": LOGS}, "<tool>4"),
+        ({"type": "code_interpreter_call", "id": "i", "code": "2+2", "outputs": LOGS}, '"2+2"'),
+        (
+            {"type": "file_search_call", "id": "s", "queries": ["q"], "results": [{"text": "r"}]},
+            '"r"',
+        ),
+        ({"type": "web_search_call", "id": "w", "action": {"query": "q"}}, '"query": "q"'),
+        ({"type": "shell_call_output", "call_id": "c", "output": SHELL_OUTPUT}, '"stdout": "a.py"'),
+        ({"type": "tool_search_output", "call_id": "c", "tools": [LOADED]}, '"name": "load"'),
+        ({"type": "additional_tools", "role": "developer", "tools": [LOADED]}, '"name": "load"'),
+        ({"role": "user", "content": [{"type": "new_text", "text": "z"}]}, "<user>z"),
+    ],
+    ids=str,
+)
+def test_every_item_with_text_reaches_the_model(
+    scripted: Scripted, item: dict[str, Any], shown: str
+) -> None:
+    assert ask(scripted[0], "/v1/responses", {"input": [*USER, item]}).status == 200
+    assert shown in scripted[1].prompt
+
+
+@pytest.mark.parametrize("kind", ["compaction", "compaction_trigger", "new_message", "input_text"])
+def test_unknown_items_are_refused(scripted: Scripted, kind: str) -> None:
+    reply = ask(scripted[0], "/v1/responses", {"input": [*USER, {"type": kind, "text": "x"}]})
+    assert reply.status == 400
+    assert reply.error == f"input[1]: items of type {kind!r} are not supported"
+
+
+def test_a_loaded_tool_may_be_called(scripted: Scripted) -> None:
+    scripted[1].texts = [["</think>", '<tool_call>{"name": "n__load"}</tool_call>']]
+    namespace = {"type": "namespace", "name": "n", "tools": [LOADED]}
+    found = {"type": "tool_search_output", "call_id": "c", "tools": [namespace]}
+    made = ask(scripted[0], "/v1/responses", {"input": [*USER, found]}).json
+    assert not scripted[1].prompt.startswith("<tool_call>"), "the prompt begins as before"
+    call = made["output"][-1]
+    assert (call["namespace"], call["name"]) == ("n", "load")
 
 
 def test_an_answer_cut_short_is_incomplete(

@@ -23,8 +23,11 @@ from pydantic_core import from_json
 
 from ..errors import ApiError, Json, log_once, refuse
 
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-"""Types of message parts that hold text."""
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "encrypted_content", "logs")
+"""Types of message parts that hold text, in `text` or in a field of the type's name.
+
+Codex puts what agents tell each other into `encrypted_content`: this server encrypts nothing.
+"""
 
 REASONING_PARTS = (
     "thinking",
@@ -227,7 +230,7 @@ def read_part(part: Json, where: str) -> Any:
     """The text of a part, or a placeholder."""
     kind = str(part.get("type"))
     if kind in TEXT_PARTS:
-        return part.get("text", part.get("refusal"))
+        return part.get("text", part.get(kind))
     if kind in ("document", "search_result"):
         source = part.get("source")
         held = source if isinstance(source, dict) else part
@@ -236,6 +239,8 @@ def read_part(part: Json, where: str) -> Any:
             text = held.get("data")
         if text:
             return f"{part.get('title') or 'Document'}:\n{text}\n"
+    if isinstance(part.get("text"), str):
+        return part["text"]
     name = re.sub(r"^input_|_url$|\W", "", kind)
     log_once(f"message parts without text are replaced by placeholders: {name:.40}")
     return f"[{name or 'part':.40} omitted]"

@@ -13,7 +13,17 @@ from typing import Any
 
 from ..errors import ApiError, Json, log_once, refuse
 from .completion import Completion, Service, SubmittedAnswer
-from .conversation import join_name, join_parts, make_call, read_reasoning, read_tools, seal
+from .conversation import (
+    Tools,
+    describe_tools,
+    join_name,
+    join_parts,
+    list_parts,
+    make_call,
+    read_reasoning,
+    read_tools,
+    seal,
+)
 from .openai_completions import get_input
 from .schemas import ResponsesBody
 from .text_stream import Segment
@@ -31,6 +41,15 @@ ID_PREFIXES = {
     "custom_tool_call": "ctc",
 }
 """Type of an item -> what its id begins with; OpenAI's API refuses items with other ids."""
+
+INPUTS = ("input", "action", "operation", "code", "queries")
+"""Fields of a call that hold what the tool gets, if it has no `arguments`."""
+
+OUTPUTS = ("output", "outputs", "results", "error")
+"""Fields that hold what a tool returned."""
+
+UNREAD = ("ghost_snapshot", "mcp_list_tools")
+"""Types of items without a text for the model."""
 
 ITEMS: dict[str, Json] = {
     "text": {"type": "message", "role": "assistant", "content": []},
@@ -52,10 +71,12 @@ class Responses(Completion[ResponsesBody]):
 
     def __init__(self, service: Service, body: ResponsesBody) -> None:
         super().__init__(service, body)
-        self.messages = read_items(body.input, service)
+        tools = read_tools(body.tools)
+        shown = list(tools.values())
+        self.messages = read_items(body.input, service, tools)
         if body.instructions:
             self.messages.insert(0, {"role": "system", "content": body.instructions})
-        self.offer_tools(read_tools(body.tools), body.tool_choice)
+        self.offer_tools(tools, body.tool_choice, shown)
         self.calls_once = not body.parallel_tool_calls
         self._output: list[Json] = []
         self._event_count = 0
@@ -169,11 +190,14 @@ class Responses(Completion[ResponsesBody]):
         return {"type": f"response.{kind}", "sequence_number": self._event_count - 1, **fields}
 
 
-def read_items(items: Sequence[Json], service: Service) -> list[Json]:
+def read_items(items: Sequence[Json], service: Service, tools: Tools) -> list[Json]:
     """Converts items to messages; consecutive text and calls of the assistant become one message.
 
-    Calls of any kind become function calls, and their outputs tool results. Items of tools that run
-    on the API's own servers are ignored.
+    Calls of any kind become function calls, and their outputs tool results, also those of tools
+    that run on the API's own servers.
+
+    Args:
+        tools: tools that the items load are added.
     """
     messages: list[Json] = []
     for at, item in enumerate(items):
@@ -185,17 +209,19 @@ def read_items(items: Sequence[Json], service: Service) -> list[Json]:
                     f"{where}: item {identifier!r:.100} is not kept here; send the item itself"
                 )
             item = service.items[identifier]
-        add_item(messages, item, where)
+        add_item(messages, item, where, tools)
     return messages
 
 
-def add_item(messages: list[Json], item: Json, where: str) -> None:
-    """Adds an item to the messages."""
+def add_item(messages: list[Json], item: Json, where: str, tools: Tools) -> None:
+    """Adds an item to the messages, and the tools that it loads."""
     kind = str(item.get("type") or "message")
     content = item.get("content")
-    role = item.get("role")
-    if kind == "message":
+    identifier = item.get("call_id", item.get("id"))
+    output = next((item[name] for name in OUTPUTS if item.get(name) is not None), None)
+    if kind in ("message", "agent_message"):
         text = join_parts(content, f"{where}.content")
+        role = "user" if kind == "agent_message" else item.get("role")
         if role == "assistant":
             continue_assistant(messages)["content"] += text
         elif isinstance(role, str):
@@ -205,13 +231,24 @@ def add_item(messages: list[Json], item: Json, where: str) -> None:
     elif kind == "reasoning":
         text = read_reasoning(item, f"{where}.content")
         messages.append({"role": "assistant", "content": "", "reasoning_content": text})
-    elif kind.endswith("_output") and "output" in item:
-        output = item["output"]
-        output = output if isinstance(output, str | list) else json.dumps(output)
-        text = join_parts(output, f"{where}.output")
-        answered = item.get("call_id", item.get("id"))
-        messages.append({"role": "tool", "tool_call_id": answered, "content": text})
-    elif kind.endswith("_call") and "call_id" in item:
+    elif kind in ("tool_search_output", "additional_tools"):
+        place = f"{where}.tools"
+        loaded = read_tools(list_parts(item.get("tools"), place), place)
+        tools |= loaded
+        text = json.dumps(describe_tools(loaded.values()), ensure_ascii=False)
+        shown: Json = {"role": "system", "content": f"<tools>\n{text}\n</tools>"}
+        if kind == "tool_search_output":
+            shown = {"role": "tool", "tool_call_id": identifier, "content": text}
+        messages.append(shown)
+    elif kind.endswith("_output"):
+        text = read_output(output, f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
+    elif kind.endswith("_call"):
+        given = {name: item[name] for name in INPUTS if item.get(name) is not None}
+        is_hosted = "call_id" not in item
+        if is_hosted and not (given or output or "arguments" in item):
+            log_once(f"items of this type without a text are ignored: {kind:.60}")
+            return
         name = item.get("name") or kind.removesuffix("_call")
         namespace = item.get("namespace")
         if not isinstance(name, str) or not isinstance(namespace, str | None):
@@ -219,11 +256,22 @@ def add_item(messages: list[Json], item: Json, where: str) -> None:
                 f"{where}: name and namespace must be strings, got {name!r:.50} and "
                 f"{namespace!r:.50}"
             )
-        arguments = {"input": item["input"]} if "input" in item else item.get("arguments")
-        call = make_call(item["call_id"], join_name(name, namespace), arguments)
+        arguments = given or item.get("arguments")
+        call = make_call(identifier, join_name(name, namespace), arguments)
         continue_assistant(messages).setdefault("tool_calls", []).append(call)
-    else:
-        log_once(f"items of this type are ignored: {kind:.60}")
+        if is_hosted:
+            text = read_output("[output omitted]" if output is None else output, where)
+            messages.append({"role": "tool", "tool_call_id": identifier, "content": text})
+    elif kind not in UNREAD:
+        raise ApiError(f"{where}: items of type {kind!r:.60} are not supported")
+
+
+def read_output(output: Any, where: str) -> str:
+    """The text of what a tool returned: a string, parts, or anything else as JSON."""
+    is_known = isinstance(output, str | None)
+    if isinstance(output, list):
+        is_known = all(isinstance(each, dict) and "type" in each for each in output)
+    return join_parts(output, where) if is_known else json.dumps(output, ensure_ascii=False)
 
 
 def continue_assistant(messages: list[Json]) -> Json:
