@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -285,6 +287,32 @@ def test_invalid_arguments_are_the_only_value_of_an_object(
     assert going_through_items[1].prompt.startswith(
         f"<user>x<assistant><arguments>{arguments}<tool>No."
     )
+
+
+NINE = """{%- for m in messages %}{%- for tool_call in m.tool_calls or [m] %}
+{%- set id = m.tool_call_id if m.role == "tool" else tool_call.id %}
+{%- if (m.tool_calls or m.role == "tool") and (id is not string or id | length != 9) %}
+{{- raise_exception("ids must have nine letters or digits") }}{% endif %}<{{ id }}>
+{%- endfor %}{{ m.content }}{%- endfor %}{# <tool_call> tool_call.name #}"""
+
+
+@pytest.mark.parametrize("path", IMAGE)
+@pytest.mark.parametrize("identifier", ["call_0123456789abcdef", "toolu_01A09", "VvvODy9mT", "a:b"])
+def test_a_template_may_want_ids_of_nine_characters(
+    tmp_path: Path, path: str, identifier: str
+) -> None:
+    talk = json.loads(json.dumps(call_in_history(path, {})).replace('"c"', json.dumps(identifier)))
+    if path == "/v1/chat/completions":
+        talk[-1]["tool_call_id"] = identifier
+    prompts = set()
+    with start_scripted(save_tokenizer(tmp_path, NINE)) as (server, worker):
+        for _ in range(2):
+            assert post(server, path, talk).status == 200
+            prompts.add(worker.prompt)
+    (prompt,) = prompts
+    called, answered = re.findall("<([a-zA-Z0-9]{9})>", prompt)
+    assert called == answered
+    assert (called == identifier) is identifier.isalnum()
 
 
 @pytest.mark.parametrize("path", IMAGE)

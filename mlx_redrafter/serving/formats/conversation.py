@@ -16,6 +16,7 @@ import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -150,9 +151,10 @@ def flatten_message(message: Json, where: str, field: str) -> Json:
 
 
 def list_variants(messages: Sequence[Json]) -> list[list[Json]]:
-    """Variants to try if a template rejects the messages, each with the changes of the previous.
+    """Variants to try if a template rejects the messages.
 
-    Consecutive turns of one role are joined; the system message moves into the first user turn.
+    Consecutive turns of one role are joined; then the system message moves into the first user
+    turn, too; then all of this with short ids of calls.
     """
     joined: list[Json] = []
     for message in messages:
@@ -167,7 +169,33 @@ def list_variants(messages: Sequence[Json]) -> list[list[Json]]:
         system, user, *others = joined
         text = f"{wrap_system(system)}\n\n{user['content']}"
         variants.append([user | {"content": text}, *others])
+    tried = [messages, *variants]
+    variants += [short for each in tried if (short := shorten_ids(each)) != each]
     return variants
+
+
+def shorten_ids(messages: Sequence[Json]) -> list[Json]:
+    """The messages with ids of calls as Mistral's templates want them: nine letters or digits.
+
+    Each id becomes the same one in a call and its result, and in every request.
+    """
+    shortened = []
+    for message in messages:
+        message = dict(message)
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            message["tool_calls"] = [call | {"id": shorten_id(call.get("id"))} for call in calls]
+        if message["role"] == "tool":
+            message["tool_call_id"] = shorten_id(message.get("tool_call_id"))
+        shortened.append(message)
+    return shortened
+
+
+def shorten_id(identifier: Any) -> str:
+    """An id of nine letters or digits as it is, and nine digits of any other one's hash."""
+    text = str(identifier)
+    is_short = re.fullmatch("[a-zA-Z0-9]{9}", text)
+    return text if is_short else sha256(text.encode()).hexdigest()[:9]
 
 
 def list_parts(content: Any, where: str) -> list[Json]:

@@ -73,7 +73,7 @@ def _continue_conversation(messages: Sequence[Json], tools: Any) -> Iterator[lis
     if tools:
         call = make_call("0" * 9, tools[0]["function"]["name"], {})
         calls = {"role": "assistant", "content": "", "tool_calls": [call]}
-        called = [calls, {"role": "tool", "content": "0"}]
+        called = [calls, {"role": "tool", "tool_call_id": call["id"], "content": "0"}]
         ways.append(called)
     yield [[*messages, *way, user] for way in ways]
 
