@@ -16,6 +16,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 REQUEST_OPTIONS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
 """Options without a flag here: requests set them, or they keep their defaults."""
 
+PREFILL_STEP_SIZE = 512
+"""Prompt tokens between two rounds of the running answers; a prompt that arrives waits for as many.
+"""
+
 
 def run() -> int:
     """Serves until a signal; returns the exit status."""
@@ -32,7 +36,7 @@ def make_parser() -> Parser:
         "packaged demo."
     )
     parser = make_text_parser("server", about, without=REQUEST_OPTIONS)
-    parser.set_defaults(max_tokens=-1)
+    parser.set_defaults(max_tokens=-1, prefill_step_size=PREFILL_STEP_SIZE)
     add = parser.add_argument
     add(
         "--served-model-name",

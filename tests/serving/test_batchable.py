@@ -11,14 +11,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import make_prompt_cache
 
 from helpers.families import make_family
 from helpers.grids import pairs
 from helpers.threads import workers
 from helpers.toys import decode_steps, ids, make_model
 from mlx_redrafter.checkpoints import evaluate
+from mlx_redrafter.engine.kv_cache import leaves
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving.scheduling.batchable import PREFILL_SIZE, measure_prefill_size
+from mlx_redrafter.serving.scheduling.batchable import can_batch
 from mlx_redrafter.serving.scheduling.batches import Batch
 from mlx_redrafter.serving.scheduling.request import Request
 
@@ -57,8 +59,8 @@ def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
-def test_most_models_prefill_in_batches(name: str) -> None:
-    assert measure_prefill_size(make_family(name), Options()) == PREFILL_SIZE
+def test_most_models_decode_in_batches(name: str) -> None:
+    assert can_batch(make_family(name), Options())
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_rounding_does_not_prevent_batches(
 ) -> None:
     model = in_precision(make_model(kind, seed=int(spread), spread=spread), precision)
     before = tree_flatten(model.parameters())
-    assert measure_prefill_size(model, Options()) == PREFILL_SIZE
+    assert can_batch(model, Options())
     after = tree_flatten(model.parameters())
     assert all(
         name == other and x is y for (name, x), (other, y) in zip(before, after, strict=True)
@@ -82,10 +84,10 @@ def test_rounding_does_not_prevent_batches(
 
 @IN_EVERY_PRECISION
 @pytest.mark.parametrize("name", ["mamba", "rwkv7", "baichuan_m1"])
-def test_states_affected_by_padding_prefill_alone(
+def test_states_that_padded_prompts_would_change_are_batched(
     name: str, precision: tuple[mx.Dtype, int]
 ) -> None:
-    assert measure_prefill_size(in_precision(make_family(name), precision), Options()) == 1
+    assert can_batch(in_precision(make_family(name), precision), Options())
 
 
 @IN_EVERY_PRECISION
@@ -94,7 +96,7 @@ def test_models_that_batch_incorrectly_alternate(
     name: str, precision: tuple[mx.Dtype, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert measure_prefill_size(in_precision(make_family(name), precision), Options()) == 0
+        assert not can_batch(in_precision(make_family(name), precision), Options())
     assert name in caplog.text
     assert "take turns" in caplog.text
 
@@ -114,14 +116,14 @@ def test_failures_only_in_the_models_dtype_are_found(fails: bool) -> None:
             return logits * mx.nan
 
     model.__class__ = Fussy
-    assert measure_prefill_size(model, Options()) == 0
+    assert not can_batch(model, Options())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_each_step_of_a_batch_may_come_from_another_thread(name: str) -> None:
     model = make_family(name)
     evaluate(model)
-    batch = Batch(model, 4, 4, 3)
+    batch = Batch(model, 4)
     prompts = ([1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6])
     choices = {"temp": 0.8, "xtc_probability": 0.5, "xtc_special_tokens": (), "seed": 3}
     choices |= {"repetition_penalty": 1.3}
@@ -130,7 +132,10 @@ def test_each_step_of_a_batch_may_come_from_another_thread(name: str) -> None:
     with workers(2) as pools:
         turn = cycle(pools)
         for request in requests:
-            batch.add(request, (None, 0))
+            cache = make_prompt_cache(model)
+            model(mx.array([request.prompt[:-1]]), cache=cache)
+            mx.eval([vars(layer) for layer in leaves(cache)])
+            batch.add(request, (cache, len(request.prompt) - 1))
             for _ in range(4):  # the second one joins while the first one decodes
                 next(turn).submit(batch.step).result()
         while not all(each.output.finish_reason for each in requests):

@@ -181,22 +181,6 @@ def test_a_drafter_that_failed_is_not_used_after_a_batch() -> None:
         assert "context" in {event.draft_source for event in events[-30:]}
 
 
-def test_a_request_joins_a_batch_during_prefill() -> None:
-    long = ask(make_prompt(300), 8)
-    short = ask(PROMPTS[0], 8)
-
-    async def main(worker: Worker) -> list[list[TokenEvent]]:
-        first = worker.submit(**long)
-        await wait_until(lambda: len(worker.scheduler.running) == 1)
-        return await asyncio.gather(collect(first), collect(worker.submit(**short)))
-
-    with running(options={"prefill_step_size": 4}) as worker:
-        answers = asyncio.run(finish(main(worker)))
-        assert [tokens_of(events) for events in answers] == [plain(long), plain(short)]
-        assert count_switches(worker)["batch"] == 1
-        assert count_tokens(worker, "read") == 300 + len(short["prompt"])
-
-
 @pytest.fixture(autouse=True)
 def steady_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps several requests in a batch, however busy the machine is."""
@@ -477,24 +461,6 @@ def test_a_cancelled_prefill_is_reused(together: int) -> None:
         asyncio.run(finish(main(worker)))
 
 
-def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "PIECE", 128)
-    long = ask(make_prompt(4 * 128), 4)
-
-    async def main(worker: Worker) -> None:
-        streaming = worker.submit(**ask(PROMPTS[0], -1))
-        stream = streaming.read_events()
-        await anext(stream)
-        other = worker.submit(**long)
-        assert tokens_of(await collect(other)) == plain(long)
-        assert count(worker, "batch_steps") >= 4 + 3  # the chunks, and the tokens after the first
-        streaming.cancel()
-        assert len([event async for event in stream]) >= 4
-
-    with running() as worker:
-        asyncio.run(finish(main(worker)))
-
-
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
 def test_a_prompt_with_several_choices_is_prefilled_once(
     kind: str, options: dict[str, Any]
@@ -688,11 +654,8 @@ def list_bits(events: list[TokenEvent]) -> list[tuple[int, float | None]]:
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
-def test_exact_answers_do_not_depend_on_caches_and_load(
-    drafts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_answers_do_not_depend_on_caches_and_load(drafts: bool) -> None:
     """Prompts are read in whole pieces from the start, and only such pieces are kept."""
-    monkeypatch.setattr(batches, "PIECE", 4)
     exact = {"exact": True, "prefill_step_size": 8}
     first = ask(make_prompt(8) * 5, 60, top_logprobs=0)
     with running(options=exact | {"plan": "off"}, prompt_cache_bytes=0) as worker:

@@ -1,7 +1,7 @@
 """Checks whether mlx-lm decodes requests in a batch as it decodes each alone.
 
-For some architectures it does not: their states or masks ignore the padding of shorter prompts, or
-assume that all requests are at the same position.
+For some architectures it does not: their masks ignore the padding of shorter texts, or assume that
+all requests are at the same position.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from ...engine.model_parts import get_module_name
 from ...engine.round import log_softmax
 from ...options import Options
 
-PREFILL_SIZE = 8
-"""Prompts that a batch prefills together, as in mlx-lm's server."""
-
 TEST_PROMPTS = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3, 0, 2])
 FOLLOWING = [1, 1, 1]
 # A batch may differ by BATCH_TOLERANCE standard deviations, plus PREFILL_FACTOR times what
@@ -34,33 +31,32 @@ BATCH_TOLERANCE = 1e-3
 PREFILL_FACTOR = 3.0
 
 
-def measure_prefill_size(model: nn.Module, options: Options) -> int:
-    """How many prompts mlx-lm may prefill together: `PREFILL_SIZE` or 1.
+def can_batch(model: nn.Module, options: Options) -> bool:
+    """Whether mlx-lm can decode requests in a batch whose prompts were read alone.
 
-    0 if it cannot batch the model. Two short prompts in a batch are compared with each alone, in
-    float32: in 16 bits, forwards of different shapes differ by as much as some wrong batches do. In
-    the model's own dtype a batch only has to run without NaN.
+    Two short texts in a batch are compared with each alone, in float32: in 16 bits, forwards of
+    different shapes differ by as much as some wrong batches do. In the model's own dtype a batch
+    only has to run without NaN.
     """
     cache = make_cache(model, options.max_kv_size)
     # mlx-lm's batches support neither quantized caches nor ring caches that keep their first rows.
     if options.exact or options.kv_bits is not None or kv_cache.keeps_first_rows(cache):
-        return 0
+        return False
     exact = cast(nn.Module, _InFloat32(model))
     alone = [_decode_alone(exact, prompt, len(prompt) - 1) for prompt in TEST_PROMPTS]
     whole = [_decode_alone(exact, prompt, len(prompt) + len(FOLLOWING)) for prompt in TEST_PROMPTS]
     most = BATCH_TOLERANCE + PREFILL_FACTOR * _compare(alone, whole)
-    for size in (PREFILL_SIZE, 1):
-        try:
-            if _compare(alone, _decode_together(exact, size)) <= most:
-                own = mx.concatenate(_decode_together(model, size))
-                if not mx.isnan(own).any().item():
-                    return size
-        except Exception as error:  # model code may raise anything
-            logging.debug(f"mlx-lm failed to batch {get_module_name(model)}", exc_info=error)
+    try:
+        if _compare(alone, _decode_together(exact)) <= most:
+            own = mx.concatenate(_decode_together(model))
+            if not mx.isnan(own).any().item():
+                return True
+    except Exception as error:  # model code may raise anything
+        logging.debug(f"mlx-lm failed to batch {get_module_name(model)}", exc_info=error)
     logging.warning(
         f"mlx-lm cannot batch {get_module_name(model)} correctly: requests take turns instead"
     )
-    return 0
+    return False
 
 
 class _InFloat32:
@@ -107,17 +103,23 @@ def _decode_alone(model: nn.Module, prompt: list[int], size: int) -> mx.array:
     return log_softmax(mx.concatenate(logits)[len(prompt) - 1 :].astype(mx.float32))
 
 
-def _decode_together(model: nn.Module, prefill_size: int) -> list[mx.array]:
-    """The same for all `TEST_PROMPTS`, decoded in one batch."""
+def _decode_together(model: nn.Module) -> list[mx.array]:
+    """The same for all `TEST_PROMPTS`, decoded in one batch after each was read alone."""
+    caches = [make_prompt_cache(model) for _ in TEST_PROMPTS]
+    for prompt, cache in zip(TEST_PROMPTS, caches, strict=True):
+        model(mx.array([prompt[:-1]]), cache=cache)
+        mx.eval([c.state for c in cache])
     generator = BatchGenerator(
         model,
         sampler=lambda logprobs: mx.full((logprobs.shape[0],), FOLLOWING[0], mx.uint32),
-        prefill_batch_size=prefill_size,
     )
     try:
         n_tokens = 1 + len(FOLLOWING)
         uids = generator.insert(
-            [list(prompt) for prompt in TEST_PROMPTS], [n_tokens] * len(TEST_PROMPTS)
+            [prompt[-1:] for prompt in TEST_PROMPTS],
+            [n_tokens] * len(TEST_PROMPTS),
+            caches=caches,
+            all_tokens=[prompt[:-1] for prompt in TEST_PROMPTS],
         )
         made: dict[int, list[mx.array]] = {uid: [] for uid in uids}
         while any(len(logprobs) < n_tokens for logprobs in made.values()):

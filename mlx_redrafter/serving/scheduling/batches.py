@@ -12,13 +12,11 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ... import ranks
@@ -33,9 +31,6 @@ from ...setup import open_generation
 from ..errors import SchemaNotFollowed
 from .metrics import Metrics
 from .request import Request
-
-PIECE = 512
-"""Prompt tokens in one forward while other requests wait for their next token."""
 
 DRAWS_AT_ONCE = 8
 """Positions whose sampling noise is computed at once, which takes fewer operations than one by one.
@@ -79,10 +74,6 @@ class Loops:
         )
         if not request.draft:
             options = replace(options, context=False)
-        # With `exact` a prompt has the same pieces alone and under load.
-        if self._loops and not options.exact:
-            size = min(options.prefill_step_size, PIECE)
-            options = replace(options, prefill_step_size=size)
         if request.grammar is not None:  # it has not taken a batch's last token
             for token in request.output.tokens[request.grammar.length :]:
                 request.grammar.take(token)
@@ -165,26 +156,17 @@ class Batch:
 
     Args:
         size: maximum number of requests.
-        prefill_size: maximum number of prompts in one forward.
-        prefill_step_size: maximum tokens of a prompt in one forward; fewer while other requests
-            wait, see `PIECE`.
     """
 
-    def __init__(
-        self, model: nn.Module, size: int, prefill_size: int, prefill_step_size: int
-    ) -> None:
+    def __init__(self, model: nn.Module, size: int) -> None:
         self._model = model
         self._size = size
-        self._prefill_size = prefill_size
-        self._prefill_step_size = prefill_step_size
         self._begin()
 
     def _begin(self) -> None:
         self._requests: dict[int, Request] = {}
         self._generator = BatchGenerator(
-            self._model,
-            completion_batch_size=self._size,
-            prefill_batch_size=min(self._prefill_size, self._size),
+            self._model, completion_batch_size=self._size, prefill_batch_size=self._size
         )
 
     @property
@@ -193,45 +175,31 @@ class Batch:
         return list(self._requests.values())
 
     def add(self, request: Request, start: Start) -> None:
-        """Adds a request, which continues at the first token that its cache does not hold."""
+        """Adds a request whose cache holds all its tokens but the last one.
+
+        mlx-lm would pad several longer rests to the length of the longest.
+        """
         cache, held = start
         tokens = request.tokens
-        ends = [end for end in request.piece_ends if end > held]
-        pieces = [tokens[begin:end] for begin, end in pairwise([held, *ends, len(tokens)])]
         sampler = greedy_sampler  # one call for all requests that share it
         if request.options.temp:  # the options have a seed, so 0 is not used
             sampler = BatchSampler(request.options.make_sampler(0), len(tokens))
         processors = [*(request.options.logits_processors or ()), *make_masks(request)]
-        (uid,) = self._generator.insert_segments(
-            [pieces],
+        (uid,) = self._generator.insert(
+            [tokens[held:]],
             [NO_LIMIT],
-            caches=[cache or make_prompt_cache(self._model)],
+            caches=None if cache is None else [cache],
             all_tokens=[tokens[:held]],
             samplers=[sampler],
             logits_processors=[processors],
         )
         self._requests[uid] = request
 
-    def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
-        """(requests whose cache should be copied now, a token of each that is past its prompt)."""
-        size = self._prefill_step_size
-        n_reading = sum(each.n_prefilled < len(each.prefix) for each in self.requests)
-        if 0 < n_reading < len(self._requests):
-            size = min(size, PIECE // min(n_reading, self._prefill_size))
-        self._generator.prefill_step_size = size
-        prompts, tokens = self._generator.next()
+    def step(self) -> list[tuple[Request, Round]]:
+        """A token of each request but those that were added since the last step."""
+        tokens = self._generator.next()[1]
         self._enqueue_pending()
-
-        to_copy = []
-        for each in prompts:
-            request = self._requests[each.uid]
-            done, total = each.progress
-            read = min(request.length - total + done, len(request.prompt))
-            request.n_prefilled = max(request.n_prefilled, read)
-            if request.n_prefilled in request.piece_ends and not each.end_of_prompt:
-                to_copy.append(request)
-        made = [self._add_token(each.uid, each.token, each.logprobs) for each in tokens]
-        return to_copy, made
+        return [self._add_token(each.uid, each.token, each.logprobs) for each in tokens]
 
     def _enqueue_pending(self) -> None:
         """Enqueues what mlx-lm leaves to the next step, which may come from another thread."""
@@ -239,12 +207,6 @@ class Batch:
         caches = batch.prompt_cache + self._generator._prompt_batch.prompt_cache
         layers = [vars(each) for each in kv_cache.leaves(caches)]
         mx.async_eval(batch._next_tokens, batch._next_logprobs, layers)
-
-    def get_cache(self, request: Request) -> Start:
-        """The request's cache during its prefill, valid until the next step."""
-        uid = next(uid for uid, other in self._requests.items() if other is request)
-        cache, tokens = self._generator.extract_cache([uid])[uid]
-        return cache, len(tokens)
 
     def remove(
         self, requests: Iterable[Request], *, keep_caches: bool = True
@@ -283,6 +245,7 @@ class Batch:
 
     def _add_token(self, uid: int, token: int, logprobs: mx.array) -> tuple[Request, Round]:
         request = self._requests[uid]
+        request.n_prefilled = len(request.prompt)
         return request, request.output.add(Round([token], [logprobs]))
 
     def clear(self) -> None:

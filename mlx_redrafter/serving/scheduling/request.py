@@ -151,6 +151,16 @@ class Request:
         """How many `tokens` there are."""
         return len(self.prompt) + len(self.output.tokens)
 
+    @property
+    def n_unread(self) -> int:
+        """How many tokens of `prefix` are to be prefilled."""
+        return len(self.prefix) - self.n_prefilled
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the next forward makes a token."""
+        return self.n_unread <= 0
+
     def describe(self) -> dict[str, Any]:
         """Plain keywords that make the same request on another rank, without the grammar."""
         names = ("prompt", "top_logprobs", "draft", "include_drafts", "piece_ends")

@@ -1,9 +1,10 @@
 """The scheduler: the running requests, and how each step decodes them.
 
-One request alone is decoded by this package's loop, several by mlx-lm's batches. Two or three take
-turns in the loop, one round each, if that is measured to be faster. If mlx-lm cannot batch a
-model's caches, any number takes turns. Requests move between loop and batch at the end of a round,
-with their cache.
+Prompts are read in pieces, one request at a time, between the rounds of the running answers. One
+answer alone is decoded by this package's loop, several by mlx-lm's batches. Two or three take turns
+in the loop, one round each, if that is measured to be faster. If mlx-lm cannot batch a model's
+caches, any number takes turns. Requests move between loop and batch at the end of a round, with
+their cache.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Literal
 
 import mlx.core as mx
@@ -25,7 +27,7 @@ from ...options import Options
 from ...pair import Pair
 from ...setup import open_generation
 from ..errors import SchemaNotFollowed
-from .batchable import measure_prefill_size
+from .batchable import can_batch
 from .batches import Batch, Loops, Start
 from .metrics import Metrics
 from .pace import Pace
@@ -80,10 +82,10 @@ class Scheduler:
         self._can_fork = not kv_cache.list_unknown_types(fresh, kv_cache.UNBOUNDED)
         can_copy = not (self._can_fork or kv_cache.keeps_first_rows(fresh))
         self.copies_prompts = can_copy and prompt_cache.max_bytes > 0 and not options.exact
-        self._prefill_size = measure_prefill_size(pair.model, options)
+        self._can_batch = can_batch(pair.model, options)
         self._loops = Loops(pair, metrics)
-        prefill_size = max(1, self._prefill_size)
-        self._batch = Batch(pair.model, size, prefill_size, options.prefill_step_size)
+        self._batch = Batch(pair.model, size)
+        self._n_read_before_oldest = 0
         self._alone_steps = 0
         self._pace = Pace()
 
@@ -151,7 +153,7 @@ class Scheduler:
         return best, shared
 
     def step(self, ended: Reasons, started: Sequence[Request]) -> None:
-        """Ends and starts requests, decodes a round of each and sends the tokens.
+        """Ends and starts requests, decodes a round of each and sends the tokens, reads prompts.
 
         Those with an `error` end, too.
         """
@@ -164,9 +166,14 @@ class Scheduler:
         self.running.update(dict.fromkeys(started))
         self._end(reasons)
         self._start(started)
+        if self._should_batch:
+            self._hand_to_batch()
         if self._batch.requests:
             self._step_batch()
+        if not all(each.output.tokens for each in self._batch.requests):
+            self._step_batch()  # a new request's token, which mlx-lm returns one step late
         self._step_loops()
+        self._read_prompts()
 
     def abort(self, error: Exception) -> None:
         """Ends all requests with an error that left their state undefined, and drops all caches."""
@@ -183,14 +190,12 @@ class Scheduler:
         self._batch.close()
 
     def _start(self, started: Sequence[Request]) -> None:
-        """Starts requests, and moves others from loops into the batch if all should be there."""
+        """Starts requests in loops, which read their prompts."""
         for request in started:
             others = [each for each in self.running if each.n_prefilled]
             other, shared = self._find_prefix(request, others)
             if other is not None and other.n_prefilled >= shared:
                 self._store_prompt(other)
-        if started and self._should_batch:
-            self._hand_to_batch()
         for request in started:
             self._metrics.queued.observe(time.perf_counter() - request.submitted)
             with self._catch_errors(request):
@@ -199,13 +204,12 @@ class Scheduler:
                     request.grammar = request.make_grammar()
                 start = self.prompt_cache.fetch(request.prompt)
                 request.n_prefilled = request.cached_tokens = start[1]
-                (self._batch if self._should_batch else self._loops).add(request, start)
+                self._loops.add(request, start)
 
     def _store_prompt(self, request: Request) -> None:
-        """Keeps a copy of a request's cache at its current length."""
+        """Keeps a copy of the cache of a request that reads its prompt."""
         with self._catch_errors(request):
-            way = self._loops if request in self._loops.requests else self._batch
-            self._store(request, way.get_cache(request))
+            self._store(request, self._loops.get_cache(request))
 
     def _store(self, request: Request, held: Start, *, has_answer: bool = False) -> None:
         """Keeps a copy of a request's cache.
@@ -225,16 +229,21 @@ class Scheduler:
 
     @property
     def _should_batch(self) -> bool:
-        """Whether the running requests should be decoded in a batch."""
-        count = len(self.running)
-        return self._prefill_size > 0 and count > 1 and not self._pace.prefers_turns(count)
+        """Whether requests in loops should move into the batch, as a prompt has been read."""
+        if not self._can_batch or all(each.output.tokens for each in self._list_read()):
+            return False
+        count = sum(each.is_read for each in self.running)
+        return count > 1 and not self._pace.prefers_turns(count)
+
+    def _list_read(self) -> list[Request]:
+        return [each for each in self._loops.requests if each.is_read]
 
     def _hand_to_batch(self) -> None:
-        """Moves requests into the batch.
+        """Moves the requests whose prompts are read into the batch.
 
         Each moves once its cache ends before its last token, which the batch reads first.
         """
-        for request in self._loops.requests:
+        for request in self._list_read():
             request.may_run_ahead = False
             while request in self._loops.requests:
                 if self._loops.get_cache(request)[1] < request.length:
@@ -243,14 +252,14 @@ class Scheduler:
             if request in self._loops.requests:
                 with self._catch_errors(request):
                     self._batch.add(request, self._loops.remove([request])[request])
-                    self._metrics.mode_switches.labels("batch").inc()
+                    self._metrics.mode_switches.labels("batch").inc(bool(request.output.tokens))
 
     def _step_loops(self) -> None:
-        """Decodes a round of every request in a loop.
+        """Decodes a round of every request in a loop whose prompt is read.
 
         Several requests move into the batch if that is faster.
         """
-        requests = self._loops.requests
+        requests = self._list_read()
         is_decoding = all(each.output.tokens for each in requests)
         before = sum(each.length for each in requests)
         began = time.perf_counter()
@@ -259,9 +268,30 @@ class Scheduler:
         seconds = time.perf_counter() - began
         n_made = sum(each.length for each in requests) - before
         count = len(requests)
-        may_batch = count > 1 and is_decoding and self._prefill_size and not self._batch.requests
+        may_batch = count > 1 and is_decoding and self._can_batch and not self._batch.requests
         if may_batch and not self._pace.observe_rounds(count, n_made, seconds):
             self._hand_to_batch()
+
+    def _read_prompts(self) -> None:
+        """Reads pieces of prompts, each alone, of `prefill_step_size` tokens together at most.
+
+        The prompt with the fewest tokens left is first, so it never waits for longer ones. When as
+        many tokens of others were read, it is the oldest, which they could delay forever.
+        """
+        left = size = self._options.prefill_step_size
+        while unread := [each for each in self._loops.requests if not each.is_read]:
+            oldest = unread[0]
+            is_due = self._n_read_before_oldest >= size
+            request = oldest if is_due else min(unread, key=attrgetter("n_unread"))
+            if request.n_unread > left < size:
+                return
+            before = request.n_prefilled
+            self._step_alone(request)
+            count = request.n_prefilled - before
+            left -= count
+            self._n_read_before_oldest += count
+            if request is oldest:
+                self._n_read_before_oldest = 0
 
     def _step_alone(self, request: Request) -> None:
         with self._catch_errors(request):
@@ -274,10 +304,8 @@ class Scheduler:
 
     def _step_batch(self) -> None:
         began = time.perf_counter()
-        to_copy, made = self._batch.step()
+        made = self._batch.step()
         seconds = time.perf_counter() - began
-        for request in to_copy:
-            self._store_prompt(request)
         self._metrics.batch_steps.inc(len(made) > 0)
         self._end(self._send_tokens(made))
 
