@@ -129,7 +129,7 @@ class Responses(Completion[ResponsesBody]):
         self.reply |= {"status": "failed", "error": failed}
         return self._make_event("failed", response=self.reply)
 
-    def refuse_in_stream(self, error: ApiError) -> Iterator[Json]:
+    def refuse_in_stream(self, error: Any) -> Iterator[Json]:
         """The events of a stream that is refused."""
         yield self._make_event("created", response=self.reply)
         yield self.describe_failure(error)
