@@ -21,11 +21,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.cli.generate import get_first_difference
+from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.decoding.recipe import choose_setup, open_generation
+from mlx_redrafter.decoding.trials import decode_prompts
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.options import Options
-from mlx_redrafter.pair import Pair
-from mlx_redrafter.setup import choose_setup, open_generation
-from mlx_redrafter.trials import decode_prompts
+from mlx_redrafter.measuring.pair import Pair
 
 from .command import add_json, parse_positive, parse_shape
 from .models import add_workload, open_workload

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.atomic_files import expand_path, explain_unwritable
+from mlx_redrafter.files import expand_path, explain_unwritable
 
 BENCHMARKS = (
     "run",

@@ -19,14 +19,14 @@ import numpy as np
 from tqdm import tqdm
 
 from mlx_redrafter.cli.generate import get_first_difference
-from mlx_redrafter.engine.model_checks import check_draftable
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.machine.wired_limit import wired_limit
-from mlx_redrafter.pair import Pair
+from mlx_redrafter.measuring.pair import Pair
+from mlx_redrafter.measuring.verdicts import Verdicts
 from mlx_redrafter.planning.acceptance import get_acceptance
+from mlx_redrafter.planning.auto_planner import list_candidate_plans
 from mlx_redrafter.planning.costs import is_disturbed
-from mlx_redrafter.planning.planner import list_candidate_plans
-from mlx_redrafter.planning.verdicts import Verdicts
+from mlx_redrafter.target.model_checks import check_draftable
 
 from .command import parse_output, parse_positive
 from .contestants import (

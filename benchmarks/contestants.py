@@ -18,14 +18,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.cli.generate import WARM_UP_TOKENS
+from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.decoding.recipe import fit_plan, open_generation
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.machine.wired_limit import wired_limit
-from mlx_redrafter.options import Options
-from mlx_redrafter.pair import Pair
-from mlx_redrafter.setup import fit_plan, open_generation
+from mlx_redrafter.measuring.pair import Pair
 
 from .models import NamedPrompt, Workload
 from .tables import (

@@ -15,15 +15,15 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import compute_bits_per_weight
 
 from mlx_redrafter import load_demo
-from mlx_redrafter.atomic_files import expand_path
-from mlx_redrafter.checkpoints import load, load_auto_drafter, load_fast_drafter
+from mlx_redrafter.decoding.options import AUTO
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.checkpoint import count_bytes
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.options import AUTO
-from mlx_redrafter.planning.store import digest_tensors, sample_tensors
+from mlx_redrafter.files import expand_path
+from mlx_redrafter.loading.checkpoints import load, load_auto_drafter, load_fast_drafter
+from mlx_redrafter.measuring.store import digest_tensors, sample_tensors
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training.prompts import encode_prompts, read_prompts
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.files import replace_file
 
 from .tables import Line
 

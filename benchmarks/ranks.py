@@ -37,9 +37,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter import ranks
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.machine import ranks
 from mlx_redrafter.machine.wired_limit import wired_limit
 from mlx_redrafter.planning.costs import compute_lower_quartile
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_redrafter import __version__
-from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.errors import RedrafterError, join_lines
+from mlx_redrafter.files import write_text
 from mlx_redrafter.machine.description import ask_system, describe_gpu, describe_machine
 
 SCHEMA = 1

@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlx_redrafter.atomic_files import write_text
-from mlx_redrafter.engine.few_rows import MAX_ROWS
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.files import write_text
 from mlx_redrafter.planning.costs import interpolate, parse_costs
+from mlx_redrafter.target.few_rows import MAX_ROWS
 
 from .plots import draw_bars
 from .predict import make_study

@@ -25,8 +25,8 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.errors import RedrafterError, join_lines
+from mlx_redrafter.files import write_text
 
 from .command import parse_above_zero, parse_plan
 from .contest import (

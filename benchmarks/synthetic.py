@@ -24,15 +24,15 @@ import mlx.nn as nn
 from mlx_lm.utils import quantize_model
 from tqdm import tqdm
 
-from mlx_redrafter.checkpoints import set_blas_threads
 from mlx_redrafter.drafters import block, eagle, make_drafter, medusa, mtp
 from mlx_redrafter.drafters.checkpoint import count_bytes
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.loading.checkpoints import set_blas_threads
 from mlx_redrafter.machine.memory import get_usable_bytes
+from mlx_redrafter.measuring.sizing import MAX_DRAFT_COST, count_weights, list_candidates
 from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable
-from mlx_redrafter.planning.sizing import MAX_DRAFT_COST, count_weights, list_candidates
 
 from .command import parse_plan, parse_positive
 from .contest import PLANS, add_run_flags, measure_workload

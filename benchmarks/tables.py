@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from mlx_redrafter.decoding.trials import check_speedup
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.trials import check_speedup
 
 from .records import Record, stamp
 

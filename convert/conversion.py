@@ -15,8 +15,14 @@ from mlx.utils import tree_map
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.utils import dequantize_model
 
-from mlx_redrafter.atomic_files import expand_path
-from mlx_redrafter.checkpoints import (
+from mlx_redrafter.decoding.options import Options, check_option
+from mlx_redrafter.decoding.trials import try_drafter
+from mlx_redrafter.drafters.checkpoint import MODES, count_bytes, get_not_finite, list_weights
+from mlx_redrafter.drafters.config import DrafterArgs
+from mlx_redrafter.drafters.protocol import Drafter
+from mlx_redrafter.errors import CheckpointError, RedrafterError, join_lines
+from mlx_redrafter.files import expand_path
+from mlx_redrafter.loading.checkpoints import (
     DTYPE_NAMES,
     format_dtype,
     load,
@@ -24,15 +30,9 @@ from mlx_redrafter.checkpoints import (
     save_drafter,
     strip_folders,
 )
-from mlx_redrafter.checkpoints import is_quantized as has_quantized_layers
-from mlx_redrafter.drafters.checkpoint import MODES, count_bytes, get_not_finite, list_weights
-from mlx_redrafter.drafters.config import DrafterArgs
-from mlx_redrafter.drafters.loading import locate_files, read_drafter
-from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.errors import CheckpointError, RedrafterError, join_lines
-from mlx_redrafter.options import Options, check_option
-from mlx_redrafter.pair import Pair
-from mlx_redrafter.trials import try_drafter
+from mlx_redrafter.loading.checkpoints import is_quantized as has_quantized_layers
+from mlx_redrafter.loading.drafter_files import locate_files, read_drafter
+from mlx_redrafter.measuring.pair import Pair
 
 from .output import make_card, make_directory, upload
 from .sources import choose_source_files, read_source

@@ -10,9 +10,9 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from mlx_redrafter.checkpoints import make_card_header, strip_folders
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.errors import RedrafterError, join_lines
+from mlx_redrafter.loading.checkpoints import make_card_header, strip_folders
 
 
 @contextmanager

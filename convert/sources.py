@@ -10,10 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.drafters import loading
 from mlx_redrafter.drafters.checkpoint import Checkpoint, unwrap
-from mlx_redrafter.drafters.loading import CheckpointFiles, make_checkpoint, read_safetensors
 from mlx_redrafter.errors import CheckpointError, join_lines
+from mlx_redrafter.loading import drafter_files as loading
+from mlx_redrafter.loading.drafter_files import CheckpointFiles, make_checkpoint, read_safetensors
 
 RANK_FILE = r"rank\d+\.safetensors"
 """File names of TensorRT-LLM; each file has a slice of every tensor."""

@@ -10,9 +10,9 @@ from .machine.blas import load_openblas
 from .machine.cuda import disable_thrashing_check
 
 if TYPE_CHECKING:
-    from .checkpoints import load, load_demo, load_draft_model, load_drafter
+    from .decoding.responses import GenerationResponse, generate, generate_step, stream_generate
     from .errors import CheckpointError, RedrafterError, UnsupportedModelError
-    from .generation import GenerationResponse, generate, generate_step, stream_generate
+    from .loading.checkpoints import load, load_demo, load_draft_model, load_drafter
     from .session.session import Answer, Session
     from .training.api import train
 
@@ -21,7 +21,7 @@ __version__ = "0.4.0"
 disable_thrashing_check()
 load_openblas()
 
-_MODULES = ("errors", "checkpoints", "generation", "session", "training.api")
+_MODULES = ("errors", "loading.checkpoints", "decoding.responses", "session", "training.api")
 """Where the public names are, in the order in which they are searched."""
 
 __all__ = [

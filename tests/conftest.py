@@ -15,8 +15,9 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.serving import save_demo
-from mlx_redrafter.engine import exactness
-from mlx_redrafter.planning import measure, planner
+from mlx_redrafter.measuring import row_classes as exactness
+from mlx_redrafter.measuring import timing as measure
+from mlx_redrafter.planning import auto_planner as planner
 
 
 @pytest.fixture(autouse=True)

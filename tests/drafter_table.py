@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from helpers.tables import replace_between
-from mlx_redrafter.drafters.published import read_table
+from mlx_redrafter.loading.published import read_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
 BEGIN = "<!-- published: made by tests/drafter_table.py -->\n"

@@ -19,11 +19,11 @@ import mlx.nn as nn
 
 from helpers.families import CONFIGS, make_family
 from helpers.toys import ScriptedContext, ids, make_prompt, run
-from mlx_redrafter import setup
-from mlx_redrafter.engine.exactness import RowCounts
-from mlx_redrafter.engine.supported_models import CHAINS, REPLAYED, TREES
-from mlx_redrafter.options import Options
-from mlx_redrafter.pair import Pair
+from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.measuring.pair import Pair
+from mlx_redrafter.measuring.row_classes import RowCounts
+from mlx_redrafter.target.supported_models import CHAINS, REPLAYED, TREES
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 ODD_VOCABULARIES = (257, 101)

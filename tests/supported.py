@@ -10,7 +10,7 @@ from pathlib import Path
 
 from helpers.families import modules
 from helpers.tables import replace_between
-from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
+from mlx_redrafter.target.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN = "<!-- models: made by tests/supported.py -->\n"

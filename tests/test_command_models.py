@@ -12,11 +12,11 @@ from mlx_lm.models import llama
 
 from helpers.small import save_target, small_drafter, small_llama
 from helpers.toys import make_tokenizer
-from mlx_redrafter.arguments import load_models, load_target, make_parser
-from mlx_redrafter.checkpoints import save_drafter
+from mlx_redrafter.cli.arguments import load_models, load_target, make_parser
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.drafters.checkpoint import list_weights
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.loading.checkpoints import save_drafter
 from mlx_redrafter.training.settings import TrainingArgs
 
 

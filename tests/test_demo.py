@@ -11,10 +11,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_redrafter import generate_step, load, load_demo, stream_generate
-from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.model_parts import get_compute_dtype, get_model_sizes
+from mlx_redrafter.loading.checkpoints import save_drafter
+from mlx_redrafter.target.model_parts import get_compute_dtype, get_model_sizes
 from mlx_redrafter.text.encoding import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")

@@ -11,10 +11,10 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from mlx_redrafter.atomic_files import replace_file
-from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.model_parts import get_parts
+from mlx_redrafter.files import replace_file
+from mlx_redrafter.loading.checkpoints import load_drafter, save_drafter
+from mlx_redrafter.target.model_parts import get_parts
 from mlx_redrafter.training.data import Example, list_most_frequent, make_batches
 from mlx_redrafter.training.evaluation import measure_guesses
 from mlx_redrafter.training.hidden_states import add_hidden_states

@@ -25,10 +25,10 @@ from mlx_lm.utils import dequantize_model, load_tokenizer
 
 from benchmarks.tables import format_text
 from mlx_redrafter import load, load_drafter
-from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.engine.model_parts import get_model_sizes
+from mlx_redrafter.files import replace_file
+from mlx_redrafter.target.model_parts import get_model_sizes
 from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.settings import TrainingArgs
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mlx_redrafter.atomic_files import replace_file
+from mlx_redrafter.files import replace_file
 
 BATCH_TOKENS = 2048
 SHORT = 512

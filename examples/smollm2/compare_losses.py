@@ -37,7 +37,7 @@ from examples.smollm2.stored_states import (
 )
 from examples.smollm2.torch_drafter import TorchDrafter, initialize_weights
 from examples.smollm2.torch_loss import DEPTH, VARIANTS, draft_loss
-from mlx_redrafter.atomic_files import replace_file
+from mlx_redrafter.files import replace_file
 from mlx_redrafter.training.data import make_batches
 from mlx_redrafter.training.trainer import compute_rate_factor
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.smollm2.stored_states import PACKAGED, load_draft_ids, make_index
-from mlx_redrafter.atomic_files import replace_file
+from mlx_redrafter.files import replace_file
 
 ANSWERS = Path(__file__).with_name("answers.jsonl.gz")
 SHARD_SIZE = 256

@@ -17,11 +17,11 @@ from mlx_lm.cli_ui import ChatUI, _make_theme, print_header_panel
 from rich.console import Console
 from rich.markup import escape
 
-from .. import ranks
-from ..arguments import get_drafter_name, load_models, make_text_parser, read_options
+from ..decoding.responses import GenerationResponse
 from ..errors import Parser, RedrafterError, join_lines
-from ..generation import GenerationResponse
+from ..machine import ranks
 from ..session.session import Session
+from .arguments import get_drafter_name, load_models, make_text_parser, read_options
 from .generate import show_prompt_progress
 
 QUIT = ("q", "/quit", "/exit", "/bye")

@@ -14,29 +14,29 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import __version__
-from ..arguments import get_drafter_name, load_models, load_named_drafter, make_parser
-from ..auto_drafter import examine_published, format_bytes
-from ..checkpoints import format_dtype, is_quantized
+from ..decoding.options import CACHE_OPTIONS, OFF, OPTION_NAMES, Options, add_options
+from ..decoding.recipe import choose_row_counts, get_cache_row_classes, make_cache_choice
+from ..decoding.trials import TRIAL_PROMPTS, try_drafter
 from ..drafters import make_drafter
 from ..drafters.checkpoint import count_bytes
 from ..drafters.protocol import Drafter
-from ..engine.exactness import format_row_counts
-from ..engine.model_checks import check_draftable
-from ..engine.model_parts import get_compute_dtype, get_module_name
 from ..engine.plan import chain_plan
 from ..errors import RedrafterError
-from ..fit import measure_fit
+from ..loading.auto_drafter import examine_published, format_bytes
+from ..loading.checkpoints import format_dtype, is_quantized
+from ..loading.fit import measure_fit
 from ..machine.description import describe_machine
-from ..options import CACHE_OPTIONS, OFF, OPTION_NAMES, Options, add_options
-from ..pair import Pair
+from ..measuring.pair import Pair
+from ..measuring.row_classes import format_row_counts
+from ..measuring.sizing import choose_size
+from ..measuring.store import make_costs, read_hits
+from ..measuring.verdicts import Verdicts
 from ..planning.acceptance import compute_cumulative, get_acceptance
+from ..planning.auto_planner import HYSTERESIS
 from ..planning.costs import CostTable, is_disturbed
-from ..planning.planner import HYSTERESIS
-from ..planning.sizing import choose_size
-from ..planning.store import make_costs, read_hits
-from ..planning.verdicts import Verdicts
-from ..setup import choose_row_counts, get_cache_row_classes, make_cache_choice
-from ..trials import TRIAL_PROMPTS, try_drafter
+from ..target.model_checks import check_draftable
+from ..target.model_parts import get_compute_dtype, get_module_name
+from .arguments import get_drafter_name, load_models, load_named_drafter, make_parser
 
 TRIAL_DEPTH = 8
 """The longest chain of a trial."""

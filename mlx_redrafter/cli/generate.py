@@ -19,18 +19,19 @@ from mlx_lm.generate import DEFAULT_MAX_TOKENS, DEFAULT_PROMPT, str2bool
 from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
-from .. import __version__, ranks
-from ..arguments import get_drafter_name, load_models, make_text_parser, read_options
+from .. import __version__
+from ..decoding.options import OFF, PLAN_OPTIONS
+from ..decoding.responses import GenerationResponse, format_summary, stream_generate
+from ..decoding.trials import check_speedup
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
-from ..engine.exactness import format_row_counts
 from ..errors import Parser, RedrafterError
-from ..generation import GenerationResponse, format_summary, stream_generate
+from ..machine import ranks
 from ..machine.description import PACKAGES
-from ..options import OFF, PLAN_OPTIONS
+from ..measuring.row_classes import format_row_counts
 from ..text.chat_template import render
 from ..text.encoding import is_text
-from ..trials import check_speedup
+from .arguments import get_drafter_name, load_models, make_text_parser, read_options
 
 DEMO_MAX_TOKENS = 400
 """Enough for the answer to the demo's own prompt, an edit."""

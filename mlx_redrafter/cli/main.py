@@ -22,10 +22,10 @@ from ..errors import NO_BACKEND, Parser, RedrafterError, join_lines
 COMMANDS = {
     "generate": ("cli.generate", "generate text from a prompt"),
     "chat": ("cli.chat", "hold a conversation in the terminal"),
-    "convert": ("convert.command", "convert a PyTorch drafter checkpoint, and quantize it"),
-    "train": ("training.command", "train a drafter for a model"),
+    "convert": ("cli.convert", "convert a PyTorch drafter checkpoint, and quantize it"),
+    "train": ("cli.train", "train a drafter for a model"),
     "doctor": ("cli.doctor", "measure the cost and speedup of drafting on this machine"),
-    "server": ("serving.command", "serve the OpenAI and Anthropic APIs over HTTP"),
+    "server": ("cli.server", "serve the OpenAI and Anthropic APIs over HTTP"),
     "race": ("serving.race", "serve a web page with plain and drafted decoding side by side"),
     "stdio": ("cli.stdio", "run sessions for another program, over JSON lines"),
 }
@@ -34,7 +34,7 @@ COMMANDS = {
 LAUNCHABLE_MODULES = (
     "mlx_redrafter.cli.generate",
     "mlx_redrafter.cli.chat",
-    "mlx_redrafter.serving.command",
+    "mlx_redrafter.cli.server",
 )
 """Modules of the commands that `mlx.launch` may start; each also has a `make_parser()`."""
 
@@ -91,7 +91,7 @@ def run_module(module: str) -> None:
         import_module("mlx.core")
     except ImportError as error:
         exit_with_message(NO_BACKEND.format(error=join_lines(error)))
-    from .. import ranks  # needs MLX
+    from ..machine import ranks  # needs MLX
 
     try:
         size = ranks.count_ranks()

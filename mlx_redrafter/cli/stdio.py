@@ -19,13 +19,13 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
-from ..arguments import get_drafter_name, load_models, make_text_parser, read_options
+from ..decoding.options import OPTION_FLAGS
+from ..decoding.responses import GenerationResponse
 from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, join_lines
-from ..generation import GenerationResponse
-from ..json_objects import parse_object
-from ..options import OPTION_FLAGS
+from ..files import parse_object
 from ..session.session import Session
+from .arguments import get_drafter_name, load_models, make_text_parser, read_options
 
 PROTOCOL = 1
 """The schema version."""

@@ -59,10 +59,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from ..engine.beam_search import Advance, State, top_w
-from ..engine.model_parts import get_compute_dtype, get_head, get_model_sizes, get_module_name
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..engine.source import Source
 from ..errors import CheckpointError
+from ..target.model_parts import get_compute_dtype, get_head, get_model_sizes, get_module_name
 from .cached import CachedSource
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
 from .config import MAX_INT, NEUTRAL, LayerArgs, check_neutral, get_object, merge_parts, read_layer

@@ -21,9 +21,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from ..engine.beam_search import Advance, State
-from ..engine.model_parts import StateName, get_head, get_parts
-from ..engine.tree_attention import Nodes, build_with_nodes
 from ..engine.types import Kept
+from ..target.model_parts import StateName, get_head, get_parts
+from ..target.tree_attention import Nodes, build_with_nodes
 from .protocol import N_SAMPLES, Drafter, Head, StepwiseSource, make_samples
 
 MAX_WAITING = 64

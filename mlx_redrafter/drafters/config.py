@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..engine.model_parts import AFTER_NORM, BEFORE_NORM
 from ..engine.plan import MAX_DRAFT_DEPTH
+from ..target.model_parts import AFTER_NORM, BEFORE_NORM
 from .checkpoint import Checkpoint, Config
 from .layers import ACTIVATIONS, get_rope_type
 

@@ -20,22 +20,22 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from ..engine import kv_cache
 from ..engine.beam_search import Adjust, State
-from ..engine.model_checks import explain_chains, make_cache
-from ..engine.model_parts import (
+from ..engine.plan import Plan, chain_plan
+from ..engine.source import Source
+from ..engine.types import Tree
+from ..errors import CheckpointError, UnsupportedModelError
+from ..target import kv_cache
+from ..target.model_checks import explain_chains, make_cache
+from ..target.model_parts import (
     get_compute_dtype,
     get_model_sizes,
     get_module_name,
     get_parts,
     get_vocab_size,
 )
-from ..engine.plan import Plan, chain_plan
-from ..engine.source import Source
-from ..engine.supported_models import REFUSED
-from ..engine.tree_attention import Nodes, build_with_nodes
-from ..engine.types import Tree
-from ..errors import CheckpointError, UnsupportedModelError
+from ..target.supported_models import REFUSED
+from ..target.tree_attention import Nodes, build_with_nodes
 from .config import DrafterArgs
 from .protocol import Drafter, draft
 

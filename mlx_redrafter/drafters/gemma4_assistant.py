@@ -33,13 +33,13 @@ from mlx_lm.models.gemma4_text import DecoderLayer, ModelArgs
 
 from ..engine import beam_search
 from ..engine.beam_search import Adjust, Advance, State
-from ..engine.model_parts import get_module_name
 from ..engine.plan import Plan
 from ..engine.source import ReadRows
 from ..engine.tree import chain, grow, prune
-from ..engine.tree_attention import Nodes, build_with_nodes
 from ..engine.types import Kept, Tree
 from ..errors import CheckpointError
+from ..target.model_parts import get_module_name
+from ..target.tree_attention import Nodes, build_with_nodes
 from .checkpoint import Checkpoint, Config
 from .config import MAX_INT, get_object
 from .config import DrafterArgs as BaseArgs

@@ -22,8 +22,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
-from ..engine.model_parts import get_output_matrix
 from ..errors import CheckpointError
+from ..target.model_parts import get_output_matrix
 from .checkpoint import DRAFT_IDS, Checkpoint, Config, matches_any
 from .protocol import Embed
 from .recurrent import ResidualBlock

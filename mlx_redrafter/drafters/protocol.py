@@ -20,12 +20,12 @@ import numpy as np
 
 from ..engine import beam_search
 from ..engine.beam_search import Adjust, Advance
-from ..engine.model_parts import get_model_sizes, get_parts
 from ..engine.plan import Plan
 from ..engine.source import Source
 from ..engine.tree import chain, grow, prune
 from ..engine.types import Kept, Tree
 from ..errors import CheckpointError
+from ..target.model_parts import get_model_sizes, get_parts
 from .config import DrafterArgs
 
 SHARPNESS = 1.25

@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from .. import ranks
+from ..machine import ranks
+from ..target.row_attention import attend_by_row
+from ..target.target import Target
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
 from .planner import ObservedRound, Planner
 from .round import Draft, Outcome, TokenChooser, extend, process_rows, step, verify
-from .row_attention import attend_by_row
 from .source import Source
-from .target import Target
 from .tree import add_branch
 from .types import DraftSource, Kept, Tree
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..errors import RedrafterError
+from ..target.target import Target
 from .accept import accept, accept_chain
 from .grammar import Grammar, mask_root, mask_tree
 from .plan import Plan
 from .sampling import Draws, Sampler
-from .target import Target
 from .types import Kept, Tree
 
 Processor = Callable[[mx.array, mx.array], mx.array]

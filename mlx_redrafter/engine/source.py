@@ -21,8 +21,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import mlx.core as mx
 
+from ..target.model_parts import StateName
 from .beam_search import Adjust
-from .model_parts import StateName
 from .plan import Plan
 from .types import Kept, Tree
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
-from .model_parts import StateName
+from ..target.model_parts import StateName
 
 DraftSource = Literal["drafter", "context"]
 """What drafted a token."""

@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
 
-from ..engine import kv_cache
-from ..engine.model_checks import make_cache
-from ..options import Options
+from ..decoding.options import Options
+from ..target import kv_cache
+from ..target.model_checks import make_cache
 
 MAX_LENGTH = 2**31
 """An upper limit on the tokens of a text."""

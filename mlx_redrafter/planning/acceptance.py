@@ -9,7 +9,7 @@ from typing import Any
 
 from ..drafters.protocol import Drafter
 from ..engine.plan import Plan
-from ..json_objects import is_number
+from ..files import is_number
 
 AcceptanceTable = tuple[tuple[float, ...], ...]
 """(K, R): for each depth, the rates at which the guesses of rank 1, 2, ... are right if everything

@@ -9,7 +9,7 @@ from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
 
 from ..engine.plan import Plan, chain_plan
-from ..json_objects import is_number
+from ..files import is_number
 
 MEASURED_NODES = 16
 """Nodes of the largest measured forward."""

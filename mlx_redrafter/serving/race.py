@@ -11,9 +11,9 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..cli.server import check_args, make_parser
+from ..decoding.options import PLAN_OPTIONS
 from ..demo import demo_prompts
-from ..options import PLAN_OPTIONS
-from .command import check_args, make_parser
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -12,13 +12,13 @@ from mlx_lm.models import cache as prompt_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from transformers.utils import get_json_schema
 
-from ..atomic_files import expand_path, replace_file
-from ..engine import kv_cache
-from ..engine.model_parts import get_module_name, get_vocab_size
-from ..engine.request_checks import check_cache, check_prompt, check_tokens
-from ..engine.target import KVQuantization
 from ..errors import RedrafterError, join_lines
-from ..planning.store import digest_tensors
+from ..files import expand_path, replace_file
+from ..measuring.store import digest_tensors
+from ..target import kv_cache
+from ..target.model_parts import get_module_name, get_vocab_size
+from ..target.request_checks import check_cache, check_prompt, check_tokens
+from ..target.target import KVQuantization
 from ..text.chat_template import Message, parse_messages
 
 FORMAT = "1"

@@ -18,17 +18,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .. import ranks
-from ..checkpoints import evaluate
+from ..decoding.options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_function
+from ..decoding.responses import GenerationResponse, stream_responses
 from ..drafters.protocol import Drafter
-from ..engine import kv_cache
-from ..engine.model_checks import make_cache
 from ..engine.source import Source
 from ..errors import RedrafterError
-from ..generation import GenerationResponse, stream_responses
+from ..loading.checkpoints import evaluate
+from ..machine import ranks
 from ..machine.memory import compute_cache_bytes, count_cache_bytes, get_free_bytes
-from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_function
-from ..pair import get_pair
+from ..measuring.pair import get_pair
+from ..target import kv_cache
+from ..target.model_checks import make_cache
 from ..text.chat_template import (
     Message,
     encode_conversation,

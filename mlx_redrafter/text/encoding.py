@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..engine.request_checks import check_prompt
 from ..errors import RedrafterError
+from ..target.request_checks import check_prompt
 
 Prompt = str | Sequence[int] | mx.array
 """A text, or its token ids."""

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..engine.model_parts import get_model_sizes
+from ..target.model_parts import get_model_sizes
 from .data import Example, States
 from .hidden_states import (
     add_hidden_states,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..atomic_files import expand_path
+from ..files import expand_path
 from .run import INTERRUPTED, run_training
 from .settings import TrainingArgs
 

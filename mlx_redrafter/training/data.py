@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 
-from ..atomic_files import expand_path
 from ..errors import RedrafterError, join_lines
+from ..files import expand_path
 
 GIVEN = "given"
 """The kind of texts, and of answers to prompts, that a user gives."""

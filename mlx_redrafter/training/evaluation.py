@@ -10,11 +10,11 @@ from typing import NamedTuple
 import mlx.nn as nn
 import numpy as np
 
+from ..decoding.options import Options
+from ..decoding.trials import PromptRuns, check_speedup, decode_prompts, join_runs
 from ..drafters.trainable import TrainableDrafter
 from ..engine.stats import Stats
-from ..options import Options
-from ..pair import Pair
-from ..trials import PromptRuns, check_speedup, decode_prompts, join_runs
+from ..measuring.pair import Pair
 from .data import Example
 from .loss import draft_loss
 from .targets import make_targets

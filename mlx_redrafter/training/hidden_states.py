@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..engine.model_parts import CapturePoint, capture, get_parts
 from ..errors import CheckpointError
+from ..target.model_parts import CapturePoint, capture, get_parts
 from .data import Example, States
 
 TOKENS_AT_ONCE = 512

@@ -15,9 +15,9 @@ from tqdm import tqdm
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_parts import AFTER_NORM, get_compute_dtype
-from ..pair import Findings, Pair
-from ..planning.measure import time_calls
+from ..measuring.pair import Findings, Pair
+from ..measuring.timing import time_calls
+from ..target.model_parts import AFTER_NORM, get_compute_dtype
 from .answers import MAX_BATCH_SIZE
 from .data import Example
 from .hidden_states import TOKENS_AT_ONCE, TOP_K, make_state_dtype, read_states

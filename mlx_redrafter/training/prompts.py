@@ -14,9 +14,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.sample_utils import make_sampler
 
-from ..atomic_files import expand_path
 from ..errors import RedrafterError, join_lines
-from ..json_objects import parse_object
+from ..files import expand_path, parse_object
 from ..text.encoding import encode_chat
 from .answers import Continuation, ShouldStop, decode_batch
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic_files import expand_path, explain_unwritable, write_text
-from ..checkpoints import make_card_header, strip_folders
 from ..drafters.config import DrafterArgs
-from ..drafters.loading import read_object
 from ..errors import RedrafterError, join_lines
+from ..files import expand_path, explain_unwritable, write_text
+from ..loading.checkpoints import make_card_header, strip_folders
+from ..loading.drafter_files import read_object
 from .evaluation import SpeedResult, format_results
 from .settings import TrainingArgs
 

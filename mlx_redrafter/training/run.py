@@ -16,18 +16,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..arguments import load_target
-from ..atomic_files import lock_file
-from ..checkpoints import format_dtype, load_fast_drafter, save_drafter, strip_folders
+from ..cli.arguments import load_target
+from ..decoding.options import Options
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_checks import check_draftable
-from ..engine.model_parts import get_compute_dtype, get_model_sizes, get_parts
 from ..engine.stats import Stats
 from ..errors import RedrafterError
-from ..options import Options
-from ..pair import Findings, Pair
-from ..planning.sizing import choose_size, count_weights
+from ..files import lock_file
+from ..loading.checkpoints import format_dtype, load_fast_drafter, save_drafter, strip_folders
+from ..measuring.pair import Findings, Pair
+from ..measuring.sizing import choose_size, count_weights
+from ..target.model_checks import check_draftable
+from ..target.model_parts import get_compute_dtype, get_model_sizes, get_parts
 from .answers import MAX_BATCH_SIZE
 from .data import Example, list_most_frequent, make_batches
 from .evaluation import (
@@ -38,6 +38,8 @@ from .evaluation import (
     format_results,
     measure_guesses,
 )
+from .example_sources import HELD_OUT_EVERY, MAX_HELD_OUT, ExampleSource, check_data, open_source
+from .example_store import ExampleStore, get_folder_name
 from .plan import (
     COMPARISON_SHARE,
     MAX_MAKING_SHARE,
@@ -53,8 +55,6 @@ from .plan import (
 from .prompts import read_prompts
 from .record import RunFiles, RunRecord, describe_drafter, make_command, open_run_record, write_card
 from .settings import TrainingArgs
-from .sources import HELD_OUT_EVERY, MAX_HELD_OUT, ExampleSource, check_data, open_source
-from .store import ExampleStore, get_folder_name
 from .targets import initialize_drafter
 from .trainer import load_checkpoint, train_drafter
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..checkpoints import DTYPE_NAMES
 from ..drafters import DEFAULT, TRAINABLE
 from ..drafters.trainable import TrainableArgs
 from ..errors import RedrafterError
+from ..loading.checkpoints import DTYPE_NAMES
 
 
 def setting(default: Any, text: str, least: float | None = None, **flag: Any) -> Any:

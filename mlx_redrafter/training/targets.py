@@ -12,7 +12,7 @@ import numpy as np
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_parts import get_parts
+from ..target.model_parts import get_parts
 from .data import Example
 from .loss import TrainingTargets
 

@@ -15,10 +15,10 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..atomic_files import replace_file
-from ..checkpoints import evaluate, save_arrays
 from ..drafters.trainable import TrainableDrafter
 from ..errors import CheckpointError, RedrafterError, join_lines
+from ..files import replace_file
+from ..loading.checkpoints import evaluate, save_arrays
 from .data import Example
 from .loss import TrainingTargets, draft_loss
 from .targets import make_targets

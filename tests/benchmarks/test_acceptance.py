@@ -71,7 +71,7 @@ def test_a_comparison_of_nothing_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("mlx_redrafter.setup.choose_row_counts", lambda *args: (1,))
+    monkeypatch.setattr("mlx_redrafter.decoding.recipe.choose_row_counts", lambda *args: (1,))
     words = ("--plans", "1,2", "--max-tokens", "8", *flags)
     (line,) = run_json(capsys, acceptance, *words)
     assert line["drafted"] == 0

@@ -17,8 +17,8 @@ from benchmarks.run import run_suite
 from helpers.bench_records import MACHINE, make_costs
 from helpers.few_rows import fake_metal
 from helpers.small import small_drafter, small_llama
-from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.files import write_text
 
 
 class Suite:

@@ -25,10 +25,10 @@ from benchmarks.synthetic import (
 from helpers.bench_records import make_costs, parse_flags
 from helpers.small import small_drafter, small_llama
 from helpers.toys import decode_steps
+from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.options import Options
 from mlx_redrafter.planning.acceptance import AcceptanceTable, compute_cumulative
 
 V = 512

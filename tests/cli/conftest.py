@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from helpers.small import make_byte_tokenizer, save_target, small_drafter, small_llama
-from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.main import main
+from mlx_redrafter.loading.checkpoints import save_drafter
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -18,12 +18,12 @@ from helpers.hub import Hub, start_hub
 from helpers.published import publish
 from helpers.servers import read_metrics, start_demo
 from helpers.small import make_byte_tokenizer, save_target, small_llama
-from mlx_redrafter import fit
-from mlx_redrafter.auto_drafter import format_bytes
 from mlx_redrafter.cli import doctor
-from mlx_redrafter.drafters.published import list_published
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning import store
+from mlx_redrafter.loading import fit
+from mlx_redrafter.loading.auto_drafter import format_bytes
+from mlx_redrafter.loading.published import list_published
+from mlx_redrafter.measuring import store
 
 Run = Callable[..., tuple[int, str, str]]
 

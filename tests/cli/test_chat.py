@@ -25,8 +25,8 @@ from helpers.sessions import make_session
 from mlx_redrafter import Session, load_demo
 from mlx_redrafter.cli import chat
 from mlx_redrafter.cli.chat import DEFAULT_COLOR, SOURCE_COLORS, Screen
+from mlx_redrafter.decoding.responses import GenerationResponse
 from mlx_redrafter.engine.decode import Decoder
-from mlx_redrafter.generation import GenerationResponse
 
 FIXED = ["--draft-depth", "3"]
 """A plan that needs no measurement."""

@@ -18,12 +18,12 @@ from helpers.heads import make_head
 from helpers.sessions import make_drafter
 from helpers.small import small_drafter, small_llama
 from helpers.toys import make_model, make_tokenizer
-from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.doctor import diagnose, format_report
+from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.options import Options
-from mlx_redrafter.planning import store
+from mlx_redrafter.loading.checkpoints import save_drafter
+from mlx_redrafter.measuring import store
 from mlx_redrafter.planning.costs import CostTable
 
 
@@ -287,7 +287,7 @@ def test_user_models_are_examined(
 ) -> None:
     model = small_llama(vocab=64)
     monkeypatch.setattr(
-        "mlx_redrafter.arguments.load", lambda name, **options: (model, make_tokenizer())
+        "mlx_redrafter.cli.arguments.load", lambda name, **options: (model, make_tokenizer())
     )
     status, out, err = run("doctor", "--model", "mine")
     assert status == 0

@@ -16,9 +16,9 @@ from helpers.small import make_byte_tokenizer, save_target, small_llama
 from mlx_redrafter import generate_step, load
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import make_parser
-from mlx_redrafter.engine.few_rows import FewRows, Matmul
-from mlx_redrafter.options import OPTION_FLAGS
-from mlx_redrafter.trials import check_speedup
+from mlx_redrafter.decoding.options import OPTION_FLAGS
+from mlx_redrafter.decoding.trials import check_speedup
+from mlx_redrafter.target.few_rows import FewRows, Matmul
 
 Run = Any
 Pair = tuple[str, str]
@@ -213,7 +213,7 @@ def test_compare_gives_no_speedup_from_disturbed_times(
 def test_compare_says_how_exact_it_is(
     counts: Any, words: str, pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_redrafter.setup.choose_row_counts", lambda *args: counts)
+    monkeypatch.setattr("mlx_redrafter.decoding.recipe.choose_row_counts", lambda *args: counts)
     flags = (
         "--model",
         pair[0],
@@ -239,7 +239,8 @@ def test_compare_says_whether_the_kernel_for_a_few_rows_is_used(
     assert run_json(run, *flags, *PLAN)["compare"]["few_rows"] == []
     matmuls = [Matmul(n, 64, 64, 3, 32, mx.float32) for n in (2, 3, 5)]
     few_rows = FewRows(frozenset(matmuls))
-    monkeypatch.setattr("mlx_redrafter.pair.Pair.get_or_measure_few_rows", lambda pair: few_rows)
+    name = "mlx_redrafter.measuring.pair.Pair.get_or_measure_few_rows"
+    monkeypatch.setattr(name, lambda pair: few_rows)
     assert f"2 to 3, 5 rows {said}" in run("generate", *flags, *PLAN)[2]
     assert run_json(run, *flags, *PLAN)["compare"]["few_rows"] == [2, 3, 5]
 

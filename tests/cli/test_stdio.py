@@ -17,7 +17,7 @@ import pytest
 
 from mlx_redrafter import load_demo, stream_generate
 from mlx_redrafter.cli.stdio import FIELDS
-from mlx_redrafter.options import CACHE_OPTIONS, OPTION_FLAGS
+from mlx_redrafter.decoding.options import CACHE_OPTIONS, OPTION_FLAGS
 
 SCHEMA = json.loads(
     (Path(__file__).parents[2] / "docs" / "stdio.schema.json").read_text(encoding="utf-8")

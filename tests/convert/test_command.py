@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import apple, make, same, tensors
-from mlx_redrafter.checkpoints import load_drafter
+from mlx_redrafter.loading.checkpoints import load_drafter
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = (("-m", "mlx_redrafter.convert"), ("-m", "mlx_redrafter", "convert"))

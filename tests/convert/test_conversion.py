@@ -31,13 +31,13 @@ from helpers.checkpoints import (
 from helpers.heads import KINDS, draft_logits, make_head
 from helpers.published import publish
 from mlx_redrafter import generate_step, load_demo, load_drafter
-from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.convert import conversion
 from mlx_redrafter.convert.conversion import MODES, convert
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters import mtp
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.loading.checkpoints import save_drafter
 from mlx_redrafter.text.encoding import encode
 
 DRAFTER = DIRECTORY / "drafter"

@@ -19,11 +19,11 @@ from helpers.cached import feed_states, make_target
 from helpers.checkpoints import base, load_golden, prefixed, same, tensors
 from helpers.heads import draft_logits
 from helpers.published import Arrays, publish, read_golden
-from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.block import get_architecture, parse_layer_masks
 from mlx_redrafter.drafters.config import merge_parts
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.loading.checkpoints import load_drafter
 
 
 def vllm(arrays: Arrays) -> Arrays:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.checkpoints import CONFIG, WEIGHTS, apple, command, make, ranks, tensors
-from mlx_redrafter.checkpoints import load_drafter
+from mlx_redrafter.loading.checkpoints import load_drafter
 
 TINY = tensors(make(hidden=4, vocab=6, exit_dim=8))
 

@@ -15,9 +15,9 @@ from helpers.heads import draft_logits
 from helpers.published import GOLDEN, Arrays, list_golden, publish, read_golden
 from helpers.small import save_target, small_llama
 from helpers.toys import make_tokenizer
-from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.protocol import Drafter
+from mlx_redrafter.loading.checkpoints import load_drafter
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 

@@ -29,8 +29,8 @@ from helpers.checkpoints import (
 )
 from helpers.published import publish
 from helpers.small import partial_drafter, small_drafter
-from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.loading.checkpoints import load_drafter
 
 OWN_NAMES = (
     "Apple's directory",

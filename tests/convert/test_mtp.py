@@ -19,10 +19,10 @@ from helpers.families import CONFIGS, make_family
 from helpers.published import Arrays, publish, read_golden
 from helpers.small import randomised
 from helpers.toys import assert_same_steps, make_prompt, run
-from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters import mtp
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.loading.checkpoints import load_drafter
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 

@@ -28,10 +28,10 @@ from helpers.checkpoints import (
 )
 from helpers.small import save_target, small_llama
 from helpers.toys import make_tokenizer
-from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.convert import output
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.loading.checkpoints import load_drafter, save_drafter
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -31,8 +31,8 @@ from helpers.checkpoints import (
 )
 from helpers.published import publish, read_golden
 from helpers.small import partial_drafter, small_drafter
-from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.loading.checkpoints import load_drafter
 
 MISSING = (
     ("medusa", "1.0.linear.bias"),

@@ -28,8 +28,8 @@ from helpers.checkpoints import (
 )
 from helpers.hub import Hub, start_hub
 from helpers.published import publish
-from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.loading.checkpoints import load_drafter
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from helpers.small import small_llama
 from helpers.toys import ids, make_model, make_prompt, run
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.model_parts import get_model_sizes
 from mlx_redrafter.engine.types import Kept
+from mlx_redrafter.target.model_parts import get_model_sizes
 
 FEW = 8
 """Small enough that random drafters are often right."""

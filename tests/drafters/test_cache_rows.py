@@ -14,9 +14,9 @@ from helpers.families import make_family
 from helpers.toys import Scripted, assert_same_steps, ids, make_prompt, run, with_plain
 from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.engine.beam_search import Adjust
-from mlx_redrafter.engine.model_checks import make_cache
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.types import Tree
+from mlx_redrafter.target.model_checks import make_cache
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:drafting chains, not trees", "ignore:max_kv_size, which mlx-lm ignores"

@@ -14,10 +14,10 @@ from helpers.cached import CACHED_KINDS, Reading, make_cached
 from helpers.toys import ids, make_model, make_prompt, run
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.model_parts import get_model_sizes
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.source import Source
 from mlx_redrafter.engine.types import Kept
+from mlx_redrafter.target.model_parts import get_model_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 

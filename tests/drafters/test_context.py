@@ -27,12 +27,12 @@ from helpers.toys import (
     run,
     with_plain,
 )
-from mlx_redrafter import setup
+from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters import context
 from mlx_redrafter.drafters.context import MAX_MATCH, MAX_PROPOSAL, ContextSource
 from mlx_redrafter.engine.plan import CONTEXT_ONLY
 from mlx_redrafter.errors import UnsupportedModelError
-from mlx_redrafter.options import Options
 
 
 def index(prompt: list[int], decoded: list[int] | None = None) -> ContextSource:

@@ -38,14 +38,14 @@ from mlx_redrafter import (
     generate,
     generate_step,
     load_draft_model,
-    setup,
     stream_generate,
 )
+from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.options import Options
-from mlx_redrafter.pair import get_pair
-from mlx_redrafter.planning import store
+from mlx_redrafter.measuring import store
+from mlx_redrafter.measuring.pair import get_pair
 
 CLASSES = [
     "llama",

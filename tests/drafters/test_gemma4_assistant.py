@@ -45,11 +45,11 @@ from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.engine.beam_search import Adjust
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.source import Source
-from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.tree import chain
 from mlx_redrafter.engine.types import Kept, Tree
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.pair import Pair
+from mlx_redrafter.measuring.pair import Pair
+from mlx_redrafter.target.target import Target
 
 PAIRS = ("gemma4_assistant",)
 """Golden files with a target."""

@@ -22,14 +22,14 @@ from helpers.families import make_family
 from helpers.heads import KINDS, make_head
 from helpers.small import partial_drafter, small_drafter
 from helpers.toys import assert_same_cache, assert_same_steps, ids, make_model, make_prompt, run
+from mlx_redrafter.decoding.options import get_default_depth
 from mlx_redrafter.drafters.protocol import Drafter, Embed
 from mlx_redrafter.engine.beam_search import Advance
-from mlx_redrafter.engine.model_parts import get_model_sizes, get_parts
-from mlx_redrafter.engine.output import DecodedToken
+from mlx_redrafter.engine.generation import DecodedToken
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
-from mlx_redrafter.options import get_default_depth
 from mlx_redrafter.planning.acceptance import get_acceptance, scale_rates
-from mlx_redrafter.planning.planner import list_candidate_plans
+from mlx_redrafter.planning.auto_planner import list_candidate_plans
+from mlx_redrafter.target.model_parts import get_model_sizes, get_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 

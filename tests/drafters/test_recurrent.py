@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from helpers.small import hypotheses, partial_drafter, small_drafter, small_llama
-from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.beam_search import search
 from mlx_redrafter.engine.types import Beams
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.loading.checkpoints import load_drafter, save_drafter
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("no-blocks", "rnn", "rnn-input-proj", "sum")

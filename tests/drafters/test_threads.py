@@ -24,14 +24,14 @@ from helpers.small import small_llama
 from helpers.threads import workers
 from helpers.toys import decode_steps, ids, make_tokenizer
 from mlx_redrafter import Session, generate_step
-from mlx_redrafter.checkpoints import evaluate
+from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.decoding.recipe import open_generation
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.planner import Planner
-from mlx_redrafter.options import Options
-from mlx_redrafter.pair import Pair
-from mlx_redrafter.setup import open_generation
+from mlx_redrafter.loading.checkpoints import evaluate
+from mlx_redrafter.measuring.pair import Pair
+from mlx_redrafter.target import kv_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 

@@ -22,14 +22,14 @@ from helpers.toys import (
     run,
     with_plain,
 )
+from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.engine.decode import CLEAR_EVERY, Decoder
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.planner import ObservedRound, Planner
 from mlx_redrafter.engine.round import TokenChooser
 from mlx_redrafter.engine.sampling import Sampler, make_sampler
 from mlx_redrafter.engine.source import Forecast
-from mlx_redrafter.engine.target import Target
-from mlx_redrafter.options import Options
+from mlx_redrafter.target.target import Target
 
 PROMPT = make_prompt(9)
 COUNT = 40

@@ -17,12 +17,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from helpers.cached import CACHED_KINDS, make_cached
 from helpers.small import small_drafter, small_llama
 from helpers.toys import decode_steps, ids, make_model, make_prompt, run, scripted, with_plain
+from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine import round as rounds
-from mlx_redrafter.engine.output import DecodedToken
+from mlx_redrafter.engine.generation import DecodedToken
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.options import Options
 
 CONVERSIONS = ("bool", "int", "float", "index", "array", "dlpack", "repr", "format")
 READS = ("item", "tolist", *(f"__{name}__" for name in CONVERSIONS))

@@ -30,10 +30,10 @@ from helpers.toys import (
     snapshot,
 )
 from mlx_redrafter import Session, generate_step
-from mlx_redrafter.checkpoints import evaluate
-from mlx_redrafter.engine.model_parts import CapturePoint, capture, get_parts
-from mlx_redrafter.engine.patches import Wrapper
-from mlx_redrafter.engine.tree_attention import Nodes, build_with_nodes
+from mlx_redrafter.loading.checkpoints import evaluate
+from mlx_redrafter.target.model_parts import CapturePoint, capture, get_parts
+from mlx_redrafter.target.patches import Wrapper
+from mlx_redrafter.target.tree_attention import Nodes, build_with_nodes
 
 COUNT = 16
 PROMPT = make_prompt(9)

@@ -19,8 +19,8 @@ from mlx_redrafter.drafters import block as blocks
 from mlx_redrafter.drafters import eagle, mtp
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.source import Source
-from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Kept
+from mlx_redrafter.target.target import Target
 
 
 def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:

@@ -22,11 +22,11 @@ from mlx.utils import tree_flatten
 
 from helpers.published import publish
 from helpers.small import small_drafter
-from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.cli.main import run_module
 from mlx_redrafter.convert.conversion import Conversion, convert
 from mlx_redrafter.drafters.protocol import Drafter as AnyDrafter
 from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.loading.checkpoints import load_drafter
 
 Arrays = dict[str, mx.array]
 """Tensors under Apple's names."""
@@ -195,7 +195,7 @@ def command(*arguments: str | Path) -> tuple[int, str, str]:
         redirect_stderr(said),
     ):
         try:
-            run_module("mlx_redrafter.convert.command")
+            run_module("mlx_redrafter.cli.convert")
         except SystemExit as ended:
             return int(ended.code or 0), out.getvalue(), said.getvalue()
     raise AssertionError("the command has not said how it ended")

@@ -11,8 +11,8 @@ from mlx_redrafter.drafters.context import ContextSource
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan
 from mlx_redrafter.engine.planner import ObservedRound, Planner
 from mlx_redrafter.planning.acceptance import compute_cumulative
+from mlx_redrafter.planning.auto_planner import AutoPlanner
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.planner import AutoPlanner
 
 ACCEPTANCE = (
     (0.65, 0.15, 0.07, 0.04),

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.engine import few_rows
-from mlx_redrafter.engine.few_rows import Matmul
-from mlx_redrafter.planning import store, verdicts
+from mlx_redrafter.measuring import store, verdicts
+from mlx_redrafter.target import few_rows
+from mlx_redrafter.target.few_rows import Matmul
 
 
 class OneByOne:

@@ -20,11 +20,12 @@ import mlx.nn as nn
 from helpers.cost_curves import make_costs
 from helpers.families import make_family
 from helpers.toys import CachingDrafter, Scripted, ids, make_ranks, run
-from mlx_redrafter import RedrafterError, UnsupportedModelError, ranks
+from mlx_redrafter import RedrafterError, UnsupportedModelError
 from mlx_redrafter.drafters.draft_model import DraftModel
-from mlx_redrafter.engine.model_parts import get_head
-from mlx_redrafter.pair import Pair
-from mlx_redrafter.planning import measure
+from mlx_redrafter.machine import ranks
+from mlx_redrafter.measuring import timing as measure
+from mlx_redrafter.measuring.pair import Pair
+from mlx_redrafter.target.model_parts import get_head
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)] * 2
 SHARDABLE_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}

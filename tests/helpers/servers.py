@@ -20,10 +20,10 @@ from mlx_lm import tokenizer_utils
 from starlette.types import ASGIApp
 from transformers import AutoTokenizer
 
+from mlx_redrafter.cli.server import check_args, make_parser
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.engine.stats import Stats
-from mlx_redrafter.serving.command import check_args, make_parser
-from mlx_redrafter.serving.errors import ApiError
+from mlx_redrafter.serving.api_errors import ApiError
 from mlx_redrafter.serving.formats.completion import Service
 from mlx_redrafter.serving.http.app import make_app
 from mlx_redrafter.serving.http.process import GracefulServer, bind, format_url, load_service

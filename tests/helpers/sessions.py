@@ -11,7 +11,7 @@ from helpers.families import make_family
 from helpers.toys import make_tokenizer
 from mlx_redrafter import Answer, Session, generate_step
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.model_parts import get_model_sizes
+from mlx_redrafter.target.model_parts import get_model_sizes
 
 CHAT = (
     "{% for m in messages %}{{ 'S' if m.role == 'system' else 'U' if m.role == 'user' else 'A' }}"

@@ -23,20 +23,20 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.decoding.recipe import open_generation
 from mlx_redrafter.drafters.protocol import Drafter, Embed, StepwiseSource
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.beam_search import Adjust, Advance
-from mlx_redrafter.engine.model_parts import get_parts
-from mlx_redrafter.engine.output import DecodedToken, Generation
-from mlx_redrafter.engine.patches import replace_functions
+from mlx_redrafter.engine.generation import DecodedToken, Generation
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.source import Forecast, Source
 from mlx_redrafter.engine.tree import chain, grow, prune
 from mlx_redrafter.engine.types import Beams, Kept, Tree
-from mlx_redrafter.options import Options
-from mlx_redrafter.pair import get_pair
-from mlx_redrafter.setup import open_generation
+from mlx_redrafter.measuring.pair import get_pair
+from mlx_redrafter.target import kv_cache
+from mlx_redrafter.target.model_parts import get_parts
+from mlx_redrafter.target.patches import replace_functions
 
 VOCAB = 40
 HEADS_OF_32 = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from helpers.toys import ids, make_model, make_tokenizer, run
-from mlx_redrafter.options import Options
+from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.serving.scheduling.request import Request, TokenEvent
 from mlx_redrafter.serving.scheduling.worker import Worker
 

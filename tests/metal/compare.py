@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_redrafter.engine import few_rows
+from mlx_redrafter.target import few_rows
 
 from .lanes import N_LANES, Array, Lanes, Run
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.engine.few_rows import Matmul
+from mlx_redrafter.target.few_rows import Matmul
 
 pytestmark = pytest.mark.metal
 if (sys.platform, platform.machine()) != ("linux", "x86_64"):

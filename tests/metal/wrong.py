@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from mlx_redrafter.engine import few_rows
+from mlx_redrafter.target import few_rows
 
 PAST_THE_END = "reads past the last output"
 """This one stops the process."""

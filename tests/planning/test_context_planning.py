@@ -6,7 +6,7 @@ from helpers.cost_curves import ACCEPTANCE, START, make_costs
 from mlx_redrafter.drafters.context import Forecast
 from mlx_redrafter.engine.plan import CONTEXT_ONLY, Plan
 from mlx_redrafter.engine.planner import ObservedRound
-from mlx_redrafter.planning.planner import AutoPlanner
+from mlx_redrafter.planning.auto_planner import AutoPlanner
 
 LIKELY = Forecast(1.0, [0.95**depth for depth in range(1, 9)])
 

@@ -29,15 +29,15 @@ from helpers.toys import make_model
 from mlx_redrafter.engine import decode
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
 from mlx_redrafter.engine.planner import ObservedRound
-from mlx_redrafter.pair import Pair
+from mlx_redrafter.measuring.pair import Pair
+from mlx_redrafter.measuring.store import save_hits
 from mlx_redrafter.planning.acceptance import (
     MAX_RATE,
     UNKNOWN_ACCEPTANCE,
     AcceptanceTable,
     compute_cumulative,
 )
-from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.planner import (
+from mlx_redrafter.planning.auto_planner import (
     FIRST_PAUSE,
     MAX_LOSS,
     MIN_TOKENS,
@@ -51,7 +51,7 @@ from mlx_redrafter.planning.planner import (
     predict,
     predict_replay,
 )
-from mlx_redrafter.planning.store import save_hits
+from mlx_redrafter.planning.costs import CostTable
 
 LOSS = MAX_LOSS * MIN_TOKENS / 256
 BOUNDS = {

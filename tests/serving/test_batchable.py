@@ -17,12 +17,12 @@ from helpers.families import make_family
 from helpers.grids import pairs
 from helpers.threads import workers
 from helpers.toys import decode_steps, ids, make_model
-from mlx_redrafter.checkpoints import evaluate
-from mlx_redrafter.engine.kv_cache import leaves
-from mlx_redrafter.options import Options
+from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.loading.checkpoints import evaluate
 from mlx_redrafter.serving.scheduling.batchable import can_batch
 from mlx_redrafter.serving.scheduling.batches import Batch
 from mlx_redrafter.serving.scheduling.request import Request
+from mlx_redrafter.target.kv_cache import leaves
 
 PRECISIONS = [
     (mx.float32, 0),

@@ -26,8 +26,8 @@ from helpers.workers import (
     tokens_of,
 )
 from mlx_redrafter import RedrafterError
-from mlx_redrafter.atomic_files import replace_file
-from mlx_redrafter.options import Options
+from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.files import replace_file
 from mlx_redrafter.serving.scheduling import cache_folder, worker
 from mlx_redrafter.serving.scheduling.cache_folder import CacheFolder
 from mlx_redrafter.serving.scheduling.prompt_cache import PromptCache

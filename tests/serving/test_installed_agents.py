@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from helpers.servers import Running, parse_flags, save_tokenizer, start_server
 from helpers.small import small_llama
-from mlx_redrafter.options import Options
+from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.serving.formats.completion import Service
 from mlx_redrafter.serving.scheduling.request import Request
 from mlx_redrafter.serving.scheduling.worker import Worker

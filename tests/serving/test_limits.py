@@ -30,9 +30,9 @@ from helpers.servers import (
     until,
 )
 from helpers.workers import count, count_tokens
+from mlx_redrafter.cli.server import make_parser
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.serving.command import make_parser
-from mlx_redrafter.serving.errors import GenerationFailed
+from mlx_redrafter.serving.api_errors import GenerationFailed
 from mlx_redrafter.serving.http import app
 from mlx_redrafter.serving.http.process import GracefulServer
 

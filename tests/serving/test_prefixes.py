@@ -12,7 +12,7 @@ import pytest
 from helpers.families import make_family
 from helpers.servers import Running, ask, parse_flags, start_server
 from helpers.sessions import chat_tokenizer as letter_tokenizer
-from mlx_redrafter.options import Options
+from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.serving.formats.completion import Service
 from mlx_redrafter.serving.formats.prefixes import count_shared, list_piece_ends
 from mlx_redrafter.serving.scheduling.worker import Worker

@@ -28,9 +28,9 @@ from helpers.servers import (
     until,
 )
 from helpers.small import make_byte_tokenizer, save_target, small_drafter
-from mlx_redrafter import ranks
-from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.drafters.checkpoint import list_weights
+from mlx_redrafter.loading.checkpoints import save_drafter
+from mlx_redrafter.machine import ranks
 from mlx_redrafter.serving.http.process import load_service
 
 PROMPT = "one two three, one two three, one two "

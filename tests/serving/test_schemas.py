@@ -17,7 +17,7 @@ from openai.types.shared import ErrorObject
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from helpers.servers import BODIES, Scripted, ask, events_of
-from mlx_redrafter.serving.errors import GenerationFailed
+from mlx_redrafter.serving.api_errors import GenerationFailed
 from mlx_redrafter.serving.http import app
 
 CHAT, TEXT, RESPONSES, MESSAGES = BODIES

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter.engine.grammar import mask_root
-from mlx_redrafter.serving.errors import ApiError, log_once
+from mlx_redrafter.serving.api_errors import ApiError, log_once
 from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler, SchemaGrammar
 
 PERSON = {

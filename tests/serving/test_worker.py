@@ -33,15 +33,15 @@ from helpers.workers import (
     running,
     tokens_of,
 )
+from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.draft_model import DraftModel
-from mlx_redrafter.engine.model_parts import get_context_length
-from mlx_redrafter.options import Options
-from mlx_redrafter.serving.errors import ApiError, GenerationFailed
+from mlx_redrafter.serving.api_errors import ApiError, GenerationFailed
 from mlx_redrafter.serving.scheduling import batches, scheduler
 from mlx_redrafter.serving.scheduling.pace import Pace
 from mlx_redrafter.serving.scheduling.request import Request, TokenEvent
 from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler
 from mlx_redrafter.serving.scheduling.worker import Worker
+from mlx_redrafter.target.model_parts import get_context_length
 
 SAMPLED: dict[str, Any] = {
     "temp": 0.9,

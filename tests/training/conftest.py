@@ -14,9 +14,9 @@ import pytest
 
 from helpers.small import make_byte_tokenizer, save_target, small_llama
 from mlx_redrafter import load_demo
+from mlx_redrafter.cli.train import parse_args
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.training import run
-from mlx_redrafter.training.command import parse_args
 from mlx_redrafter.training.data import Example
 
 VOCAB = 23

@@ -13,9 +13,9 @@ from mlx_lm.utils import load
 
 from helpers.small import CHAT, make_byte_tokenizer, save_target, small_llama
 from mlx_redrafter import load_drafter, training
+from mlx_redrafter.cli.train import parse_args
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training import plan, prompts, run
-from mlx_redrafter.training.command import parse_args
 from mlx_redrafter.training.prompts import PROMPT_KINDS
 from mlx_redrafter.training.settings import TrainingArgs
 

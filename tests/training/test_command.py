@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mlx_redrafter.cli import train as command
+from mlx_redrafter.cli.train import make_parser, parse_args
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training import command, run, sources
-from mlx_redrafter.training.command import make_parser, parse_args
+from mlx_redrafter.training import example_sources as sources
+from mlx_redrafter.training import run
 from mlx_redrafter.training.settings import TrainingArgs
 
 

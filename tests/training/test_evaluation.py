@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from helpers.small import small_drafter, small_llama
+from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.decoding.trials import PromptRuns, decode_prompts
 from mlx_redrafter.engine.stats import Stats
-from mlx_redrafter.options import Options
-from mlx_redrafter.pair import Pair
+from mlx_redrafter.measuring.pair import Pair
 from mlx_redrafter.training import evaluation
 from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.evaluation import (
@@ -24,7 +25,6 @@ from mlx_redrafter.training.evaluation import (
 )
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.trainer import train_drafter
-from mlx_redrafter.trials import PromptRuns, decode_prompts
 
 
 def test_acceptance_is_measured_per_rank(model: Any, examples: list[Example]) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from helpers.families import make_family
-from mlx_redrafter.engine.model_parts import CapturePoint, capture, get_parts
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.target.model_parts import CapturePoint, capture, get_parts
 from mlx_redrafter.training import hidden_states
 from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.hidden_states import TOP_K, add_hidden_states

@@ -25,17 +25,18 @@ from mlx_lm.utils import load
 import mlx_redrafter
 from helpers.checkpoints import same, tensors
 from mlx_redrafter import load_drafter
-from mlx_redrafter.atomic_files import lock_file
 from mlx_redrafter.demo import demo_prompts
-from mlx_redrafter.engine.supported_models import REFUSED
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.pair import Findings
+from mlx_redrafter.files import lock_file
+from mlx_redrafter.measuring.pair import Findings
+from mlx_redrafter.target.supported_models import REFUSED
 from mlx_redrafter.text.encoding import encode
-from mlx_redrafter.training import data, plan, run, sources
+from mlx_redrafter.training import data, plan, run
+from mlx_redrafter.training import example_sources as sources
 from mlx_redrafter.training.answers import MAX_BATCH_SIZE
 from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.evaluation import SpeedResult
-from mlx_redrafter.training.store import ExampleStore
+from mlx_redrafter.training.example_store import ExampleStore
 
 ROOT = Path(__file__).parents[2]
 SIZE = ("--exit-dim", "32")
@@ -183,7 +184,7 @@ def test_a_run_killed_while_it_makes_texts_keeps_them(
     target: str, prompts: str, script: str, train: Any, tmp_path: Path
 ) -> None:
     patch = """
-from mlx_redrafter.training.store import ExampleStore
+from mlx_redrafter.training.example_store import ExampleStore
 real = ExampleStore.add
 def add(store, example):
     real(store, example)

@@ -13,16 +13,12 @@ import pytest
 
 from helpers.small import add_chat_template, make_byte_tokenizer, small_llama
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training import prompts, sources
+from mlx_redrafter.training import example_sources as sources
+from mlx_redrafter.training import prompts
 from mlx_redrafter.training.data import GIVEN, Example
+from mlx_redrafter.training.example_sources import FREE, MAX_EXAMPLES, ExampleSource, open_source
 from mlx_redrafter.training.prompts import PROMPT_KINDS, PromptWriter
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.sources import (
-    FREE,
-    MAX_EXAMPLES,
-    ExampleSource,
-    open_source,
-)
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import pytest
 
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training.data import Example
+from mlx_redrafter.training.example_store import ExampleStore, get_folder_name
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.store import ExampleStore, get_folder_name
 
 ARGS = TrainingArgs()
 WIDTH = 16

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
-from ..errors import ApiError, Json, refuse
+from ..api_errors import ApiError, Json, refuse
 from .completion import Completion, Service, SubmittedAnswer
 from .conversation import (
     Tools,

@@ -24,7 +24,7 @@ from ...engine.grammar import Grammar
 from ...engine.stats import USAGE_FIELDS, Stats
 from ...errors import RedrafterError
 from ...text.chat_template import make_thinking_args, render
-from ..errors import ApiError, Json
+from ..api_errors import ApiError, Json
 from ..scheduling.request import Request, TokenEvent
 from ..scheduling.structured_output import Constraint
 from ..scheduling.worker import Worker, check_length

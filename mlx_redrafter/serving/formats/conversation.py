@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from ..errors import ApiError, Json, log_once, refuse
+from ..api_errors import ApiError, Json, log_once, refuse
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "encrypted_content", "logs")
 """Types of message parts that hold text, in `text` or in a field of the type's name.

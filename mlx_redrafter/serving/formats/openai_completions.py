@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import ClassVar, TypeVar, cast
 
 from ...text.encoding import encode
-from ..errors import ApiError, Json
+from ..api_errors import ApiError, Json
 from ..scheduling.request import Request, TokenEvent
 from .completion import AnswerEvent, Completion, EncodedPrompt, Service, SubmittedAnswer
 from .conversation import Tool, read_tools

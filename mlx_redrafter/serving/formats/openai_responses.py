@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from ..errors import ApiError, Json, log_once, refuse
+from ..api_errors import ApiError, Json, log_once, refuse
 from .completion import Completion, Service, SubmittedAnswer
 from .conversation import (
     Tools,

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...errors import RedrafterError
 from ...text.chat_template import render
-from ..errors import Json
+from ..api_errors import Json
 from ..scheduling.prompt_cache import MIN_SHARED, count_common_prefix
 from .conversation import make_call
 

@@ -16,9 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from ...json_objects import parse_object
-from ...options import OPTION_NAMES
-from ..errors import ApiError, Json, log_once
+from ...decoding.options import OPTION_NAMES
+from ...files import parse_object
+from ..api_errors import ApiError, Json, log_once
 from ..scheduling.request import PENALTIES
 
 DEFAULT_MODEL = "default_model"

@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import RedrafterError
-from ..errors import CONTEXT_EXCEEDED, ApiError, GenerationFailed, Json
+from ..api_errors import CONTEXT_EXCEEDED, ApiError, GenerationFailed, Json
 from ..formats.anthropic_messages import CountTokens, Messages
 from ..formats.completion import Completion, Service, SubmittedAnswer, make_prompt
 from ..formats.openai_completions import ChatCompletions, Completions

@@ -15,10 +15,10 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from ... import ranks
-from ...arguments import get_drafter_name, load_models
-from ...checkpoints import strip_folders
+from ...cli.arguments import get_drafter_name, load_models
 from ...errors import RedrafterError, join_lines
+from ...loading.checkpoints import strip_folders
+from ...machine import ranks
 from ..formats.completion import Service
 from ..scheduling.worker import Worker
 from .app import make_app

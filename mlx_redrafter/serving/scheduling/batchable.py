@@ -16,12 +16,12 @@ from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
-from ... import ranks
-from ...engine import kv_cache
-from ...engine.model_checks import make_cache
-from ...engine.model_parts import get_module_name
+from ...decoding.options import Options
 from ...engine.round import log_softmax
-from ...options import Options
+from ...machine import ranks
+from ...target import kv_cache
+from ...target.model_checks import make_cache
+from ...target.model_parts import get_module_name
 
 TEST_PROMPTS = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3, 0, 2])
 FOLLOWING = [1, 1, 1]

@@ -19,16 +19,16 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import greedy_sampler
 
-from ... import ranks
-from ...engine import kv_cache
+from ...decoding.recipe import open_generation
 from ...engine.decode import Round
+from ...engine.generation import Generation
 from ...engine.grammar import mask_root
-from ...engine.output import Generation
 from ...engine.round import Processor
 from ...engine.sampling import Draws, Sampler
-from ...pair import Pair
-from ...setup import open_generation
-from ..errors import SchemaNotFollowed
+from ...machine import ranks
+from ...measuring.pair import Pair
+from ...target import kv_cache
+from ..api_errors import SchemaNotFollowed
 from .metrics import Metrics
 from .request import Request
 

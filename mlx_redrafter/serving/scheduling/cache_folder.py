@@ -23,12 +23,12 @@ from filelock import FileLock, Timeout
 from mlx_lm.models import cache as prompt_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from ...atomic_files import expand_path, get_final_name, replace_file
-from ...engine import kv_cache
-from ...engine.model_parts import get_module_name
+from ...decoding.options import CACHE_OPTIONS, Options
 from ...errors import RedrafterError, join_lines
-from ...options import CACHE_OPTIONS, Options
-from ...planning.store import digest_tensors, sample_tensors
+from ...files import expand_path, get_final_name, replace_file
+from ...measuring.store import digest_tensors, sample_tensors
+from ...target import kv_cache
+from ...target.model_parts import get_module_name
 
 FILE_NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}\.safetensors")
 FOLDER_MODE = 0o700

@@ -14,12 +14,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
+from ...decoding.options import Options
 from ...engine.decode import Round
+from ...engine.generation import FinishReason, Output
 from ...engine.grammar import Grammar
-from ...engine.output import FinishReason, Output
 from ...engine.source import Source
 from ...engine.types import DraftSource
-from ...options import Options
 
 PENALTIES = signature(make_logits_processors).parameters.keys()
 

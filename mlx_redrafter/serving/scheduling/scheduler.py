@@ -19,14 +19,14 @@ from typing import Literal
 
 import mlx.core as mx
 
-from ... import ranks
-from ...engine import kv_cache
+from ...decoding.options import Options
+from ...decoding.recipe import open_generation
 from ...engine.decode import Round
-from ...engine.model_checks import make_cache
-from ...options import Options
-from ...pair import Pair
-from ...setup import open_generation
-from ..errors import SchemaNotFollowed
+from ...machine import ranks
+from ...measuring.pair import Pair
+from ...target import kv_cache
+from ...target.model_checks import make_cache
+from ..api_errors import SchemaNotFollowed
 from .batchable import can_batch
 from .batches import Batch, Loops, Start
 from .metrics import Metrics

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from ...errors import join_lines
-from ..errors import ApiError, SchemaNotFollowed, log_once
+from ..api_errors import ApiError, SchemaNotFollowed, log_once
 
 Constraint = dict[str, Any] | list[dict[str, Any]]
 """What an answer must follow: a JSON schema, or functions of which it calls one."""

@@ -23,20 +23,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ... import ranks
-from ...checkpoints import evaluate
+from ...decoding.options import Options
 from ...drafters.protocol import Drafter
-from ...engine import kv_cache
 from ...engine.decode import on_stream
-from ...engine.model_checks import make_cache
-from ...engine.model_parts import get_context_length
-from ...engine.request_checks import check_cache
 from ...errors import join_lines
+from ...loading.checkpoints import evaluate
+from ...machine import ranks
 from ...machine.memory import get_prompt_cache_bytes
 from ...machine.wired_limit import wired_limit
-from ...options import Options
-from ...pair import Pair
-from ..errors import CONTEXT_EXCEEDED, ApiError, GenerationFailed
+from ...measuring.pair import Pair
+from ...target import kv_cache
+from ...target.model_checks import make_cache
+from ...target.model_parts import get_context_length
+from ...target.request_checks import check_cache
+from ..api_errors import CONTEXT_EXCEEDED, ApiError, GenerationFailed
 from .cache_folder import CacheFolder
 from .metrics import Metrics
 from .prompt_cache import PromptCache

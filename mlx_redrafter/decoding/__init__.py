@@ -1,0 +1,1 @@
+"""Options, the recipe of a text, and the functions that generate."""

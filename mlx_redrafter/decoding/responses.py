@@ -1,0 +1,319 @@
+"""Generates tokens, a stream of responses, or a string, with mlx-lm's names and arguments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse as MlxLmResponse
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..drafters.draft_model import DraftModel
+from ..drafters.protocol import Drafter
+from ..engine.source import Source
+from ..engine.stats import Stats
+from ..engine.types import DraftSource
+from ..errors import RedrafterError, warn
+from ..machine import ranks
+from ..machine.wired_limit import wired_limit
+from ..measuring.pair import Pair, get_pair
+from ..measuring.row_classes import RowCounts
+from ..text.encoding import Prompt, encode
+from ..text.stop_strings import StopStrings
+from .options import Options
+from .recipe import open_generation
+
+USELESS_ROUNDS = 16
+"""A drafter without one accepted token after this many drafting rounds is reported."""
+
+
+@dataclass
+class GenerationResponse(MlxLmResponse):
+    """mlx-lm's response, with speculative-decoding statistics so far.
+
+    Attributes:
+        rounds: target forwards after the prompt's, including plain steps; 1 + rounds + accepted
+            tokens were generated.
+        drafted: drafted nodes that were verified, without roots.
+        accepted: drafted tokens that were accepted.
+        context_drafted, context_accepted: the part of `drafted` and `accepted` that came from the
+            context.
+        draft_source: what drafted this token: "drafter", "context", or None if it was not drafted.
+        tokens_per_round: 1 + accepted / rounds.
+        acceptance_per_depth: the share of drafting rounds that accepted a drafted token at depth 1,
+            2, ...
+        rows_per_round: tokens per forward: root, drafted and replayed tokens.
+        plain_steps: rounds that drafted nothing.
+        seed: the seed in use, given or drawn.
+        notes: one line for each source that does not draft, or drafts less than it could, with the
+            reason.
+        row_counts: the numbers of rows of all forwards after the prompt with `exact`; None without.
+        few_rows: the numbers of rows whose matmuls the kernel for a few rows computes; empty if MLX
+            computes all.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens_per_round: float = 1.0
+    acceptance_per_depth: tuple[float, ...] = ()
+    rows_per_round: float = 0.0
+    plain_steps: int = 0
+    context_drafted: int = 0
+    context_accepted: int = 0
+    draft_source: DraftSource | None = None
+    seed: int = 0
+    notes: tuple[str, ...] = ()
+    row_counts: RowCounts | None = None
+    few_rows: RowCounts = ()
+
+
+STATS_FIELDS = tuple(each.name for each in fields(GenerationResponse) if hasattr(Stats, each.name))
+"""The fields of a response that are copied from `Stats`."""
+
+
+def generate_step(
+    prompt: Sequence[int] | mx.array,
+    model: nn.Module,
+    drafter: Drafter | Source | None = None,
+    *,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int | None = None,
+    **options: Any,
+) -> Generator[tuple[int, mx.array, bool], None, None]:
+    """Yields (token, log-probabilities (V,), whether it was drafted).
+
+    These are the fields of mlx-lm's `speculative_generate_step`. It does not stop at an end-of-text
+    token. Closing the generator cancels.
+
+    Args:
+        prompt: (T,) token ids, T >= 1.
+        model: from `load` or `mlx_lm.load`.
+        drafter: from `load_drafter`, or a source from `Drafter.open` that has followed this text so
+            far; None drafts from the context only.
+        draft_model: a smaller model with the same tokenizer, instead of a drafter; from
+            `mlx_lm.load` or `load_draft_model`.
+        num_draft_tokens: mlx-lm's name for `draft_depth`.
+        options: see `Options`.
+
+    Raises:
+        RedrafterError: on the first `next`: an option is out of range, the model is not supported,
+            or the drafter does not fit it.
+    """
+    drafter, parsed = _parse_arguments(drafter, draft_model, num_draft_tokens, options)
+    pair, source = get_pair(model, drafter)
+    with closing(open_generation(pair, prompt, parsed, source)) as generation:
+        for each in generation:
+            yield each.token, each.logprobs, each.from_draft
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    drafter: Drafter | Source | None = None,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    **options: Any,
+) -> Generator[GenerationResponse, None, None]:
+    """Yields a response for each token, as mlx-lm's `stream_generate`.
+
+    Ends at an end-of-text token, at a stop string (which is not part of the text), or after
+    `max_tokens`: at the same token with and without a drafter.
+
+    Args:
+        model, tokenizer: from `load` or `mlx_lm.load`.
+        prompt: text, token ids, or an array of them.
+        drafter, draft_model, num_draft_tokens: see `generate_step`.
+        stop: strings that end the text.
+        options: see `Options`.
+
+    Raises:
+        RedrafterError: on the first `next`: see `generate_step`; also if `max_tokens` is 0 or a
+            stop string is empty.
+    """
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    drafter, parsed = _parse_arguments(drafter, draft_model, num_draft_tokens, options)
+    parsed.require_tokens()
+    pair, source = get_pair(model, drafter)
+    yield from stream_responses(pair, tokenizer, prompt, parsed, source, StopStrings(stop))
+
+
+def stream_responses(
+    pair: Pair,
+    tokenizer: TokenizerWrapper,
+    prompt: Prompt,
+    options: Options,
+    source: Source | None,
+    stop_strings: StopStrings,
+    piece_ends: Sequence[int] = (),
+) -> Generator[GenerationResponse, None, None]:
+    """`stream_generate` with a pair and parsed options.
+
+    Args:
+        source, piece_ends: see `open_generation`.
+    """
+    tokens = encode(tokenizer, prompt)
+    detokenizer = tokenizer.detokenizer
+    seed = ranks.draw_seed() if options.seed is None else options.seed
+    special_tokens = options.xtc_special_tokens
+    if options.xtc_probability and special_tokens is None:
+        special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    started = 0.0
+    prompt_tps = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal started
+        if done == 0:  # after measuring for `plan="auto"`
+            started = time.perf_counter()
+        if options.prompt_progress_callback is not None:
+            options.prompt_progress_callback(done, total)
+
+    parsed = replace(
+        options,
+        seed=seed,
+        xtc_special_tokens=special_tokens,
+        prompt_progress_callback=progress,
+    )
+
+    has_warned = pair.drafter is None
+    end_tokens = tokenizer.eos_token_ids
+    with (
+        wired_limit(pair.model),
+        closing(
+            open_generation(
+                pair, tokens, parsed, source, end_tokens=end_tokens, piece_ends=piece_ends
+            )
+        ) as generation,
+    ):
+        for count, each in enumerate(generation, 1):
+            if count == 1:
+                prompt_tps = len(tokens) / (time.perf_counter() - started)
+                started = time.perf_counter()
+            if not has_warned and each.stats.drafter_rounds >= USELESS_ROUNDS:
+                has_warned = True
+                _warn_if_useless(pair.drafter, each.stats, options)
+
+            is_end = each.token in end_tokens
+            is_last = is_end or count == options.max_tokens
+            if not is_end:
+                detokenizer.add_token(each.token)
+            if is_last:
+                detokenizer.finalize()
+            text, is_found = stop_strings.feed(detokenizer.last_segment)
+            if is_last and not is_found:
+                text += stop_strings.flush()
+            finish_reason = "length" if is_last else None
+            if is_end or is_found:
+                finish_reason = "stop"
+            yield GenerationResponse(
+                text=text,
+                token=each.token,
+                logprobs=each.logprobs,
+                from_draft=each.from_draft,
+                prompt_tokens=len(tokens),
+                prompt_tps=prompt_tps,
+                generation_tokens=count,
+                generation_tps=count / (time.perf_counter() - started),
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=finish_reason,
+                draft_source=each.draft_source,
+                seed=seed,
+                notes=generation.notes,
+                row_counts=generation.row_counts,
+                few_rows=generation.few_rows,
+                **{name: getattr(each.stats, name) for name in STATS_FIELDS},
+            )
+            if finish_reason is not None:
+                return
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    verbose: bool = False,
+    **options: Any,
+) -> str:
+    """The whole text, as mlx-lm's `generate`.
+
+    All other arguments and errors are those of `stream_generate`.
+
+    Args:
+        verbose: print the text while it is generated, then a summary.
+    """
+    text = ""
+    for response in stream_generate(model, tokenizer, prompt, **options):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose:
+        print("\n" + "=" * 10 + "\n" + format_summary(response))
+    return text
+
+
+def format_summary(last: GenerationResponse) -> str:
+    """mlx-lm's closing summary, with a line about the rounds if any of them drafted."""
+    lines = [
+        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec",
+        f"Peak memory: {last.peak_memory:.3f} GB",
+    ]
+    if last.drafted:
+        depths = " ".join(f"{share:.2f}" for share in last.acceptance_per_depth)
+        lines.append(
+            f"Rounds: {last.rounds}, {last.plain_steps} of them plain steps, "
+            f"{last.tokens_per_round:.2f} tokens per round; "
+            f"{last.accepted} of {last.drafted} drafted tokens accepted; per depth {depths}"
+        )
+    if last.context_drafted:
+        lines.append(f"context: {last.context_accepted} of {last.generation_tokens} tokens")
+    return "\n".join(lines)
+
+
+def _parse_arguments(
+    drafter: Drafter | Source | None,
+    draft_model: nn.Module | None,
+    num_draft_tokens: int | None,
+    options: dict[str, Any],
+) -> tuple[Drafter | Source | None, Options]:
+    """(the drafter or None, the parsed options), from mlx-lm's keywords and ours."""
+    if num_draft_tokens is not None:
+        if options.get("draft_depth") is not None:
+            raise RedrafterError("give either num_draft_tokens or draft_depth, got both")
+        options = options | {"draft_depth": num_draft_tokens}
+    parsed = Options(**options)
+
+    if draft_model is None:
+        return drafter, parsed
+    if drafter is not None:
+        raise RedrafterError("give either drafter or draft_model, got both")
+    if not isinstance(draft_model, nn.Module):
+        raise RedrafterError(
+            f"draft_model must be what mlx_lm.load returns, got {type(draft_model).__name__}"
+        )
+    return draft_model if isinstance(draft_model, Drafter) else DraftModel(draft_model), parsed
+
+
+def _warn_if_useless(drafter: Any, stats: Stats, options: Options) -> None:
+    """Warns of a drafter without an accepted token, with what to check."""
+    if stats.accepted != stats.context_accepted:
+        return
+    message = f"the drafter has guessed no token right in {stats.drafter_rounds} rounds. "
+    if options.logits_processors:
+        message += (
+            "Do the logits processors change the model's choices? "
+            "Only draft models take them into account"
+        )
+    else:
+        message += drafter.args.explain_useless()
+    warn(message)

@@ -1,0 +1,1 @@
+"""From a name or a folder to a model and its drafter."""

@@ -1,0 +1,158 @@
+"""Whether a model and its drafter fit into memory, by the sizes of their files.
+
+Nothing is downloaded: sizes are the hub's, or those of files on this machine.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from huggingface_hub import HfApi, constants
+
+from ..cli.arguments import get_drafter_name
+from ..decoding.options import AUTO
+from ..files import expand_path
+from ..machine.memory import get_memory_bytes, get_usable_bytes
+from .auto_drafter import find_published, format_bytes, get_target_folder
+from .drafter_files import LAYOUTS, PACKAGED, SIDECAR, check_hub_id, get_cached_folder, list_folder
+
+
+class Size(NamedTuple):
+    """The weights of a model or drafter.
+
+    Attributes:
+        name: a hub id or path.
+        n_bytes: the size of the files.
+        is_here: whether they are on this machine.
+    """
+
+    name: str
+    n_bytes: int
+    is_here: bool
+
+    def __str__(self) -> str:
+        place = "on this machine" if self.is_here else "to download"
+        return f"{self.name}, {format_bytes(self.n_bytes)} {place}"
+
+
+class Fit(NamedTuple):
+    """What a model and its drafter need, and what is there.
+
+    Attributes:
+        model, drafter: their files; of the drafter None if there is none, or its size is not known.
+        is_asked: whether a flag asks for the drafter.
+        usable_bytes: what MLX can use without slowing down.
+        memory_bytes: the machine's memory.
+    """
+
+    model: Size
+    drafter: Size | None
+    is_asked: bool
+    usable_bytes: int
+    memory_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of both."""
+        return self.model.n_bytes + (self.drafter.n_bytes if self.drafter else 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether what was asked for fits."""
+        needed = self.n_bytes if self.is_asked else self.model.n_bytes
+        return needed <= self.usable_bytes
+
+    @property
+    def is_here(self) -> bool:
+        """Whether nothing that was asked for has to be downloaded."""
+        asked = self.drafter if self.is_asked else None
+        return self.model.is_here and (asked is None or asked.is_here)
+
+    def __str__(self) -> str:
+        text = f"weights: {self.model}"
+        if self.drafter is not None:
+            found = "" if self.is_asked else " (--drafter auto)"
+            text += f"; drafter {self.drafter}{found}; together {format_bytes(self.n_bytes)}"
+        verdict = "fits" if self.n_bytes <= self.usable_bytes else "does not fit"
+        text += f": {verdict} into the {format_bytes(self.usable_bytes)} that MLX can use"
+        return f"{text} of {format_bytes(self.memory_bytes)}, without the text's cache"
+
+
+def measure_fit(args: Any) -> Fit | None:
+    """The sizes of the model and drafter that the flags name; None if the model's is not known.
+
+    With neither a drafter nor a draft model, or `auto`, of the drafter that `auto` tries first; the
+    model's config is not compared.
+    """
+    name = get_drafter_name(args)
+    try:
+        sizes, is_here = read_sizes(args.model)
+        drafter = None
+        if name not in (None, AUTO):
+            drafter = measure_weights(name, *read_sizes(name))
+    except Exception:  # of the network or the hub; loading says which
+        return None
+    if name in (None, AUTO):
+        drafter = measure_auto_drafter(args.model, sizes, is_here=is_here)
+    return Fit(
+        measure_weights(args.model, sizes, is_here),
+        drafter,
+        name is not None,
+        get_usable_bytes(),
+        get_memory_bytes(),
+    )
+
+
+def measure_auto_drafter(name: str, sizes: dict[str, int], *, is_here: bool) -> Size | None:
+    """The drafter that `auto` tries first for a model with these files."""
+    if SIDECAR in sizes:
+        return Size(f"{name}/{SIDECAR}", sizes[SIDECAR], is_here)
+    published, _ = find_published(name, get_target_folder(name), may_download=False)
+    for each in published:
+        try:
+            return measure_weights(each.repo, *read_sizes(each.repo))
+        except Exception:  # moved, private, or no network
+            continue
+    return None
+
+
+def read_sizes(name: str) -> tuple[dict[str, int], bool]:
+    """(the bytes of a checkpoint's files by name, whether its weights are on this machine)."""
+    path = PACKAGED.get(name) or expand_path(name)
+    if path.is_file():
+        return {path.name: path.stat().st_size}, True
+    folder = path if path.is_dir() else None
+    if folder is None:
+        check_hub_id(name)
+        folder = get_cached_folder(name)
+    local = {}
+    if folder is not None:
+        local = {file: (folder / file).stat().st_size for file in list_folder(folder)}
+    if path.is_dir():
+        return local, True
+    try:
+        seconds = constants.HF_HUB_ETAG_TIMEOUT
+        info = HfApi().model_info(name, files_metadata=True, timeout=seconds)
+    except Exception:
+        if not choose_weights(local):
+            raise
+        return local, True
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
+    return sizes, {*choose_weights(sizes)} <= {*local}
+
+
+def choose_weights(sizes: dict[str, int]) -> list[str]:
+    """The files with weights: outside folders, or of a bundle all."""
+    for pattern in (*LAYOUTS, r".*\.safetensors"):
+        files = [file for file in sizes if re.fullmatch(pattern, file)]
+        if pattern in LAYOUTS:
+            files = [file for file in files if "/" not in file and file != SIDECAR]
+        if files:
+            return files
+    return []
+
+
+def measure_weights(name: str, sizes: dict[str, int], is_here: bool) -> Size:
+    """The size of a checkpoint with these files."""
+    return Size(name, sum(sizes[file] for file in choose_weights(sizes)), is_here)

@@ -1,0 +1,1 @@
+"""What is timed or proved on this machine, and its store."""

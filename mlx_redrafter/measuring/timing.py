@@ -1,0 +1,314 @@
+"""Measures the cost table of a model and its drafter, and times arbitrary calls.
+
+The KV cache is filled with zeros: a forward takes as long as after real text.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
+
+from ..drafters.protocol import Drafter
+from ..engine.decode import Decoder, Rounds
+from ..engine.plan import Plan, chain_plan
+from ..engine.planner import Planner
+from ..engine.round import Draft, TokenChooser, step, verify
+from ..engine.sampling import make_sampler
+from ..engine.source import Source
+from ..engine.tree import chain
+from ..engine.types import Kept
+from ..machine import ranks
+from ..machine.wired_limit import wired_limit
+from ..planning.costs import MEASURED_NODES, CostTable, compute_lower_quartile
+from ..target import kv_cache
+from ..target.few_rows import NO_FEW_ROWS, FewRows
+from ..target.target import Target
+
+_log = logging.getLogger(__name__)
+
+CONTEXTS = (64, 1024)
+"""Measured context lengths."""
+
+WIDTHS = (1, 2, 4)
+"""Measured beam widths."""
+
+MEASURING_SECONDS = 4.0
+"""Measuring stops after this time, but finishes one pass."""
+
+MAX_PASSES = 20
+"""The most passes over all parts."""
+
+STEPS_PER_CALL = 4
+"""Plain steps, rounds or draft levels in one timed call."""
+
+ROUND_DEPTH = 2
+"""Draft levels of a timed round."""
+
+SLOW_STEP = 0.1
+"""If a plain step takes this many seconds, parts are run once, at the first context length."""
+
+SLOW_STEPS = 36
+"""The most plain steps this takes, even if a forward of N nodes costs N of them."""
+
+
+def time_calls(
+    calls: Mapping[Any, Callable[[], object]],
+    seconds: float,
+    *,
+    min_passes: int = 1,
+    max_passes: int | None = None,
+    before: Callable[[Any], object] = lambda key: None,
+) -> dict[Any, list[float]]:
+    """Milliseconds of every call. Calls alternate, so that a slow moment affects all of them.
+
+    Args:
+        calls: each returns after its work is evaluated; run each once before, to compile kernels.
+        seconds: no pass over the calls starts later.
+        min_passes, max_passes: the minimum and maximum number of passes, regardless of `seconds`.
+        before: called before each call with its key, not timed.
+    """
+    times: dict[Any, list[float]] = {key: [] for key in calls}
+    end = time.perf_counter() + seconds
+    n_passes = 0
+    while n_passes < min_passes or (n_passes != max_passes and compute_seconds_left(end) > 0):
+        for key, call in calls.items():
+            before(key)
+            started = time.perf_counter()
+            call()
+            times[key].append(1e3 * (time.perf_counter() - started))
+        n_passes += 1
+    return times
+
+
+def compute_seconds_left(end: float) -> float:
+    """Seconds until `time.perf_counter()` reaches `end`; the same on all ranks."""
+    return float(max(ranks.gather(end - time.perf_counter())))
+
+
+def time_step(model: nn.Module, seconds: float = 0.0) -> float:
+    """Seconds of a plain step, after one that compiles kernels; repeated for at most `seconds`."""
+    target = Target(model)
+    chooser = TokenChooser(make_sampler(seed=0))
+    calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
+    milliseconds = time_calls(calls, seconds, min_passes=2, max_passes=MAX_PASSES)[1]
+    return compute_lower_quartile(milliseconds[1:]) / 1e3
+
+
+def read_zeros(
+    model: nn.Module, drafter: Drafter, length: int, few_rows: FewRows = NO_FEW_ROWS
+) -> tuple[Target, Source, int]:
+    """(a target and a source that hold a text of `length` zeros, the vocabulary size)."""
+    source = drafter.open(model)
+    target = Target(model, capture=source.capture, few_rows=few_rows)
+    source.read_rows = target.read_rows
+    logits, hidden = target.forward(mx.zeros((1,), mx.int32))
+    count = length - 1 if source.reads_all else 1
+    states = {name: mx.zeros((count, x.shape[-1]), x.dtype) for name, x in hidden.items()}
+    source.keep(Kept(mx.zeros((count,), mx.int32), states, None, count, 0))
+    source.read([0] * (length + 1))
+    if source.proposes_after_read:  # it reads the text in its first draft
+        mx.eval(source.propose(mx.array(0), chain_plan(1), None, in_level_order=False))
+    mx.eval(source.arrays)
+
+    for cache in kv_cache.leaves(target.cache):
+        if isinstance(cache, kv_cache.TRIMMABLE) and cache.keys is not None:
+            arrays: list[Any] = [cache.keys, cache.values]
+            zeros = [mx.zeros((*x.shape[:2], length - 1, x.shape[3]), x.dtype) for x in arrays]
+            cache.update_and_fetch(*zeros)
+    target.evaluate()
+    target.length = length
+    return target, source, logits.shape[-1]
+
+
+def time_parts(
+    model: nn.Module,
+    drafter: Drafter,
+    length: int,
+    widths: Sequence[int],
+    seconds: float,
+    *,
+    is_slow: bool,
+    few_rows: FewRows = NO_FEW_ROWS,
+) -> dict[tuple[str, int], float]:
+    """Milliseconds of the parts of decoding at a context length.
+
+    Keys:
+        ("plain", 1): a plain step of a decoder.
+        ("first", width): a draft of one level, which also reads a plain step.
+        ("level", width): each further level.
+        ("overhead", width): what a decoder's round takes besides its forward and its draft.
+        ("verify", nodes): a forward; slow models are measured up to fewer nodes.
+
+    Args:
+        is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
+        few_rows: of the target's forwards.
+    """
+    steps_per_call = 1 if is_slow else STEPS_PER_CALL
+    chooser = TokenChooser(make_sampler(seed=0))
+    target, untouched, vocab_size = read_zeros(model, drafter, length, few_rows)
+    snapshot = kv_cache.snapshot(target.cache)
+    # The first token is 0; the others differ, to select different experts.
+    tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size
+    most = min(STEPS_PER_CALL, drafter.args.max_depth or STEPS_PER_CALL)
+    round_depth = min(ROUND_DEPTH, most)
+    rounds: Rounds
+    source = untouched
+
+    def prepare(key: tuple[str, int]) -> None:
+        """Rewinds the target, and decodes until rounds overlap."""
+        nonlocal rounds, source
+        name, number = key
+        source = untouched.fork()
+        target.finish(target.length, 0)
+        kv_cache.restore(target.cache, snapshot)
+        target.length = length
+        if name in ("plain", "round"):
+            plan = None
+            if name == "round":
+                plan = Plan(number, round_depth, 1 + round_depth * number)
+            decoder = Decoder(
+                target,
+                chooser,
+                Planner(plan),
+                [source] if plan else [],
+                history=[0] * length,
+                may_run_ahead=lambda: not is_slow,
+            )
+            rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
+            next(rounds)
+            # The first of two overlapping rounds takes up to twice as long as later ones.
+            if not is_slow:
+                next(rounds)
+        elif name != "verify":
+            source.keep(step(target, tokens[:1], chooser, None).kept)
+            if source.proposes_after_read:  # a fork's first draft copies the shared arrays
+                source.confirm([0])
+                draft(1, 1)
+            source.confirm([0])
+            mx.eval(source.arrays)
+
+    def take_rounds() -> None:
+        for _ in range(steps_per_call):
+            next(rounds)
+
+    def draft(width: int, depth: int) -> None:
+        plan = Plan(width, depth, 1 + depth * width)
+        mx.eval(source.propose(tokens[0], plan, None, in_level_order=False))
+
+    def run_forward(nodes: int) -> None:
+        if nodes == 1:
+            step(target, tokens[:1], chooser, None).read()
+            return
+        proposal = Draft(chain(tokens[0], tokens[1:nodes]), None)
+        verify(target, proposal, chooser, None, chain_plan(nodes - 1), nodes).read()
+        target.keep_path([], [])
+
+    calls: dict[tuple[str, int], Callable[[], object]] = {("plain", 1): take_rounds}
+    calls |= {("round", width): take_rounds for width in widths[:2]}
+    calls |= {("first", width): partial(draft, width, 1) for width in widths}
+    if most > 1:
+        calls |= {("level", width): partial(draft, width, most) for width in widths}
+    for nodes in range(1, MEASURED_NODES + 1):
+        calls["verify", nodes] = partial(run_forward, nodes)
+
+    end = time.perf_counter() + seconds
+    first = dict[tuple[str, int], list[float]]()
+    parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
+    for key in parts:  # the first run compiles kernels
+        if key[0] == "verify" and key[1] > 5 and compute_seconds_left(end) < seconds / 2:
+            del calls[key]
+        else:
+            first |= time_calls({key: calls[key]}, 0.0, before=prepare)
+    times = time_calls(
+        calls,
+        compute_seconds_left(end),
+        min_passes=0 if is_slow else 1,
+        max_passes=MAX_PASSES,
+        before=prepare,
+    )
+
+    quartiles = [compute_lower_quartile(ms or first[key]) for key, ms in times.items()]
+    slowest_rank = map(max, zip(*ranks.gather(quartiles), strict=True))
+    found = dict(zip(times, slowest_rank, strict=True))
+    found["plain", 1] /= steps_per_call
+    for width in widths:
+        once = found["first", width]
+        further = once
+        if most > 1:
+            further = max((found["level", width] - once) / (most - 1), 0.01 * once)
+        found["level", width] = further
+    for width in widths[:2]:
+        round_ms = found["round", width] / steps_per_call
+        forward = found["verify", 1 + round_depth * width]
+        drafted = found["first", width] + (round_depth - 1) * found["level", width]
+        found["overhead", width] = round_ms - forward - drafted
+    return found
+
+
+def measure_costs(
+    model: nn.Module, drafter: Drafter, *, trees: bool, few_rows: FewRows = NO_FEW_ROWS
+) -> CostTable:
+    """Measures a model and its drafter in about `MEASURING_SECONDS`.
+
+    Slow ones take about `SLOW_STEPS`, with fewer nodes.
+
+    Args:
+        trees: whether the model takes trees.
+        few_rows: of the target's forwards.
+    """
+    with wired_limit(model), mx.stream(generation_stream):
+        step_seconds = max(ranks.gather(time_step(model)))
+    is_slow = step_seconds >= SLOW_STEP
+    duration = "a few seconds, up to a minute on a busy machine"
+    if is_slow:
+        duration = f"up to {math.ceil(max(MEASURING_SECONDS, SLOW_STEPS * step_seconds))} seconds"
+    _log.info("measuring this machine for these models: %s", duration)
+
+    contexts: tuple[int, ...] = CONTEXTS[:1] if is_slow else CONTEXTS
+    n_positions = getattr(getattr(model, "args", None), "n_positions", None)
+    if isinstance(n_positions, int):  # of a table of learned positions
+        room = max(1, n_positions - MEASURED_NODES)
+        contexts = tuple(each for each in contexts if each <= room) or (room,)
+    widths = WIDTHS if trees else WIDTHS[:1]
+    with wired_limit(model), mx.stream(generation_stream):
+        by_context = [
+            time_parts(
+                model,
+                drafter,
+                length,
+                widths if length == contexts[0] else (),
+                MEASURING_SECONDS / len(contexts),
+                is_slow=is_slow,
+                few_rows=few_rows,
+            )
+            for length in contexts
+        ]
+
+    first = by_context[0]
+    counts = tuple(
+        number for name, number in by_context[-1] if name == "verify" and (name, number) in first
+    )
+    overhead = [first["overhead", width] for width in widths[:2]]
+    per_row = max(0.0, first["verify", counts[-1]] - first["verify", 1]) / (counts[-1] - 1)
+    must_replay = kv_cache.list_unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
+    return CostTable(
+        contexts=contexts,
+        counts=counts,
+        verify=tuple(tuple(ms["verify", nodes] for nodes in counts) for ms in by_context),
+        plain=tuple(ms["plain", 1] for ms in by_context),
+        widths=widths,
+        level=tuple(first["level", width] for width in widths),
+        overhead_ms=(overhead[0], overhead[-1]),
+        replay_row_ms=per_row if must_replay else 0.0,
+        first=tuple(first["first", width] for width in widths),
+    )

@@ -1,0 +1,1 @@
+"""The target: all that knows mlx-lm's model and cache classes."""

@@ -1,0 +1,315 @@
+"""Runs any mlx-lm model as a target: forward, verify a tree, keep a path, rewind.
+
+The model is never changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..engine.tree import chain
+from ..engine.types import Tree
+from ..errors import RedrafterError
+from ..machine import ranks
+from . import kv_cache
+from .few_rows import NO_FEW_ROWS, FewRows
+from .model_checks import get_exact_length
+from .model_parts import StateName, capture, get_capture_points
+from .row_attention import attend_by_row
+from .tree_attention import Nodes, build_with_nodes
+
+MIN_RING_SIZE = 8
+"""The fewest rows of a rotating cache: 4 that stay, a token, and a few more."""
+
+
+class KVQuantization(NamedTuple):
+    """When and how the KV cache is quantized, as in mlx-lm; never if `bits` is None."""
+
+    bits: int | None = None
+    group_size: int = 64
+    start: int = 5000
+
+
+class Forward(NamedTuple):
+    """One target forward.
+
+    Attributes:
+        logits: (T, V) as the model computes them.
+        hidden: the captured hidden states (T, D) by name; empty if they were not requested.
+    """
+
+    logits: mx.array
+    hidden: dict[StateName, mx.array]
+
+
+class Target:
+    """A model with its KV cache, which keeps the accepted path of the last verify forward.
+
+    If every layer's cache can be trimmed, rejected rows are dropped. Otherwise the cache is rolled
+    back to a snapshot from before the round, and the accepted tokens are replayed at the start of
+    the next forward's input. A fully accepted round needs neither. All of this, and the
+    quantization of the cache, happens when the next forward begins.
+
+    Args:
+        model: as `mlx_lm.load` returns it.
+        cache: its prompt cache; None makes a new one.
+        quantization: of the KV cache.
+        capture: the hidden states that forwards return, see `StateName`.
+        row_counts: the numbers of rows that a step or a verify forward may have, ascending; rows
+            are padded to the next of them, and attend one at a time. None for any number. Padding
+            needs caches that keep every row.
+        few_rows: which matmuls of steps and verify forwards of 2 to 8 rows do not go to MLX. Those
+            of a prompt do.
+
+    Attributes:
+        cache: the prompt cache.
+        length: how many tokens of the text the cache holds, including those to replay.
+        limit: the length up to which several rows in one forward equal the same rows one by one;
+            None for no limit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: kv_cache.Cache | None = None,
+        quantization: KVQuantization | None = None,
+        capture: Sequence[StateName] = (),
+        row_counts: Sequence[int] | None = None,
+        few_rows: FewRows = NO_FEW_ROWS,
+    ) -> None:
+        self._model = model
+        self._few_rows = few_rows
+        self._capture_points = get_capture_points(model, capture)
+        self.cache: kv_cache.Cache = make_prompt_cache(model) if cache is None else cache
+        self._quantization = quantization or KVQuantization()
+        self.length = kv_cache.length(self.cache)
+        self._row_counts = row_counts
+        self.limit = get_exact_length(model)
+        if row_counts is not None:
+            # A ring that is full has its rows in another order after several at once.
+            limits = (self.limit, kv_cache.get_ring_size(self.cache))
+            self.limit = min(filter(None, limits), default=None)
+        self._trimmable = not kv_cache.list_unknown_types(self.cache, kv_cache.TRIMMABLE)
+        self._has_ring = kv_cache.has_ring(self.cache)
+        self._keeps_first = kv_cache.keeps_first_rows(self.cache)
+        self._feeds_logits = self._trimmable and not any(hasattr(c, "caches") for c in self.cache)
+        self._rows = 0  # of the last verify forward, until its path is settled
+        self._path: list[int] = []
+        self._path_tokens: list[int] = []
+        self._snapshot: list[dict[str, Any]] | None = None
+        self._replay: list[int] = []  # accepted after the snapshot
+        self._has_run = False  # as in mlx-lm, the cache is not quantized before the first forward
+
+    @property
+    def replayed(self) -> int:
+        """How many accepted tokens the next forward replays."""
+        if not self._rows or self._trimmable:
+            return len(self._replay)
+        return 0 if len(self._path) == self._rows else len(self._replay) + len(self._path)
+
+    def has_room(self, count: int) -> bool:
+        """Whether `count` rows in one forward equal the same rows one by one."""
+        if self._row_counts is not None and count > self._row_counts[-1]:
+            return False
+        end = self.length + count + self._count_padding(count)
+        return self.limit is None or end <= self.limit
+
+    def forward(self, tokens: mx.array, *, want_hidden: bool = True) -> Forward:
+        """Runs the model on `tokens` (T,) after the text, and keeps all rows.
+
+        Args:
+            want_hidden: whether to capture hidden states.
+        """
+        self._settle()
+        count = tokens.shape[0]
+        if self._keeps_first:
+            self._flush_replay()
+        if self._replay:
+            tokens = mx.concatenate([mx.array(self._replay, mx.int32), tokens.astype(mx.int32)])
+        self._replay = []
+        self._snapshot = None
+        self._has_run = True
+        self.length += count
+        if count > 1 or self._row_counts is None or self._row_counts[0] == 1:
+            few_rows = NO_FEW_ROWS if count > 1 else self._few_rows
+            return self._run(tokens, self.cache, count, want_hidden, few_rows=few_rows)
+        self._rows = self._row_counts[0]
+        self._path = [0]
+        self._path_tokens = []
+        return self._run(tokens, self.cache, count, want_hidden, is_chain=True)
+
+    def verify(self, tree: Tree, *, is_tree: bool) -> Forward:
+        """Runs the model on all nodes of `tree`, each seeing the text and its ancestors.
+
+        Call `keep_path` next.
+
+        Args:
+            tree: N >= 2 nodes.
+            is_tree: whether it is more than a chain.
+        """
+        self._settle()
+        if not self._trimmable and self._snapshot is None:
+            self._snapshot = kv_cache.snapshot(self.cache)
+        count = self._rows = tree.tokens.shape[0]
+        self._path = []
+        self._path_tokens = []
+        self._has_run = True
+        if self._replay:  # on caches that cannot be trimmed every tree is a chain
+            replay = mx.array(self._replay, mx.int32)
+            tree = chain(replay[0], mx.concatenate([replay[1:], tree.tokens]))
+        if not is_tree and (self._row_counts is not None or not self._has_ring):
+            self._rows += self._count_padding(count)
+            return self._run(tree.tokens, self.cache, count, is_chain=True)
+        nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, is_tree)
+        call = partial(self._run, tree.tokens, count=count, is_chain=not is_tree)
+        return build_with_nodes(self.cache, nodes, call).result
+
+    def _run(
+        self,
+        tokens: mx.array,
+        cache: list[Any],
+        count: int,
+        want_hidden: bool = True,
+        *,
+        is_chain: bool = False,
+        few_rows: FewRows | None = None,
+    ) -> Forward:
+        """Runs the model on `tokens`, and returns the last `count` rows.
+
+        Args:
+            is_chain: whether rows are padded and attend one at a time, if `row_counts` or CUDA
+                wants that.
+            few_rows: in place of the target's.
+        """
+        if ranks.CHECK_VARIABLE in os.environ:
+            self._compare_ranks(tokens)
+        end = tokens.shape[0]
+        rows = slice(end - count, end)
+        n_padding = self._count_padding(count) if is_chain else 0
+        if n_padding:  # equal rows select the same experts
+            tokens = mx.concatenate([tokens, mx.repeat(tokens[-1:], n_padding)])
+        attends_by_row = is_chain and (self._row_counts is not None or mx.cuda.is_available())
+
+        def call() -> mx.array:
+            n_rows = end + n_padding
+            by_row = attend_by_row(n_rows if attends_by_row else 0, n_padding)
+            with by_row, (few_rows or self._few_rows).replace_matmul(n_rows):
+                logits: mx.array = self._model(tokens[None], cache=cache)
+            return logits
+
+        if not (want_hidden and self._capture_points):
+            return Forward(call()[0, rows], {})
+        logits, captured = capture(list(self._capture_points.values()), call)
+        named = zip(self._capture_points, captured, strict=True)
+        return Forward(logits[0, rows], {name: state[0, rows] for name, state in named})
+
+    def _count_padding(self, count: int) -> int:
+        """How many rows are added to a chain of `count` rows."""
+        if self._row_counts is None:
+            return 0
+        return next(each for each in self._row_counts if each >= count) - count
+
+    def _compare_ranks(self, tokens: mx.array) -> None:
+        """Raises a RedrafterError if ranks read different tokens, or texts of different lengths."""
+        read = ranks.gather(f"{tokens.tolist()} at length {self.length}")
+        for rank, own in enumerate(read):
+            if own != read[0]:
+                both = f"rank 0 reads {read[0]}, rank {rank} reads {own}"
+                raise RedrafterError(f"the ranks decode different texts: {both}")
+
+    def keep_path(self, path: list[int], tokens: list[int]) -> None:
+        """Accepts these nodes of the last `verify`, from the root down, with their tokens.
+
+        Rejects the others.
+        """
+        self.length += len(path) - len(self._path)
+        self._path = path
+        self._path_tokens = tokens
+
+    def rewind(self, count: int) -> None:
+        """Rejects the last `count` tokens of the last kept path.
+
+        Call it before the next forward.
+        """
+        stop = len(self._path) - count
+        self.keep_path(self._path[:stop], self._path_tokens[:stop])
+
+    def read_rows(self, layer: int) -> tuple[mx.array, mx.array]:
+        """The keys and values that a layer's cache keeps, each (1, heads, R, size).
+
+        Call it after `keep_path`, as it drops rejected rows. The rows are in the order of positions
+        and dequantized; of a ring, no more than it is to hold.
+        """
+        self._settle()
+        return kv_cache.read_rows(self.cache[layer])
+
+    def finish(self, length: int, last_token: int) -> None:
+        """Makes the cache hold exactly `length` tokens of the text, and evaluates it.
+
+        Args:
+            length: at least the length before the last round.
+            last_token: the last of those tokens, which may not have been in a forward yet.
+        """
+        if length < self.length:
+            self.rewind(self.length - length)
+        elif length > self.length:
+            self.forward(mx.array([last_token]), want_hidden=False)
+        self._settle()
+        self._flush_replay()
+        self.evaluate()
+
+    def _settle(self) -> None:
+        """Moves the accepted rows into place or rolls the cache back.
+
+        Then quantizes it if it is long enough.
+        """
+        if self._rows and self._trimmable:
+            kv_cache.keep_rows(self.cache, self._rows, self._path)
+        elif self._rows and len(self._path) < self._rows:
+            assert self._snapshot is not None
+            kv_cache.restore(self.cache, self._snapshot)
+            self._replay += self._path_tokens
+        elif self._rows:
+            self._replay = []
+            self._snapshot = None
+        self._rows = 0
+        bits, group_size, start = self._quantization
+        if bits is not None and self._has_run and self.length >= start:
+            self._flush_replay()
+            maybe_quantize_kv_cache(self.cache, start, group_size, bits)
+
+    def _flush_replay(self) -> None:
+        """Replays accepted tokens now.
+
+        If rotating caches keep their first rows, replays one token at a time, as mlx-lm's mask for
+        several tokens differs from what each token would see alone.
+        """
+        tokens = self._replay
+        self._replay = []
+        self._snapshot = None
+        if not tokens:
+            return
+        for piece in [[token] for token in tokens] if self._keeps_first else [tokens]:
+            self._model(mx.array(piece)[None], cache=self.cache)
+
+    def count_until_quantized(self) -> int | None:
+        """How many more rows may be kept before the cache is quantized; None for no limit."""
+        if self._quantization.bits is None or self.length >= self._quantization.start:
+            return None
+        return self._quantization.start - self.length
+
+    def list_pending_arrays(self) -> list[Any]:
+        """Cache states that a forward may leave unevaluated: only the next forward reads them."""
+        return [] if self._feeds_logits else [c.state for c in self.cache]
+
+    def evaluate(self) -> None:
+        """Evaluates the cache."""
+        mx.eval([c.state for c in self.cache])
