@@ -21,8 +21,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.cli.generate import get_first_difference
+from mlx_redrafter.decoding.generation import open_generation
 from mlx_redrafter.decoding.options import Options
-from mlx_redrafter.decoding.recipe import choose_setup, open_generation
+from mlx_redrafter.decoding.recipe import resolve_recipe
 from mlx_redrafter.decoding.trials import decode_prompts
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.measuring.pair import Pair
@@ -137,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
             what = f"plan {format_cell(line['plan'])}: nothing was drafted, so nothing was compared"
             pair = Pair(workload.model, drafter)
             own = Options(max_tokens=args.max_tokens, plan=line["plan"], exact=args.exact)
-            notes = choose_setup(pair, own, pair.open_source()).notes
+            notes = resolve_recipe(pair, own, pair.open_source()).notes
             print("; ".join([what, *notes]), file=sys.stderr)
         elif args.exact and (line["differ"] or line["rows differ"]):
             failed = True

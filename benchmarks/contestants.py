@@ -18,8 +18,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.cli.generate import WARM_UP_TOKENS
+from mlx_redrafter.decoding.generation import open_generation
 from mlx_redrafter.decoding.options import Options
-from mlx_redrafter.decoding.recipe import fit_plan, open_generation
+from mlx_redrafter.decoding.recipe import fit_plan
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.plan import Plan

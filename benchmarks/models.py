@@ -15,10 +15,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import compute_bits_per_weight
 
 from mlx_redrafter import load_demo
-from mlx_redrafter.decoding.options import AUTO
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.checkpoint import count_bytes
 from mlx_redrafter.drafters.protocol import Drafter
+from mlx_redrafter.engine.plan import AUTO
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.files import expand_path

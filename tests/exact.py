@@ -21,8 +21,8 @@ from helpers.families import CONFIGS, make_family
 from helpers.toys import ScriptedContext, ids, make_prompt, run
 from mlx_redrafter.decoding import recipe as setup
 from mlx_redrafter.decoding.options import Options
+from mlx_redrafter.engine.types import RowCounts
 from mlx_redrafter.measuring.pair import Pair
-from mlx_redrafter.measuring.row_classes import RowCounts
 from mlx_redrafter.target.supported_models import CHAINS, REPLAYED, TREES
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}

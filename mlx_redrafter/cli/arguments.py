@@ -9,9 +9,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..decoding.options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
+from ..decoding.options import OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
 from ..demo import DIRECTORY as DEMO
 from ..drafters.protocol import Drafter
+from ..engine.plan import AUTO, OFF
 from ..errors import Parser, RedrafterError
 from ..files import parse_object
 from ..loading.auto_drafter import make_hint

@@ -14,13 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import __version__
-from ..decoding.options import CACHE_OPTIONS, OFF, OPTION_NAMES, Options, add_options
+from ..decoding.options import CACHE_OPTIONS, OPTION_NAMES, Options, add_options
 from ..decoding.recipe import choose_row_counts, get_cache_row_classes, make_cache_choice
 from ..decoding.trials import TRIAL_PROMPTS, try_drafter
 from ..drafters import make_drafter
 from ..drafters.checkpoint import count_bytes
 from ..drafters.protocol import Drafter
-from ..engine.plan import chain_plan
+from ..engine.plan import OFF, chain_plan
 from ..errors import RedrafterError
 from ..loading.auto_drafter import examine_published, format_bytes
 from ..loading.checkpoints import format_dtype, is_quantized

@@ -20,11 +20,12 @@ from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__
-from ..decoding.options import OFF, PLAN_OPTIONS
+from ..decoding.options import PLAN_OPTIONS
 from ..decoding.responses import GenerationResponse, format_summary, stream_generate
 from ..decoding.trials import check_speedup
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
+from ..engine.plan import OFF
 from ..errors import Parser, RedrafterError
 from ..machine import ranks
 from ..machine.description import PACKAGES

@@ -120,7 +120,7 @@ def run_module(module: str) -> None:
         ranks.gather(None)  # if a rank ended earlier, the others would lose messages
         sys.stdout.flush()
     except ModuleNotFoundError as error:
-        if not module.startswith("mlx_redrafter.serving"):
+        if module not in ("mlx_redrafter.cli.server", "mlx_redrafter.cli.race"):
             raise
         exit_with_message(NO_SERVER.format(name=error.name))
     except KeyboardInterrupt:

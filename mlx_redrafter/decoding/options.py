@@ -16,16 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
-from ..engine.generation import OnRound
-from ..engine.plan import DRAFT_DEPTH, MAX_DRAFT_DEPTH, MAX_NODES, Plan, make_plan
+from ..engine.output import OnRound
+from ..engine.plan import AUTO, DRAFT_DEPTH, MAX_DRAFT_DEPTH, MAX_NODES, OFF, Plan, make_plan
 from ..engine.round import Processor
 from ..engine.sampling import PositionSampler, Sampler, make_sampler
 from ..errors import RedrafterError
 from ..target.kv_cache import Cache
 from ..target.target import MIN_RING_SIZE, KVQuantization
-
-AUTO: Literal["auto"] = "auto"
-OFF: Literal["off"] = "off"
 
 PLAN_OPTIONS = ("plan", "beam_width", "draft_depth", "tree_size")
 """The options that set what a round drafts."""

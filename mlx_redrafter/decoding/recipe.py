@@ -1,92 +1,134 @@
-"""Decides how a text is decoded: what drafts, with which planner and row counts; and opens it."""
+"""Resolves how a text is decoded: what drafts, with which planner and row counts, and why not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
-import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from ..drafters.context import ContextSource
 from ..drafters.grammar_source import GrammarSource
-from ..drafters.protocol import Drafter
-from ..engine.decode import Decoder, on_stream
-from ..engine.generation import Generation, Output
+from ..engine.decode import on_stream
 from ..engine.grammar import Grammar
-from ..engine.plan import Plan, chain_plan
+from ..engine.plan import AUTO, OFF, Plan, chain_plan
 from ..engine.planner import Planner
-from ..engine.round import TokenChooser
+from ..engine.sampling import Sampler
 from ..engine.source import Source
+from ..engine.types import RowCounts, StateName
 from ..errors import RedrafterError, UnsupportedModelError, warn
 from ..machine import ranks
 from ..machine.blas import warn_of_slow_blas
 from ..measuring.pair import Pair
-from ..measuring.row_classes import MAX_COMPARED_ROWS, RowCounts
+from ..measuring.row_classes import MAX_COMPARED_ROWS
 from ..measuring.store import Choice, Measurement, load_row_counts, make_choice, save_hits
 from ..planning.acceptance import get_acceptance
 from ..planning.auto_planner import AutoPlanner, choose_fastest_class, make_context_planner
 from ..planning.costs import is_disturbed
 from ..target import kv_cache
-from ..target.few_rows import NO_FEW_ROWS
+from ..target.few_rows import NO_FEW_ROWS, FewRows
 from ..target.model_checks import explain_rings, make_cache
-from ..target.model_parts import AFTER_NORM, StateName, get_module_name
-from ..target.request_checks import check_cache, check_prompt, check_tokens
-from ..target.target import KVQuantization, Target
-from .options import AUTO, OFF, Options, get_default_depth
+from ..target.model_parts import AFTER_NORM, get_module_name
+from ..target.request_checks import check_cache
+from ..target.target import KVQuantization
+from .options import Options
 
 MEASURE_AGAIN = "mlx_redrafter.doctor --refresh measures again"
 
 
-class Setup(NamedTuple):
+@dataclass(frozen=True)
+class Recipe:
     """How a text is decoded.
 
     Attributes:
-        sources: the sources that draft.
+        options: of the text; with several ranks without `on_drafter_failure`.
+        seed: of the options, or drawn.
+        sampler: of the options, with this seed.
+        cache: the prompt cache.
+        sources: what drafts.
         planner: plans the rounds.
+        row_counts: see `choose_row_counts`.
+        few_rows: the matmuls that the kernel for a few rows computes.
         notes: one line for each source that does not draft, or drafts less than it could, with the
             reason.
-        row_counts: see `choose_row_counts`.
     """
 
-    sources: list[Source]
+    options: Options
+    seed: int
+    sampler: Sampler
+    cache: kv_cache.Cache
+    sources: tuple[Source, ...]
     planner: Planner
-    notes: list[str]
     row_counts: RowCounts | None
+    few_rows: FewRows
+    notes: tuple[str, ...]
 
 
-def open_generation(
-    pair: Pair,
-    prompt: Sequence[int] | mx.array,
-    options: Options,
-    source: Source | None = None,
-    *,
-    end_tokens: Container[int] = (),
-    output: Output | None = None,
-    grammar: Grammar | None = None,
-    may_run_ahead: Callable[[], bool] | None = None,
-    piece_ends: Sequence[int] = (),
-) -> Generation:
-    """The generation after `prompt`.
+def resolve_recipe(
+    pair: Pair, options: Options, source: Source | None = None, grammar: Grammar | None = None
+) -> Recipe:
+    """Resolves options, model and drafter into how a text is decoded.
+
+    Measures what is not known yet about the model and the drafter on this machine.
 
     Args:
-        source: from `Pair.open_source`, possibly after earlier turns of this text; None decodes
-            without the drafter.
-        end_tokens: end-of-text tokens.
-        output: what was generated after earlier prompts of the same text; replaces `max_tokens` and
-            `end_tokens`.
-        grammar: constrains the text; it has already taken the answer's tokens so far.
-        may_run_ahead, piece_ends: see `Decoder`.
+        source, grammar: see `open_generation`.
+
+    Raises:
+        RedrafterError: the options do not fit the model, its cache or the drafter.
     """
     pair = pair.with_few_rows(options.few_rows != OFF)
     pair.forget_if_changed()
-    tokens = check_tokens(check_prompt(prompt), pair.vocab_size)
     cache = prepare_cache(pair, options)
     seed = ranks.draw_seed() if options.seed is None else options.seed
     sampler = options.make_sampler(seed)
     sampler.check(pair.vocab_size)
+    # A rank that continued without its drafter would decide differently from the others.
+    if ranks.count_ranks() > 1:
+        options = replace(options, on_drafter_failure=None)
+    warn_of_slow_blas()  # for models that mlx-lm loaded
+
+    def resolve(source: Source | None, *, failed: bool = False) -> Recipe:
+        row_counts = choose_row_counts(pair, options, cache, failed=failed)
+        sources, planner, notes = choose_sources(pair, options, source, cache, grammar, row_counts)
+        few_rows = pair.get_or_measure_few_rows() if sources or row_counts else NO_FEW_ROWS
+        return Recipe(
+            options,
+            seed,
+            sampler,
+            cache,
+            tuple(sources),
+            planner,
+            row_counts,
+            few_rows,
+            tuple(notes),
+        )
+
+    try:
+        return resolve(source)
+    except RedrafterError:
+        raise
+    except Exception as error:  # of the drafter, from measuring
+        if options.on_drafter_failure is None:
+            raise
+        if source is not None:
+            options.on_drafter_failure(error)
+        return resolve(None, failed=True)
+
+
+def prepare_cache(pair: Pair, options: Options) -> kv_cache.Cache:
+    """The options' prompt cache, checked against model and history; or a new one.
+
+    The layers that mlx-lm keeps for a draft model are left out.
+    """
+    cache = options.prompt_cache
+    n_others = 0 if pair.drafter is None else pair.drafter.n_cache_layers
+    if cache is not None and n_others:
+        n_own = len(make_prompt_cache(pair.model))
+        if len(cache) == n_own + n_others:
+            cache = cache[:-n_others]
+    check_cache(pair.model, cache, options.quantization, options.max_kv_size)
+    if cache is None:
+        cache = make_cache(pair.model, options.max_kv_size)
     if options.max_kv_size is not None:
         note = explain_rings(pair.model, cache, options.max_kv_size)
         if note:
@@ -97,110 +139,23 @@ def open_generation(
     n_history = len(options.history)
     if n_history and length != n_history and kv_cache.counts_tokens(cache):
         raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {n_history}")
-
-    warn_of_slow_blas()  # for models that mlx-lm loaded
-    # A rank that continued without its drafter would decide differently from the others.
-    if ranks.count_ranks() > 1:
-        options = replace(options, on_drafter_failure=None)
-
-    setup = choose_setup(pair, options, source, cache, grammar)
-    few_rows = NO_FEW_ROWS
-    if setup.sources or setup.row_counts:
-        few_rows = pair.get_or_measure_few_rows()
-    with on_stream():
-        target = Target(
-            pair.model,
-            cache,
-            options.quantization,
-            capture=[name for each in setup.sources for name in each.capture],
-            row_counts=setup.row_counts,
-            few_rows=few_rows,
-        )
-    target.length = n_history or target.length
-    chooser = TokenChooser(sampler, tuple(options.logits_processors or ()), grammar)
-    decoder = Decoder(
-        target,
-        chooser,
-        setup.planner,
-        setup.sources,
-        history=options.history,
-        on_drafter_failure=options.on_drafter_failure,
-        may_run_ahead=may_run_ahead,
-        piece_ends=piece_ends,
-    )
-    report = options.prompt_progress_callback or (lambda done, total: None)
-    start = decoder.prefill if options.max_tokens == 0 else decoder.decode
-    return Generation(
-        decoder,
-        start(tokens, options.prefill_step_size, report),
-        output or Output(options.max_tokens, end_tokens),
-        n_prompt=len(tokens),
-        on_round=options.on_round,
-        keeps_cache=options.prompt_cache is not None,
-        notes=setup.notes,
-        row_counts=setup.row_counts,
-        few_rows=few_rows.row_counts,
-    )
+    return cache
 
 
-def prepare_cache(pair: Pair, options: Options) -> kv_cache.Cache:
-    """The options' prompt cache, checked; or a new one.
-
-    The layers that mlx-lm keeps for a draft model are left out.
-    """
-    cache = options.prompt_cache
-    n_others = pair.drafter.n_cache_layers if isinstance(pair.drafter, Drafter) else 0
-    if cache is not None and n_others:
-        n_own = len(make_prompt_cache(pair.model))
-        if len(cache) == n_own + n_others:
-            cache = cache[:-n_others]
-    check_cache(pair.model, cache, options.quantization, options.max_kv_size)
-    return make_cache(pair.model, options.max_kv_size) if cache is None else cache
-
-
-def choose_setup(
-    pair: Pair,
-    options: Options,
-    source: Source | None = None,
-    cache: kv_cache.Cache | None = None,
-    grammar: Grammar | None = None,
-) -> Setup:
-    """Chooses what drafts for a text, by the options and by what the model supports.
-
-    Args:
-        source, grammar: see `open_generation`.
-        cache: from `prepare_cache`; None calls it.
-    """
-    pair = pair.with_few_rows(options.few_rows != OFF)
-    if cache is None:
-        cache = prepare_cache(pair, options)
-    try:
-        return _choose_setup(pair, options, source, cache, grammar)
-    except RedrafterError:
-        raise
-    except Exception as error:  # of the drafter, from measuring
-        if options.on_drafter_failure is None:
-            raise
-        if source is not None:
-            options.on_drafter_failure(error)
-        return _choose_setup(pair, options, None, cache, grammar, failed=True)
-
-
-def _choose_setup(
+def choose_sources(
     pair: Pair,
     options: Options,
     source: Source | None,
     cache: kv_cache.Cache,
     grammar: Grammar | None,
-    *,
-    failed: bool = False,
-) -> Setup:
+    row_counts: RowCounts | None,
+) -> tuple[list[Source], Planner, list[str]]:
+    """Chooses (the sources that draft, their planner, why others do not), see `Recipe`."""
     plan = options.resolve_plan(pair.drafter)
-    row_counts = choose_row_counts(pair, options, cache, failed=failed)
-    max_rows = None if row_counts is None else row_counts[-1]
     if options.shape is None or options.max_tokens == 0:
-        return Setup([], Planner(None), ["plan is off"], row_counts)
+        return [], Planner(None), ["plan is off"]
 
+    max_rows = None if row_counts is None else row_counts[-1]
     ring = kv_cache.get_ring_size(cache)
     where = f"the cache's ring of {ring} rows (--max-kv-size or a sliding window)"
     if max_rows == 1:
@@ -209,19 +164,17 @@ def _choose_setup(
             note += f", or padded in {where}"
         elif pair.drafter and len(get_cache_row_classes(pair, options, cache)) > 1:
             note = f"nothing drafts: by its costs no padding pays (--exact); {MEASURE_AGAIN}"
-        return Setup([], Planner(None), [note], row_counts)
+        return [], Planner(None), [note]
 
     context_sources, notes = _choose_context(pair, options, source, cache, grammar)
     if ring and row_counts:
         notes.append(f"drafting with --exact ends when {where} is full")
     if source is None or pair.drafter is None:
         planner = _plan_context(pair, options, cache, bool(context_sources), max_rows)
-        return Setup(context_sources, planner, notes, row_counts)
+        return context_sources, planner, notes
 
-    source.max_kv_size = options.max_kv_size
-    source.prefill_step_size = options.prefill_step_size
     no_trees = pair.explain_chains(cache, source.capture)
-    if plan == AUTO and isinstance(pair.drafter, nn.Module):
+    if plan == AUTO:
         chains_only = bool(options.logits_processors)
         planner = make_planner(
             pair, trees=no_trees is None, chains_only=chains_only, row_counts=row_counts
@@ -234,11 +187,10 @@ def _choose_setup(
                 "the drafter does not draft: by its costs here no plan beats plain decoding; "
                 f"{MEASURE_AGAIN}"
             )
-            return Setup(context_sources, planner, notes, row_counts)
-        return Setup([source, *context_sources], planner, notes, row_counts)
+            return context_sources, planner, notes
+        return [source, *context_sources], planner, notes
 
-    if not isinstance(plan, Plan):
-        plan = chain_plan(get_default_depth(pair.drafter))
+    assert isinstance(plan, Plan)
     plan = fit_plan(pair, plan, cache, source.capture)
     if max_rows and (plan.width > 1 or plan.rows > max_rows):
         plan = chain_plan(min(plan.depth, max_rows - 1))
@@ -247,8 +199,7 @@ def _choose_setup(
         )
     can_prune = not options.logits_processors and not max_rows
     can_merge = bool(context_sources) and no_trees is None and can_prune
-    planner = Planner(plan, can_merge=can_merge, max_rows=max_rows)
-    return Setup([source, *context_sources], planner, notes, row_counts)
+    return [source, *context_sources], Planner(plan, can_merge=can_merge, max_rows=max_rows), notes
 
 
 def _choose_context(
@@ -363,7 +314,6 @@ def get_cache_row_classes(
     Args:
         cache: the prompt cache to decode with; None for a new one.
     """
-    pair = pair.with_few_rows(options.few_rows != OFF)
     how = (_get_quantization(options, cache), options.max_kv_size)
     return pair.get_row_classes(*how, measure=measure, refresh=refresh)
 
@@ -398,7 +348,7 @@ def choose_row_counts(
     drafts is the same.
 
     Args:
-        cache: from `prepare_cache`; None calls it.
+        cache: from `prepare_cache`; None for a new one.
         refresh: choose again, by the costs as they are now.
         failed: the costs cannot be measured. What was not chosen yet is then the class of 1, for
             later texts, too: the same request has the same bits.
@@ -408,14 +358,13 @@ def choose_row_counts(
     """
     if options.exact is False:
         return None
-    pair = pair.with_few_rows(options.few_rows != OFF)
     classes = get_cache_row_classes(pair, options, cache, measure=bool(options.exact))
     is_free = bool(classes) and len(classes[0]) >= MAX_COMPARED_ROWS
     if options.exact is None and not is_free:
         return None
 
     if cache is None:
-        cache = prepare_cache(pair, options)
+        cache = make_cache(pair.model, options.max_kv_size)
     has_ring = kv_cache.has_ring(cache)
     drafter = pair.drafter
     trees = drafter is not None and pair.explain_chains(cache) is None

@@ -17,16 +17,14 @@ from ..drafters.draft_model import DraftModel
 from ..drafters.protocol import Drafter
 from ..engine.source import Source
 from ..engine.stats import Stats
-from ..engine.types import DraftSource
+from ..engine.types import DraftSource, RowCounts
 from ..errors import RedrafterError, warn
-from ..machine import ranks
 from ..machine.wired_limit import wired_limit
 from ..measuring.pair import Pair, get_pair
-from ..measuring.row_classes import RowCounts
 from ..text.encoding import Prompt, encode
 from ..text.stop_strings import StopStrings
+from .generation import open_generation
 from .options import Options
-from .recipe import open_generation
 
 USELESS_ROUNDS = 16
 """A drafter without one accepted token after this many drafting rounds is reported."""
@@ -163,7 +161,6 @@ def stream_responses(
     """
     tokens = encode(tokenizer, prompt)
     detokenizer = tokenizer.detokenizer
-    seed = ranks.draw_seed() if options.seed is None else options.seed
     special_tokens = options.xtc_special_tokens
     if options.xtc_probability and special_tokens is None:
         special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
@@ -179,7 +176,6 @@ def stream_responses(
 
     parsed = replace(
         options,
-        seed=seed,
         xtc_special_tokens=special_tokens,
         prompt_progress_callback=progress,
     )
@@ -202,18 +198,16 @@ def stream_responses(
                 has_warned = True
                 _warn_if_useless(pair.drafter, each.stats, options)
 
-            is_end = each.token in end_tokens
-            is_last = is_end or count == options.max_tokens
-            if not is_end:
+            finish_reason = each.finish_reason
+            if finish_reason != "stop":  # otherwise it is an end-of-text token
                 detokenizer.add_token(each.token)
-            if is_last:
+            if finish_reason is not None:
                 detokenizer.finalize()
             text, is_found = stop_strings.feed(detokenizer.last_segment)
-            if is_last and not is_found:
-                text += stop_strings.flush()
-            finish_reason = "length" if is_last else None
-            if is_end or is_found:
+            if is_found:
                 finish_reason = "stop"
+            elif finish_reason is not None:
+                text += stop_strings.flush()
             yield GenerationResponse(
                 text=text,
                 token=each.token,
@@ -226,10 +220,10 @@ def stream_responses(
                 peak_memory=mx.get_peak_memory() / 1e9,
                 finish_reason=finish_reason,
                 draft_source=each.draft_source,
-                seed=seed,
-                notes=generation.notes,
-                row_counts=generation.row_counts,
-                few_rows=generation.few_rows,
+                seed=generation.recipe.seed,
+                notes=generation.recipe.notes,
+                row_counts=generation.recipe.row_counts,
+                few_rows=generation.recipe.few_rows.row_counts,
                 **{name: getattr(each.stats, name) for name in STATS_FIELDS},
             )
             if finish_reason is not None:

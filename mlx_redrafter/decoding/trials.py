@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ..engine.stats import Stats
 from ..measuring.pair import Pair
 from ..text.encoding import encode_chat
+from .generation import open_generation
 from .options import Options
-from .recipe import open_generation
 
 TRIAL_PROMPTS = (
     "Write a function that reverses a linked list.\n\ndef reverse(",

@@ -21,8 +21,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from ..engine.beam_search import Advance, State
-from ..engine.types import Kept
-from ..target.model_parts import StateName, get_head, get_parts
+from ..engine.types import Kept, StateName
+from ..target.model_parts import get_head, get_parts
 from ..target.tree_attention import Nodes, build_with_nodes
 from .protocol import N_SAMPLES, Drafter, Head, StepwiseSource, make_samples
 

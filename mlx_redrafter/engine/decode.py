@@ -7,7 +7,7 @@ the next forward.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, cast
@@ -15,53 +15,16 @@ from typing import Any, Literal, NamedTuple, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..machine import ranks
-from ..target.row_attention import attend_by_row
-from ..target.target import Target
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
 from .planner import ObservedRound, Planner
-from .round import Draft, Outcome, TokenChooser, extend, process_rows, step, verify
+from .round import Draft, Outcome, Round, Rounds, TokenChooser, extend, process_rows, step, verify
 from .source import Source
 from .tree import add_branch
-from .types import DraftSource, Kept, Tree
+from .types import Kept, TargetProtocol
 
 CLEAR_EVERY = 256
 """MLX's buffer cache is cleared after at most this many tokens plus a round, as in mlx-lm."""
 
-
-class Round(NamedTuple):
-    """A target forward after its host read; or a piece of the prompt, which has no tokens.
-
-    Attributes:
-        tokens: the accepted drafted tokens, then one of the target's own.
-        logprobs: the target's log-probabilities (V,) for each of them, evaluated.
-        plan: the plan of the draft; None for a plain step.
-        tree: the draft, evaluated; None for a plain step.
-        path: the accepted nodes from the root down.
-        replayed: how many tokens it replayed.
-        is_prompt: whether its forward read prompt tokens.
-        from_context: whether the accepted tokens were drafted from the context, not by the drafter.
-    """
-
-    tokens: list[int]
-    logprobs: list[mx.array]
-    plan: Plan | None = None
-    tree: Tree | None = None
-    path: Sequence[int] = (0,)
-    replayed: int = 0
-    is_prompt: bool = False
-    from_context: bool = False
-
-    @property
-    def draft_sources(self) -> list[DraftSource | None]:
-        """What drafted each token; None for the last one, which is the target's own."""
-        if not self.tokens:
-            return []
-        source: DraftSource = "context" if self.from_context else "drafter"
-        return [*[source] * (len(self.tokens) - 1), None]
-
-
-Rounds = Generator[Round, None, None]
 
 ReportProgress = Callable[[int, int], None]
 """Called with (prompt tokens processed, prompt tokens in all)."""
@@ -103,6 +66,8 @@ class Decoder:
         sources: at most one with a drafter and one without; the latter forecasts its proposals.
         planner: chooses what each round drafts.
         history: the tokens that the target's cache holds, for processors and sources.
+        prefill_step_size: the most tokens of a piece of the prompt.
+        max_kv_size: see `Source`.
         on_drafter_failure: see `Options`.
         may_run_ahead: called in each round; if it returns False, no plain step is enqueued before
             the read, and the cache then ends before the round's last token. None means always True.
@@ -114,12 +79,14 @@ class Decoder:
 
     def __init__(
         self,
-        target: Target,
+        target: TargetProtocol,
         chooser: TokenChooser,
         planner: Planner,
         sources: Sequence[Source] = (),
         *,
         history: Sequence[int] = (),
+        prefill_step_size: int = 2048,
+        max_kv_size: int | None = None,
         on_drafter_failure: Callable[[Exception], None] | None = None,
         may_run_ahead: Callable[[], bool] | None = None,
         piece_ends: Sequence[int] = (),
@@ -128,12 +95,13 @@ class Decoder:
         self._chooser = chooser
         self._planner = planner
         self._history = history
+        self._prefill_step_size = prefill_step_size
         self._piece_ends = piece_ends
         self._drafter = next((source for source in sources if source.drafter is not None), None)
         self._context = next((source for source in sources if source.drafter is None), None)
         self._on_drafter_failure = on_drafter_failure
         self._may_run_ahead = may_run_ahead or (lambda: True)
-        self._is_timed = ranks.count_ranks() == 1  # each rank would measure different times
+        self._is_timed = not target.is_shared
         self._seen: mx.array | None = None  # the text before the next root, for the processors
         self._root = 0
         self._vocab_size = 0
@@ -143,9 +111,9 @@ class Decoder:
         self._ahead: Pending | None = None
         self._n_ahead = 0  # consecutive rounds that were enqueued ahead
         if self._drafter is not None:
-            self._drafter.read_rows = target.read_rows
+            self._drafter.attach(target.read_rows, prefill_step_size, max_kv_size)
 
-    def decode(self, prompt: mx.array, prefill_step_size: int, report: ReportProgress) -> Rounds:
+    def decode(self, prompt: mx.array, report: ReportProgress) -> Rounds:
         """Yields an empty round after each piece of the prompt, then decoding rounds without end.
 
         No unevaluated array is kept across a yield, so each `next` may come from another thread.
@@ -153,10 +121,9 @@ class Decoder:
 
         Args:
             prompt: (T,) int32, T >= 1.
-            prefill_step_size: the most tokens of a piece.
             report: see `ReportProgress`.
         """
-        yield from self.prefill(prompt, prefill_step_size, report)
+        yield from self.prefill(prompt, report)
         n_since_clear = 0
         try:
             while True:
@@ -175,7 +142,7 @@ class Decoder:
         finally:
             self._planner.finish()
 
-    def prefill(self, prompt: mx.array, prefill_step_size: int, report: ReportProgress) -> Rounds:
+    def prefill(self, prompt: mx.array, report: ReportProgress) -> Rounds:
         """Processes the prompt in pieces, and yields an empty round after each.
 
         At the end it enqueues a step on the prompt's last token.
@@ -190,7 +157,7 @@ class Decoder:
             position = self.target.length
             next_end = bisect_right(self._piece_ends, position)
             sizes = [end - position for end in self._piece_ends[next_end : next_end + 1]]
-            size = min(prefill_step_size, total - done - 1, *sizes)
+            size = min(self._prefill_step_size, total - done - 1, *sizes)
             piece = prompt[done : done + size]
             with on_stream():
                 hidden = self.target.forward(piece, want_hidden=reads_all).hidden
@@ -293,7 +260,7 @@ class Decoder:
         given = adjust if processors or draws is not None else None
         in_level_order = bool(self._chooser.processors)
         try:
-            with attend_by_row():
+            with self.target.drafting():
                 tree = drafter.propose(root, plan, given, in_level_order=in_level_order)
             self._draft = Draft(tree, draws)
             mx.async_eval(self._draft, drafter.arrays)

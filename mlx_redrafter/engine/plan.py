@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import RedrafterError
+
+AUTO: Literal["auto"] = "auto"
+OFF: Literal["off"] = "off"
 
 MAX_REPLAY = 8
 """The most tokens that a verify forward replays on a cache that cannot be trimmed.

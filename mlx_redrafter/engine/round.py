@@ -10,18 +10,17 @@ without a draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..errors import RedrafterError
-from ..target.target import Target
 from .accept import accept, accept_chain
 from .grammar import Grammar, mask_root, mask_tree
 from .plan import Plan
 from .sampling import Draws, Sampler
-from .types import Kept, Tree
+from .types import DraftSource, Kept, TargetProtocol, Tree
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 """An mlx-lm logits processor: (history (T,), logits (1, V)) -> logits (1, V)."""
@@ -75,6 +74,41 @@ class Outcome(NamedTuple):
         return packed[1 : 1 + count], packed[middle : middle + count]
 
 
+class Round(NamedTuple):
+    """A target forward after its host read; or a piece of the prompt, which has no tokens.
+
+    Attributes:
+        tokens: the accepted drafted tokens, then one of the target's own.
+        logprobs: the target's log-probabilities (V,) for each of them, evaluated.
+        plan: the plan of the draft; None for a plain step.
+        tree: the draft, evaluated; None for a plain step.
+        path: the accepted nodes from the root down.
+        replayed: how many tokens it replayed.
+        is_prompt: whether its forward read prompt tokens.
+        from_context: whether the accepted tokens were drafted from the context, not by the drafter.
+    """
+
+    tokens: list[int]
+    logprobs: list[mx.array]
+    plan: Plan | None = None
+    tree: Tree | None = None
+    path: Sequence[int] = (0,)
+    replayed: int = 0
+    is_prompt: bool = False
+    from_context: bool = False
+
+    @property
+    def draft_sources(self) -> list[DraftSource | None]:
+        """What drafted each token; None for the last one, which is the target's own."""
+        if not self.tokens:
+            return []
+        source: DraftSource = "context" if self.from_context else "drafter"
+        return [*[source] * (len(self.tokens) - 1), None]
+
+
+Rounds = Generator[Round, None, None]
+
+
 class TokenChooser(NamedTuple):
     """How tokens are chosen from logits.
 
@@ -91,7 +125,7 @@ class TokenChooser(NamedTuple):
 
 
 def verify(
-    target: Target,
+    target: TargetProtocol,
     draft: Draft,
     chooser: TokenChooser,
     history: mx.array | None,
@@ -138,7 +172,7 @@ def verify(
 
 
 def step(
-    target: Target,
+    target: TargetProtocol,
     token: mx.array,
     chooser: TokenChooser,
     history: mx.array | None,

@@ -21,10 +21,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import mlx.core as mx
 
-from ..target.model_parts import StateName
 from .beam_search import Adjust
 from .plan import Plan
-from .types import Kept, Tree
+from .types import Kept, StateName, Tree
 
 ReadRows = Callable[[int], tuple[mx.array, mx.array]]
 """(number of a layer's cache) -> the (keys, values) that it keeps, see `Target.read_rows`."""
@@ -52,21 +51,31 @@ class Source:
         capture: the target's hidden states that it reads.
         reads_all: whether it reads the states of all positions, including the prompt's, or only the
             last one's.
-        read_rows: reads the target's cache; set by the decoder for a source with a drafter. Only
-            `propose` may call it, with `proposes_after_read`: before, it holds rejected rows.
         drafter: a `drafters.protocol.Drafter`, its weights; None for none.
+        read_rows: reads the target's cache. Only `propose` may call it, with
+            `proposes_after_read`: before, it holds rejected rows.
         max_kv_size: the approximate limit of rows in its own cache, if it supports one; None for no
             limit.
         prefill_step_size: the most tokens that it reads at once.
+
+    The last three are set by `attach`.
     """
 
     proposes_after_read: ClassVar[bool] = False
     reads_all: ClassVar[bool] = False
     capture: tuple[StateName, ...] = ()
-    read_rows: ReadRows | None = None
     drafter: Any = None
+    read_rows: ReadRows | None = None
     max_kv_size: int | None = None
     prefill_step_size: int = 2048
+
+    def attach(
+        self, read_rows: ReadRows, prefill_step_size: int = 2048, max_kv_size: int | None = None
+    ) -> None:
+        """Called on a source with a drafter when decoding after a prompt begins."""
+        self.read_rows = read_rows
+        self.prefill_step_size = prefill_step_size
+        self.max_kv_size = max_kv_size
 
     def read(self, tokens: Sequence[int]) -> None:
         """Called before the first decoded token, with all tokens of history and prompt."""

@@ -12,14 +12,20 @@ The example used in all files (W = 2, K = 2; words are tokens)::
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from ..target.model_parts import StateName
-
 DraftSource = Literal["drafter", "context"]
 """What drafted a token."""
+
+StateName = str | int
+"""A hidden state of the target: `AFTER_NORM` or `BEFORE_NORM`, the output or input of its final
+norm, or a layer's number from 0 for that layer's output."""
+
+RowCounts = tuple[int, ...]
+"""Numbers of rows, ascending."""
 
 
 class Beams(NamedTuple):
@@ -95,3 +101,37 @@ class Kept(NamedTuple):
     def rows(self, values: mx.array) -> mx.array:
         """(R, ...) the rows of `tokens`, or of a hidden state, that stay."""
         return values if self.path is None else values[self.path]
+
+
+class Forward(NamedTuple):
+    """One target forward.
+
+    Attributes:
+        logits: (T, V) as the model computes them.
+        hidden: the captured hidden states (T, D) by name; empty if they were not requested.
+    """
+
+    logits: mx.array
+    hidden: dict[StateName, mx.array]
+
+
+class TargetProtocol(Protocol):
+    """What the engine asks of a target; `target.target.Target` implements and documents it."""
+
+    cache: list[Any]
+    length: int
+
+    @property
+    def is_shared(self) -> bool: ...
+    @property
+    def replayed(self) -> int: ...
+    def has_room(self, count: int) -> bool: ...
+    def forward(self, tokens: mx.array, *, want_hidden: bool = True) -> Forward: ...
+    def verify(self, tree: Tree, *, is_tree: bool) -> Forward: ...
+    def keep_path(self, path: list[int], tokens: list[int]) -> None: ...
+    def read_rows(self, layer: int) -> tuple[mx.array, mx.array]: ...
+    def finish(self, length: int, last_token: int) -> None: ...
+    def count_until_quantized(self) -> int | None: ...
+    def list_pending_arrays(self) -> list[Any]: ...
+    def evaluate(self) -> None: ...
+    def drafting(self) -> AbstractContextManager[None]: ...

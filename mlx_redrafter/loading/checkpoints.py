@@ -17,11 +17,11 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model
 
-from ..decoding.options import AUTO
 from ..demo import DIRECTORY as DEMO
 from ..drafters.checkpoint import get_not_finite, is_float, list_weights
 from ..drafters.draft_model import DraftModel
 from ..drafters.protocol import Drafter
+from ..engine.plan import AUTO
 from ..errors import CheckpointError, RedrafterError, UnsupportedModelError, join_lines
 from ..files import expand_path, replace_file
 from ..machine import ranks

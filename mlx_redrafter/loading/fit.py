@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi, constants
 
 from ..cli.arguments import get_drafter_name
-from ..decoding.options import AUTO
+from ..engine.plan import AUTO
 from ..files import expand_path
 from ..machine.memory import get_memory_bytes, get_usable_bytes
 from .auto_drafter import find_published, format_bytes, get_target_folder

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from ..drafters.protocol import Drafter
 from ..engine.source import Source
+from ..engine.types import RowCounts, StateName
 from ..errors import RedrafterError
 from ..planning.acceptance import HitCounts
 from ..planning.auto_planner import EarlierTexts
@@ -22,9 +23,8 @@ from ..planning.costs import CostTable
 from ..target import kv_cache
 from ..target.few_rows import NO_FEW_ROWS, FewRows
 from ..target.model_checks import check_draftable, check_verifiable
-from ..target.model_parts import StateName, get_vocab_size
+from ..target.model_parts import get_vocab_size
 from ..target.target import KVQuantization
-from .row_classes import RowCounts
 from .store import (
     load_or_measure_costs,
     load_or_measure_verdicts,
@@ -111,13 +111,7 @@ class Pair:
         *,
         uses_few_rows: bool = True,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
-        if drafter is not None and not hasattr(drafter, "open"):
-            got = type(drafter).__name__
-            if isinstance(drafter, nn.Module):
-                got += "; a language model is given as draft_model"
-            raise RedrafterError(f"drafter must be what load_drafter returns, got {got}")
+        _list_modules(model, drafter)
         if findings is None and drafter is not None:
             drafter.check_fit(model)
         self.model = model
@@ -253,9 +247,16 @@ class Pair:
         return self.findings.get_or_make(("chains", states, *rings), explain)
 
 
-def _list_modules(model: nn.Module, drafter: Any) -> list[Any]:
-    """The model, and the drafter's weights if there is one."""
-    return [model] if drafter is None else [model, getattr(drafter, "weights", drafter)]
+def _list_modules(model: nn.Module, drafter: Drafter | None) -> list[nn.Module]:
+    """The model, and the drafter's weights if there is one; refuses anything else."""
+    if not isinstance(model, nn.Module):
+        raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
+    if drafter is not None and not isinstance(drafter, Drafter):
+        got = type(drafter).__name__
+        if isinstance(drafter, nn.Module):
+            got += "; a language model is given as draft_model"
+        raise RedrafterError(f"drafter must be what load_drafter returns, got {got}")
+    return [model] if drafter is None else [model, drafter.weights]
 
 
 _latest: tuple[list[weakref.ref[Any]], Findings] | None = None

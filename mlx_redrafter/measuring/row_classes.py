@@ -25,6 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from ..engine.tree import chain
+from ..engine.types import RowCounts
 from ..machine import ranks
 from ..target import kv_cache
 from ..target.few_rows import NO_FEW_ROWS, FewRows
@@ -35,9 +36,6 @@ from ..target.row_attention import replace_attention
 from ..target.target import KVQuantization, Target
 
 _log = logging.getLogger(__name__)
-
-RowCounts = tuple[int, ...]
-"""Numbers of rows, ascending."""
 
 MAX_COMPARED_ROWS = 16
 """The largest number of rows that is compared, and how many tokens are read in each comparison."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..drafters.checkpoint import list_weights
 from ..drafters.protocol import Drafter
+from ..engine.types import RowCounts
 from ..errors import join_lines, warn
 from ..files import is_number, write_text
 from ..machine import ranks
@@ -33,7 +34,7 @@ from ..planning.costs import CostTable, is_disturbed, parse_costs
 from ..target.few_rows import NO_FEW_ROWS, FewRows
 from ..target.model_parts import get_module_name
 from ..target.target import KVQuantization
-from .row_classes import RowCounts, compare_row_counts, format_row_counts, parse_row_classes
+from .row_classes import compare_row_counts, format_row_counts, parse_row_classes
 from .timing import measure_costs
 from .verdicts import Verdicts, digest_kernels, has_metal, measure_verdicts, parse_verdicts
 

@@ -19,10 +19,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from ..drafters.protocol import Drafter
-from ..engine.decode import Decoder, Rounds
+from ..engine.decode import Decoder
 from ..engine.plan import Plan, chain_plan
 from ..engine.planner import Planner
-from ..engine.round import Draft, TokenChooser, step, verify
+from ..engine.round import Draft, Rounds, TokenChooser, step, verify
 from ..engine.sampling import make_sampler
 from ..engine.source import Source
 from ..engine.tree import chain
@@ -110,7 +110,7 @@ def read_zeros(
     """(a target and a source that hold a text of `length` zeros, the vocabulary size)."""
     source = drafter.open(model)
     target = Target(model, capture=source.capture, few_rows=few_rows)
-    source.read_rows = target.read_rows
+    source.attach(target.read_rows)
     logits, hidden = target.forward(mx.zeros((1,), mx.int32))
     count = length - 1 if source.reads_all else 1
     states = {name: mx.zeros((count, x.shape[-1]), x.dtype) for name, x in hidden.items()}
@@ -184,7 +184,7 @@ def time_parts(
                 history=[0] * length,
                 may_run_ahead=lambda: not is_slow,
             )
-            rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
+            rounds = decoder.decode(tokens[:1], lambda done, total: None)
             next(rounds)
             # The first of two overlapping rounds takes up to twice as long as later ones.
             if not is_slow:

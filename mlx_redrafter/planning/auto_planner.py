@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.plan import CONTEXT_ONLY, MAX_REPLAY, Plan, chain_plan
 from ..engine.planner import ObservedRound, Planner
-from ..measuring.row_classes import RowCounts
+from ..engine.types import RowCounts
 from .acceptance import (
     NO_DRAFT,
     UNKNOWN_ACCEPTANCE,

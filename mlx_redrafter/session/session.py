@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.cache_bytes import compute_cache_bytes, count_cache_bytes
 from ..decoding.options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_function
 from ..decoding.responses import GenerationResponse, stream_responses
 from ..drafters.protocol import Drafter
@@ -25,7 +26,7 @@ from ..engine.source import Source
 from ..errors import RedrafterError
 from ..loading.checkpoints import evaluate
 from ..machine import ranks
-from ..machine.memory import compute_cache_bytes, count_cache_bytes, get_free_bytes
+from ..machine.memory import get_free_bytes
 from ..measuring.pair import get_pair
 from ..target import kv_cache
 from ..target.model_checks import make_cache

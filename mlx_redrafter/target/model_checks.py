@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from ..engine.types import StateName
 from ..errors import UnsupportedModelError, join_lines
 from . import kv_cache
-from .model_parts import AFTER_NORM, StateName, check_states, get_module_name
+from .model_parts import AFTER_NORM, check_states, get_module_name
 from .supported_models import CHAINS, LENGTH_BOUND, NO_RINGS, REFUSED, REPLAYED, TREES
 from .tree_attention import Nodes, build_with_nodes
 

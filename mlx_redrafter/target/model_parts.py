@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import gather_last_axis
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..engine.types import StateName
 from ..errors import UnsupportedModelError
 from . import kv_cache
 from .patches import Slot, replace_functions, with_model_lock
@@ -19,10 +20,6 @@ T = TypeVar("T")
 
 AFTER_NORM = "after_norm"
 BEFORE_NORM = "before_norm"
-
-StateName = str | int
-"""A hidden state of the target: `AFTER_NORM` or `BEFORE_NORM`, the output or input of its final
-norm, or a layer's number from 0 for that layer's output."""
 
 
 EMBEDDINGS = (

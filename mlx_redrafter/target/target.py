@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,13 +17,13 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..engine.tree import chain
-from ..engine.types import Tree
+from ..engine.types import Forward, StateName, Tree
 from ..errors import RedrafterError
 from ..machine import ranks
 from . import kv_cache
 from .few_rows import NO_FEW_ROWS, FewRows
 from .model_checks import get_exact_length
-from .model_parts import StateName, capture, get_capture_points
+from .model_parts import capture, get_capture_points
 from .row_attention import attend_by_row
 from .tree_attention import Nodes, build_with_nodes
 
@@ -36,18 +37,6 @@ class KVQuantization(NamedTuple):
     bits: int | None = None
     group_size: int = 64
     start: int = 5000
-
-
-class Forward(NamedTuple):
-    """One target forward.
-
-    Attributes:
-        logits: (T, V) as the model computes them.
-        hidden: the captured hidden states (T, D) by name; empty if they were not requested.
-    """
-
-    logits: mx.array
-    hidden: dict[StateName, mx.array]
 
 
 class Target:
@@ -107,6 +96,11 @@ class Target:
         self._snapshot: list[dict[str, Any]] | None = None
         self._replay: list[int] = []  # accepted after the snapshot
         self._has_run = False  # as in mlx-lm, the cache is not quantized before the first forward
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share the model, each of which would measure other times."""
+        return ranks.count_ranks() > 1
 
     @property
     def replayed(self) -> int:
@@ -309,6 +303,10 @@ class Target:
     def list_pending_arrays(self) -> list[Any]:
         """Cache states that a forward may leave unevaluated: only the next forward reads them."""
         return [] if self._feeds_logits else [c.state for c in self.cache]
+
+    def drafting(self) -> AbstractContextManager[None]:
+        """A context in which drafts are built: on CUDA their attention avoids cuDNN."""
+        return attend_by_row()
 
     def evaluate(self) -> None:
         """Evaluates the cache."""

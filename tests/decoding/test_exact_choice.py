@@ -15,7 +15,7 @@ from helpers.sessions import make_drafter
 from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter.cli.doctor import diagnose, format_report
 from mlx_redrafter.decoding.options import Options
-from mlx_redrafter.decoding.recipe import choose_row_counts, choose_setup, get_cache_row_classes
+from mlx_redrafter.decoding.recipe import choose_row_counts, get_cache_row_classes, resolve_recipe
 from mlx_redrafter.measuring import store
 from mlx_redrafter.measuring.pair import Pair
 from mlx_redrafter.planning.costs import CostTable
@@ -71,7 +71,7 @@ def test_the_choice_of_a_busy_moment_is_kept_until_refreshed(machine: Machine) -
 
 def test_the_note_that_nothing_pays_names_the_command(machine: Machine) -> None:
     pair = machine.start()
-    (note,) = choose_setup(pair, EXACT, pair.open_source()).notes
+    (note,) = resolve_recipe(pair, EXACT, pair.open_source()).notes
     assert note.startswith("nothing drafts: by its costs no padding pays (--exact); ")
     assert note.endswith("mlx_redrafter.doctor --refresh measures again")
 
@@ -95,7 +95,7 @@ def test_doctor_prints_and_renews_the_choice(
     (line,) = examine(refresh=False)
     when = r"0.0 hours ago at load [\d.]+ on \d+ cores; --refresh chooses again"
     assert re.fullmatch(rf"Chosen for --exact: 1 \(nothing drafts\), {when}", line)
-    (note,) = choose_setup(pair, EXACT, pair.open_source()).notes
+    (note,) = resolve_recipe(pair, EXACT, pair.open_source()).notes
     assert note.startswith("nothing drafts: ")
     machine.costs = [IDLE]
     with pytest.warns(UserWarning, match="--exact now computes"):
@@ -156,8 +156,8 @@ def test_costs_that_cannot_be_measured_keep_the_class_of_one(machine: Machine, p
     machine.costs = []  # nothing can be measured
     options = replace(EXACT, plan=plan, on_drafter_failure=failures.append)
     pair = machine.start()
-    assert choose_setup(pair, options, pair.open_source()).row_counts == (1,)
+    assert resolve_recipe(pair, options, pair.open_source()).row_counts == (1,)
     assert [type(error) for error in failures] == [IndexError], "reported once"
     machine.costs = [IDLE]
     for later in (pair, machine.start()):
-        assert choose_setup(later, options, later.open_source()).row_counts == (1,)
+        assert resolve_recipe(later, options, later.open_source()).row_counts == (1,)

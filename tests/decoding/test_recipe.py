@@ -11,8 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from helpers.families import make_family
 from helpers.sessions import make_drafter
 from helpers.small import small_drafter, small_llama
+from mlx_redrafter.decoding.generation import open_generation
 from mlx_redrafter.decoding.options import Options
-from mlx_redrafter.decoding.recipe import choose_setup, open_generation, prepare_cache
+from mlx_redrafter.decoding.recipe import prepare_cache, resolve_recipe
 from mlx_redrafter.measuring.pair import Pair
 from mlx_redrafter.planning.costs import CostTable
 
@@ -38,7 +39,7 @@ def test_notes_give_the_reason_for_not_drafting(
 ) -> None:
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda self, **_: COSTS)
     pair = Pair(small_llama(), small_drafter())
-    found = choose_setup(pair, Options(**options), pair.open_source()).notes
+    found = resolve_recipe(pair, Options(**options), pair.open_source()).notes
     assert len(found) == len(notes)
     assert all(map(str.startswith, found, notes))
 
@@ -48,16 +49,17 @@ def test_notes_name_models_without_trees_or_drafts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda self, **_: cheap)
     chains = make_family("qwen3_next")
     pair = Pair(chains, make_drafter(chains))
-    (note,) = choose_setup(pair, Options(), pair.open_source()).notes
+    (note,) = resolve_recipe(pair, Options(), pair.open_source()).notes
     assert note.startswith(
         "chains, not trees: its cache (ArraysCache) takes tokens one after the other"
     )
-    (note,) = choose_setup(Pair(make_family("phi3small")), Options()).notes
+    (note,) = resolve_recipe(Pair(make_family("phi3small")), Options()).notes
     assert note.startswith(
         "the context does not draft: cannot draft for phi3small: its block-sparse layers"
     )
 
 
+@pytest.mark.filterwarnings("ignore:max_kv_size, which mlx-lm ignores")
 @pytest.mark.parametrize(
     ("size", "classes", "note"),
     [
@@ -76,8 +78,8 @@ def test_notes_name_the_ring_that_limits_exact_drafts(
     pair = Pair(small_llama())
     options = Options(exact=True, max_kv_size=size)
     given = Options(exact=True, prompt_cache=prepare_cache(pair, options))
-    assert re.match(note, choose_setup(pair, options).notes[0])
-    assert re.match(note, choose_setup(pair, given).notes[0])
+    assert re.match(note, resolve_recipe(pair, options).notes[0])
+    assert re.match(note, resolve_recipe(pair, given).notes[0])
 
 
 def decode(name: str, **options: Any) -> None:

@@ -25,7 +25,7 @@ from helpers.toys import assert_same_cache, assert_same_steps, ids, make_model, 
 from mlx_redrafter.decoding.options import get_default_depth
 from mlx_redrafter.drafters.protocol import Drafter, Embed
 from mlx_redrafter.engine.beam_search import Advance
-from mlx_redrafter.engine.generation import DecodedToken
+from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.planning.acceptance import get_acceptance, scale_rates
 from mlx_redrafter.planning.auto_planner import list_candidate_plans

@@ -76,8 +76,8 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     tokens = []
     source = drafter.open(model)
     target = Target(model, capture=source.capture)
-    decoder = Decoder(target, TokenChooser(sampler), planner, [source])
-    steps = decoder.decode(mx.array(PROMPT), 3, lambda done, total: None)
+    decoder = Decoder(target, TokenChooser(sampler), planner, [source], prefill_step_size=3)
+    steps = decoder.decode(mx.array(PROMPT), lambda done, total: None)
     while len(tokens) < COUNT:
         rounds.append(next(steps))
         tokens += rounds[-1].tokens
@@ -152,7 +152,7 @@ def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
     # Not asked after the prompt, whose next token is already there.
     asked = iter([True] * 3 + [False] * 3)
     decoder = Decoder(target, chooser, Planner(None), may_run_ahead=lambda: next(asked))
-    rounds = decoder.decode(mx.array(PROMPT), 2048, lambda done, total: None)
+    rounds = decoder.decode(mx.array(PROMPT), lambda done, total: None)
     tokens = []
     for count in range(1, 8):
         tokens += next(iter(each.tokens for each in rounds if each.tokens))

@@ -21,7 +21,7 @@ from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine import round as rounds
-from mlx_redrafter.engine.generation import DecodedToken
+from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.errors import RedrafterError
 
 CONVERSIONS = ("bool", "int", "float", "index", "array", "dlpack", "repr", "format")

@@ -10,10 +10,9 @@ import mlx.nn as nn
 import numpy as np
 
 from helpers.toys import VOCAB, ids, run
+from mlx_redrafter.decoding.generation import Generation, open_generation
 from mlx_redrafter.decoding.options import Options
-from mlx_redrafter.decoding.recipe import open_generation
-from mlx_redrafter.engine.decode import Round
-from mlx_redrafter.engine.generation import Generation
+from mlx_redrafter.engine.round import Round
 from mlx_redrafter.measuring.pair import get_pair
 
 

@@ -23,12 +23,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mlx_redrafter.decoding.generation import Generation, open_generation
 from mlx_redrafter.decoding.options import Options
-from mlx_redrafter.decoding.recipe import open_generation
 from mlx_redrafter.drafters.protocol import Drafter, Embed, StepwiseSource
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine.beam_search import Adjust, Advance
-from mlx_redrafter.engine.generation import DecodedToken, Generation
+from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.source import Forecast, Source
 from mlx_redrafter.engine.tree import chain, grow, prune
@@ -137,7 +137,7 @@ def assert_same_steps(
         assert mx.abs(mine.logprobs - theirs.logprobs).max().item() < tolerance
 
 
-class Scripted:
+class Scripted(Drafter):
     """A drafter that knows the target's text and is right exactly where its script says so.
 
     Its state is the path so far: it recognizes tokens by their embeddings, and the start of a draft
@@ -152,8 +152,6 @@ class Scripted:
     """
 
     dtype = mx.float32
-    check_fit = Drafter.check_fit
-    explain_chains = Drafter.explain_chains
 
     def __init__(
         self,
@@ -164,15 +162,16 @@ class Scripted:
         hidden: mx.array | None = None,
     ) -> None:
         vocab = model(mx.array([[0]])).shape[-1]
+        hidden = model.model(mx.array(tokens)[None])[0] if hidden is None else hidden
+        size = hidden.shape[-1]
+        super().__init__(DrafterArgs(size, vocab, 2 * size, 0))
         self._text = mx.array(tokens)
         self.ranks = list(ranks)
         self._ranks = mx.array(ranks)
-        self._hidden = model.model(self._text[None])[0] if hidden is None else hidden
+        self._hidden = hidden
         self._width = width
         self._tokens = mx.arange(vocab)
         self._embeddings = get_parts(model).embedding(self._tokens)
-        size = self._hidden.shape[-1]
-        self.args = DrafterArgs(size, vocab, 2 * size, 0)
         mx.eval(self._hidden, self._tokens, self._embeddings, self._text, self._ranks)
 
     def open(self, model: nn.Module) -> Source:
@@ -249,7 +248,7 @@ class ScriptedContext(Source):
         return chain(root, mx.array(self._tokens[: plan.n_context], mx.int32))
 
 
-class CachingDrafter:
+class CachingDrafter(Drafter):
     """A drafter whose sources keep one row per position of the text, like a head's KV cache.
 
     All guesses are wrong once a row is missing or a rejected row was kept.
@@ -264,8 +263,6 @@ class CachingDrafter:
     """
 
     dtype = mx.float32
-    check_fit = Drafter.check_fit
-    explain_chains = Drafter.explain_chains
 
     def __init__(
         self,
@@ -279,7 +276,7 @@ class CachingDrafter:
     ) -> None:
         embedding = get_parts(model).embedding
         vocab = model(mx.array([[0]])).shape[-1]
-        self.args = DrafterArgs(embedding(mx.array(0)).shape[-1], vocab, 8, 0)
+        super().__init__(DrafterArgs(embedding(mx.array(0)).shape[-1], vocab, 8, 0))
         self.tokens = list(tokens)
         self.width = width
         self.holes = holes

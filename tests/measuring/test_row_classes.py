@@ -24,13 +24,9 @@ from helpers.cost_curves import make_costs
 from helpers.small import small_drafter, small_llama
 from helpers.toys import ScriptedContext, ids, make_model, make_prompt, run
 from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding.generation import open_generation
 from mlx_redrafter.decoding.options import Options
-from mlx_redrafter.decoding.recipe import (
-    choose_row_counts,
-    choose_setup,
-    get_cache_row_classes,
-    open_generation,
-)
+from mlx_redrafter.decoding.recipe import choose_row_counts, get_cache_row_classes, resolve_recipe
 from mlx_redrafter.engine.tree import chain
 from mlx_redrafter.machine.cuda import THRASHING_CHECK, disable_thrashing_check
 from mlx_redrafter.measuring import row_classes as exactness
@@ -285,7 +281,7 @@ def test_exact_without_room_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> 
     options = Options(exact=True, max_tokens=8)
     only = Pair(model)
     assert choose_row_counts(only, options) == (1,)
-    choice = choose_setup(only, options)
+    choice = resolve_recipe(only, options)
     assert choice.row_counts == (1,)
     assert not choice.sources
     assert "nothing drafts" in choice.notes[0]
@@ -431,7 +427,7 @@ def test_a_failure_while_planning_keeps_the_row_counts(monkeypatch: pytest.Monke
     options = Options(exact=True, on_drafter_failure=failures.append)
     assert choose_row_counts(pair, options) == classes[1]
     monkeypatch.delattr(Pair, "get_or_measure_costs")
-    choice = choose_setup(pair, options, pair.open_source())
+    choice = resolve_recipe(pair, options, pair.open_source())
     assert choice.row_counts == classes[1]
     assert len(failures) == 1
     assert all(source.drafter is None for source in choice.sources)

@@ -295,11 +295,12 @@ def test_costs_and_row_classes_are_measured_with_it(
         with pytest.raises(ZeroDivisionError):
             own.get_or_measure_costs(trees=False)
     assert get_cache_row_classes(pair, Options()) == ((1, 2), (3, 4))
-    assert get_cache_row_classes(pair, Options(few_rows="off")) == ((1,),)
+    assert get_cache_row_classes(off, Options()) == ((1,),)
     assert measured == [few_rows, NO_FEW_ROWS] * 2
     assert get_cache_row_classes(pair, Options()) == ((1, 2), (3, 4)), "from memory"
     assert get_cache_row_classes(Pair(model), Options()) == ((1, 2), (3, 4)), "from disk"
-    assert get_cache_row_classes(Pair(model), Options(few_rows="off")) == ((1,),), "from disk"
+    off = Pair(model, uses_few_rows=False)
+    assert get_cache_row_classes(off, Options()) == ((1,),), "from disk"
 
 
 def test_unknown_verdicts_leave_row_classes_unknown(metal: FakeMetal) -> None:
@@ -319,7 +320,7 @@ def test_drafts_use_it_and_leave_the_text_unchanged(
     shared = {"max_tokens": 24, "exact": exact}
     plain = decode_steps(prompt, model, None, Options(plan="off", **shared))
     expected = ids(list(plain))
-    assert plain.few_rows == (ROW_COUNTS if exact else ())
+    assert plain.recipe.few_rows.row_counts == (ROW_COUNTS if exact else ())
     for few_rows in ("auto", "off"):
         drafter = small_drafter(hidden=96, vocab=64)
         options = Options(plan=(1, 3), few_rows=few_rows, **shared)
@@ -328,7 +329,7 @@ def test_drafts_use_it_and_leave_the_text_unchanged(
         assert ids(list(drafted)) == expected
         # Without it, MLX may compute no other number of rows as one row.
         assert drafted.output.stats.drafted > 0 or (exact and few_rows == "off")
-        assert drafted.few_rows == (ROW_COUNTS if few_rows == "auto" else ())
+        assert drafted.recipe.few_rows.row_counts == (ROW_COUNTS if few_rows == "auto" else ())
         assert bool(metal.matmuls) == (few_rows == "auto")
 
 
@@ -347,7 +348,7 @@ def test_exact_drafts_where_mlx_sums_several_rows_in_another_order(
     monkeypatch.setattr(setup, "load_row_counts", lambda *of, refresh: of[1][0])  # not by costs
     pair = Pair(make_model())
     shared = {"max_tokens": 24, "exact": True}
-    assert get_cache_row_classes(pair, Options(few_rows="off"))[0] == (1,)
+    assert get_cache_row_classes(pair.with_few_rows(False), Options())[0] == (1,)
     assert get_cache_row_classes(pair, Options())[0] == tuple(range(1, 9))
 
     prompt = [5, 6, 7, 8, 5, 6, 7]

@@ -32,7 +32,7 @@ from helpers.toys import (
 from mlx_redrafter.decoding import recipe as setup
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.generation import DecodedToken
+from mlx_redrafter.engine.output import DecodedToken
 from mlx_redrafter.engine.plan import MAX_REPLAY
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.target import kv_cache

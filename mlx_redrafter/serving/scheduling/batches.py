@@ -19,11 +19,9 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import greedy_sampler
 
-from ...decoding.recipe import open_generation
-from ...engine.decode import Round
-from ...engine.generation import Generation
+from ...decoding.generation import Generation, open_generation
 from ...engine.grammar import mask_root
-from ...engine.round import Processor
+from ...engine.round import Processor, Round
 from ...engine.sampling import Draws, Sampler
 from ...machine import ranks
 from ...measuring.pair import Pair

@@ -18,9 +18,9 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
+from ...decoding.cache_bytes import count_cache_bytes
 from ...errors import RedrafterError, join_lines
 from ...machine import ranks
-from ...machine.memory import count_cache_bytes
 from ...target import kv_cache
 from .cache_folder import CacheFolder
 

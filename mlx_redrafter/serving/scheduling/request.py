@@ -15,9 +15,9 @@ import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
 from ...decoding.options import Options
-from ...engine.decode import Round
-from ...engine.generation import FinishReason, Output
 from ...engine.grammar import Grammar
+from ...engine.output import FinishReason, Output
+from ...engine.round import Round
 from ...engine.source import Source
 from ...engine.types import DraftSource
 

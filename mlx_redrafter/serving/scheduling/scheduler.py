@@ -19,9 +19,9 @@ from typing import Literal
 
 import mlx.core as mx
 
+from ...decoding.generation import open_generation
 from ...decoding.options import Options
-from ...decoding.recipe import open_generation
-from ...engine.decode import Round
+from ...engine.round import Round
 from ...machine import ranks
 from ...measuring.pair import Pair
 from ...target import kv_cache

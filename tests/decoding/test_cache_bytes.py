@@ -11,9 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from helpers.sessions import assert_fresh, make_model, make_session, plain_session
 from mlx_redrafter import RedrafterError
+from mlx_redrafter.decoding.cache_bytes import compute_cache_bytes
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.machine import memory
-from mlx_redrafter.machine.memory import compute_cache_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
