@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from ..decoding.options import OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
-from ..demo import DIRECTORY as DEMO
-from ..drafters.protocol import Drafter
 from ..engine.plan import AUTO, OFF
 from ..errors import Parser, RedrafterError
 from ..files import parse_object
-from ..loading.auto_drafter import make_hint
-from ..loading.checkpoints import (
-    DTYPE_NAMES,
-    cast,
-    get_dtype_name,
-    is_quantized,
-    load,
-    load_auto_drafter,
-    load_demo_target,
-    load_draft_model,
-    load_fast_drafter,
-    load_shards,
-)
-from ..machine import ranks
+from ..loading.checkpoints import DTYPE_NAMES
+from ..loading.named_models import LoadedModels, ModelArgs, load_models
 
 
 def make_parser(command: str, about: str, without_drafter: str) -> Parser:
@@ -103,128 +87,36 @@ def parse_template_arguments(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def get_drafter_name(args: Any) -> str | None:
-    """The drafter or draft model that the flags name; None for neither."""
-    return args.drafter or args.draft_model
+def read_model_args(args: argparse.Namespace) -> ModelArgs:
+    """What the flags say about model and drafter."""
+    names = [each.name for each in fields(ModelArgs)]
+    return ModelArgs(**{name: getattr(args, name) for name in names if name in args})
 
 
-def load_target(args: Any, tokenizer_config: dict[str, Any] | None = None) -> tuple[nn.Module, Any]:
-    """Loads the (model, tokenizer) that a command's flags name.
-
-    Args:
-        args: with `model`, `adapter_path` and `trust_remote_code`; `quantize_activations`,
-            `model_dtype`, `pipeline` and `use_default_chat_template` may be missing.
-        tokenizer_config: more arguments for the tokenizer.
-    """
-    name = args.model
-    n_ranks = ranks.count_ranks()
-    for flag in ("adapter_path", "quantize_activations"):
-        given = f"--{flag.replace('_', '-')}"
-        if not getattr(args, flag, None):
-            continue
-        if n_ranks > 1:
-            raise RedrafterError(f"{given} needs a single process, got {n_ranks} ranks")
-        if name is None:
-            message = f"{given} needs --model: the packaged demo is loaded unchanged"
-            raise RedrafterError(message)
-
-    trust = args.trust_remote_code
-    config = {**(tokenizer_config or {}), "trust_remote_code": trust}
-    options: dict[str, Any] = {"tokenizer_config": config, "trust_remote_code": trust}
-    if n_ranks > 1:
-        if name is None:
-            message = f"{n_ranks} ranks need --model: the packaged demo needs a single process"
-            raise RedrafterError(message)
-        model, tokenizer = load_shards(name, pipeline=args.pipeline, **options)
-    elif name is None:
-        model, tokenizer = load_demo_target()
-    else:
-        changes = {"quantize_activations": getattr(args, "quantize_activations", False)}
-        model, tokenizer = load(
-            name, adapter_path=args.adapter_path, model_config=changes, **options
-        )
-
-    dtype = getattr(args, "model_dtype", None)
-    if dtype is not None:
-        cast(model, dtype)
-    if getattr(args, "use_default_chat_template", False) and tokenizer.chat_template is None:
-        # Newer tokenizers have none.
-        tokenizer.chat_template = getattr(tokenizer, "default_chat_template", None)
-    return model, tokenizer
-
-
-def load_models(
-    args: Any,
-    tokenizer_config: dict[str, Any] | None = None,
-    *,
-    verbose: bool = False,
-    hints: bool = False,
-) -> tuple[nn.Module, Any, Drafter | None]:
-    """Loads the (model, tokenizer, drafter or None) that a command's flags name.
-
-    A line on stderr warns if they will be slow.
+def load_named(
+    args: argparse.Namespace, tokenizer_config: dict[str, Any] | None = None, *, verbose: bool
+) -> LoadedModels:
+    """Loads what the flags of `make_text_parser` name.
 
     Args:
-        args: see `make_parser`, or `make_text_parser` if `verbose` or `hints`.
         tokenizer_config: see `load_target`.
-        verbose: also tells on stderr if defaults are used.
-        hints: also names a published drafter there, if none is given.
+        verbose: tells on stderr which defaults are used.
     """
-    model, tokenizer = load_target(args, tokenizer_config)
-    is_slow = args.model is not None and mx.default_device().type == mx.cpu
-    kind = get_dtype_name(model)
-    advice = "--dtype float32 is faster, and takes twice the memory"
-    if is_quantized(model):
-        kind = "quantized"
-        advice = "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
-    if is_slow and kind != "float32":
-        print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
-
-    was_asked = get_drafter_name(args) is not None
-    drafter = load_named_drafter(args, model, tokenizer)
-    if args.model is None:
-        if verbose:
-            print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
-    elif not was_asked and (verbose or hints) and not args.no_drafter and args.plan != OFF:
-        if verbose and args.context is not False:
-            print("no --drafter given: drafting from the context alone", file=sys.stderr)
-        if (hint := make_hint(args.model)) is not None:
-            print(hint, file=sys.stderr)
-    return model, tokenizer, drafter
-
-
-def load_named_drafter(args: Any, model: nn.Module, tokenizer: Any) -> Drafter | None:
-    """Loads the drafter that the flags name: by default the demo's for the demo, else none.
-
-    Replaces `AUTO` in `args` by the name of the drafter that was found.
-    """
-    if getattr(args, "no_drafter", False):
-        return None
-    if args.drafter == AUTO and args.model is None:
-        args.drafter = None
-    drafter: Drafter | None
-    if args.draft_model is not None:
-        drafter = load_draft_model(args.draft_model, model, tokenizer)
-    elif args.drafter == AUTO:
-        drafter, args.drafter = load_auto_drafter(args.model, model)
-    elif args.drafter is not None:
-        drafter = load_fast_drafter(args.drafter, model)
-    elif args.model is None:
-        drafter = load_fast_drafter(DEMO / "drafter", model)
-    else:
-        return None
-
-    dtype = args.model_dtype or ("float32" if args.model is None else None)
-    if dtype is not None and drafter is not None:
-        cast(drafter.weights, dtype)
-    return drafter
+    names = read_model_args(args)
+    hints = verbose and args.plan != OFF
+    loaded = load_models(names, tokenizer_config, verbose=verbose, hints=hints)
+    is_default = names.model and names.drafter_name is None and not names.no_drafter
+    if is_default and hints and args.context is not False:
+        print("no --drafter given: drafting from the context alone", file=sys.stderr)
+    return loaded
 
 
 def read_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `Options` from flags, validated before anything is loaded."""
     options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS if flag.name in args}
     checked = Options(**options).require_tokens()
-    needs_drafter = get_drafter_name(args) is not None or checked.shape not in (AUTO, None)
+    is_named = args.drafter is not None or args.draft_model is not None
+    needs_drafter = is_named or checked.shape not in (AUTO, None)
     if args.no_drafter and needs_drafter:
         names = ("drafter", "draft_model", *PLAN_OPTIONS[1:])
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)

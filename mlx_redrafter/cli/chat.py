@@ -21,7 +21,7 @@ from ..decoding.responses import GenerationResponse
 from ..errors import Parser, RedrafterError, join_lines
 from ..machine import ranks
 from ..session.session import Session
-from .arguments import get_drafter_name, load_models, make_text_parser, read_options
+from .arguments import load_named, make_text_parser, read_options
 from .generate import show_prompt_progress
 
 QUIT = ("q", "/quit", "/exit", "/bye")
@@ -43,8 +43,8 @@ def run() -> int:
     """Runs the command with `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
     options = read_options(args)
-    models = load_models(args, verbose=True)
-    session = Session(*models, chat_template_config=args.chat_template_config, **options)
+    loaded = load_named(args, verbose=True)
+    session = Session(*loaded[:3], chat_template_config=args.chat_template_config, **options)
     screen = Screen(args)
     if screen.is_interactive:
         screen.show_header(session)
@@ -151,7 +151,8 @@ class Screen(ChatUI):
         """Prints the loaded models, settings and commands."""
         args = self._args
         demo = "the packaged demo"
-        drafter = "none" if session.drafter is None else get_drafter_name(args) or f"{demo}'s"
+        name = args.drafter or args.draft_model or f"{demo}'s"
+        drafter = "none" if session.drafter is None else name
         limit = f"{args.max_tokens:,}" if args.max_tokens > 0 else "no limit"
         lines = [("model", args.model or demo), ("drafter", drafter), ("max tokens", limit)]
         if args.system_prompt:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ from ..errors import RedrafterError
 from ..loading.auto_drafter import examine_published, format_bytes
 from ..loading.checkpoints import format_dtype, is_quantized
 from ..loading.fit import measure_fit
+from ..loading.named_models import load_models, load_named_drafter
 from ..machine.description import describe_machine
 from ..measuring.pair import Pair
 from ..measuring.row_classes import format_row_counts
@@ -36,7 +36,7 @@ from ..planning.auto_planner import HYSTERESIS
 from ..planning.costs import CostTable, is_disturbed
 from ..target.model_checks import check_draftable
 from ..target.model_parts import get_compute_dtype, get_module_name
-from .arguments import get_drafter_name, load_models, load_named_drafter, make_parser
+from .arguments import make_parser, read_model_args
 
 TRIAL_DEPTH = 8
 """The longest chain of a trial."""
@@ -64,12 +64,13 @@ def run() -> int:
     add_options(parser, without=OPTION_NAMES - {*names})
     args = parser.parse_args()
     options = Options(**{name: getattr(args, name) for name in names})
-    fit = measure_fit(args) if args.model else None
+    named = read_model_args(args)
+    fit = measure_fit(args.model, named.drafter_name) if args.model else None
     if fit is not None:
         if not fit.fits and not fit.is_here:
             raise RedrafterError(f"{fit}. Nothing was downloaded")
         _say(str(fit))
-    model, tokenizer, drafter = load_models(args)
+    model, tokenizer, drafter, drafter_name = load_models(named)
     report = diagnose(model, tokenizer, drafter, options, refresh=args.refresh)
     report["published"] = list_published(args, model, options)
     if fit is not None:
@@ -80,7 +81,7 @@ def run() -> int:
         return 0
     settings = vars(args)
     if not args.model:
-        settings |= {"model": "demo", "drafter": get_drafter_name(args) or "demo"}
+        settings |= {"model": "demo", "drafter": drafter_name}
     print(json.dumps(report | {"settings": settings}))
     return 0
 
@@ -185,9 +186,9 @@ def list_published(args: Any, model: nn.Module, options: Options) -> list[dict[s
             continue
         line |= {"bytes": stored.n_bytes, "is_downloaded": stored.folder is not None}
         if problem is None and stored.folder is not None:
-            own = Namespace(**vars(args) | {"drafter": str(stored.folder), "draft_model": None})
+            own = replace(read_model_args(args), drafter=str(stored.folder), draft_model=None)
             try:
-                pair = Pair(model, load_named_drafter(own, model, None))
+                pair = Pair(model, load_named_drafter(own, model, None)[0])
                 line["fastest"] = predict_fastest(pair.with_few_rows(options.few_rows != OFF))
             except RedrafterError as error:
                 line["problem"] = str(error)

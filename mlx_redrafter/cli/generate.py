@@ -24,7 +24,6 @@ from ..decoding.options import PLAN_OPTIONS
 from ..decoding.responses import GenerationResponse, format_summary, stream_generate
 from ..decoding.trials import check_speedup
 from ..demo import demo_prompts
-from ..drafters.protocol import Drafter
 from ..engine.plan import OFF
 from ..errors import Parser, RedrafterError
 from ..machine import ranks
@@ -32,7 +31,7 @@ from ..machine.description import PACKAGES
 from ..measuring.row_classes import format_row_counts
 from ..text.chat_template import render
 from ..text.encoding import is_text
-from .arguments import get_drafter_name, load_models, make_text_parser, read_options
+from .arguments import load_named, make_text_parser, read_options
 
 DEMO_MAX_TOKENS = 400
 """Enough for the answer to the demo's own prompt, an edit."""
@@ -69,7 +68,8 @@ def run() -> int:
     tokenizer_config = dict[str, Any]()
     if args.prompt_cache_file is not None:
         options["prompt_cache"], tokenizer_config = read_prompt_cache(args)
-    model, tokenizer, drafter = load_models(args, tokenizer_config, verbose=args.verbose)
+    loaded = load_named(args, tokenizer_config, verbose=args.verbose)
+    model, tokenizer, drafter, drafter_name = loaded
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     options["seed"] = ranks.draw_seed() if args.seed is None else args.seed
@@ -89,7 +89,7 @@ def run() -> int:
         decoded = decode(stream, show=shows_text)
 
     if args.json:
-        record = make_record(args, drafter, decoded)
+        record = make_record(args, drafter_name, decoded)
         print(json.dumps(record | ({"compare": verdict} if verdict else {})))
     else:
         print("" if shows_text else decoded.text)
@@ -113,7 +113,7 @@ def run() -> int:
 def check_conflicts(args: argparse.Namespace) -> None:
     """Refuses flags that exclude each other, before anything is loaded."""
     if args.compare:
-        has_drafter = not args.no_drafter and (not args.model or get_drafter_name(args))
+        has_drafter = not args.no_drafter and (not args.model or args.drafter or args.draft_model)
         if args.plan == OFF:
             raise RedrafterError("--compare needs something that drafts: leave out --plan off")
         if args.context is False and not has_drafter:
@@ -396,7 +396,7 @@ def get_first_difference(one: Sequence[int], other: Sequence[int]) -> int | None
 
 
 def make_record(
-    args: argparse.Namespace, drafter: Drafter | None, decoded: Decoded
+    args: argparse.Namespace, drafter_name: str | None, decoded: Decoded
 ) -> dict[str, Any]:
     """The object of `--json`."""
     counts = dict(vars(decoded.last))
@@ -406,7 +406,7 @@ def make_record(
         **vars(args),
         "seed": decoded.last.seed,
         "model": args.model or "demo",
-        "drafter": None if drafter is None else get_drafter_name(args) or "demo",
+        "drafter": drafter_name,
     }
     versions = {"python": platform.python_version(), "mlx_redrafter": __version__}
     versions |= {name: version(name) for name in PACKAGES}

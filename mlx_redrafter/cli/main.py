@@ -26,7 +26,7 @@ COMMANDS = {
     "train": ("cli.train", "train a drafter for a model"),
     "doctor": ("cli.doctor", "measure the cost and speedup of drafting on this machine"),
     "server": ("cli.server", "serve the OpenAI and Anthropic APIs over HTTP"),
-    "race": ("serving.race", "serve a web page with plain and drafted decoding side by side"),
+    "race": ("cli.race", "serve a web page with plain and drafted decoding side by side"),
     "stdio": ("cli.stdio", "run sessions for another program, over JSON lines"),
 }
 """Name -> (the package's module whose `run()` is the command, its description)."""

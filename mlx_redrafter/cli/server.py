@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from ..decoding.options import Options
 from ..errors import Parser, RedrafterError
 from ..machine import ranks
-from .arguments import make_text_parser, read_options
+from ..serving.server_args import ServerArgs
+from .arguments import make_text_parser, read_model_args, read_options
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -23,7 +25,7 @@ PREFILL_STEP_SIZE = 512
 
 def run() -> int:
     """Serves until a signal; returns the exit status."""
-    args = check_args(make_parser().parse_args())
+    args = read_server_args(make_parser().parse_args())
     from ..serving.http.process import serve  # not needed for --help
 
     return serve(args)
@@ -136,8 +138,8 @@ def read_key(name: str) -> str:
     return Path(name).expanduser().read_text(encoding="utf-8")
 
 
-def check_args(args: argparse.Namespace) -> argparse.Namespace:
-    """Checks the flags before anything is loaded, and adds the decoding options as `options`."""
+def read_server_args(args: argparse.Namespace) -> ServerArgs:
+    """The settings that flags give, checked before anything is loaded."""
     if args.chat_template and args.model is None:
         raise RedrafterError("--chat-template needs --model: the packaged demo takes no template")
     if args.api_key is not None:
@@ -152,5 +154,10 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
         raise RedrafterError(
             f"--prompt-cache-dir needs a single process, got {ranks.count_ranks()} ranks"
         )
-    args.options = Options(**read_options(args))
-    return args
+    options = Options(**read_options(args))
+    names = {each.name for each in fields(ServerArgs)} & vars(args).keys()
+    return ServerArgs(
+        models=read_model_args(args),
+        options=options,
+        **{name: getattr(args, name) for name in names},
+    )

@@ -24,8 +24,9 @@ from ..decoding.responses import GenerationResponse
 from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, join_lines
 from ..files import parse_object
+from ..loading.named_models import load_models
 from ..session.session import Session
-from .arguments import get_drafter_name, load_models, make_text_parser, read_options
+from .arguments import make_text_parser, read_model_args, read_options
 
 PROTOCOL = 1
 """The schema version."""
@@ -84,7 +85,7 @@ def run() -> int:
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     stdout = sys.stdout.buffer
     with redirect_stdout(sys.stderr):  # stdout is for events only
-        models = load_models(args)
+        *models, drafter_name = load_models(read_model_args(args))
 
         def make_session(path: str | None) -> Session:
             if path is None:
@@ -92,8 +93,7 @@ def run() -> int:
             return Session.load(path, *models, **settings)
 
         server = SessionServer(stdout, make_session)
-        drafter = None if models[2] is None else get_drafter_name(args) or "demo"
-        names = {"model": args.model or "demo", "drafter": drafter}
+        names = {"model": args.model or "demo", "drafter": drafter_name}
         server.write("ready", None, protocol=PROTOCOL, version=__version__, **names)
         # A copy, as Python cannot exit while a thread reads sys.stdin.
         stdin = os.fdopen(os.dup(sys.stdin.fileno()), "rb")

@@ -6,11 +6,10 @@ Nothing is downloaded: sizes are the hub's, or those of files on this machine.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from huggingface_hub import HfApi, constants
 
-from ..cli.arguments import get_drafter_name
 from ..engine.plan import AUTO
 from ..files import expand_path
 from ..machine.memory import get_memory_bytes, get_usable_bytes
@@ -79,24 +78,25 @@ class Fit(NamedTuple):
         return f"{text} of {format_bytes(self.memory_bytes)}, without the text's cache"
 
 
-def measure_fit(args: Any) -> Fit | None:
-    """The sizes of the model and drafter that the flags name; None if the model's is not known.
+def measure_fit(model: str, name: str | None) -> Fit | None:
+    """The sizes of a model and a drafter; None if the model's is not known.
 
-    With neither a drafter nor a draft model, or `auto`, of the drafter that `auto` tries first; the
-    model's config is not compared.
+    Args:
+        model: a folder or hub id.
+        name: the drafter's or draft model's; None or `AUTO` for the drafter that `auto` tries
+            first; the model's config is not compared.
     """
-    name = get_drafter_name(args)
     try:
-        sizes, is_here = read_sizes(args.model)
+        sizes, is_here = read_sizes(model)
         drafter = None
         if name not in (None, AUTO):
             drafter = measure_weights(name, *read_sizes(name))
     except Exception:  # of the network or the hub; loading says which
         return None
     if name in (None, AUTO):
-        drafter = measure_auto_drafter(args.model, sizes, is_here=is_here)
+        drafter = measure_auto_drafter(model, sizes, is_here=is_here)
     return Fit(
-        measure_weights(args.model, sizes, is_here),
+        measure_weights(model, sizes, is_here),
         drafter,
         name is not None,
         get_usable_bytes(),

@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..cli.arguments import load_target
 from ..decoding.options import Options
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
@@ -24,6 +23,7 @@ from ..engine.stats import Stats
 from ..errors import RedrafterError
 from ..files import lock_file
 from ..loading.checkpoints import format_dtype, load_fast_drafter, save_drafter, strip_folders
+from ..loading.named_models import load_target
 from ..measuring.pair import Findings, Pair
 from ..measuring.sizing import choose_size, count_weights
 from ..target.model_checks import check_draftable
@@ -171,7 +171,7 @@ def run_training(
 def run_steps(run: Run, *, dry_run: bool) -> None:
     """Plans, makes the examples, trains and compares."""
     run.clock.say(f"loading {run.args.model or 'the packaged demo'}")
-    model, tokenizer = load_target(run.args)
+    model, tokenizer = load_target(run.args.model_args)
     check_draftable(model, tree=False)
     run.clock.reserve = run.clock.seconds - run.clock.left  # the end loads the target again
     dtype = run.args.dtype or format_dtype(get_compute_dtype(model))
@@ -424,7 +424,7 @@ def finish(run: Run, learner: Learner, plan: RunPlan) -> None:
     clock = run.clock
     directory = run.files.directory
     clock.show("loading the model to compare speeds")
-    model, tokenizer = load_target(args)
+    model, tokenizer = load_target(args.model_args)
     pair = Pair(model, load_fast_drafter(directory, model), plan.findings)
     prompts = [cut_prompt(example) for example in learner.held_out[:MAX_COMPARED]]
     started = time.perf_counter()

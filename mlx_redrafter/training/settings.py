@@ -9,6 +9,7 @@ from ..drafters import DEFAULT, TRAINABLE
 from ..drafters.trainable import TrainableArgs
 from ..errors import RedrafterError
 from ..loading.checkpoints import DTYPE_NAMES
+from ..loading.named_models import ModelArgs
 
 
 def setting(default: Any, text: str, least: float | None = None, **flag: Any) -> Any:
@@ -56,6 +57,15 @@ class TrainingArgs:
     batch_size: int = setting(4, "texts per iteration", 1)
     learning_rate: float = setting(4e-3, "peak learning rate of AdamW", 1e-12)
     seed: int = setting(0, "random seed", 0)
+
+    @property
+    def model_args(self) -> ModelArgs:
+        """The target to load."""
+        return ModelArgs(
+            model=self.model,
+            adapter_path=self.adapter_path,
+            trust_remote_code=self.trust_remote_code,
+        )
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,18 +100,18 @@ def test_doctor_takes_the_sizes_of_a_folder_and_of_the_cache(hub: Hub) -> None:
     folder = hub.root / MODEL
     n_bytes = (folder / "model.safetensors").stat().st_size
     (folder / "mtp.safetensors").write_bytes(b"1234")
-    found = fit.measure_fit(Namespace(model=str(folder), drafter="auto", draft_model=None))
+    found = fit.measure_fit(str(folder), "auto")
     assert found is not None
     assert found.model == fit.Size(str(folder), n_bytes, True)
     assert found.drafter == fit.Size(f"{folder}/mtp.safetensors", 4, True)
     assert hub.requests == []
     snapshot_download(MODEL)
     hub.failure = "error"
-    found = fit.measure_fit(Namespace(model=MODEL, drafter=None, draft_model=str(folder)))
+    found = fit.measure_fit(MODEL, str(folder))
     assert found is not None
     assert found.model == fit.Size(MODEL, n_bytes, True)
     assert found.drafter == fit.Size(str(folder), n_bytes, True)
-    assert fit.measure_fit(Namespace(model="no/such", drafter=None, draft_model=None)) is None
+    assert fit.measure_fit("no/such", None) is None
 
 
 def test_the_server_hints_too(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:

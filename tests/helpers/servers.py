@@ -20,7 +20,7 @@ from mlx_lm import tokenizer_utils
 from starlette.types import ASGIApp
 from transformers import AutoTokenizer
 
-from mlx_redrafter.cli.server import check_args, make_parser
+from mlx_redrafter.cli.server import make_parser, read_server_args
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.serving.api_errors import ApiError
@@ -30,6 +30,7 @@ from mlx_redrafter.serving.http.process import GracefulServer, bind, format_url,
 from mlx_redrafter.serving.scheduling.metrics import Metrics
 from mlx_redrafter.serving.scheduling.request import TokenEvent
 from mlx_redrafter.serving.scheduling.structured_output import GrammarCompiler
+from mlx_redrafter.serving.server_args import ServerArgs
 
 PATIENCE = 60.0
 """Timeout in seconds, generous for busy machines; passing tests never wait that long."""
@@ -71,9 +72,9 @@ class Running:
 
 def parse_flags(
     *flags: str, make: Callable[[], argparse.ArgumentParser] = make_parser
-) -> argparse.Namespace:
+) -> ServerArgs:
     """Parses server flags, adding a free port."""
-    return check_args(make().parse_args(["--port", "0", *flags]))
+    return read_server_args(make().parse_args(["--port", "0", *flags]))
 
 
 @contextmanager

@@ -509,7 +509,7 @@ def test_flags_are_parsed(tmp_path: Any) -> None:
     )
     assert args.api_key == "secret"
     assert args.prompt_cache_bytes == 1_500_000_000
-    assert args.max_tokens == -1
+    assert args.options.max_tokens == -1
     assert args.options.kv_bits == 8
     assert args.options.draft_depth == 4
     assert args.options.context is False

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -28,6 +27,7 @@ from ..api_errors import ApiError, Json
 from ..scheduling.request import Request, TokenEvent
 from ..scheduling.structured_output import Constraint
 from ..scheduling.worker import Worker, check_length
+from ..server_args import ServerArgs
 from .conversation import Tool, Tools, arrange, choose_tools, describe_tools, list_variants
 from .prefixes import list_piece_ends
 from .schemas import DEFAULT_MODEL, AnyBody
@@ -45,7 +45,6 @@ class Service:
     """The worker and everything else that all APIs use.
 
     Attributes:
-        args: the command's flags.
         model_name: the model's own name.
         drafter_name: the drafter's name; None without one.
         prompt_thread: encodes prompts, one at a time, so that a long one does not delay other
@@ -57,7 +56,7 @@ class Service:
 
     worker: Worker
     tokenizer: Any
-    args: argparse.Namespace
+    args: ServerArgs
     model_name: str
     drafter_name: str | None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -74,7 +73,7 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Refuses a name under which the loaded model is not served."""
-        known = (DEFAULT_MODEL, self.model_name, self.args.model, *self.names)
+        known = (DEFAULT_MODEL, self.model_name, self.args.models.model, *self.names)
         if not self.takes_any_name and name not in known:
             raise ApiError(
                 f"expected model {' or '.join(self.names)}, got {name!r:.100}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hmac
 import json
@@ -35,6 +34,7 @@ from ..formats.completion import Completion, Service, SubmittedAnswer, make_prom
 from ..formats.openai_completions import ChatCompletions, Completions
 from ..formats.openai_responses import Responses
 from ..formats.schemas import parse_body
+from ..server_args import ServerArgs
 
 APIS: dict[str, type[Completion[Any]]] = {
     "/v1/chat/completions": ChatCompletions,
@@ -163,7 +163,9 @@ def describe_served_name(service: Service, name: str) -> Json:
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "lifecycle": "active",
         "capabilities": None,
-        "max_tokens": length if service.args.max_tokens == -1 else service.args.max_tokens,
+        "max_tokens": length
+        if service.args.options.max_tokens == -1
+        else service.args.options.max_tokens,
         **dict.fromkeys(("context_length", "max_model_len", "max_input_tokens"), length),
     }
 
@@ -350,7 +352,7 @@ def guard(app: ASGIApp, service: Service, known_paths: set[str]) -> ASGIApp:
     return answer
 
 
-def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool) -> None:
+def check_headers(headers: Headers, args: ServerArgs, *, needs_key: bool) -> None:
     """Checks Origin, Host and key."""
     host = headers.get("host", "")
     origin = headers.get("origin")

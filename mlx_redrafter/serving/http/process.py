@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import signal
@@ -15,12 +14,14 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from ...cli.arguments import get_drafter_name, load_models
+from ...engine.plan import OFF
 from ...errors import RedrafterError, join_lines
 from ...loading.checkpoints import strip_folders
+from ...loading.named_models import load_models
 from ...machine import ranks
 from ..formats.completion import Service
 from ..scheduling.worker import Worker
+from ..server_args import ServerArgs
 from .app import make_app
 
 CANCEL_DELAY_SECONDS = 5
@@ -47,16 +48,17 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def load_service(args: argparse.Namespace) -> Service:
-    """Loads the models that the flags name, and starts a worker."""
+def load_service(args: ServerArgs) -> Service:
+    """Loads the models, and starts a worker."""
     template = {"chat_template": args.chat_template} if args.chat_template else {}
-    hints = args.log_level in ("DEBUG", "INFO")
-    model, tokenizer, drafter = load_models(args, template, hints=hints)
+    hints = args.log_level in ("DEBUG", "INFO") and args.options.plan != OFF
+    loaded = load_models(args.models, template, hints=hints)
     names = getfullargspec(Worker).kwonlyargs
-    worker = Worker(model, tokenizer, drafter, **{name: getattr(args, name) for name in names})
+    worker = Worker(*loaded[:3], **{name: getattr(args, name) for name in names})
     worker.start()
-    drafter_name = None if drafter is None else strip_folders(get_drafter_name(args) or "demo")
-    return Service(worker, tokenizer, args, strip_folders(args.model or "demo"), drafter_name)
+    drafter_name = loaded.drafter_name and strip_folders(loaded.drafter_name)
+    name = strip_folders(args.models.model or "demo")
+    return Service(worker, loaded.tokenizer, args, name, drafter_name)
 
 
 class GracefulServer(uvicorn.Server):
@@ -103,14 +105,13 @@ class GracefulServer(uvicorn.Server):
 
 
 def serve(
-    args: argparse.Namespace,
+    args: ServerArgs,
     make: Callable[[Service], ASGIApp] = make_app,
     on_listening: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until a signal, and returns the exit status. Of several ranks only rank 0 listens.
 
     Args:
-        args: see `command.check_args`.
         make: makes the application.
         on_listening: called with the URL once the models are loaded.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,11 +11,12 @@ from mlx_lm.models import llama
 
 from helpers.small import save_target, small_drafter, small_llama
 from helpers.toys import make_tokenizer
-from mlx_redrafter.cli.arguments import load_models, load_target, make_parser
+from mlx_redrafter.cli.arguments import make_parser, read_model_args
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.drafters.checkpoint import list_weights
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.loading.checkpoints import save_drafter
+from mlx_redrafter.loading.named_models import ModelArgs, load_models, load_target
 from mlx_redrafter.training.settings import TrainingArgs
 
 
@@ -52,7 +52,7 @@ def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
         "--dtype",
         "float32",
     ]
-    loaded, _, head = load_models(parse(*given))
+    loaded, _, head, _ = load_models(parse(*given))
     assert head is not None
     for cast, stored in ((loaded, model), (head.weights, drafter)):
         expected = {
@@ -66,13 +66,13 @@ def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
     assert loaded(mx.array([[1, 2]])).dtype == mx.float32
 
 
-def parse(*flags: str) -> Namespace:
-    return make_parser("generate", "", "none").parse_args(flags)
+def parse(*flags: str) -> ModelArgs:
+    return read_model_args(make_parser("generate", "", "none").parse_args(flags))
 
 
 def test_the_demo_and_a_draft_model_are_cast() -> None:
     args = parse("--dtype", "bfloat16", "--draft-model", str(DIRECTORY / "target"))
-    model, _, drafter = load_models(args)
+    model, _, drafter, _ = load_models(args)
     assert drafter is not None
     for module in (model, drafter.weights):
         assert {array.dtype for array in list_weights(module).values()} <= {
@@ -92,7 +92,7 @@ def test_parameters_excluded_from_casting_stay(
         False,
     )
     save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
-    model, _, _ = load_models(parse("--dtype", "bfloat16", "--model", str(tmp_path)))
+    model, *_ = load_models(parse("--dtype", "bfloat16", "--model", str(tmp_path)))
     assert all(
         (array.dtype == mx.float32) is ("norm" in name)
         for name, array in list_weights(model).items()
@@ -114,7 +114,7 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
 def test_the_dtype_of_a_drafter_to_train_is_independent(tmp_path: Path) -> None:
     save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
     args = TrainingArgs(model=str(tmp_path), prompts="prompts.jsonl", dtype="float16")
-    model, _ = load_target(args)
+    model, _ = load_target(args.model_args)
     assert {array.dtype for array in list_weights(model).values()} == {mx.float32}
 
 

@@ -1,0 +1,168 @@
+"""Loads the model and drafter that a command's flags or settings name."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..demo import DIRECTORY as DEMO
+from ..drafters.protocol import Drafter
+from ..engine.plan import AUTO
+from ..errors import RedrafterError
+from ..machine import ranks
+from .auto_drafter import make_hint
+from .checkpoints import (
+    cast,
+    get_dtype_name,
+    is_quantized,
+    load,
+    load_auto_drafter,
+    load_demo_target,
+    load_draft_model,
+    load_fast_drafter,
+    load_shards,
+)
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Which model and drafter to load; the fields are flags, see `cli.arguments.make_parser`."""
+
+    model: str | None = None
+    drafter: str | None = None
+    draft_model: str | None = None
+    no_drafter: bool = False
+    adapter_path: str | None = None
+    trust_remote_code: bool = False
+    model_dtype: str | None = None
+    quantize_activations: bool = False
+    pipeline: bool = False
+    use_default_chat_template: bool = False
+
+    @property
+    def drafter_name(self) -> str | None:
+        """The drafter or draft model; None for neither."""
+        return self.drafter or self.draft_model
+
+
+class LoadedModels(NamedTuple):
+    """A model with its tokenizer and drafter.
+
+    Attributes:
+        drafter_name: which was loaded, "demo" for the demo's; None for none.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    drafter: Drafter | None
+    drafter_name: str | None
+
+
+def load_target(
+    args: ModelArgs, tokenizer_config: dict[str, Any] | None = None
+) -> tuple[nn.Module, Any]:
+    """Loads the (model, tokenizer); the packaged demo's if no model is named.
+
+    Args:
+        tokenizer_config: more arguments for the tokenizer.
+    """
+    name = args.model
+    n_ranks = ranks.count_ranks()
+    for flag in ("adapter_path", "quantize_activations"):
+        given = f"--{flag.replace('_', '-')}"
+        if not getattr(args, flag):
+            continue
+        if n_ranks > 1:
+            raise RedrafterError(f"{given} needs a single process, got {n_ranks} ranks")
+        if name is None:
+            message = f"{given} needs --model: the packaged demo is loaded unchanged"
+            raise RedrafterError(message)
+
+    trust = args.trust_remote_code
+    config = {**(tokenizer_config or {}), "trust_remote_code": trust}
+    options: dict[str, Any] = {"tokenizer_config": config, "trust_remote_code": trust}
+    if n_ranks > 1:
+        if name is None:
+            message = f"{n_ranks} ranks need --model: the packaged demo needs a single process"
+            raise RedrafterError(message)
+        model, tokenizer = load_shards(name, pipeline=args.pipeline, **options)
+    elif name is None:
+        model, tokenizer = load_demo_target()
+    else:
+        changes = {"quantize_activations": args.quantize_activations}
+        model, tokenizer = load(
+            name, adapter_path=args.adapter_path, model_config=changes, **options
+        )
+
+    if args.model_dtype is not None:
+        cast(model, args.model_dtype)
+    if args.use_default_chat_template and tokenizer.chat_template is None:
+        # Newer tokenizers have none.
+        tokenizer.chat_template = getattr(tokenizer, "default_chat_template", None)
+    return model, tokenizer
+
+
+def load_models(
+    args: ModelArgs,
+    tokenizer_config: dict[str, Any] | None = None,
+    *,
+    verbose: bool = False,
+    hints: bool = False,
+) -> LoadedModels:
+    """Loads model, tokenizer and drafter. Lines on stderr warn if they will be slow.
+
+    Args:
+        tokenizer_config: see `load_target`.
+        verbose: also tells on stderr if defaults are used.
+        hints: also names a published drafter there, if none is given.
+    """
+    model, tokenizer = load_target(args, tokenizer_config)
+    is_slow = args.model is not None and mx.default_device().type == mx.cpu
+    kind = get_dtype_name(model)
+    advice = "--dtype float32 is faster, and takes twice the memory"
+    if is_quantized(model):
+        kind = "quantized"
+        advice = "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
+    if is_slow and kind != "float32":
+        print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
+
+    drafter, name = load_named_drafter(args, model, tokenizer)
+    if args.model is None:
+        if verbose:
+            print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
+    elif hints and args.drafter_name is None and not args.no_drafter:
+        hint = make_hint(args.model)
+        if hint is not None:
+            print(hint, file=sys.stderr)
+    return LoadedModels(model, tokenizer, drafter, name)
+
+
+def load_named_drafter(
+    args: ModelArgs, model: nn.Module, tokenizer: Any
+) -> tuple[Drafter | None, str | None]:
+    """Loads (the drafter, its name): by default the demo's for the demo, else none."""
+    name = args.drafter
+    if name == AUTO and args.model is None:
+        name = None
+    drafter: Drafter | None = None
+    if args.no_drafter:
+        name = None
+    elif args.draft_model is not None:
+        name = args.draft_model
+        drafter = load_draft_model(name, model, tokenizer)
+    elif name == AUTO and args.model is not None:
+        drafter, name = load_auto_drafter(args.model, model)
+    elif name is not None:
+        drafter = load_fast_drafter(name, model)
+    elif args.model is None:
+        name = "demo"
+        drafter = load_fast_drafter(DEMO / "drafter", model)
+
+    dtype = args.model_dtype or ("float32" if args.model is None else None)
+    if dtype is not None and drafter is not None:
+        cast(drafter.weights, dtype)
+    return drafter, name
