@@ -34,8 +34,8 @@ from mlx_redrafter.loading.checkpoints import is_quantized as has_quantized_laye
 from mlx_redrafter.loading.drafter_files import locate_files, read_drafter
 from mlx_redrafter.measuring.pair import Pair
 
-from .output import make_card, make_directory, upload
-from .sources import choose_source_files, read_source
+from .directory import make_card, make_directory, upload
+from .tensors import choose_source_files, read_source
 
 NEW_TOKENS = 64
 """Tokens to generate per prompt when measuring tokens per round."""

@@ -18,9 +18,9 @@ from mlx_lm.utils import load_model
 
 from examples import side_by_side, terminal_ui, timer
 from examples.demo import corpus, drafter, edits, report
+from examples.demo.library import split_files
 from helpers.small import small_llama
 from mlx_redrafter import Session, load_demo, load_drafter
-from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.hidden_states import make_state_dtype

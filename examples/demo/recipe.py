@@ -24,8 +24,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_tokenizer
 
 from benchmarks.tables import format_text
+from examples.demo.library import split_files
 from mlx_redrafter import load, load_drafter
-from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.files import replace_file
 from mlx_redrafter.target.model_parts import get_model_sizes

@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from benchmarks.acceptance import measure_plan
+from examples.demo.library import get_library_name, split_files
 from mlx_redrafter.decoding.responses import stream_generate
-from mlx_redrafter.demo.sources import get_library_name, split_files
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.text.encoding import encode
 

@@ -40,7 +40,9 @@ from .evaluation import (
 )
 from .example_sources import HELD_OUT_EVERY, MAX_HELD_OUT, ExampleSource, check_data, open_source
 from .example_store import ExampleStore, get_folder_name
-from .plan import (
+from .prompts import read_prompts
+from .record import RunFiles, RunRecord, describe_drafter, make_command, open_run_record, write_card
+from .schedule import (
     COMPARISON_SHARE,
     MAX_MAKING_SHARE,
     VISITS,
@@ -52,8 +54,6 @@ from .plan import (
     measure_learning,
     measure_making,
 )
-from .prompts import read_prompts
-from .record import RunFiles, RunRecord, describe_drafter, make_command, open_run_record, write_card
 from .settings import TrainingArgs
 from .targets import initialize_drafter
 from .trainer import load_checkpoint, train_drafter

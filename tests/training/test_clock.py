@@ -15,7 +15,7 @@ from helpers.small import CHAT, make_byte_tokenizer, save_target, small_llama
 from mlx_redrafter import load_drafter, training
 from mlx_redrafter.cli.train import parse_args
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training import plan, prompts, run
+from mlx_redrafter.training import prompts, run, schedule
 from mlx_redrafter.training.prompts import PROMPT_KINDS
 from mlx_redrafter.training.settings import TrainingArgs
 
@@ -86,7 +86,7 @@ def pass_time(train: Any, monkeypatch: pytest.MonkeyPatch) -> PassTime:
         monkeypatch.setattr(f"mlx_redrafter.training.{place}", call)
         return calls
 
-    for module in (run, plan):
+    for module in (run, schedule):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
     monkeypatch.setattr(prompts, "is_good", lambda text: True)  # a random target writes noise
     monkeypatch.setattr(prompts, "QUESTION_TOKENS", 4)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.training.plan import (
+from mlx_redrafter.training.schedule import (
     MAX_MAKING_SHARE,
     VISITS,
     Clock,

@@ -28,7 +28,7 @@ from helpers.checkpoints import (
 )
 from helpers.small import save_target, small_llama
 from helpers.toys import make_tokenizer
-from mlx_redrafter.convert import output
+from mlx_redrafter.convert import directory
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.loading.checkpoints import load_drafter, save_drafter
@@ -167,7 +167,7 @@ class Api:
 
 
 def test_result_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "HfApi", Api)
+    monkeypatch.setattr(directory, "HfApi", Api)
     source = apple(tmp_path / "in", tensors(make()))
     assert (
         command("--hf-path", source, "--mlx-path", tmp_path / "out", "--upload-repo", "some/one")[0]
