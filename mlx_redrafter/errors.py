@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from types import FrameType
-from typing import NoReturn
 
 NO_BACKEND = (
     "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx[cpu]' or "
@@ -42,11 +40,3 @@ def warn(message: str) -> None:
         level += 1
         frame = frame.f_back
     warnings.warn(message, stacklevel=level)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that reports a usage error in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and exits with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}; see --help\n")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,20 +21,34 @@ import mlx_redrafter
 from mlx_redrafter.drafters import TRAINABLE
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = {"cli", "serving", "training"}
-ABOVE = {
-    "arguments",
-    "checkpoints",
-    "generation",
+ROOMS = (
+    "errors",
+    "files",
+    "demo",
     "machine",
-    "options",
-    "pair",
+    "engine",
+    "target",
+    "drafters",
+    "loading",
     "planning",
-    "session",
-    "setup",
+    "measuring",
     "text",
-    *COMMANDS,
+    "decoding",
+    "session",
+    "training",
+    "serving",
+    "convert",
+    "cli",
+)
+"""A file or folder of the package imports those before it only."""
+
+PRIVATE = {
+    "loading.checkpoints": {"_download"},
+    "serving.scheduling.batches": {"_generation_batch", "_next_logprobs", "_next_tokens"},
+    "target.kv_cache": {"_idx", "_temporal_order", "_trim"},
 }
+"""The modules that use names of mlx-lm that begin with an underscore."""
+
 Imports = dict[str, set[str]]
 
 
@@ -73,35 +90,56 @@ def importers(folder: str, *modules: str) -> set[str]:
     }
 
 
-def test_no_module_imports_a_layer_above() -> None:
+def test_no_room_imports_a_later_one() -> None:
     package = "mlx_redrafter"
-    for folder in ("engine", "drafters"):
-        assert not importers(f"{package}.{folder}", *(f"{package}.{name}" for name in ABOVE)), (
-            folder
-        )
-    for folder in COMMANDS:
-        assert not importers(
-            f"{package}.{folder}", *(f"{package}.{other}" for other in COMMANDS - {folder})
-        ), folder
+    for at, room in enumerate(ROOMS):
+        later = [f"{package}.{name}" for name in ROOMS[at + 1 :]]
+        found = importers(f"{package}.{room}", *later)
+        assert found <= {f"{package}.convert.__main__"}, room
+    assert not importers(f"{package}.serving", f"{package}.training", f"{package}.session")
     rooms = [f"{package}.serving.{name}" for name in ("scheduling", "formats", "http")]
     assert not importers(rooms[0], *rooms[1:])
     assert not importers(rooms[1], rooms[2])
     assert importers(rooms[1], rooms[0]) and importers(rooms[2], rooms[1]), "negative control"
-    assert all(
-        name.startswith("mlx_redrafter.convert")
-        for name in importers(package, f"{package}.convert")
-    )
-    assert not importers(package, "benchmarks", "tests")
-    kinds = [f"{package}.drafters.{name}" for name in TRAINABLE]
-    assert all(name.startswith("mlx_redrafter.drafters") for name in importers(package, *kinds))
-    # Three measure, one identifies a model by its tensors.
-    device = {f"{package}.planning.{name}" for name in ("measure", "verdicts", "store", "sizing")}
-    assert importers(f"{package}.planning", "mlx", "mlx_lm", "numpy") <= device
+    assert not importers(package, "benchmarks", "tests", "examples")
+    assert not importers(f"{package}.planning", "mlx", "mlx_lm", "numpy")
+    assert all(name.startswith(f"{package}.cli.") for name in importers(package, "argparse"))
     # Negative control: imports are found.
-    assert "mlx_redrafter.drafters.medusa" in importers(package, *kinds)
-    assert "mlx_redrafter.engine.round" in importers(
-        "mlx_redrafter.engine", "mlx_redrafter.engine.accept"
-    )
+    assert f"{package}.engine.round" in importers(f"{package}.engine", f"{package}.engine.accept")
+
+
+def test_only_two_rooms_know_kinds_of_drafters() -> None:
+    package = "mlx_redrafter"
+    kinds = [f"{package}.drafters.{name}" for name in TRAINABLE]
+    known = importers(package, *kinds)
+    assert {name.split(".")[1] for name in known} == {"drafters", "loading"}
+
+
+def test_the_engine_knows_no_class_of_mlx_lm() -> None:
+    names = set[str]()
+    for module, imported in read_imports().items():
+        if module.startswith(("mlx_redrafter.engine.", "mlx_redrafter.planning.")):
+            names |= {name for name in imported if name.startswith("mlx_lm.")}
+    assert "mlx_lm.generate.generation_stream" in names
+    assert not [name for name in names if name.rpartition(".")[2][0].isupper()]
+
+
+def test_private_names_of_mlx_lm_are_used_in_known_places() -> None:
+    """A new release of mlx-lm may change them."""
+    private = set[str]()
+    for name in ("generate", "models.cache", "utils"):
+        source = inspect.getsource(import_module(f"mlx_lm.{name}"))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Attribute | ast.FunctionDef):
+                private.add(node.attr if isinstance(node, ast.Attribute) else node.name)
+    found = dict[str, set[str]]()
+    for file in sorted((ROOT / "mlx_redrafter").rglob("*.py")):
+        module = ".".join(file.relative_to(ROOT / "mlx_redrafter").with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            is_other = isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"
+            if is_other and node.attr in private and re.match("_[a-z]", node.attr):
+                found.setdefault(module, set()).add(node.attr)
+    assert found == PRIVATE
 
 
 def find_circle(imports: Imports) -> list[str]:
@@ -270,7 +308,7 @@ def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
         (file,) = [name for name in archive.namelist() if "dist-info" not in name]
         assert archive.read(file).decode().split() == [str(copy)]
     assert (copy / "mlx_redrafter" / "py.typed").is_file()
-    assert (copy / "mlx_redrafter" / "convert" / "command.py").is_file()
+    assert (copy / "mlx_redrafter" / "convert" / "conversion.py").is_file()
 
 
 def test_a_missing_backend_is_named(tmp_path: Path) -> None:

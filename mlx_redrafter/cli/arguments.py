@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Container
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
-from ..decoding.options import OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
+from ..decoding.options import OPTION_FLAGS, PLAN_OPTIONS, Options
 from ..engine.plan import AUTO, OFF
-from ..errors import Parser, RedrafterError
+from ..errors import RedrafterError
 from ..files import parse_object
 from ..loading.checkpoints import DTYPE_NAMES
 from ..loading.named_models import LoadedModels, ModelArgs, load_models
+from .parser import Parser
 
 
 def make_parser(command: str, about: str, without_drafter: str) -> Parser:
@@ -77,6 +80,23 @@ def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ())
     add_options(parser, without)
     add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name for --draft-depth")
     return parser
+
+
+def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()) -> None:
+    """Adds the options' flags to a parser or a group, except those in `without`."""
+    for flag in OPTION_FLAGS:
+        if flag.name in without:
+            continue
+        names = ["--" + flag.name.replace("_", "-")]
+        if flag.name == "max_tokens":
+            names.append("-m")
+        add = partial(parser.add_argument, *names, default=flag.default)
+        if flag.kind is bool:
+            add(action=argparse.BooleanOptionalAction, help=flag.help)
+            continue
+        shown = "" if flag.default is None else " (default: %(default)s)"
+        choices = flag.choices if flag.kind is str else None
+        add(type=flag.kind, choices=choices, help=flag.help + shown)
 
 
 def parse_template_arguments(text: str) -> dict[str, Any]:

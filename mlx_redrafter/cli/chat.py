@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..decoding.responses import GenerationResponse
-from ..errors import Parser, RedrafterError, join_lines
+from ..errors import RedrafterError, join_lines
 from ..machine import ranks
 from ..session.session import Session
 from .arguments import load_named, make_text_parser, read_options
 from .generate import show_prompt_progress
+from .parser import Parser
 
 QUIT = ("q", "/quit", "/exit", "/bye")
 RESET = ("r", "/reset", "/clear")

@@ -7,9 +7,9 @@ import sys
 
 from ..convert.conversion import Conversion, convert
 from ..drafters.checkpoint import MODES
-from ..errors import Parser
 from ..loading.checkpoints import DTYPE_NAMES
 from ..target.model_parts import AFTER_NORM, BEFORE_NORM
+from .parser import Parser
 
 ABOUT = (
     "Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, EAGLE, DFlash or DSpark heads, "

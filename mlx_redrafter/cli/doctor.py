@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import __version__
-from ..decoding.options import CACHE_OPTIONS, OPTION_NAMES, Options, add_options
+from ..decoding.options import CACHE_OPTIONS, OPTION_NAMES, Options
 from ..decoding.recipe import choose_row_counts, get_cache_row_classes, make_cache_choice
 from ..decoding.trials import TRIAL_PROMPTS, try_drafter
 from ..drafters import make_drafter
@@ -36,7 +36,7 @@ from ..planning.auto_planner import HYSTERESIS
 from ..planning.costs import CostTable, is_disturbed
 from ..target.model_checks import check_draftable
 from ..target.model_parts import get_compute_dtype, get_module_name
-from .arguments import make_parser, read_model_args
+from .arguments import add_options, make_parser, read_model_args
 
 TRIAL_DEPTH = 8
 """The longest chain of a trial."""

@@ -25,13 +25,14 @@ from ..decoding.responses import GenerationResponse, format_summary, stream_gene
 from ..decoding.trials import check_speedup
 from ..demo import demo_prompts
 from ..engine.plan import OFF
-from ..errors import Parser, RedrafterError
+from ..errors import RedrafterError
 from ..machine import ranks
 from ..machine.description import PACKAGES
 from ..measuring.row_classes import format_row_counts
 from ..text.chat_template import render
 from ..text.encoding import is_text
 from .arguments import load_named, make_text_parser, read_options
+from .parser import Parser
 
 DEMO_MAX_TOKENS = 400
 """Enough for the answer to the demo's own prompt, an edit."""

@@ -17,7 +17,8 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from .. import __version__
-from ..errors import NO_BACKEND, Parser, RedrafterError, join_lines
+from ..errors import NO_BACKEND, RedrafterError, join_lines
+from .parser import Parser
 
 COMMANDS = {
     "generate": ("cli.generate", "generate text from a prompt"),

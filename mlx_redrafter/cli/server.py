@@ -8,10 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from ..decoding.options import Options
-from ..errors import Parser, RedrafterError
+from ..errors import RedrafterError
 from ..machine import ranks
 from ..serving.server_args import ServerArgs
 from .arguments import make_text_parser, read_model_args, read_options
+from .parser import Parser
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

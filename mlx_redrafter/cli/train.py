@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from ..errors import Parser
 from ..training.settings import TrainingArgs
+from .parser import Parser
 
 
 def make_parser() -> Parser:

@@ -5,11 +5,10 @@ Flags, signatures and checks derive from them.
 
 from __future__ import annotations
 
-import argparse
 import inspect
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
@@ -326,20 +325,3 @@ def check_option(name: str, value: Any) -> Any:
 def format_choices(flag: OptionFlag) -> str:
     """The values of a flag, with commas."""
     return ", ".join(map(str, flag.choices or ()))
-
-
-def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()) -> None:
-    """Adds the options' flags to a parser or a group, except those in `without`."""
-    for flag in OPTION_FLAGS:
-        if flag.name in without:
-            continue
-        names = ["--" + flag.name.replace("_", "-")]
-        if flag.name == "max_tokens":
-            names.append("-m")
-        add = partial(parser.add_argument, *names, default=flag.default)
-        if flag.kind is bool:
-            add(action=argparse.BooleanOptionalAction, help=flag.help)
-            continue
-        shown = "" if flag.default is None else " (default: %(default)s)"
-        choices = flag.choices if flag.kind is str else None
-        add(type=flag.kind, choices=choices, help=flag.help + shown)

@@ -13,7 +13,8 @@ import pytest
 from helpers.small import small_drafter
 from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter import RedrafterError, Session, generate, generate_step
-from mlx_redrafter.decoding.options import OPTION_FLAGS, Options, add_options
+from mlx_redrafter.cli.arguments import add_options
+from mlx_redrafter.decoding.options import OPTION_FLAGS, Options
 from mlx_redrafter.engine.plan import AUTO, Plan, chain_plan
 
 

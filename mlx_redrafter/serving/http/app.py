@@ -153,6 +153,7 @@ async def list_models(service: Service, request: Request) -> Response:
 def describe_served_name(service: Service, name: str) -> Json:
     """A model with the fields of both OpenAI and Anthropic."""
     length = service.worker.context_length
+    limit = service.args.options.max_tokens
     return {
         "id": name,
         "object": "model",
@@ -163,9 +164,7 @@ def describe_served_name(service: Service, name: str) -> Json:
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "lifecycle": "active",
         "capabilities": None,
-        "max_tokens": length
-        if service.args.options.max_tokens == -1
-        else service.args.options.max_tokens,
+        "max_tokens": length if limit == -1 else limit,
         **dict.fromkeys(("context_length", "max_model_len", "max_input_tokens"), length),
     }
 
