@@ -66,8 +66,8 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         drafts: Json = {}
         async for event in answer.read_events():
             segments += event.segments
-            is_text = answer.n_tokens > 0 and event.token.finish_reason != "stop"
-            if self.top_logprobs is not None and is_text:
+            has_logprobs = self.top_logprobs is not None and answer.n_tokens > 0
+            if has_logprobs and event.token.finish_reason != "stop":
                 logprobs.append(self._describe_token(event.token))
             if self.service.shows_drafts:
                 self._note_drafts(drafts, event, answer.requests[answer.choice])
@@ -76,7 +76,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
             choice: Json = {"index": answer.choice, "finish_reason": event.finish_reason}
             choice |= self.describe_text(answer.choice, segments)
             choice["logprobs"] = None
-            if self.top_logprobs is not None:
+            if has_logprobs:
                 choice["logprobs"] = self.describe_logprobs(answer.choice, logprobs)
             choices.append(choice)
             if self.body.stream:
