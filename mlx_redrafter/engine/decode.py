@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from ..errors import RedrafterError
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
 from .planner import ObservedRound, Planner
 from .round import Draft, Outcome, Round, Rounds, TokenChooser, extend, process_rows, step, verify
@@ -132,6 +133,9 @@ class Decoder:
                     pending = self._ahead or self._enqueue_round()
                     self._enqueue_next(pending)
                     path, tokens = pending.outcome.read()  # the one host read
+                    if min(tokens) < 0:  # see `Sampler.choose`
+                        last = self._vocab_size - 1
+                        raise RedrafterError(f"the sampler must return token ids from 0 to {last}")
                     milliseconds = 1e3 * (perf_counter() - started)
                     decoded = self._commit(pending, path, tokens, milliseconds)
                 n_since_clear += len(tokens)

@@ -43,7 +43,10 @@ class Sampler:
         return None
 
     def choose(self, logprobs: mx.array, draws: Draws | None, indices: mx.array) -> mx.array:
-        """(N,) integer tokens, from logprobs (N, V) and each node's index (N,) in `draws`."""
+        """(N,) integer tokens, from logprobs (N, V) and each node's index (N,) in `draws`.
+
+        A token outside the vocabulary is -1, which forwards can read. It is refused at the read.
+        """
         return mx.argmax(logprobs, axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, index: int) -> mx.array:
@@ -61,8 +64,17 @@ class PerNode(Sampler):
         self._sampler = sampler
 
     def choose(self, logprobs: mx.array, draws: Draws | None, indices: mx.array) -> mx.array:
-        nodes = mx.split(logprobs, logprobs.shape[0])
-        return mx.concatenate([self._sampler(node).reshape(1) for node in nodes])
+        tokens = []
+        for node in mx.split(logprobs, logprobs.shape[0]):
+            token = self._sampler(node)
+            is_array = isinstance(token, mx.array)
+            if not is_array or token.size != 1 or not mx.issubdtype(token.dtype, mx.integer):
+                got = f"shape {token.shape} of {token.dtype}" if is_array else f"{token!r:.100}"
+                raise RedrafterError(f"the sampler must return an array of one token id, got {got}")
+            tokens.append(token.reshape(1))
+        chosen = mx.concatenate(tokens)
+        is_inside = (chosen >= 0) & (chosen < logprobs.shape[-1])
+        return mx.where(is_inside, chosen.astype(mx.int32), -1)
 
 
 class PositionSampler(Sampler):
