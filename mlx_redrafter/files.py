@@ -82,10 +82,13 @@ def lock_file(path: Path) -> AbstractContextManager[object]:
         raise RedrafterError(f"another process is using {path.parent}") from None
 
 
-def expand_path(name: str | Path) -> Path:
-    """The path with `~` expanded."""
+def expand_path(name: str | Path, argument: str = "path") -> Path:
+    """The path with `~` expanded; `argument` is what it was given as, for errors."""
     try:
         return Path(name).expanduser()
+    except TypeError:
+        got = type(name).__name__
+        raise RedrafterError(f"{argument} must be a string or a Path, got {got}") from None
     except RuntimeError as error:
         raise RedrafterError(f"no such path: {str(name)!r}: {error}") from error
 

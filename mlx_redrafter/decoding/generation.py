@@ -47,6 +47,8 @@ def open_generation(
         RedrafterError: a token is not in the vocabulary, or see `resolve_recipe`.
     """
     tokens = check_tokens(check_prompt(prompt), pair.vocab_size)
+    if options.history:
+        check_tokens(check_prompt(options.history, "history"), pair.vocab_size)
     recipe = resolve_recipe(pair, options, source, grammar)
     options = recipe.options
     with on_stream():

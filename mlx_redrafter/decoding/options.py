@@ -6,7 +6,7 @@ Flags, signatures and checks derive from them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import inf
@@ -184,6 +184,13 @@ class Options:
             check_function("sampler", self.sampler)
         for name in ("prompt_progress_callback", "on_drafter_failure", "on_round"):
             check_function(name, getattr(self, name))
+        for name in ("xtc_special_tokens", "logits_processors", "prompt_cache", "history"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+                raise RedrafterError(f"{name} must be a list, got {value!r:.100}")
+        if not all(map(callable, self.logits_processors or ())):
+            got = self.logits_processors
+            raise RedrafterError(f"logits_processors must be functions, got {got!r:.100}")
         object.__setattr__(self, "history", tuple(self.history))
 
         shape = self.shape
@@ -283,10 +290,24 @@ FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
 OPTION_NAMES = frozenset(each.name for each in fields(Options))
 
 
+def check_names(caller: str, given: Iterable[str], known: Container[str] = OPTION_NAMES) -> None:
+    """Refuses an unknown keyword of a public function, in Python's words."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
+
+
 def check_function(name: str, value: Any) -> None:
     """Refuses an option that is neither None nor can be called."""
     if value is not None and not callable(value):
         raise RedrafterError(f"{name} must be a function, got {value!r}")
+
+
+def check_number(name: str, value: Any, kind: type) -> None:
+    """Refuses what is not of a kind of numbers, int or float; NumPy's are."""
+    if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+        expected = "an integer" if kind is int else "a number"
+        raise RedrafterError(f"{name} must be {expected}, got {value!r:.100}")
 
 
 def check_option(name: str, value: Any) -> Any:
@@ -302,10 +323,7 @@ def check_option(name: str, value: Any) -> Any:
         if value not in (flag.choices or ()):
             raise RedrafterError(f"{name} must be one of {format_choices(flag)}, got {value!r}")
         return value
-    if isinstance(value, bool) or not isinstance(value, Integral if flag.kind is int else Real):
-        kind = "an integer" if flag.kind is int else "a number"
-        raise RedrafterError(f"{name} must be {kind}, got {value!r}")
-
+    check_number(name, value, flag.kind)
     low = -inf if flag.minimum is None else flag.minimum
     high = inf if flag.maximum is None else flag.maximum
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -21,10 +22,10 @@ from ..engine.types import DraftSource, RowCounts
 from ..errors import RedrafterError, warn
 from ..machine.wired_limit import wired_limit
 from ..measuring.pair import Pair, get_pair
-from ..text.encoding import Prompt, encode
+from ..text.encoding import Prompt, encode, wrap_tokenizer
 from ..text.stop_strings import StopStrings
 from .generation import open_generation
-from .options import Options
+from .options import OPTION_NAMES, Options, check_names
 
 USELESS_ROUNDS = 16
 """A drafter without one accepted token after this many drafting rounds is reported."""
@@ -82,6 +83,8 @@ def generate_step(
     *,
     draft_model: nn.Module | None = None,
     num_draft_tokens: int | None = None,
+    stream: Any = None,
+    input_embeddings: None = None,
     **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """Yields (token, log-probabilities (V,), whether it was drafted).
@@ -97,14 +100,19 @@ def generate_step(
         draft_model: a smaller model with the same tokenizer, instead of a drafter; from
             `mlx_lm.load` or `load_draft_model`.
         num_draft_tokens: mlx-lm's name for `draft_depth`.
+        stream: not used: mlx-lm's generation stream is. It may also be the third argument, as in
+            mlx-lm.
+        input_embeddings: not supported.
         options: see `Options`.
 
     Raises:
         RedrafterError: on the first `next`: an option is out of range, the model is not supported,
             or the drafter does not fit it.
     """
-    drafter, parsed = _parse_arguments(drafter, draft_model, num_draft_tokens, options)
-    pair, source = get_pair(model, drafter)
+    check_names("generate_step", options)
+    own = None if isinstance(drafter, (mx.Stream, mx.ThreadLocalStream)) else drafter
+    given, parsed = _parse_arguments(own, draft_model, num_draft_tokens, input_embeddings, options)
+    pair, source = get_pair(model, given)
     with closing(open_generation(pair, prompt, parsed, source)) as generation:
         for each in generation:
             yield each.token, each.logprobs, each.from_draft
@@ -114,10 +122,13 @@ def stream_generate(
     model: nn.Module,
     tokenizer: Any,
     prompt: Prompt,
+    max_tokens: int = Options.max_tokens,
+    draft_model: nn.Module | None = None,
+    stream: Any = None,
     *,
     drafter: Drafter | Source | None = None,
-    draft_model: nn.Module | None = None,
     num_draft_tokens: int | None = None,
+    input_embeddings: None = None,
     stop: str | Sequence[str] | None = None,
     **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
@@ -129,7 +140,8 @@ def stream_generate(
     Args:
         model, tokenizer: from `load` or `mlx_lm.load`.
         prompt: text, token ids, or an array of them.
-        drafter, draft_model, num_draft_tokens: see `generate_step`.
+        max_tokens: see `Options`.
+        draft_model, stream, drafter, num_draft_tokens, input_embeddings: see `generate_step`.
         stop: strings that end the text.
         options: see `Options`.
 
@@ -137,12 +149,15 @@ def stream_generate(
         RedrafterError: on the first `next`: see `generate_step`; also if `max_tokens` is 0 or a
             stop string is empty.
     """
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
-    drafter, parsed = _parse_arguments(drafter, draft_model, num_draft_tokens, options)
+    check_names("stream_generate", options)
+    wrapped = wrap_tokenizer(tokenizer)
+    options["max_tokens"] = max_tokens
+    given, parsed = _parse_arguments(
+        drafter, draft_model, num_draft_tokens, input_embeddings, options
+    )
     parsed.require_tokens()
-    pair, source = get_pair(model, drafter)
-    yield from stream_responses(pair, tokenizer, prompt, parsed, source, StopStrings(stop))
+    pair, source = get_pair(model, given)
+    yield from stream_responses(pair, wrapped, prompt, parsed, source, StopStrings(stop))
 
 
 def stream_responses(
@@ -234,7 +249,6 @@ def generate(
     model: nn.Module,
     tokenizer: Any,
     prompt: Prompt,
-    *,
     verbose: bool = False,
     **options: Any,
 ) -> str:
@@ -245,6 +259,8 @@ def generate(
     Args:
         verbose: print the text while it is generated, then a summary.
     """
+    parameters = inspect.signature(stream_generate).parameters
+    check_names("generate", options, OPTION_NAMES | parameters.keys())
     text = ""
     for response in stream_generate(model, tokenizer, prompt, **options):
         if verbose:
@@ -278,6 +294,7 @@ def _parse_arguments(
     drafter: Drafter | Source | None,
     draft_model: nn.Module | None,
     num_draft_tokens: int | None,
+    input_embeddings: Any,
     options: dict[str, Any],
 ) -> tuple[Drafter | Source | None, Options]:
     """(the drafter or None, the parsed options), from mlx-lm's keywords and ours."""
@@ -285,6 +302,8 @@ def _parse_arguments(
         if options.get("draft_depth") is not None:
             raise RedrafterError("give either num_draft_tokens or draft_depth, got both")
         options = options | {"draft_depth": num_draft_tokens}
+    if input_embeddings is not None:
+        raise RedrafterError("input_embeddings must be None: only texts are decoded here")
     parsed = Options(**options)
 
     if draft_model is None:

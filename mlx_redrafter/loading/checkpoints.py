@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shlex import quote
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,53 +67,99 @@ _log = logging.getLogger(__name__)
 
 @overload
 def load(
-    path_or_hf_repo: str | Path, *, drafter: str | Path, **options: Any
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = ...,
+    model_config: dict[str, Any] | None = ...,
+    adapter_path: str | None = ...,
+    lazy: bool = ...,
+    return_config: Literal[False] = ...,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    *,
+    drafter: None = ...,
+) -> tuple[nn.Module, Any]: ...
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = ...,
+    model_config: dict[str, Any] | None = ...,
+    adapter_path: str | None = ...,
+    lazy: bool = ...,
+    return_config: Literal[False] = ...,
+    revision: str | None = ...,
+    trust_remote_code: bool = ...,
+    *,
+    drafter: str | Path,
 ) -> tuple[nn.Module, Any, Drafter | None]: ...
 @overload
-def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]: ...
+def load(path_or_hf_repo: str | Path, *mlx_lm: Any, **options: Any) -> tuple[Any, ...]: ...
 
 
 def load(
-    path_or_hf_repo: str | Path, *, drafter: str | Path | None = None, **options: Any
-) -> tuple[nn.Module, Any] | tuple[nn.Module, Any, Drafter | None]:
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    drafter: str | Path | None = None,
+) -> tuple[Any, ...]:
     """Loads the target and its tokenizer with mlx-lm, and evaluates every array.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
+        tokenizer_config, model_config, adapter_path, lazy, revision, trust_remote_code: see
+            `mlx_lm.load`.
+        return_config: also return the model's config, last.
         drafter: what `load_drafter` takes, or "auto" for one that fits, see docs/checkpoints.md. It
-            is then returned as well, or None if none was found.
-        options: see `mlx_lm.load`.
+            is then returned as well, third, or None if none was found.
 
     Raises:
         CheckpointError: there is no such model, it cannot be read, or it is a drafter.
     """
+    folder = locate_model(path_or_hf_repo, revision)
     name = str(path_or_hf_repo)
-    folder = locate_model(name, options.get("revision"))
+    if drafter is not None:
+        expand_path(drafter, "drafter")  # refused before the model is loaded
+    for key, value in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if not isinstance(value, dict | None):
+            raise RedrafterError(f"{key} must be a dictionary, got {value!r:.100}")
     check_layer_count(folder)
-    adapter = options.get("adapter_path")
-    if adapter is not None and os.path.isfile(adapter):
-        raise CheckpointError(f"{adapter} is a file: give the adapter's folder")
-    given = options.get("tokenizer_config") or {}
-    options["tokenizer_config"] = read_chat_template(folder) | given
+    if adapter_path is not None and os.path.isfile(adapter_path):
+        raise CheckpointError(f"{adapter_path} is a file: give the adapter's folder")
     try:
-        model, tokenizer, *_ = mlx_lm_utils.load(str(folder), **options)
+        found: Any = mlx_lm_utils.load(
+            str(folder),
+            read_chat_template(folder) | (tokenizer_config or {}),
+            model_config,
+            adapter_path,
+            lazy,
+            True,
+            revision,
+            trust_remote_code,
+        )
     except Exception as error:  # mlx-lm and transformers raise many types
         raise explain_failure(name, folder, error) from error
 
-    if not options.get("lazy"):
+    model, tokenizer, config = found
+    if not lazy:
         evaluate(model)
     set_blas_threads(model)
-    if drafter is None:
-        return model, tokenizer
-    if drafter != AUTO:
-        return model, tokenizer, load_drafter(drafter, model)
-    found, _ = load_auto_drafter(name, model, options.get("revision"))
-    return model, tokenizer, found
+    loaded = [model, tokenizer]
+    if drafter == AUTO:
+        loaded.append(load_auto_drafter(name, model, revision)[0])
+    elif drafter is not None:
+        loaded.append(load_drafter(drafter, model))
+    return (*loaded, config) if return_config else tuple(loaded)
 
 
-def locate_model(name: str, revision: str | None = None) -> Path:
+def locate_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """The folder of a model, which is downloaded if its name is a hub id."""
-    path = expand_path(name)
+    path = expand_path(path_or_hf_repo, "path_or_hf_repo")
+    name = str(path_or_hf_repo)
     if os.path.isfile(path):
         raise CheckpointError(f"{name} is a file: give the model's folder, {path.parent}")
     if not os.path.exists(path):

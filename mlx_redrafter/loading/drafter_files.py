@@ -115,7 +115,7 @@ def locate_files(
             layer are needed.
     """
     name = str(path_or_hf_repo)
-    path = expand_path(path_or_hf_repo)
+    path = expand_path(path_or_hf_repo, "path_or_hf_repo")
     if path.is_file():
         return CheckpointFiles(path, (path,), read_config(path.parent), is_base)
     if not name or not path.is_dir():

@@ -16,10 +16,16 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.cache_bytes import compute_cache_bytes, count_cache_bytes
-from ..decoding.options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_function
+from ..decoding.options import (
+    CACHE_OPTIONS,
+    PLAN_OPTIONS,
+    SAMPLER_OPTIONS,
+    Options,
+    check_function,
+    check_names,
+)
 from ..decoding.responses import GenerationResponse, stream_responses
 from ..drafters.protocol import Drafter
 from ..engine.source import Source
@@ -37,6 +43,7 @@ from ..text.chat_template import (
     make_template_args,
     parse_messages,
 )
+from ..text.encoding import wrap_tokenizer
 from ..text.stop_strings import StopStrings
 from .saved import Conversation, read_conversation, write_conversation
 
@@ -117,14 +124,14 @@ class Session:
     ) -> None:
         if when_full not in ("refuse", "trim"):
             raise RedrafterError(f"when_full must be 'refuse' or 'trim', got {when_full!r}")
-        is_size = isinstance(memory_budget, int) and memory_budget > 0
+        is_size = type(memory_budget) is int and memory_budget > 0  # not True
         if memory_budget is not None and not is_size:
             raise RedrafterError(
                 f"memory_budget must be a positive number of bytes, got {memory_budget!r}"
             )
+        check_names("Session", options)
         _refuse(("prompt_cache", "history"), options)
-        if not isinstance(tokenizer, TokenizerWrapper):
-            tokenizer = TokenizerWrapper(tokenizer)
+        tokenizer = wrap_tokenizer(tokenizer)
         self.model = model
         self.drafter = drafter
         self.tokenizer = tokenizer
@@ -212,6 +219,7 @@ class Session:
             tools = options.pop("tools", self._tools)
             config = options.pop("chat_template_config", self._template_config)
             template = make_template_args(self.tokenizer, tools, config)
+            check_names("Session.stream", options)
             _refuse(("prompt_cache", "history", *CACHE_OPTIONS), options)
             parsed = Options(**_merge_options(self._options, options)).require_tokens()
             turn, room = self._prepare_turn(sent, template, parsed.max_tokens)

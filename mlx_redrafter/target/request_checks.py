@@ -16,9 +16,9 @@ from .model_checks import make_cache
 from .target import KVQuantization
 
 
-def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
+def check_prompt(prompt: Sequence[int] | mx.array, name: str = "the prompt") -> mx.array:
     """The prompt as (T,) integers. Refuses an empty one, and anything else."""
-    expected = "the prompt must be one sequence of token ids"
+    expected = f"{name} must be one sequence of token ids"
     if not isinstance(prompt, mx.array):
         if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable):
             raise RedrafterError(f"{expected}, got {type(prompt).__name__} {prompt!r}")
@@ -28,7 +28,7 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
         except (ValueError, TypeError, RuntimeError):  # RuntimeError: an array of strings
             raise RedrafterError(f"{expected}, got {prompt!r:.100}") from None
     if prompt.size == 0:
-        raise RedrafterError("the prompt is empty: expected at least one token")
+        raise RedrafterError(f"{name} is empty: expected at least one token")
     if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
         raise RedrafterError(f"{expected}, got shape {prompt.shape} of {prompt.dtype}")
     return prompt

@@ -6,12 +6,24 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import RedrafterError
 from ..target.request_checks import check_prompt
 
 Prompt = str | Sequence[int] | mx.array
 """A text, or its token ids."""
+
+
+def wrap_tokenizer(tokenizer: Any) -> TokenizerWrapper:
+    """A tokenizer of transformers or of mlx-lm as mlx-lm's."""
+    if isinstance(tokenizer, TokenizerWrapper):
+        return tokenizer
+    try:
+        return TokenizerWrapper(tokenizer)
+    except AttributeError as error:
+        got = type(tokenizer).__name__
+        raise RedrafterError(f"tokenizer must be what load returns, got {got}") from error
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:

@@ -28,7 +28,7 @@ class RunFiles:
     """The paths of a run's files."""
 
     def __init__(self, output: str) -> None:
-        self.directory = expand_path(output)
+        self.directory = expand_path(output, "output")
         self.work = self.directory / "training"
         self.record = self.directory / "training.json"
         self.lock = self.work / "lock"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..decoding.options import check_number
 from ..drafters import DEFAULT, TRAINABLE
 from ..drafters.trainable import TrainableArgs
 from ..errors import RedrafterError
@@ -71,7 +72,16 @@ class TrainingArgs:
         for each in fields(self):
             value = getattr(self, each.name)
             least = each.metadata["least"]
-            if least is not None and value is not None and not value >= least:
+            flag = each.metadata["flag"]
+            if value is None and each.default is None:
+                continue
+            if value not in flag.get("choices", (value,)):
+                names = ", ".join(flag["choices"])
+                raise RedrafterError(f"{each.name} must be one of {names}, got {value!r}")
+            if least is None:
+                continue
+            check_number(each.name, value, flag["type"])
+            if not value >= least:
                 raise RedrafterError(f"{each.name} must be at least {least}, got {value}")
 
     def check_run(self) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Callable
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
+from mlx_lm import generate as mlx_lm_generate
+from mlx_lm import load as mlx_lm_load
+from mlx_lm.generate import generate_step as mlx_lm_generate_step
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from helpers.small import small_drafter
+from helpers.small import save_target, small_drafter, small_llama
 from helpers.toys import (
     BEAMS,
     SCRIPTS,
@@ -26,10 +33,21 @@ from helpers.toys import (
     run,
     with_plain,
 )
-from mlx_redrafter import GenerationResponse, RedrafterError, generate, stream_generate
+from mlx_redrafter import (
+    GenerationResponse,
+    RedrafterError,
+    Session,
+    generate,
+    generate_step,
+    load,
+    load_drafter,
+    stream_generate,
+    train,
+)
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.decoding.responses import format_summary
 from mlx_redrafter.decoding.trials import decode_prompts
+from mlx_redrafter.demo import DIRECTORY as DEMO
 from mlx_redrafter.engine.types import Tree
 from mlx_redrafter.measuring.pair import Pair
 
@@ -94,6 +112,92 @@ def test_responses_extend_mlx_lms(drafted: bool) -> None:
     assert ("Rounds: " in format_summary(last)) is drafted
 
 
+# Calls as of mlx-lm.
+
+OWN = {
+    generate: (mlx_lm_generate, mlx_lm_stream_generate, mlx_lm_generate_step),
+    stream_generate: (mlx_lm_stream_generate, mlx_lm_generate_step, speculative_generate_step),
+    generate_step: (mlx_lm_generate_step,),
+    load: (mlx_lm_load,),
+}
+"""Our functions -> mlx-lm's of that name, and those that take its other keywords."""
+
+
+@pytest.mark.parametrize("ours", OWN)
+def test_every_argument_of_mlx_lm_is_taken(ours: Callable[..., Any], tmp_path: Path) -> None:
+    """By position and by name."""
+    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    given = {"model": make_model(), "tokenizer": make_tokenizer(), "prompt": mx.array(PROMPT)}
+    given |= {"path_or_hf_repo": tmp_path, "max_tokens": 3, "num_draft_tokens": 2}
+    given |= {"draft_model": make_model(seed=1)}
+    theirs = OWN[ours]
+    found = [each for their in theirs for each in inspect.signature(their).parameters.values()]
+    named = [each for each in found if each.kind != each.VAR_KEYWORD]
+    values = {each.name: given.get(each.name, each.default) for each in named}
+    parameters = inspect.signature(theirs[0]).parameters.values()
+    placed = [each for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+    needed = {each.name: values[each.name] for each in placed if each.default is each.empty}
+
+    for count in range(len(needed), 1 + len(placed)):
+        assert list(ours(*(values[each.name] for each in placed[:count])))
+    for name in values:
+        assert list(ours(**needed | {name: values[name]}))
+
+
+def test_calls_with_positions_do_what_mlx_lms_do(tmp_path: Path) -> None:
+    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    *_, config = load(tmp_path, return_config=True)
+    assert config == mlx_lm_load(str(tmp_path), return_config=True)[-1]
+    args = (make_model(), make_tokenizer(), PROMPT, 5)
+    assert [r.token for r in stream_generate(*args)] == [
+        r.token for r in mlx_lm_stream_generate(*args)
+    ]
+    with pytest.raises(RedrafterError, match="input_embeddings must be None"):
+        next(stream_generate(*args, input_embeddings=mx.zeros((1, 64))))  # type: ignore[arg-type]
+
+
+def test_an_unknown_keyword_names_the_function_that_was_called() -> None:
+    args: Any = (make_model(), make_tokenizer())
+    calls: dict[str, Callable[[], Any]] = {
+        "generate": lambda: generate(*args, PROMPT, temperature=1),
+        "stream_generate": lambda: next(stream_generate(*args, PROMPT, temperature=1)),
+        "generate_step": lambda: next(generate_step(PROMPT, args[0], temperature=1)),
+        "Session": lambda: Session(*args, temperature=1),
+        "Session.stream": lambda: Session(*args).send("a", temperature=1),
+        "train": lambda: train(temperature=1),
+        "load": lambda: load("x", temperature=1),  # type: ignore[call-overload]
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError) as raised:
+            call()
+        said = f"{name}() got an unexpected keyword argument 'temperature'"
+        assert str(raised.value) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("path_or_hf_repo", lambda model, tokenizer: load(None)),  # type: ignore[call-overload]
+        ("path_or_hf_repo", lambda model, tokenizer: load_drafter(5)),  # type: ignore[arg-type]
+        ("drafter", lambda model, tokenizer: load(DEMO / "target", drafter=True)),
+        ("tokenizer_config", lambda model, tokenizer: load(DEMO / "target", "x")),
+        ("tokenizer", lambda model, tokenizer: generate(tokenizer, model, PROMPT)),
+        ("tokenizer", lambda model, tokenizer: Session(tokenizer, model)),
+        ("history", lambda model, tokenizer: generate(model, tokenizer, PROMPT, history=[1.5])),
+        ("memory_budget", lambda model, tokenizer: Session(model, tokenizer, memory_budget=True)),
+        ("model", lambda model, tokenizer: train(model=None)),
+        ("minutes", lambda model, tokenizer: train(model="x", minutes="x")),
+        ("batch_size", lambda model, tokenizer: train(model="x", batch_size=2.5)),
+        ("drafter_type", lambda model, tokenizer: train(model="x", drafter_type="x")),
+        ("output", lambda model, tokenizer: train(model="x", output=None)),
+    ],
+)
+def test_a_wrong_type_is_refused_by_name(name: str, call: Any) -> None:
+    with pytest.raises(RedrafterError, match=f"^{name} must be ") as raised:
+        call(make_model(), make_tokenizer())
+    assert "\n" not in str(raised.value)
+
+
 def test_prompts_may_be_text_ids_or_arrays() -> None:
     tokenizer = make_tokenizer()
     text = tokenizer.decode(PROMPT)
@@ -153,6 +257,42 @@ def test_bad_options_are_refused_on_the_first_next(name: str, value: Any) -> Non
     steps = stream_generate(**options | {name: value})
     with pytest.raises(RedrafterError, match=f"^{name} must be "):
         next(steps)
+
+
+WRONG: dict[str, Any] = {
+    "a shape": lambda logprobs: mx.array([1, 2]),
+    "a dtype": lambda logprobs: mx.array([1.0]),
+    "an int": lambda logprobs: 5,
+    "nothing": lambda logprobs: None,
+}
+BEYOND = (-1, VOCAB, 10**6, 2**32 + 5)
+
+
+@pytest.mark.parametrize("plan", ["off", (1, 3), (2, 3)])
+@pytest.mark.parametrize("wrong", [*WRONG, *BEYOND])
+def test_a_sampler_must_return_a_token(wrong: Any, plan: Any) -> None:
+    """It could end the process. So that other tokens come first, the sampler fails later."""
+    calls = 0
+
+    def sampler(logprobs: mx.array) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls < 5:
+            return mx.argmax(logprobs, axis=-1)
+        return mx.array([wrong]) if wrong in BEYOND else WRONG[wrong](logprobs)
+
+    drafter = None if plan == "off" else small_drafter(hidden=64, vocab=VOCAB)
+    with pytest.raises(RedrafterError, match=r"^the sampler must return "):
+        stream(sampler=sampler, drafter=drafter, plan=plan)
+
+
+@pytest.mark.parametrize("plan", ["off", (2, 3)])
+@pytest.mark.parametrize("change", [lambda logits: logits[:, :-1], lambda logits: logits[0]])
+def test_a_processor_that_changes_the_shape_is_refused(change: Any, plan: Any) -> None:
+    drafter = None if plan == "off" else small_drafter(hidden=64, vocab=VOCAB)
+    processors = [lambda history, logits: change(logits)]
+    with pytest.raises(RedrafterError, match=r"^a logits processor must return logits of shape"):
+        stream(logits_processors=processors, drafter=drafter, plan=plan)
 
 
 def test_several_prompts_are_counted_together() -> None:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...decoding.options import Options
 from ...drafters.protocol import Drafter
@@ -36,6 +35,7 @@ from ...target import kv_cache
 from ...target.model_checks import make_cache
 from ...target.model_parts import get_context_length
 from ...target.request_checks import check_cache
+from ...text.encoding import wrap_tokenizer
 from ..api_errors import CONTEXT_EXCEEDED, ApiError, GenerationFailed
 from .cache_folder import CacheFolder
 from .metrics import Metrics
@@ -101,8 +101,7 @@ class Worker:
         prompt_cache_bytes: int | None = None,
         prompt_cache_dir: str | Path | None = None,
     ) -> None:
-        if not isinstance(tokenizer, TokenizerWrapper):
-            tokenizer = TokenizerWrapper(tokenizer)
+        tokenizer = wrap_tokenizer(tokenizer)
         options = options or Options()
         self._pair = Pair(model, drafter)
         self._tokenizer = tokenizer
