@@ -229,7 +229,7 @@ def sanitize(checkpoint: Checkpoint, model: nn.Module | None) -> Config:
             tensors["fc.weight"] = tensors["fc.weight"].T
     if not model_type.startswith("qwen"):
         split_latent(checkpoint, sizes)
-    elif not layers.is_split:
+    else:
         tensors |= add_ones(tensors)
     if layers.n_layers > 1:
         count = f"the first of {layers.n_layers} multi-token-prediction layers"

@@ -174,8 +174,8 @@ def locate_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Pa
     except Exception as error:  # of the network or the hub
         why = f"cannot be downloaded from the hub: {explain_hub(name, error)}"
         raise CheckpointError(f"{name!r} is not a directory, and {why}") from error
-    if not folder.is_dir():  # nothing was downloaded
-        raise CheckpointError(f"{name} has no config.json: expected a model for MLX, not GGUF")
+    if not (folder / "config.json").is_file() and not is_drafter(folder):
+        raise CheckpointError(f"{name!r} has no config.json: expected a model for MLX, not GGUF")
     return folder
 
 

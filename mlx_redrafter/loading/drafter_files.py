@@ -123,22 +123,28 @@ def locate_files(
     if is_bundle(path):
         path /= ASSISTANT
     present = list_folder(path)
-    files = choose_base_files(path, present, name, choose) if is_base else choose(present, name)
-    shards = {*read_index(path).values()}
-    if not shards.isdisjoint(files):
-        check_shards(path, files if is_base else shards)
+    files = choose_by_index(path, present, name, choose, is_base)
+    if INDEX in present:
+        check_shards(path, {*files} & {*read_index(path).values()})
     return CheckpointFiles(path, tuple(path / file for file in files), read_config(path), is_base)
 
 
-def choose_base_files(path: Path, present: Collection[str], name: str, choose: Choose) -> list[str]:
-    """The files of `name` that hold its multi-token-prediction layer; all without an index.
+def choose_by_index(
+    path: Path, present: Collection[str], name: str, choose: Choose, is_base: bool
+) -> list[str]:
+    """The files that the index of `name` names; without an index, those of `choose`.
 
     Args:
         path: the directory of the index.
+        is_base: see `locate_files`; then only the files of the layer, if they are known.
     """
+    placed = read_index(path) if INDEX in present else {}
+    if not is_base:
+        named = {*placed.values()}
+        is_refused = SIDECAR in present and SIDECAR not in named  # by `choose`
+        return sorted(named) if named and not is_refused else choose(present, name)
     if INDEX not in present:
         return [SIDECAR] if SIDECAR in present else choose(present, name)
-    placed = read_index(path)
     layers = parse_layers(placed)
     if layers is None and SIDECAR in present:
         return [SIDECAR]
@@ -158,13 +164,11 @@ def download(name: str, revision: str | None, choose: Choose, is_base: bool) -> 
     check_hub_id(name)
     try:
         present = list_files(name, revision)
-        if is_base:
-            wanted = ["config.json", INDEX]
+        wanted = ["config.json", INDEX]
+        index = Path()
+        if INDEX in present:
             index = Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
-            files = [INDEX, *choose_base_files(index, present, name, choose)]
-        else:
-            files = choose(present, name)
-        wanted = ["config.json", *files]
+        wanted += choose_by_index(index, present, name, choose, is_base)
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except CheckpointError:
         raise

@@ -226,6 +226,25 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
         (sidecar / INDEX).unlink(missing_ok=True)
 
 
+def test_norms_without_the_1_are_mended_under_any_name(tmp_path: Path) -> None:
+    """And norms with it stay as they are."""
+    name = "qwen3_5_mtp_mlx_sidecar"
+    stored = read_golden(name)[0]
+    right = tensors(load_drafter(publish(name, tmp_path / "published")))
+    norms = [each for each in right if "norm" in each]
+    assert norms
+    for added in (0, 1):
+        for prefix in ("mtp.", "", "model."):
+            arrays = {
+                f"{prefix}{each.removeprefix('mtp.')}": array + added * ("norm" in each)
+                for each, array in stored.items()
+            }
+            found = tensors(
+                load_drafter(publish(name, tmp_path / f"{added}{prefix}", arrays=arrays))
+            )
+            assert all(mx.allclose(found[each], right[each], atol=1e-5) for each in norms)
+
+
 def test_mimo_heads_have_the_size_of_their_tensors(tmp_path: Path) -> None:
     """Two of four heads, which equal all four with zero columns in place of the others' output."""
     weights = read_golden("mimo_mtp")[0]

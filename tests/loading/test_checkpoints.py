@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 from helpers.cached import make_cached
 from helpers.checkpoints import CONFIG, INDEX, WEIGHTS, refused, same, tensors
 from helpers.heads import KINDS, make_head
-from helpers.published import publish
+from helpers.hub import start_hub
+from helpers.published import publish, read_golden
 from helpers.small import save_target, small_drafter, small_llama
 from helpers.toys import make_model, make_tokenizer
 from mlx_redrafter.drafters.protocol import Drafter
@@ -213,12 +214,31 @@ def test_a_broken_shard_is_named_in_a_short_line(
     assert len(str(raised.value).replace(str(tmp_path), "")) < 200
 
 
-def test_a_drafter_beside_an_index_of_other_files_loads(tmp_path: Path) -> None:
-    """Such as one in the folder of a model whose shards were not downloaded."""
-    source = publish("medusa", tmp_path / "in")
-    placed = {"model.norm.weight": "model-00001-of-00002.safetensors"}
-    (source / INDEX).write_text(json.dumps({"weight_map": placed}))
-    assert load_drafter(source).args.model_type == "medusa"
+def test_an_index_decides_which_files_are_read(tmp_path: Path) -> None:
+    """Not a file that was left over, here or on the hub."""
+    folder = tmp_path / "some" / "head"
+    arrays = read_golden("eagle3")[0]
+    whole = load_drafter(publish("eagle3", folder)).sample_logits()
+    names = split_weights(folder)
+    stray = {name: mx.zeros_like(array) for name, array in arrays.items()}
+    mx.save_safetensors(str(folder / WEIGHTS), stray, {"format": "mlx"})
+    assert mx.array_equal(load_drafter(folder).sample_logits(), whole)
+    with start_hub(tmp_path, tmp_path / "cache"):
+        assert mx.array_equal(load_drafter("some/head").sample_logits(), whole)
+    for name in names:
+        (folder / name).unlink()
+    refuse(load_drafter, folder, names=f"{names[0]}, which {INDEX} names, is missing")
+    mx.save_safetensors(str(folder / "alone.safetensors"), arrays)
+    assert mx.array_equal(load_drafter(folder / "alone.safetensors").sample_logits(), whole)
+
+
+@pytest.mark.parametrize("name", ["", "."])
+def test_a_folder_without_a_model_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"^{name!r} has no config.json: expected a model"):
+        load(name)
 
 
 def test_a_broken_json_file_is_named(tmp_path: Path) -> None:
