@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import DEFAULT_MAX_TOKENS, DEFAULT_PROMPT, str2bool
-from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__
@@ -29,6 +28,7 @@ from ..errors import RedrafterError
 from ..machine import ranks
 from ..machine.description import PACKAGES
 from ..measuring.row_classes import format_row_counts
+from ..target import kv_cache
 from ..text.chat_template import render
 from ..text.encoding import is_text
 from .arguments import load_named, make_text_parser, read_options
@@ -195,7 +195,7 @@ def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, An
     """
     file = args.prompt_cache_file
     try:
-        cache, metadata = load_prompt_cache(file, return_metadata=True)
+        cache, metadata = kv_cache.read_file(file)
         config = dict(json.loads(metadata.get("tokenizer_config", "{}")))
     except Exception as error:  # damaged files raise errors of many types
         raise RedrafterError(f"cannot read the prompt cache {file}: {error}") from error

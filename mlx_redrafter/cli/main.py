@@ -11,7 +11,7 @@ import threading
 import warnings
 from codecs import lookup
 from importlib import import_module
-from io import TextIOWrapper
+from io import TextIOWrapper, UnsupportedOperation
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -69,8 +69,9 @@ def run_module(module: str) -> None:
 
     Errors print one line on stderr.
     """
-    # If the shell closed a stream, the next opened file would get its descriptor.
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    # If the shell closed a stream, the next opened file would get its descriptor. Text that is
+    # printed to a closed stdout would be lost, so that printing to it fails.
+    for name, mode in (("stdin", "r"), ("stdout", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     encoding = sys.stdout.encoding
@@ -130,6 +131,8 @@ def run_module(module: str) -> None:
         # So that Python's final flush cannot fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except UnsupportedOperation:
+        fail("stdout is closed")
     except (ValueError, OSError) as error:
         fail(join_lines(error))
     except Exception as error:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as prompt_caches
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import save_prompt_cache
 from transformers.utils import get_json_schema
 
 from ..errors import RedrafterError, join_lines
@@ -76,7 +76,7 @@ def read_conversation(path: str | Path, model: nn.Module) -> Conversation:
     """Reads a conversation; its cache is evaluated."""
     file = expand_path(path)
     try:
-        cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+        cache, metadata = kv_cache.read_file(file)
         if "session" not in metadata:
             raise RedrafterError("expected a prompt cache with a conversation, got one without")
         content = json.loads(metadata["session"])

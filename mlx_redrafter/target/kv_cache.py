@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,10 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
+    load_prompt_cache,
 )
+
+from ..errors import RedrafterError
 
 Cache = list[Any]
 """From mlx-lm's `make_prompt_cache`: for each layer a cache, or a `CacheList` of several."""
@@ -29,6 +33,17 @@ UNBOUNDED = (KVCache, QuantizedKVCache)
 """Caches that keep every row, and can drop any number of last rows."""
 
 KNOWN = (*TRIMMABLE, ArraysCache)
+
+
+def read_file(file: str | Path) -> tuple[Cache, dict[str, Any]]:
+    """(the prompt cache in a file of mlx-lm's, its metadata)."""
+    try:
+        cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+        return cache, dict(metadata)
+    except (OSError, RuntimeError):  # of the file
+        raise
+    except Exception as error:  # other tensors raise errors of many types
+        raise RedrafterError("expected a prompt cache of mlx-lm, got other tensors") from error
 
 
 def leaves(cache: Cache) -> Iterator[Any]:

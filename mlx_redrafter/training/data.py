@@ -61,16 +61,25 @@ def load_examples(
     name = str(path) if path.exists() else data
     settings = SimpleNamespace(data=name, train=True, test=False, mask_prompt=mask_prompt)
 
-    def read(part: Any, *, is_held_out: bool) -> list[Example]:
+    def read(part: Any, file: str, *, is_held_out: bool) -> list[Example]:
         encoded = CacheDataset(part)
-        return [
-            Example(np.array(tokens), int(offset), is_held_out=is_held_out)
-            for tokens, offset in map(encoded.__getitem__, range(len(encoded)))
-        ]
+        examples = []
+        for index in range(len(encoded)):
+            try:
+                tokens, offset = encoded[index]
+            except Exception as error:  # tokenizers and chat templates raise any type
+                got = f"{part[index]!r:.100}"
+                place = f"{path / file}.jsonl, line {index + 1}"
+                raise RedrafterError(f"{place}: expected a text or messages, got {got}") from error
+            examples.append(Example(np.array(tokens), int(offset), is_held_out=is_held_out))
+        return examples
 
     try:
         training, validation, _ = load_dataset(settings, tokenizer)
-        return read(training, is_held_out=False), read(validation, is_held_out=True)
+        held_out = read(validation, "valid", is_held_out=True)
+        return read(training, "train", is_held_out=False), held_out
+    except RedrafterError:
+        raise
     except Exception as error:  # mlx-lm, the hub and tokenizers raise errors of many types
         raise RedrafterError(
             f"cannot read the data {data}: {type(error).__name__}: {join_lines(error)[:300]}"

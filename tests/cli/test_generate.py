@@ -18,7 +18,11 @@ from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import make_parser
 from mlx_redrafter.decoding.options import OPTION_FLAGS
 from mlx_redrafter.decoding.trials import check_speedup
+from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.target.few_rows import FewRows, Matmul
+
+FOREIGN = str(DIRECTORY / "drafter" / "model.safetensors")
+"""Tensors that are no prompt cache."""
 
 Run = Any
 Pair = tuple[str, str]
@@ -319,6 +323,10 @@ def test_a_prompt_cache_file_replaces_the_start_of_the_prompt(
         (("--model", "/no/such"), "no such file or directory"),
         (("--drafter", "/no/such"), "no such file or directory"),
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
+        (
+            ("--prompt-cache-file", FOREIGN),
+            f"cannot read the prompt cache {FOREIGN}: expected a prompt cache of mlx-lm",
+        ),
         (("--top-k", "100000"), "top_k must be below"),
     ],
 )

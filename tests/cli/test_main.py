@@ -150,12 +150,14 @@ def test_a_slow_blas_warns_for_models_that_mlx_lm_loaded(slow_blas: str) -> None
     assert mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4) == text, "only one warning"
 
 
-@pytest.mark.parametrize("command", ["generate -m 2 --plan off >&-", "stdio --plan off <&-"])
-def test_closed_standard_streams_print_no_traceback(command: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "status"), [("generate -m 2 --plan off >&-", 1), ("stdio --plan off <&-", 0)]
+)
+def test_closed_standard_streams_print_no_traceback(command: str, status: int) -> None:
+    """A text that cannot be printed is an error."""
     script = f"{sys.executable} -m mlx_redrafter.{command}"
-    done = subprocess.run(
-        ["sh", "-c", script], capture_output=True, text=True, check=True, timeout=300
-    )
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == status
     assert bool(done.stdout) is ("stdio" in command)
     assert "Traceback" not in done.stderr
-    assert "error" not in done.stderr
+    assert ("error: stdout is closed\n" in done.stderr) is (status == 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,17 @@ def test_unreadable_data_is_refused_in_one_line(
     with pytest.raises(RedrafterError, match="cannot read the data") as caught:
         load_examples(str(tmp_path), demo[1], mask_prompt=False)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["train", "valid"])
+def test_a_line_that_is_no_text_is_named(file: str, demo: Any, tmp_path: Path) -> None:
+    for name in ("train", "valid"):
+        values = ["a text", 5 if name == file else "more"]
+        lines = [json.dumps({"text": value}) + "\n" for value in values]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    expected = f"{file}.jsonl, line 2: expected a text or messages, got {{'text': 5}}"
+    with pytest.raises(RedrafterError, match=f"{re.escape(expected)}$"):
+        load_examples(str(tmp_path), demo[1], mask_prompt=False)
 
 
 def make_example(size: int, offset: int = 0, first: int = 0) -> Example:
