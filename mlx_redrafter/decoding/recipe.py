@@ -88,7 +88,7 @@ def resolve_recipe(
     warn_of_slow_blas()  # for models that mlx-lm loaded
 
     def resolve(source: Source | None, *, failed: bool = False) -> Recipe:
-        row_counts = choose_row_counts(pair, options, cache, failed=failed)
+        row_counts = choose_row_counts(pair, options, cache, failed)
         sources, planner, notes = choose_sources(pair, options, source, cache, grammar, row_counts)
         few_rows = pair.get_or_measure_few_rows() if sources or row_counts else NO_FEW_ROWS
         return Recipe(
@@ -338,9 +338,9 @@ def choose_row_counts(
     pair: Pair,
     options: Options,
     cache: kv_cache.Cache | None = None,
+    failed: bool = False,
     *,
     refresh: bool = False,
-    failed: bool = False,
 ) -> RowCounts | None:
     """The row counts of all forwards after the prompt with `exact`, which pads to them.
 

@@ -400,7 +400,9 @@ def test_the_chosen_class_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             assert choose_row_counts(Pair(model, drafter), Options(exact=True)) == (2, 3, 4)
 
 
-def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_measuring_ends_drafting_only(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: Any, **options: Any) -> Any:
         raise OSError("no costs")
 
@@ -417,7 +419,9 @@ def test_a_failure_while_measuring_ends_drafting_only(monkeypatch: pytest.Monkey
         run(model, [1, 2, 3], drafter, **options)
 
 
-def test_a_failure_while_planning_keeps_the_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_planning_keeps_the_row_counts(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: classes)
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda *args, **options: make_costs())
