@@ -15,9 +15,8 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.serving import save_demo
-from mlx_redrafter.measuring import row_classes as exactness
-from mlx_redrafter.measuring import timing as measure
-from mlx_redrafter.planning import auto_planner as planner
+from mlx_redrafter.measuring import row_classes, timing
+from mlx_redrafter.planning import auto_planner
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +28,7 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def steady_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides slow rounds from the planner: on a busy machine it would stop drafting."""
-    monkeypatch.setattr(planner, "MAX_SLOWDOWN", 1.0)
+    monkeypatch.setattr(auto_planner, "MAX_SLOWDOWN", 1.0)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -39,8 +38,8 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     A tenth of the outputs shows another order of sums in float32.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "MEASURING_SECONDS", 0.3)
-        patch.setattr(exactness, "COMPARED_OUTPUTS", 10_000)
+        patch.setattr(timing, "MEASURING_SECONDS", 0.3)
+        patch.setattr(row_classes, "COMPARED_OUTPUTS", 10_000)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield
 

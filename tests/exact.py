@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from helpers.families import CONFIGS, make_family
 from helpers.toys import ScriptedContext, ids, make_prompt, run
-from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding import recipe
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.engine.types import RowCounts
 from mlx_redrafter.measuring.pair import Pair
@@ -61,7 +61,7 @@ def make_long_family(name: str, vocab_size: int | None = None) -> nn.Module:
 def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
     """Compares texts drafted by a scripted context with plain ones, in each class of row counts."""
     found = []
-    for counts in setup.get_cache_row_classes(Pair(model), Options()):
+    for counts in recipe.get_cache_row_classes(Pair(model), Options()):
         if counts == (1,):
             continue  # nothing drafts
         rows = 0
@@ -70,10 +70,12 @@ def compare_rows(model: nn.Module, *, seed: int = 0) -> list[Compared]:
         for size, count in N_DECODED.items():
             options = {"temp": 0.9 if size > 1000 else 0.0, "seed": seed, "exact": True}
             prompt = make_prompt(size, vocab=48, seed=seed)
-            with mock.patch.object(setup, "choose_row_counts", lambda *args, counts=counts: counts):
+            with mock.patch.object(
+                recipe, "choose_row_counts", lambda *args, counts=counts: counts
+            ):
                 plain = run(model, prompt, max_tokens=count + 8, **options)
                 scripted = partial(ScriptedContext, prompt + ids(plain), seed=seed)
-                with mock.patch.object(setup, "ContextSource", scripted):
+                with mock.patch.object(recipe, "ContextSource", scripted):
                     steps = run(model, prompt, max_tokens=count, context=True, **options)
             assert ids(steps) == ids(plain[:count]), (counts, size)
             rows += count

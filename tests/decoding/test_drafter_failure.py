@@ -12,7 +12,7 @@ from helpers.grids import pairs
 from helpers.small import small_drafter
 from helpers.toys import Broken, fail_at, make_model, make_prompt, make_tokenizer
 from mlx_redrafter import GenerationResponse, Session, stream_generate
-from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding import recipe
 from mlx_redrafter.drafters.protocol import StepwiseSource
 from mlx_redrafter.measuring.pair import Pair
 
@@ -116,7 +116,7 @@ def test_exact_turns_keep_their_row_counts(monkeypatch: pytest.MonkeyPatch) -> N
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **how: classes)
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda *args, **how: make_costs())
-    monkeypatch.setattr(setup, "choose_fastest_class", lambda *args: classes[1])
+    monkeypatch.setattr(recipe, "choose_fastest_class", lambda *args: classes[1])
     errors: list[Exception] = []
     session = Session(
         make_model(vocab=VOCAB),

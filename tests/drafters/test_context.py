@@ -27,7 +27,7 @@ from helpers.toys import (
     run,
     with_plain,
 )
-from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding import recipe
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters import context
 from mlx_redrafter.drafters.context import MAX_MATCH, MAX_PROPOSAL, ContextSource
@@ -166,7 +166,7 @@ SAMPLED = {"temp": 0.9, "top_p": 0.95, "seed": 5}
 @pytest.fixture
 def use_index(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Replaces the ContextSource that decoding uses."""
-    return lambda make: monkeypatch.setattr(setup, "ContextSource", make)
+    return lambda make: monkeypatch.setattr(recipe, "ContextSource", make)
 
 
 @pytest.mark.parametrize(("plan", "right", "options"), pairs(PLANS, (0.0, 0.7, 1.0), ({}, SAMPLED)))

@@ -40,7 +40,7 @@ from mlx_redrafter import (
     load_draft_model,
     stream_generate,
 )
-from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding import recipe
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.plan import Plan
@@ -244,7 +244,7 @@ def test_the_context_drafts_alongside(width: int, monkeypatch: pytest.MonkeyPatc
     other = make_model(seed=2)
     prompt = make_prompt(9)
     plain = run(model, prompt, max_tokens=60)
-    monkeypatch.setattr(setup, "ContextSource", partial(ScriptedContext, [*prompt, *ids(plain)]))
+    monkeypatch.setattr(recipe, "ContextSource", partial(ScriptedContext, [*prompt, *ids(plain)]))
     for draft in (model, other):
         steps = run(model, prompt, DraftModel(draft), max_tokens=50, plan=(width, 3), context=True)
         assert_same_steps(steps, plain[:50])

@@ -23,7 +23,7 @@ from helpers.toys import CachingDrafter, Scripted, ids, make_ranks, run
 from mlx_redrafter import RedrafterError, UnsupportedModelError
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.machine import ranks
-from mlx_redrafter.measuring import timing as measure
+from mlx_redrafter.measuring import timing
 from mlx_redrafter.measuring.pair import Pair
 from mlx_redrafter.target.model_parts import get_head
 
@@ -125,7 +125,7 @@ def decide_otherwise() -> str:
 def main() -> None:
     """Decodes with every kind of model, sharded both ways."""
     os.environ["XDG_CACHE_HOME"] = str(Path(sys.argv[1], str(ranks.get_rank())))
-    measure.MEASURING_SECONDS = 0.2
+    timing.MEASURING_SECONDS = 0.2
     found: dict[str, Any] = {"rank": ranks.get_rank()}
     if ranks.count_ranks() == 2:
         found["measured"] = measure_together()

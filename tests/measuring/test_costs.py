@@ -23,8 +23,7 @@ from mlx_redrafter.drafters.block import BlockSource
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.planner import ObservedRound
-from mlx_redrafter.measuring import store
-from mlx_redrafter.measuring import timing as measure
+from mlx_redrafter.measuring import store, timing
 from mlx_redrafter.measuring.pair import Pair
 from mlx_redrafter.measuring.timing import CONTEXTS, measure_costs
 from mlx_redrafter.planning.costs import CostTable, interpolate, is_disturbed
@@ -152,7 +151,7 @@ def test_all_parts_of_a_round_are_measured(
     assert costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
     assert (costs.replay_row_ms > 0) <= (name == "falcon_h1")
-    monkeypatch.setattr(measure, "MEASURING_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "MEASURING_SECONDS", 0.0)
     hurried = measure_costs(*make_pair(name=name), trees=trees)
     assert hurried.counts == (1, 2, 3, 4, 5)
 
@@ -173,8 +172,8 @@ def test_levels_are_measured_at_the_depth_of_the_block(
         return begin(source, root, depth)
 
     monkeypatch.setattr(BlockSource, "begin", note_depth)
-    monkeypatch.setattr(measure, "MEASURING_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "time_step", lambda model: seconds)
+    monkeypatch.setattr(timing, "MEASURING_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "time_step", lambda model: seconds)
     measure_costs(make_model(), make_cached("dflash"), trees=False)
     assert depths == {1, 2, 4}
 
@@ -189,14 +188,14 @@ def test_measuring_slow_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
         return call(model, tokens, *args, **options)
 
     monkeypatch.setattr(type(pair[0]), "__call__", count)
-    monkeypatch.setattr(measure, "MEASURING_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "MEASURING_SECONDS", 0.0)
     measure_costs(*pair, trees=True)
-    assert sum(sizes) > 4 * measure.SLOW_STEPS, "no limit for fast models"
+    assert sum(sizes) > 4 * timing.SLOW_STEPS, "no limit for fast models"
 
     sizes.clear()
-    monkeypatch.setattr(measure, "time_step", lambda model: 1.5)
+    monkeypatch.setattr(timing, "time_step", lambda model: 1.5)
     costs = measure_costs(*pair, trees=True)
-    assert 1 < sum(sizes) <= measure.SLOW_STEPS - 2
+    assert 1 < sum(sizes) <= timing.SLOW_STEPS - 2
     assert costs.contexts == (64,)
     assert costs.counts == (1, 2, 3, 4, 5)
 

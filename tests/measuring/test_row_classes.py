@@ -23,13 +23,13 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from helpers.cost_curves import make_costs
 from helpers.small import small_drafter, small_llama
 from helpers.toys import ScriptedContext, ids, make_model, make_prompt, run
-from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding import recipe
 from mlx_redrafter.decoding.generation import open_generation
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.decoding.recipe import choose_row_counts, get_cache_row_classes, resolve_recipe
 from mlx_redrafter.engine.tree import chain
 from mlx_redrafter.machine.cuda import THRASHING_CHECK, disable_thrashing_check
-from mlx_redrafter.measuring import row_classes as exactness
+from mlx_redrafter.measuring import row_classes
 from mlx_redrafter.measuring.pair import Pair, get_pair
 from mlx_redrafter.measuring.row_classes import (
     COMPARED_OUTPUTS,
@@ -131,7 +131,7 @@ def test_cached_rows_are_compared() -> None:
 @pytest.fixture
 def all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares as many outputs as commands do."""
-    monkeypatch.setattr(exactness, "COMPARED_OUTPUTS", COMPARED_OUTPUTS)
+    monkeypatch.setattr(row_classes, "COMPARED_OUTPUTS", COMPARED_OUTPUTS)
 
 
 class TwoSums(nn.Module):
@@ -227,7 +227,7 @@ def test_every_forward_has_an_allowed_number_of_rows(
     counts: tuple[int, ...], kv_bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is drafted: by a drafter with a fixed plan, by the context, or by both."""
-    monkeypatch.setattr(setup, "choose_row_counts", lambda *args: counts)
+    monkeypatch.setattr(recipe, "choose_row_counts", lambda *args: counts)
     model = make_model("llama")
     drafter = small_drafter(hidden=64, vocab=40)
     prompt = make_prompt(20)
@@ -236,7 +236,7 @@ def test_every_forward_has_an_allowed_number_of_rows(
     options |= {"kv_group_size": 32, "quantized_kv_start": 30}
     plain = run(model, prompt, **options)
     tokens = prompt + ids(run(model, prompt, **options | {"max_tokens": 32}))
-    monkeypatch.setattr(setup, "ContextSource", partial(ScriptedContext, tokens))
+    monkeypatch.setattr(recipe, "ContextSource", partial(ScriptedContext, tokens))
     forward = type(model).__call__
 
     def count_rows(self: Any, tokens: mx.array, cache: Any = None) -> mx.array:
@@ -395,7 +395,7 @@ def test_the_chosen_class_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_llama()
     drafter = small_drafter()
     for chosen in ((2, 3, 4), (5, 6)):
-        monkeypatch.setattr(setup, "choose_fastest_class", lambda *args, chosen=chosen: chosen)
+        monkeypatch.setattr(recipe, "choose_fastest_class", lambda *args, chosen=chosen: chosen)
         for _ in range(2):
             assert choose_row_counts(Pair(model, drafter), Options(exact=True)) == (2, 3, 4)
 
@@ -425,7 +425,7 @@ def test_a_failure_while_planning_keeps_the_row_counts(
     classes = ((1,), (2, 3, 4))
     monkeypatch.setattr(Pair, "get_row_classes", lambda *args, **options: classes)
     monkeypatch.setattr(Pair, "get_or_measure_costs", lambda *args, **options: make_costs())
-    monkeypatch.setattr(setup, "choose_fastest_class", lambda *args: classes[1])
+    monkeypatch.setattr(recipe, "choose_fastest_class", lambda *args: classes[1])
     pair = Pair(small_llama(), small_drafter(seed=9))
     failures = list[Exception]()
     options = Options(exact=True, on_drafter_failure=failures.append)

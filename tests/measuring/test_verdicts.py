@@ -16,7 +16,7 @@ import pytest
 from helpers.few_rows import FakeMetal, fake_metal
 from helpers.small import small_drafter, small_llama
 from helpers.toys import assert_same_steps, decode_steps, ids
-from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding import recipe
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.decoding.recipe import get_cache_row_classes
 from mlx_redrafter.measuring import store, verdicts
@@ -314,7 +314,7 @@ def test_drafts_use_it_and_leave_the_text_unchanged(
     metal: FakeMetal, monkeypatch: pytest.MonkeyPatch, exact: bool
 ) -> None:
     monkeypatch.setattr(verdicts, "MIN_OUTPUTS", 48)  # all layers
-    monkeypatch.setattr(setup, "load_row_counts", lambda *of, refresh: of[1][0])  # not by costs
+    monkeypatch.setattr(recipe, "load_row_counts", lambda *of, refresh: of[1][0])  # not by costs
     model = make_model()
     prompt = [5, 6, 7, 8, 5, 6, 7]
     shared = {"max_tokens": 24, "exact": exact}
@@ -345,7 +345,7 @@ def test_exact_drafts_where_mlx_sums_several_rows_in_another_order(
 
     monkeypatch.setattr(mx, "quantized_matmul", multiply)
     monkeypatch.setattr(verdicts, "MIN_OUTPUTS", 48)  # all layers
-    monkeypatch.setattr(setup, "load_row_counts", lambda *of, refresh: of[1][0])  # not by costs
+    monkeypatch.setattr(recipe, "load_row_counts", lambda *of, refresh: of[1][0])  # not by costs
     pair = Pair(make_model())
     shared = {"max_tokens": 24, "exact": True}
     assert get_cache_row_classes(pair.with_few_rows(False), Options())[0] == (1,)

@@ -29,7 +29,7 @@ from helpers.toys import (
     record_hidden_states,
     run,
 )
-from mlx_redrafter.decoding import recipe as setup
+from mlx_redrafter.decoding import recipe
 from mlx_redrafter.decoding.options import Options
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.output import DecodedToken
@@ -136,7 +136,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
             if script == "random" and name not in TREES:
                 drafts_alone = [False]
             for alone in drafts_alone:
-                monkeypatch.setattr(setup, "ContextSource", partial(ScriptedContext, tokens))
+                monkeypatch.setattr(recipe, "ContextSource", partial(ScriptedContext, tokens))
                 cache = make_prompt_cache(model)
                 with warnings.catch_warnings(action="ignore"):
                     steps = decode(None if alone else drafter, prompt_cache=cache, context=True)

@@ -13,8 +13,7 @@ import pytest
 
 from helpers.small import add_chat_template, make_byte_tokenizer, small_llama
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training import example_sources as sources
-from mlx_redrafter.training import prompts
+from mlx_redrafter.training import example_sources, prompts
 from mlx_redrafter.training.data import GIVEN, Example
 from mlx_redrafter.training.example_sources import FREE, MAX_EXAMPLES, ExampleSource, open_source
 from mlx_redrafter.training.prompts import PROMPT_KINDS, PromptWriter
@@ -93,7 +92,7 @@ def test_given_texts_are_read_in_any_order(
     assert not list_texts(examples[:30]) & list_texts(again.unread)
     deeper = open_source(settings(data=str(tmp_path), draft_depth=20), tokenizer, [])
     assert deeper.count < 90, "some are too short"
-    monkeypatch.setattr(sources, "MAX_HELD_OUT", 3)
+    monkeypatch.setattr(example_sources, "MAX_HELD_OUT", 3)
     assert open_source(args, tokenizer, []).count == 83, "a validation takes time"
     (tmp_path / "valid.jsonl").unlink()
     assert not open_source(args, tokenizer, []).has_held_out
@@ -154,7 +153,7 @@ def test_the_target_writes_its_own_prompts(
     assert source.describe() == "the model answers its own prompts"
     examples = make(source, model, 6)
     assert len(begun) % 7 == 0
-    assert len(begun) % sources.MAX_WRITTEN
+    assert len(begun) % example_sources.MAX_WRITTEN
     assert len(examples) >= 6
     assert {example.kind for example in examples} <= set(PROMPT_KINDS)
     for example in examples:

@@ -31,8 +31,7 @@ from mlx_redrafter.files import lock_file
 from mlx_redrafter.measuring.pair import Findings
 from mlx_redrafter.target.supported_models import REFUSED
 from mlx_redrafter.text.encoding import encode
-from mlx_redrafter.training import data, plan, run
-from mlx_redrafter.training import example_sources as sources
+from mlx_redrafter.training import data, example_sources, plan, run
 from mlx_redrafter.training.answers import MAX_BATCH_SIZE
 from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.evaluation import SpeedResult
@@ -227,7 +226,7 @@ def test_more_minutes_make_more_texts(
     train: Any, prompts: str, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A finished run goes on with further texts, its own at last, and trains on."""
-    monkeypatch.setattr(sources, "MAX_EXAMPLES", 30)
+    monkeypatch.setattr(example_sources, "MAX_EXAMPLES", 30)
     before = read_last_validation(copied)
     status, said = train(copied, "--prompts", prompts, *SIZE, "--minutes", "30", resume=True)
     assert status == 0
@@ -429,7 +428,7 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run, "measure_decoding", lambda *args: (Findings(), 10.0))
     monkeypatch.setattr(ExampleStore, "add", add_example)
     monkeypatch.setattr(run, "MAX_VISITS", 10**6)
-    monkeypatch.setattr(sources, "MAX_EXAMPLES", 10**6)
+    monkeypatch.setattr(example_sources, "MAX_EXAMPLES", 10**6)
     assert train(tmp_path / "new", *SIZE, "--minutes", "20")[0] == 0
     planned = 1200 * (1 - plan.COMPARISON_SHARE)
     count = planned / (10 + 5 * plan.VISITS)  # and those that are then being written
