@@ -24,8 +24,8 @@ from helpers.small import small_llama
 from helpers.threads import workers
 from helpers.toys import decode_steps, ids, make_tokenizer
 from mlx_redrafter import Session, generate_step
+from mlx_redrafter.decoding.generation import open_generation
 from mlx_redrafter.decoding.options import Options
-from mlx_redrafter.decoding.recipe import open_generation
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.planner import Planner

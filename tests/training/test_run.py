@@ -31,7 +31,7 @@ from mlx_redrafter.files import lock_file
 from mlx_redrafter.measuring.pair import Findings
 from mlx_redrafter.target.supported_models import REFUSED
 from mlx_redrafter.text.encoding import encode
-from mlx_redrafter.training import data, example_sources, plan, run
+from mlx_redrafter.training import data, example_sources, run, schedule
 from mlx_redrafter.training.answers import MAX_BATCH_SIZE
 from mlx_redrafter.training.data import Example
 from mlx_redrafter.training.evaluation import SpeedResult
@@ -422,7 +422,7 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
     for changed in (validate, make_batches, compare_speed):
         monkeypatch.setattr(run, changed.__name__, changed)
     clock = SimpleNamespace(perf_counter=lambda: seconds["now"])
-    for module in (run, plan):
+    for module in (run, schedule):
         monkeypatch.setattr(module, "time", clock)
     set_times(monkeypatch, 10.0, 5.0)
     monkeypatch.setattr(run, "measure_decoding", lambda *args: (Findings(), 10.0))
@@ -430,8 +430,8 @@ def test_a_run_ends_in_time(train: Any, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run, "MAX_VISITS", 10**6)
     monkeypatch.setattr(example_sources, "MAX_EXAMPLES", 10**6)
     assert train(tmp_path / "new", *SIZE, "--minutes", "20")[0] == 0
-    planned = 1200 * (1 - plan.COMPARISON_SHARE)
-    count = planned / (10 + 5 * plan.VISITS)  # and those that are then being written
+    planned = 1200 * (1 - schedule.COMPARISON_SHARE)
+    count = planned / (10 + 5 * schedule.VISITS)  # and those that are then being written
     assert 10 * (count - 1) <= seconds["making"] <= 10 * (count + MAX_BATCH_SIZE)
     assert planned <= seconds["validation"] <= planned + 20
     assert 1188 < seconds["prompt"] <= 1200
