@@ -50,8 +50,8 @@ SPREAD = "{x plain:.2f} ({least:.2f} to {most:.2f})"
 DEMO_FILES = {"demo-edits": "edits, greedy", "demo-code": "fresh code, temperature 0.8"}
 """Result file of the packaged demo -> its kind of text."""
 
-SUMMARY = {"context": CONTEXT, "drafter + context": "auto + context"}
-"""Names in the summary of a chat model -> contestants."""
+PLOTTED = {"context": CONTEXT, "drafter + context": "auto + context"}
+"""Names in the plot of a chat model -> contestants."""
 
 DRAFTER_FILES = "smollm2-"
 """Prefix of result files of the chat model; the kind of drafter follows."""
@@ -132,14 +132,14 @@ def split_temps(results: Results) -> dict[str, list[Record]]:
     return found
 
 
-def make_summary_lines(results: Results, what: str) -> list[Line]:
-    """A line for each kind of text: the context alone, and with a drafter, by temperature."""
+def make_plot_lines(results: Results) -> list[Line]:
+    """A line for each kind of text: speeds by temperature, of the context and with a drafter."""
     lines: dict[str, Line] = {}
     for temp, records in split_temps(results).items():
-        for each in make_kind_lines(records, what):
+        for each in make_kind_lines(records, "x plain"):
             line = lines.setdefault(each["text"], {"text (answers)": each["text"]})
             line |= {
-                f"{temp}, {name}": each.get(contestant) for name, contestant in SUMMARY.items()
+                f"{temp}, {name}": each.get(contestant) for name, contestant in PLOTTED.items()
             }
     return list(lines.values())
 
@@ -155,13 +155,6 @@ def bracket_lines(lines: list[Line], others: list[Line]) -> list[Line]:
         {name: join(cell, other[name]) for name, cell in line.items()}
         for line, other in zip(lines, others, strict=True)
     ]
-
-
-def make_summary_table(results: Results) -> str:
-    """Speeds of a chat model's answers by kind of text, and tokens per round."""
-    speeds = make_summary_lines(results, "x plain")
-    tokens = make_summary_lines(results, "tokens/round")
-    return format_markdown(bracket_lines(speeds, tokens))
 
 
 def make_chat_table(results: Results) -> str:
@@ -360,7 +353,6 @@ def format_suite(suite: Record) -> str:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "summary": make_summary_table,
     "chat": make_chat_table,
     "demo": make_demo_table,
     "drafters": make_drafters_table,
@@ -395,7 +387,7 @@ def run(args: argparse.Namespace) -> int:
     texts = {path: place_tables(path.read_text(encoding="utf-8"), results) for path in DOCUMENTS}
     for path, text in texts.items():
         write_text(path, text)
-    speeds = make_summary_lines(results, "x plain")
+    speeds = make_plot_lines(results)
     if speeds:
         draw_bars(PLOTS / "speed.png", speeds, SPEED_LABEL, has_line=True)
     return 0

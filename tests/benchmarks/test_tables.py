@@ -98,7 +98,7 @@ def test_inserting_tables_twice_changes_nothing() -> None:
     assert "None yet." in once
     assert once.startswith("# Title\n") and "\nbetween\n" in once and once.endswith("end\n")
     assert place_tables(once, results) == once
-    with pytest.raises(RedrafterError, match="no table is called 'nope': there are summary, "):
+    with pytest.raises(RedrafterError, match="no table is called 'nope': there are chat, "):
         place_tables(make_place("nope"), results)
 
 
