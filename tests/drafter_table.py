@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from pathlib import Path
 
 from helpers.tables import replace_between
@@ -17,14 +16,13 @@ END = "<!-- published: end -->\n"
 
 
 def make_table() -> str:
-    """The Markdown table; one row per target."""
-    lines = ["| model | drafters, in the order in which they are tried |", "|---|---|"]
+    """The Markdown table; one row for the targets with the same kinds of drafters."""
+    targets = dict[str, list[str]]()
     for name, drafters in read_table().items():
-        listed = []
-        for kind, group in groupby(drafters, key=lambda each: each.kind):
-            repos = ", ".join(f"`{each.repo}`" for each in group)
-            listed.append(f"{kind}: {repos}")
-        lines.append(f"| {name} | {'; '.join(listed)} |")
+        kinds = ", ".join(dict.fromkeys(each.kind for each in drafters))
+        targets.setdefault(kinds, []).append(name)
+    lines = ["| drafters, in the order in which they are tried | models |", "|---|---|"]
+    lines += [f"| {kinds} | {', '.join(targets[kinds])} |" for kinds in sorted(targets)]
     return "\n".join([*lines, ""])
 
 
