@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -113,13 +114,15 @@ def make_demo_line(name: str, records: list[Record]) -> Line:
 def make_demo_table(results: Results) -> str:
     """Every contestant on the demo's own prompts: edits, then fresh code."""
     parts = []
+    measured = list[Record]()
     for file, text in DEMO_FILES.items():
         records = results.files.get(file)
         if records:
             by_side = group_by_contestant(records)
             lines = [make_demo_line(name, own) for name, own in by_side.items()]
-            parts.append(f"{text}:\n\n{format_markdown(lines)}\n{describe_setting(records)}")
-    return "\n".join(parts)
+            parts.append(f"{text}:\n\n{format_markdown(lines)}\n")
+            measured += records
+    return "".join(parts) + describe_setting(measured)
 
 
 def split_temps(results: Results) -> dict[str, list[Record]]:
@@ -163,11 +166,12 @@ def make_chat_table(results: Results) -> str:
     Speed, and tokens per round in brackets.
     """
     parts = []
-    for temp, records in split_temps(results).items():
+    by_temp = split_temps(results)
+    for temp, records in by_temp.items():
         speeds = make_kind_lines(records, "x plain")
         lines = bracket_lines(speeds, make_kind_lines(records, "tokens/round"))
-        parts.append(f"{temp}:\n\n{format_markdown(lines)}\n{describe_setting(records)}")
-    return "\n".join(parts)
+        parts.append(f"{temp}:\n\n{format_markdown(lines)}\n")
+    return "".join(parts) + describe_setting(chain.from_iterable(by_temp.values()))
 
 
 def make_drafter_lines(results: Results, what: str) -> list[Line]:

@@ -110,14 +110,17 @@ def describe_setting(records: Iterable[Record]) -> str:
     if not speeds:
         return ""
     machines = dict.fromkeys(format_machine(record["machine"]) for record in speeds)
-    record = speeds[0]
+
+    def name_values(field: str) -> str:
+        return " and ".join(dict.fromkeys(f"{record[field]:g}" for record in speeds))
+
     settings = [
-        f"at most {record['max_tokens']} tokens",
-        f"turns: {record['repeats']}",
-        f"temperature {record['temp']:g}",
-        f"seed {record['seed']}",
+        f"at most {name_values('max_tokens')} tokens",
+        f"turns: {name_values('repeats')}",
+        f"temperature {name_values('temp')}",
+        f"seed {name_values('seed')}",
     ]
-    when = record["machine"]["when"][:10]
+    when = speeds[0]["machine"]["when"][:10]
     return f"{' and '.join(machines)}; {', '.join(settings)}; {when}.\n"
 
 
