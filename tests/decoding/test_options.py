@@ -45,7 +45,7 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", WRONG, ids=str)
+@pytest.mark.parametrize("options", WRONG, ids=" ".join)
 def test_a_wrong_value_is_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(RedrafterError, match=f"^{next(iter(options))} must be "):
         Options(**options)
