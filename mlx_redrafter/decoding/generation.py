@@ -59,6 +59,7 @@ def open_generation(
             capture=[name for each in recipe.sources for name in each.capture],
             row_counts=recipe.row_counts,
             few_rows=recipe.few_rows,
+            rolls_back=recipe.rolls_back,
         )
     target.length = len(options.history) or target.length
     decoder = Decoder(

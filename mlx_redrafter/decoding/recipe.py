@@ -48,6 +48,7 @@ class Recipe:
         planner: plans the rounds.
         row_counts: see `choose_row_counts`.
         few_rows: the matmuls that the kernel for a few rows computes.
+        rolls_back: whether states of recurrent layers are rolled back, see `explain_replay`.
         notes: one line for each source that does not draft, or drafts less than it could, with the
             reason.
     """
@@ -60,6 +61,7 @@ class Recipe:
     planner: Planner
     row_counts: RowCounts | None
     few_rows: FewRows
+    rolls_back: bool
     notes: tuple[str, ...]
 
 
@@ -90,7 +92,11 @@ def resolve_recipe(
     def resolve(source: Source | None, *, failed: bool = False) -> Recipe:
         row_counts = choose_row_counts(pair, options, cache, failed)
         sources, planner, notes = choose_sources(pair, options, source, cache, grammar, row_counts)
-        few_rows = pair.get_or_measure_few_rows() if sources or row_counts else NO_FEW_ROWS
+        few_rows = NO_FEW_ROWS
+        rolls_back = False
+        if sources or row_counts:
+            few_rows = pair.get_or_measure_few_rows()
+            rolls_back = pair.explain_replay() is None
         return Recipe(
             options,
             seed,
@@ -100,6 +106,7 @@ def resolve_recipe(
             planner,
             row_counts,
             few_rows,
+            rolls_back,
             tuple(notes),
         )
 
@@ -167,10 +174,12 @@ def choose_sources(
         return [], Planner(None), [note]
 
     context_sources, notes = _choose_context(pair, options, source, cache, grammar)
+    if replay := pair.explain_replay():
+        notes.append(f"accepted tokens are replayed after a rejection: {replay}")
     if ring and row_counts:
         notes.append(f"drafting with --exact ends when {where} is full")
     if source is None or pair.drafter is None:
-        planner = _plan_context(pair, options, cache, bool(context_sources), max_rows)
+        planner = _plan_context(pair, options, bool(context_sources), max_rows)
         return context_sources, planner, notes
 
     no_trees = pair.explain_chains(cache, source.capture)
@@ -226,18 +235,12 @@ def _choose_context(
     return [ContextSource() if grammar is None else GrammarSource(grammar)], []
 
 
-def _plan_context(
-    pair: Pair,
-    options: Options,
-    cache: kv_cache.Cache,
-    drafts: bool,
-    max_rows: int | None,
-) -> Planner:
+def _plan_context(pair: Pair, options: Options, drafts: bool, max_rows: int | None) -> Planner:
     """The planner of a text without a drafter; `drafts`: whether the context drafts."""
     if not drafts or (options.context and options.shape != AUTO):
         return Planner(None, max_rows=max_rows)
-    replays = bool(kv_cache.list_unknown_types(cache, kv_cache.TRIMMABLE))
     earlier = pair.get_earlier_texts(drafted=False)
+    replays = pair.explain_replay() is not None
     return make_context_planner(earlier, replays=replays, max_rows=max_rows)
 
 

@@ -56,6 +56,11 @@ class Plan(NamedTuple):
         return max(self.depth, self.n_context)
 
     @property
+    def n_paths(self) -> int:
+        """The most paths from the root to a leaf that its tree can have."""
+        return self.size - min(self.depth, self.size - 1) + bool(self.n_context)
+
+    @property
     def is_tree(self) -> bool:
         """Whether its tree is more than a chain."""
         return self.width > 1 or bool(self.depth and self.n_context)

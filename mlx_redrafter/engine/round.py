@@ -146,7 +146,7 @@ def verify(
     if chooser.grammar is not None:
         # Reading these waits only for the draft, not for the forward.
         mx.async_eval(tree.tokens, tree.parents)
-    logits, hidden = target.verify(tree, is_tree=plan.is_tree)
+    logits, hidden = target.verify(tree, is_tree=plan.is_tree, n_paths=plan.n_paths, depth=depth)
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)
     if chooser.grammar is not None:

@@ -24,6 +24,7 @@ from ..target import kv_cache
 from ..target.few_rows import NO_FEW_ROWS, FewRows
 from ..target.model_checks import check_draftable, check_verifiable
 from ..target.model_parts import get_vocab_size
+from ..target.rollback_check import explain_replay
 from ..target.target import KVQuantization
 from .store import (
     load_or_measure_costs,
@@ -224,6 +225,10 @@ class Pair:
         if known or not measure:
             return known
         return self.findings.get_or_make(key, load, again=True)
+
+    def explain_replay(self) -> str | None:
+        """Why accepted tokens are replayed after a rejection; None if they need not be."""
+        return self.findings.get_or_make("replay", partial(explain_replay, self.model))
 
     def explain_chains(
         self, cache: kv_cache.Cache | None = None, states: tuple[StateName, ...] = ()

@@ -374,7 +374,7 @@ def make_key(
         more: what else the result depends on.
     """
     key = {
-        "format": 7,
+        "format": 8,
         "machine": describe_machine(),
         "model": get_module_name(model),
         "model_tensors": digest_tensors(model),

@@ -15,7 +15,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from ..drafters.protocol import Drafter
@@ -32,6 +31,7 @@ from ..machine.wired_limit import wired_limit
 from ..planning.costs import MEASURED_NODES, CostTable, compute_lower_quartile
 from ..target import kv_cache
 from ..target.few_rows import NO_FEW_ROWS, FewRows
+from ..target.rollback_check import explain_replay
 from ..target.target import Target
 
 _log = logging.getLogger(__name__)
@@ -105,11 +105,16 @@ def time_step(model: nn.Module, seconds: float = 0.0) -> float:
 
 
 def read_zeros(
-    model: nn.Module, drafter: Drafter, length: int, few_rows: FewRows = NO_FEW_ROWS
+    model: nn.Module,
+    drafter: Drafter,
+    length: int,
+    few_rows: FewRows = NO_FEW_ROWS,
+    *,
+    rolls_back: bool = False,
 ) -> tuple[Target, Source, int]:
     """(a target and a source that hold a text of `length` zeros, the vocabulary size)."""
     source = drafter.open(model)
-    target = Target(model, capture=source.capture, few_rows=few_rows)
+    target = Target(model, capture=source.capture, few_rows=few_rows, rolls_back=rolls_back)
     source.attach(target.read_rows)
     logits, hidden = target.forward(mx.zeros((1,), mx.int32))
     count = length - 1 if source.reads_all else 1
@@ -139,6 +144,7 @@ def time_parts(
     *,
     is_slow: bool,
     few_rows: FewRows = NO_FEW_ROWS,
+    rolls_back: bool = False,
 ) -> dict[tuple[str, int], float]:
     """Milliseconds of the parts of decoding at a context length.
 
@@ -151,11 +157,13 @@ def time_parts(
 
     Args:
         is_slow: one run per part may be enough, as compiling kernels is a small part of its time.
-        few_rows: of the target's forwards.
+        few_rows, rolls_back: of the target.
     """
     steps_per_call = 1 if is_slow else STEPS_PER_CALL
     chooser = TokenChooser(make_sampler(seed=0))
-    target, untouched, vocab_size = read_zeros(model, drafter, length, few_rows)
+    target, untouched, vocab_size = read_zeros(
+        model, drafter, length, few_rows, rolls_back=rolls_back
+    )
     snapshot = kv_cache.snapshot(target.cache)
     # The first token is 0; the others differ, to select different experts.
     tokens = (mx.arange(MEASURED_NODES) * 7919) % vocab_size
@@ -266,6 +274,7 @@ def measure_costs(
         trees: whether the model takes trees.
         few_rows: of the target's forwards.
     """
+    rolls_back = explain_replay(model) is None
     with wired_limit(model), mx.stream(generation_stream):
         step_seconds = max(ranks.gather(time_step(model)))
     is_slow = step_seconds >= SLOW_STEP
@@ -290,6 +299,7 @@ def measure_costs(
                 MEASURING_SECONDS / len(contexts),
                 is_slow=is_slow,
                 few_rows=few_rows,
+                rolls_back=rolls_back,
             )
             for length in contexts
         ]
@@ -300,7 +310,6 @@ def measure_costs(
     )
     overhead = [first["overhead", width] for width in widths[:2]]
     per_row = max(0.0, first["verify", counts[-1]] - first["verify", 1]) / (counts[-1] - 1)
-    must_replay = kv_cache.list_unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
     return CostTable(
         contexts=contexts,
         counts=counts,
@@ -309,6 +318,6 @@ def measure_costs(
         widths=widths,
         level=tuple(first["level", width] for width in widths),
         overhead_ms=(overhead[0], overhead[-1]),
-        replay_row_ms=per_row if must_replay else 0.0,
+        replay_row_ms=0.0 if rolls_back else per_row,
         first=tuple(first["first", width] for width in widths),
     )

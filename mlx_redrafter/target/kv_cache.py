@@ -74,6 +74,11 @@ def list_unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
     return sorted({type(c).__name__ for c in leaves(cache) if type(c) not in known})
 
 
+def list_recurrent(cache: Cache) -> list[ArraysCache]:
+    """The leaves that hold states of recurrent layers."""
+    return [c for c in leaves(cache) if isinstance(c, ArraysCache)]
+
+
 def get_ring_size(cache: Cache) -> int | None:
     """The most rows of the smallest `RotatingKVCache`; None if there is none."""
     return min((c.max_size for c in leaves(cache) if isinstance(c, RotatingKVCache)), default=None)
@@ -127,14 +132,14 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
     Rows that are in place, as in a chain, are not moved.
 
     Args:
-        cache: its leaves are `TRIMMABLE`.
+        cache: its leaves are `TRIMMABLE`, or recurrent, which stay as they are.
         count: rows of the last forward, at least 2.
         path: nodes from the root down.
     """
     in_place = next((i for i, node in enumerate(path) if node != i), len(path))
     for c in leaves(cache):
-        if c.keys is None:
-            continue  # a layer without a cache
+        if getattr(c, "keys", None) is None:
+            continue  # recurrent, or a layer without a cache
         has_spare_rows = not isinstance(c, (RotatingKVCache, ConcatenateKVCache))
         if has_spare_rows:
             first = c.offset - getattr(c, "start_position", 0) - count

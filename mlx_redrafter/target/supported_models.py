@@ -35,13 +35,17 @@ CHAINS = {
 }
 """Modules with a trimmable cache that verify chains only, and why."""
 
-REPLAYED = _names("""
-    baichuan_m1 bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek_v41 falcon_h1 gear
-    granitemoehybrid jamba kimi_k3 kimi_linear lfm2 lfm2-vl lfm2_moe longcat_flash_ngram mamba
-    mamba2 nemotron_h olmo_hybrid plamo2 prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next
-    recurrent_gemma rwkv7
+ROLLED_BACK = _names("""
+    bailing_hybrid bailing_moe_linear bailing_moe_v3 falcon_h1 gear granitemoehybrid kimi_k3
+    kimi_linear lfm2 lfm2-vl lfm2_moe mamba2 nemotron_h olmo_hybrid plamo2 prism_hadamard_qwen35
+    qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma
 """)
-"""Modules with states that cannot be trimmed.
+"""Modules with recurrent layers whose states are rolled back; they verify chains."""
+
+REPLAYED = _names("""
+    baichuan_m1 deepseek_v41 jamba longcat_flash_ngram mamba rwkv7
+""")
+"""Modules with states that cannot be rolled back.
 
 They verify chains, and replay accepted tokens after a rejection.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from . import kv_cache
 from .few_rows import NO_FEW_ROWS, FewRows
 from .model_checks import get_exact_length
 from .model_parts import capture, get_capture_points
+from .recurrence import Paths, Recording, list_recurrences, make_paths
 from .row_attention import attend_by_row
 from .tree_attention import Nodes, build_with_nodes
 
@@ -42,10 +43,11 @@ class KVQuantization(NamedTuple):
 class Target:
     """A model with its KV cache, which keeps the accepted path of the last verify forward.
 
-    If every layer's cache can be trimmed, rejected rows are dropped. Otherwise the cache is rolled
-    back to a snapshot from before the round, and the accepted tokens are replayed at the start of
-    the next forward's input. A fully accepted round needs neither. All of this, and the
-    quantization of the cache, happens when the next forward begins.
+    Rejected rows are dropped from caches that can be trimmed, and the states of recurrent layers
+    are computed again from what their recurrences got (`recurrence.py`). If one of the layers
+    supports neither, the cache is rolled back to a snapshot from before the round, and the accepted
+    tokens are replayed at the start of the next forward's input. A fully accepted chain needs
+    nothing. All of this, and the quantization of the cache, happens when the next forward begins.
 
     Args:
         model: as `mlx_lm.load` returns it.
@@ -57,6 +59,7 @@ class Target:
             needs caches that keep every row.
         few_rows: which matmuls of steps and verify forwards of 2 to 8 rows do not go to MLX. Those
             of a prompt do.
+        rolls_back: whether states of recurrent layers are rolled back, see `explain_replay`.
 
     Attributes:
         cache: the prompt cache.
@@ -73,6 +76,8 @@ class Target:
         capture: Sequence[StateName] = (),
         row_counts: Sequence[int] | None = None,
         few_rows: FewRows = NO_FEW_ROWS,
+        *,
+        rolls_back: bool = False,
     ) -> None:
         self._model = model
         self._few_rows = few_rows
@@ -86,10 +91,13 @@ class Target:
             # A ring that is full has its rows in another order after several at once.
             limits = (self.limit, kv_cache.get_ring_size(self.cache))
             self.limit = min(filter(None, limits), default=None)
-        self._trimmable = not kv_cache.list_unknown_types(self.cache, kv_cache.TRIMMABLE)
+        is_trimmable = not kv_cache.list_unknown_types(self.cache, kv_cache.TRIMMABLE)
+        self._replays = not is_trimmable and not rolls_back
+        self._recurrences = list_recurrences(model) if rolls_back and not is_trimmable else []
+        self._recording: Recording | None = None  # of the last verify forward, until it is settled
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = kv_cache.keeps_first_rows(self.cache)
-        self._feeds_logits = self._trimmable and not any(hasattr(c, "caches") for c in self.cache)
+        self._feeds_logits = is_trimmable and not any(hasattr(c, "caches") for c in self.cache)
         self._rows = 0  # of the last verify forward, until its path is settled
         self._path: list[int] = []
         self._path_tokens: list[int] = []
@@ -105,7 +113,7 @@ class Target:
     @property
     def replayed(self) -> int:
         """How many accepted tokens the next forward replays."""
-        if not self._rows or self._trimmable:
+        if not self._rows or not self._replays:
             return len(self._replay)
         return 0 if len(self._path) == self._rows else len(self._replay) + len(self._path)
 
@@ -140,7 +148,9 @@ class Target:
         self._path_tokens = []
         return self._run(tokens, self.cache, count, want_hidden, is_chain=True)
 
-    def verify(self, tree: Tree, *, is_tree: bool) -> Forward:
+    def verify(
+        self, tree: Tree, *, is_tree: bool, n_paths: int | None = None, depth: int | None = None
+    ) -> Forward:
         """Runs the model on all nodes of `tree`, each seeing the text and its ancestors.
 
         Call `keep_path` next.
@@ -148,22 +158,25 @@ class Target:
         Args:
             tree: N >= 2 nodes.
             is_tree: whether it is more than a chain.
+            n_paths, depth: at least the number of its leaves, and the depth of the deepest; None if
+                not known.
         """
         self._settle()
-        if not self._trimmable and self._snapshot is None:
+        if self._replays and self._snapshot is None:
             self._snapshot = kv_cache.snapshot(self.cache)
         count = self._rows = tree.tokens.shape[0]
         self._path = []
         self._path_tokens = []
         self._has_run = True
-        if self._replay:  # on caches that cannot be trimmed every tree is a chain
+        if self._replay:  # every tree is then a chain
             replay = mx.array(self._replay, mx.int32)
             tree = chain(replay[0], mx.concatenate([replay[1:], tree.tokens]))
         if not is_tree and (self._row_counts is not None or not self._has_ring):
             self._rows += self._count_padding(count)
             return self._run(tree.tokens, self.cache, count, is_chain=True)
         nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, is_tree)
-        call = partial(self._run, tree.tokens, count=count, is_chain=not is_tree)
+        paths = make_paths(tree, n_paths, depth) if is_tree and self._recurrences else None
+        call = partial(self._run, tree.tokens, count=count, is_chain=not is_tree, paths=paths)
         return build_with_nodes(self.cache, nodes, call).result
 
     def _run(
@@ -174,6 +187,7 @@ class Target:
         want_hidden: bool = True,
         *,
         is_chain: bool = False,
+        paths: Paths | None = None,
         few_rows: FewRows | None = None,
     ) -> Forward:
         """Runs the model on `tokens`, and returns the last `count` rows.
@@ -181,6 +195,7 @@ class Target:
         Args:
             is_chain: whether rows are padded and attend one at a time, if `row_counts` or CUDA
                 wants that.
+            paths: of a tree, if there are recurrent layers.
             few_rows: in place of the target's.
         """
         if ranks.CHECK_VARIABLE in os.environ:
@@ -190,12 +205,19 @@ class Target:
         n_padding = self._count_padding(count) if is_chain else 0
         if n_padding:  # equal rows select the same experts
             tokens = mx.concatenate([tokens, mx.repeat(tokens[-1:], n_padding)])
-        attends_by_row = is_chain and (self._row_counts is not None or mx.cuda.is_available())
+        n_rows = end + n_padding
+        is_exact = is_chain and self._row_counts is not None
+        attends_by_row = is_exact or (is_chain and mx.cuda.is_available())
+        recording: AbstractContextManager[None] = nullcontext()
+        if self._recurrences and (is_chain or paths is not None):
+            self._recording = Recording(
+                self.cache, n_rows, paths, by_row=is_exact, n_padding=n_padding
+            )
+            recording = self._recording.replace(self._recurrences)
 
         def call() -> mx.array:
-            n_rows = end + n_padding
             by_row = attend_by_row(n_rows if attends_by_row else 0, n_padding)
-            with by_row, (few_rows or self._few_rows).replace_matmul(n_rows):
+            with by_row, recording, (few_rows or self._few_rows).replace_matmul(n_rows):
                 logits: mx.array = self._model(tokens[None], cache=cache)
             return logits
 
@@ -265,8 +287,11 @@ class Target:
 
         Then quantizes it if it is long enough.
         """
-        if self._rows and self._trimmable:
+        if self._rows and not self._replays:
             kv_cache.keep_rows(self.cache, self._rows, self._path)
+            if self._recording is not None:
+                self._recording.roll_back(self._path)
+                self._recording = None
         elif self._rows and len(self._path) < self._rows:
             assert self._snapshot is not None
             kv_cache.restore(self.cache, self._snapshot)
@@ -301,8 +326,9 @@ class Target:
         return self._quantization.start - self.length
 
     def list_pending_arrays(self) -> list[Any]:
-        """Cache states that a forward may leave unevaluated: only the next forward reads them."""
-        return [] if self._feeds_logits else [c.state for c in self.cache]
+        """What a forward may leave unevaluated: only the next forward reads it."""
+        recorded = None if self._recording is None else self._recording.arrays
+        return [] if self._feeds_logits else [c.state for c in self.cache] + [recorded]
 
     def drafting(self) -> AbstractContextManager[None]:
         """A context in which drafts are built: on CUDA their attention avoids cuDNN."""
